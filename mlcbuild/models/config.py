@@ -1,0 +1,114 @@
+"""What a decoder-only transformer is, as data.
+
+A ModelConfig holds exactly what changes the numbers of a forward pass: nothing about tokens' meaning,
+names, sources or training. Two fine-tunes of one architecture have equal configs and share every library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, resolved: no spelling of any checkpoint is left in it.
+
+    Angles of the pair (i, i + dim/2) at position p are p * inv_freq[i]; cos and sin are multiplied by
+    `attention_factor`. `inv_freq_long` and `long_factor`, where present, replace the short ones when the
+    model's context window exceeds `original_max_position` (LongRoPE; chosen once per library).
+    """
+
+    dim: int
+    """Leading dimensions of each head that are rotated; at most head_dim."""
+    inv_freq: tuple[float, ...]
+    """dim / 2 frequencies, each exactly representable in float32."""
+    attention_factor: float = 1.0
+    inv_freq_long: tuple[float, ...] | None = None
+    long_factor: float | None = None
+    original_max_position: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A pre-norm decoder with grouped-query attention and a gated MLP."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float
+    activation: Activation
+    rope: Rope
+    attention_scale: float
+    """Multiplies q.k before the soft cap and the softmax."""
+    windows: tuple[int | None, ...]
+    """For each layer the number of most recent positions (itself included) a query sees; None: all."""
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm over head_dim of each query and key head, before rope (Qwen3)."""
+    norm_offset: float = 0.0
+    """Added to every RMSNorm weight before use (Gemma: 1)."""
+    post_norms: bool = False
+    """RMSNorm on the output of attention and of the MLP, before the residual addition (Gemma 2)."""
+    embedding_scale: float = 1.0
+    """Multiplies the embedding (Gemma: sqrt(hidden_size), rounded to the checkpoint's dtype as HF does)."""
+    attention_softcap: float | None = None
+    """c * tanh(score / c) on attention scores."""
+    logit_softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter as the mathematics sees it, before any packing. Matrices are [out, in]."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def parameters(config: ModelConfig) -> tuple[Param, ...]:
+    """Every parameter of the model, in the one order that signatures, weights and libraries use.
+
+    Query, key and value matrices are one matrix `qkv` [(heads + 2 kv_heads) * head_dim, hidden], in that
+    order; gate and up are one matrix `gate_up` [2 * intermediate, hidden], gate first.
+    """
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * dim
+    found = [Param("embed.weight", (config.vocab_size, hidden))]
+    for i in range(config.num_layers):
+        layer = f"layers.{i}"
+        found.append(Param(f"{layer}.attn_norm.weight", (hidden,)))
+        found.append(Param(f"{layer}.attn.qkv.weight", (qkv, hidden)))
+        if config.qkv_bias:
+            found.append(Param(f"{layer}.attn.qkv.bias", (qkv,)))
+        if config.qk_norm:
+            found.append(Param(f"{layer}.attn.q_norm.weight", (dim,)))
+            found.append(Param(f"{layer}.attn.k_norm.weight", (dim,)))
+        found.append(Param(f"{layer}.attn.o.weight", (hidden, config.num_heads * dim)))
+        if config.output_bias:
+            found.append(Param(f"{layer}.attn.o.bias", (hidden,)))
+        if config.post_norms:
+            found.append(Param(f"{layer}.attn_post_norm.weight", (hidden,)))
+        found.append(Param(f"{layer}.mlp_norm.weight", (hidden,)))
+        found.append(Param(f"{layer}.mlp.gate_up.weight", (2 * inner, hidden)))
+        if config.mlp_bias:
+            found.append(Param(f"{layer}.mlp.gate_up.bias", (2 * inner,)))
+        found.append(Param(f"{layer}.mlp.down.weight", (hidden, inner)))
+        if config.mlp_bias:
+            found.append(Param(f"{layer}.mlp.down.bias", (hidden,)))
+        if config.post_norms:
+            found.append(Param(f"{layer}.mlp_post_norm.weight", (hidden,)))
+    found.append(Param("norm.weight", (hidden,)))
+    if not config.tie_embeddings:
+        found.append(Param("lm_head.weight", (config.vocab_size, hidden)))
+    return tuple(found)
