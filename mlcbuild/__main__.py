@@ -1,0 +1,5 @@
+import sys
+
+from mlcbuild.cli import main
+
+sys.exit(main())

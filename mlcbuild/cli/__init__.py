@@ -1,0 +1,281 @@
+"""The command line: one parser, and verbs that are functions returning an exit code.
+
+0 ok, 1 a step failed, 2 bad usage or recipe, 3 this machine lacks something, 130 interrupted. Nothing
+heavy is imported here: `--help` and error messages are instant. A verb's module is imported when the verb
+is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+
+from mlcbuild.errors import MlcbuildError, UsageError, did_you_mean
+
+INTERRUPTED = 130
+
+Configure = Callable[[argparse.ArgumentParser], None]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """`function` of `mlcbuild.cli.<module>` takes the parsed arguments and returns an exit code."""
+
+    module: str
+    function: str
+    help: str
+    example: str
+    configure: tuple[Configure, ...] = ()
+
+
+def _recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="the recipe, a YAML file")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="sets a var"
+    )
+    parser.add_argument(
+        "--allow-outside", action="store_true", help="paths may leave the directory of the recipe"
+    )
+
+
+def _store(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--store", metavar="DIR", help="the artifact store (default: $MLCBUILD_STORE)")
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
+
+
+def _choice(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only these variants or steps and what they need; shell patterns",
+    )
+    parser.add_argument(
+        "--force",
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="run these steps even when their results are known; shell patterns",
+    )
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=_positive, metavar="N", help="steps at a time (default: by cores)")
+    parser.add_argument("--keep-going", action="store_true", help="after a failure, do what does not need it")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run; the same as `plan`")
+    parser.add_argument(
+        "--executor",
+        choices=("processes", "inline"),
+        default="processes",
+        help="where steps run: worker processes, or this one (for debugging)",
+    )
+
+
+def _lock(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the lock is stale")
+
+
+def _step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("step", help="a step's name, as `plan` prints it")
+
+
+def _graph(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=("mermaid", "dot", "svg", "html"), default="mermaid")
+    parser.add_argument("--output", "-o", metavar="FILE", help="default: stdout")
+
+
+def _cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("status", "verify"), help="what to do with the store")
+
+
+def _init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", nargs="?", default=".", help="where recipe.yaml is written")
+
+
+def _bundle(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", help="a bundle's directory")
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--measure", action="store_true", help="load the bundle and compare its memory with the estimate"
+    )
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--threads", type=_positive, help="default: every core this process may use")
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=_positive, help="default: every core this process may use")
+
+
+def _schema(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", choices=("recipe", "target"), nargs="?", default="recipe")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
+    return value
+
+
+VERBS: dict[str, Verb] = {
+    "init": Verb("recipes", "init", "write a first recipe", "mlcbuild init mymodels", (_init,)),
+    "validate": Verb(
+        "recipes", "validate", "check a recipe", "mlcbuild validate recipe.yaml", (_recipe, _json)
+    ),
+    "lock": Verb(
+        "recipes", "lock", "pin every non-local source", "mlcbuild lock recipe.yaml", (_recipe, _lock)
+    ),
+    "plan": Verb(
+        "build",
+        "plan",
+        "say what would run, and why",
+        "mlcbuild plan recipe.yaml",
+        (_recipe, _choice, _store, _json),
+    ),
+    "run": Verb(
+        "build",
+        "run",
+        "build what the recipe declares",
+        "mlcbuild run recipe.yaml --set ctx=8192",
+        (_recipe, _choice, _run, _store, _json),
+    ),
+    "explain": Verb(
+        "build",
+        "explain",
+        "show what changed for a step",
+        "mlcbuild explain recipe.yaml bundle/tiny-q4f16_1-host",
+        (_recipe, _step, _store),
+    ),
+    "graph": Verb(
+        "build",
+        "graph",
+        "draw the steps and their states",
+        "mlcbuild graph recipe.yaml --format svg -o graph.svg",
+        (_recipe, _graph, _store),
+    ),
+    "cache": Verb(
+        "store", "cache", "look at the store, or check it", "mlcbuild cache status", (_cache, _store, _json)
+    ),
+    "targets": Verb("facts", "targets", "list the target presets", "mlcbuild targets", (_json,)),
+    "models": Verb("facts", "models", "list the model families", "mlcbuild models", (_json,)),
+    "schemes": Verb("facts", "schemes", "list the quantization schemes", "mlcbuild schemes", (_json,)),
+    "inspect": Verb(
+        "bundles",
+        "inspect",
+        "say what a bundle is",
+        "mlcbuild inspect dist/tiny-q4f16_1-host",
+        (_bundle, _inspect, _json),
+    ),
+    "verify": Verb(
+        "bundles",
+        "verify",
+        "re-hash a bundle's files against its manifest",
+        "mlcbuild verify dist/tiny-q4f16_1-host",
+        (_bundle, _json),
+    ),
+    "serve": Verb(
+        "bundles",
+        "serve",
+        "serve a bundle over HTTP",
+        "mlcbuild serve dist/tiny-q4f16_1-host --port 8000",
+        (_bundle, _serve),
+    ),
+    "chat": Verb(
+        "bundles", "chat", "talk to a bundle", "mlcbuild chat dist/tiny-q4f16_1-host", (_bundle, _chat)
+    ),
+    "doctor": Verb("facts", "doctor", "check this machine", "mlcbuild doctor", (_store, _json)),
+    "schema": Verb(
+        "facts", "schema", "print a JSON Schema", "mlcbuild schema recipe > recipe.schema.json", (_schema,)
+    ),
+}
+
+LATER = {
+    "bench": "measuring bundles",
+    "publish": "publishing bundles",
+    "matrix": "CI matrices",
+    "shard": "splitting a run over machines",
+}
+"""Verbs of later versions, and what they will be about."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="mlcbuild",
+        description="Builds LLM artifacts from a recipe: models x quantizations x targets.",
+        epilog="example: mlcbuild run recipe.yaml",
+    )
+    top.add_argument("--version", action="version", version=f"mlcbuild {version('mlcbuild')}")
+    verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for name, verb in VERBS.items():
+        sub = verbs.add_parser(
+            name,
+            help=verb.help,
+            description=f"{verb.help[0].upper()}{verb.help[1:]}.",
+            epilog=f"example: {verb.example}",
+        )
+        for configure in verb.configure:
+            configure(sub)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; never lets an expected failure show a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        _check_verb(arguments)
+        parsed = parser().parse_args(arguments)
+        verb = VERBS[parsed.verb]
+        function: Callable[[argparse.Namespace], int] = getattr(
+            import_module(f"mlcbuild.cli.{verb.module}"), verb.function
+        )
+        return function(parsed)
+    except SystemExit as stop:  # argparse: --help, --version, bad usage
+        return stop.code if isinstance(stop.code, int) else 2
+    except MlcbuildError as error:
+        return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("mlcbuild: interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output left, as `head` does. Nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("MLCBUILD_DEBUG"):
+            traceback.print_exc()
+        return _fail(
+            f"mlcbuild: a defect of mlcbuild, please report it: {type(error).__name__}: {error} "
+            "(MLCBUILD_DEBUG=1 shows where)",
+            1,
+        )
+
+
+def _check_verb(arguments: Sequence[str]) -> None:
+    name = next((item for item in arguments if not item.startswith("-")), None)
+    if name is None or name in VERBS or arguments[0] in ("-h", "--help", "--version"):
+        return
+    if name in LATER:
+        raise UsageError(f"mlcbuild: '{name}' ({LATER[name]}) is not in this version")
+    raise UsageError(f"mlcbuild: '{name}' is not a verb; {did_you_mean(name, VERBS)}")
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(message, file=sys.stderr)
+    return code
