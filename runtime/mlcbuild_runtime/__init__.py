@@ -1,0 +1,1 @@
+"""Serves mlcbuild bundles. Needs no compiler: only the dependencies in runtime/pyproject.toml."""
