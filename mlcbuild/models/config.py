@@ -18,17 +18,28 @@ class Rope:
 
     Angles of the pair (i, i + dim/2) at position p are p * inv_freq[i]; cos and sin are multiplied by
     `attention_factor`. `inv_freq_long` and `long_factor`, where present, replace the short ones when the
-    model's context window exceeds `original_max_position` (LongRoPE; chosen once per library).
+    model's context window exceeds `original_max_position` (LongRoPE; chosen once per library). All three
+    are present or none. Use `frequencies` to choose.
     """
 
     dim: int
-    """Leading dimensions of each head that are rotated; at most head_dim."""
+    """Leading dimensions of each head that are rotated; even, at most head_dim. The rest pass unchanged."""
     inv_freq: tuple[float, ...]
     """dim / 2 frequencies, each exactly representable in float32."""
     attention_factor: float = 1.0
     inv_freq_long: tuple[float, ...] | None = None
     long_factor: float | None = None
+    """Attention factor that goes with inv_freq_long (not the list that checkpoints call long_factor)."""
     original_max_position: int | None = None
+
+
+def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
+    """Inverse frequencies and attention factor of a library that is built for `context_window` positions."""
+    if rope.inv_freq_long is None or rope.long_factor is None or rope.original_max_position is None:
+        return rope.inv_freq, rope.attention_factor
+    if context_window <= rope.original_max_position:
+        return rope.inv_freq, rope.attention_factor
+    return rope.inv_freq_long, rope.long_factor
 
 
 @dataclass(frozen=True)
@@ -50,10 +61,12 @@ class ModelConfig:
     attention_scale: float
     """Multiplies q.k before the soft cap and the softmax."""
     windows: tuple[int | None, ...]
-    """For each layer the number of most recent positions (itself included) a query sees; None: all."""
+    """For each layer the number of most recent positions (itself included) a query sees; None: all.
+    A window may be larger than any context; it then has no effect."""
     tie_embeddings: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
+    """Bias of the attention's output projection."""
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm over head_dim of each query and key head, before rope (Qwen3)."""
@@ -62,7 +75,8 @@ class ModelConfig:
     post_norms: bool = False
     """RMSNorm on the output of attention and of the MLP, before the residual addition (Gemma 2)."""
     embedding_scale: float = 1.0
-    """Multiplies the embedding (Gemma: sqrt(hidden_size), rounded to the checkpoint's dtype as HF does)."""
+    """Multiplies the embedding, not the tied output matrix (Gemma: sqrt(hidden_size), rounded to the
+    checkpoint's dtype as transformers does)."""
     attention_softcap: float | None = None
     """c * tanh(score / c) on attention scores."""
     logit_softcap: float | None = None
