@@ -1,0 +1,202 @@
+"""Lays out a bundle: library, weights, tokenizer, manifest, provenance. The runtime owns the format."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from mlcbuild.canon import Json, file_digest
+from mlcbuild.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mlcbuild_runtime.bundle import File, Manifest, Serving
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files of a checkpoint that a bundle keeps as they are, where they exist."""
+
+SERVING = "serving.json"
+
+
+def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: the tokenizer's files, and the serving defaults that the checkpoint states.
+
+    `inputs["checkpoint"]` holds TOKENIZER_FILES and config.json. Raises CheckpointError.
+    """
+    checkpoint = inputs["checkpoint"]
+    found = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+    if not {"tokenizer.json", "tokenizer.model"} & set(found):
+        raise CheckpointError(
+            f"{checkpoint}: it has neither tokenizer.json nor tokenizer.model, so no text can be read or "
+            "written; add one of them to the checkpoint"
+        )
+    for name in found:
+        # Copied, not linked: the checkpoint may be the user's own directory, where files change in place.
+        shutil.copyfile(checkpoint / name, out / name)
+    (out / SERVING).write_text(json.dumps(_serving(checkpoint), sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _serving(checkpoint: Path) -> dict[str, object]:
+    """generation_config.json over config.json, as transformers reads them."""
+    documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
+    merged = {key: value for document in documents for key, value in document.items() if value is not None}
+    ends = merged.get("eos_token_id", [])
+    serving: dict[str, object] = {"eos_token_ids": ends if isinstance(ends, list) else [ends]}
+    if "bos_token_id" in merged:
+        serving["bos_token_id"] = merged["bos_token_id"]
+    sampled = documents[1].get("do_sample", True)
+    if sampled is False:
+        serving["temperature"] = 0.0
+    for key in ("temperature", "top_p", "top_k"):
+        if sampled is not False and documents[1].get(key) is not None:
+            serving[key] = documents[1][key]
+    return serving
+
+
+def _object(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); repair the checkpoint") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: must be a JSON object; repair the checkpoint")
+    return document
+
+
+def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: the bundle without provenance and verification figures.
+
+    params: name, model, scheme and target as they are shown, context_window to max_batch in `limits`.
+    inputs: library, weights, tokenizer, and `runtime` (libtvm_runtime) where the target is this system.
+    """
+    from mlcbuild_runtime import bundle as form
+
+    library = cast("dict[str, Json]", json.loads((inputs["library"] / "library.json").read_bytes()))
+    model = next(path.name for path in inputs["library"].iterdir() if path.name.startswith("model."))
+    weights = sorted(path.name for path in inputs["weights"].iterdir())
+    serving = _serving_defaults(inputs["tokenizer"] / SERVING)
+    _place(inputs["library"] / model, out / model)
+    for name in weights:
+        _place(inputs["weights"] / name, out / name)
+    for path in sorted(inputs["tokenizer"].iterdir()):
+        if path.name != SERVING:
+            _place(path, out / path.name)
+    for path in sorted(inputs["runtime"].glob("libtvm_runtime.*")) if "runtime" in inputs else ():
+        (out / "lib").mkdir(exist_ok=True)
+        shutil.copyfile(path, out / "lib" / path.name)
+    config = cast("dict[str, Json]", library["config"])
+    memory = cast("dict[str, int]", library["memory"])
+    parts = {key: memory[key] for key in ("weights", "kv_cache", "workspace")}
+    manifest = form.Manifest(
+        name=cast(str, params["name"]),
+        model=form.Model(cast(str, params["model"]), cast(str, config["family"]), config),
+        scheme=cast("dict[str, Json]", params["scheme"]),
+        target=cast("dict[str, Json]", params["target"]),
+        limits=form.Limits(**cast("dict[str, int]", library["limits"])),
+        library=model,
+        weights=tuple(weights),
+        signature=cast(str, library["signature"]),
+        files=_files(out),
+        memory=form.Memory(**parts, total=sum(parts.values())),
+        serving=serving,
+        tools=cast("dict[str, str]", library["tools"]),
+    )
+    _check_serving(manifest)
+    (out / form.MANIFEST).write_bytes(manifest.to_bytes())
+
+
+def _serving_defaults(path: Path) -> Serving:
+    from mlcbuild_runtime.bundle import Serving
+
+    document = json.loads(path.read_bytes())
+    document["eos_token_ids"] = tuple(document["eos_token_ids"])
+    return Serving(**document)
+
+
+def _check_serving(manifest: Manifest) -> None:
+    """The manifest as a reader would see it: a checkpoint's odd token ids are found here, not on serving."""
+    from mlcbuild_runtime.bundle import parse
+    from mlcbuild_runtime.fields import FieldError
+
+    try:
+        parse(manifest.to_json())
+    except FieldError as error:
+        raise CheckpointError(
+            f"{manifest.model.name}: generation_config.json or config.json: {error}; repair the checkpoint"
+        ) from None
+
+
+def _files(root: Path) -> dict[str, File]:
+    from mlcbuild_runtime.bundle import File
+
+    paths = sorted(path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): File(file_digest(path), path.stat().st_size) for path in paths}
+
+
+def _place(source: Path, destination: Path) -> None:
+    """A hard link to a file of the store, or a copy where links are impossible: weights exist once."""
+    try:
+        os.link(source, destination)
+    except OSError:
+        shutil.copyfile(source, destination)
+
+
+def tvm_runtime() -> Path | None:
+    """libtvm_runtime of the installed compiler, found without importing it."""
+    spec = find_spec("tvm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    root = Path(spec.submodule_search_locations[0])
+    found = sorted(
+        path
+        for folder in (root, root / "lib")
+        for path in folder.glob("libtvm_runtime.*")
+        if path.suffix in (".so", ".dylib")
+    )
+    return found[0] if found else None
+
+
+def provenance(
+    manifest: bytes,
+    parameters: Mapping[str, Json],
+    keys: Mapping[str, str],
+    dependencies: Iterable[Mapping[str, Json]],
+    tools: Mapping[str, str],
+) -> bytes:
+    """An in-toto statement with an SLSA v1 predicate about one bundle.
+
+    The subject is bundle.json, which names every other file by BLAKE3 and so vouches for them all: no byte
+    of the weights is read again. `keys` are the steps' keys by name; `dependencies` are the sources, each a
+    resource descriptor. There are no times in it: the same build gives the same statement.
+    Format: https://slsa.dev/spec/v1.0/provenance
+    """
+    statement = {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": "bundle.json", "digest": {"sha256": sha256(manifest).hexdigest()}}],
+        "predicateType": "https://slsa.dev/provenance/v1",
+        "predicate": {
+            "buildDefinition": {
+                "buildType": "urn:mlcbuild:run:1",
+                "externalParameters": dict(parameters),
+                "internalParameters": {"steps": dict(keys)},
+                "resolvedDependencies": [dict(item) for item in dependencies],
+            },
+            "runDetails": {"builder": {"id": "urn:mlcbuild", "version": dict(tools)}},
+        },
+    }
+    return json.dumps(statement, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
