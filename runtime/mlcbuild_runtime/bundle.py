@@ -17,7 +17,24 @@ from blake3 import blake3
 from mlcbuild_runtime import binary, weights
 from mlcbuild_runtime.errors import BundleError
 from mlcbuild_runtime.fields import FieldError, Fields, Json, plain
-from mlcbuild_runtime.signature import signature as signature
+from mlcbuild_runtime.signature import signature
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "PROVENANCE",
+    "File",
+    "Limits",
+    "Machine",
+    "Manifest",
+    "Memory",
+    "Model",
+    "Serving",
+    "check",
+    "parse",
+    "read",
+    "signature",
+]
 
 FORMAT = "mlcbuild-bundle/1"
 MANIFEST = "bundle.json"
