@@ -1,13 +1,25 @@
-"""Quantization schemes and, in NumPy, the definition of every stored format."""
+"""Quantization schemes: their names, their JSON, what they store, and the definition of every format.
+
+Values only; the numerics behind pack() and unpack() are in packing.py, so that importing this module
+loads no NumPy.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, cast
 
+from mlcbuild.canon import Json
+from mlcbuild.errors import UsageError, did_you_mean
 from mlcbuild.models.config import Param
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from mlcbuild.packing import Array, Float32
 
 Layout = Literal["plain", "row", "x16"]
 
@@ -31,7 +43,11 @@ class Scheme:
     """8: activations are quantized to int8 per group before each product; 0: they stay floating point."""
     overrides: tuple[tuple[str, Scheme], ...] = ()
     """(pattern, scheme): the first pattern that matches a parameter's name decides for it. A pattern is
-    one or more shell globs joined by `|`, matched against the name with and without `.weight`."""
+    one or more shell globs joined by `|`, matched against the name with and without `.weight`.
+
+    Any scheme without overrides may stand here, of any dtype, layout and number of bits: each parameter is
+    stored wholly by its own scheme. What belongs to no parameter (the KV cache) follows the outer scheme.
+    """
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -59,11 +75,16 @@ class StoredTensor:
     layout: Layout
 
 
+def _matches(pattern: str, name: str) -> bool:
+    short = name.removesuffix(".weight")
+    globs = [glob.strip() for glob in pattern.split("|")]
+    return any(fnmatchcase(name, glob) or fnmatchcase(short, glob) for glob in globs)
+
+
 def scheme_for(scheme: Scheme, name: str) -> Scheme:
     """The scheme that stores the parameter `name`: that of the first override that matches, or `scheme`."""
-    short = name.removesuffix(".weight")
     for pattern, other in scheme.overrides:
-        if any(fnmatchcase(name, glob) or fnmatchcase(short, glob) for glob in pattern.split("|")):
+        if _matches(pattern, name):
             return replace(other, overrides=())
     return scheme
 
@@ -96,3 +117,136 @@ def stored(param: Param, scheme: Scheme) -> tuple[StoredTensor, ...]:
 def stored_parameters(params: Sequence[Param], scheme: Scheme) -> tuple[StoredTensor, ...]:
     """What a library takes, in order: the tensors of every parameter, one after the other."""
     return tuple(tensor for param in params for tensor in stored(param, scheme))
+
+
+def check_overrides(scheme: Scheme, params: Sequence[Param]) -> tuple[str, ...]:
+    """One sentence for each override that decides for no parameter of a model; empty when all is well."""
+    problems = []
+    names = [param.name for param in params]
+    left = set(names)
+    for pattern, _ in scheme.overrides:
+        matched = {name for name in names if _matches(pattern, name)}
+        if not matched:
+            hint = did_you_mean(
+                pattern, {name.removesuffix(".weight") for name in names if "layers" not in name}
+            )
+            problems.append(
+                f"scheme {scheme.name}: the override '{pattern}' matches no parameter of the model; {hint} "
+                "Layers are named like layers.0.attn.qkv, layers.0.mlp.down"
+            )
+        elif not matched & left:
+            problems.append(
+                f"scheme {scheme.name}: the override '{pattern}' has no effect, because earlier overrides "
+                f"match all it matches ({', '.join(sorted(matched)[:3])}); move it before them or remove it"
+            )
+        left -= matched
+    return tuple(problems)
+
+
+_ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
+
+
+def stored_bytes(params: Sequence[Param], scheme: Scheme) -> int:
+    """Bytes of all tensors of a model as stored, without file headers."""
+    return sum(
+        math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype] for tensor in stored_parameters(params, scheme)
+    )
+
+
+def bits_per_weight(params: Sequence[Param], scheme: Scheme) -> float:
+    """Stored bits over the number of parameters: scales, padding and unquantized vectors included."""
+    return 8 * stored_bytes(params, scheme) / sum(math.prod(param.shape) for param in params)
+
+
+def to_json(scheme: Scheme) -> dict[str, Json]:
+    """Every field, so that a key changes with any of them. `name` enters too: it should be a built-in's."""
+    return {
+        "name": scheme.name,
+        "bits": scheme.bits,
+        "group_size": scheme.group_size,
+        "dtype": scheme.dtype,
+        "layout": scheme.layout,
+        "activation_bits": scheme.activation_bits,
+        "overrides": [{"match": pattern, "scheme": to_json(other)} for pattern, other in scheme.overrides],
+    }
+
+
+_FORMATS = {
+    (0, 0, "float32", "plain"),
+    (0, 0, "float16", "plain"),
+    *((bits, 32, dtype, "row") for bits in (4, 8) for dtype in ("float32", "float16")),
+    (4, 32, "float16", "x16"),
+}
+"""(bits, group_size, dtype, layout) that pack() can write."""
+
+
+def from_json(value: Json) -> Scheme:
+    """The inverse of to_json. Raises UsageError on anything that to_json would not write."""
+    if not isinstance(value, dict):
+        raise UsageError(f"a scheme must be a JSON object, found {value!r}")
+    known = {"name", "bits", "group_size", "dtype", "layout", "activation_bits", "overrides"}
+    if set(value) != known:
+        wrong = ", ".join(sorted(set(value) ^ known))
+        raise UsageError(f"a scheme has the fields {', '.join(sorted(known))}; missing or unknown: {wrong}")
+    name, overrides = value["name"], value["overrides"]
+    if not isinstance(name, str) or not isinstance(overrides, list):
+        raise UsageError(
+            f"a scheme's name must be a string and its overrides a list, found {name!r}, {overrides!r}"
+        )
+    form = (value["bits"], value["group_size"], value["dtype"], value["layout"])
+    if form not in _FORMATS or value["activation_bits"] not in (0, 8):
+        raise UsageError(
+            f"scheme {name}: no format has (bits, group_size, dtype, layout) {form} "
+            f"and activation_bits {value['activation_bits']}; known: {', '.join(SCHEMES)}"
+        )
+    return Scheme(
+        name,
+        cast("Literal[0, 4, 8]", form[0]),
+        form[1],
+        cast("Literal['float32', 'float16']", form[2]),
+        cast(Layout, form[3]),
+        cast("Literal[0, 8]", value["activation_bits"]),
+        tuple(_override(name, item) for item in overrides),
+    )
+
+
+def _override(scheme: str, item: Json) -> tuple[str, Scheme]:
+    if not isinstance(item, dict) or set(item) != {"match", "scheme"} or not isinstance(item["match"], str):
+        raise UsageError(f"scheme {scheme}: an override has the fields match and scheme, found {item!r}")
+    other = from_json(item["scheme"])
+    if other.overrides:
+        raise UsageError(
+            f"scheme {scheme}: the override '{item['match']}' has overrides of its own; flatten them"
+        )
+    return item["match"], other
+
+
+def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Array]:
+    """(q_weight, q_scale) of a float matrix [N, K], with the shapes and dtypes that stored() states.
+
+    weight: float32, float16, or bfloat16 as its bits in uint16. K is padded with zeros to whole groups, and
+    the rows of x16 to whole tiles. Arithmetic is float32, each step rounded to nearest even:
+
+        row   scale = max|w| / (2**(bits-1) - 1), rounded to the scheme's dtype
+              q = clip(rint(w / scale + zero), 0, 2 * zero), zero = 2**(bits-1) - 1
+        x16   scale = extreme / -8, rounded to float16; extreme is the weight of largest magnitude with its
+              sign, the positive one of two equal ones
+              q = clip(rint(w / scale + 8), 0, 15)
+
+    A group whose scale rounds to zero is stored as zeros: all its weights are below 2**-22 for float16.
+    q4f32_1 and q8f32_1 have the same bytes as mlc-llm's. q4f16_1 and q8f16_1 have the same layout, meaning
+    and scales; mlc-llm also rounds w / scale to float16, so about 0.3% of its 4-bit values are one step
+    further from the weight than ours.
+
+    Raises CheckpointError, naming `name`, when a weight is infinite or NaN or a scale overflows float16.
+    """
+    from mlcbuild import packing
+
+    return packing.pack(weight, scheme, name)
+
+
+def unpack(q_weight: Array, q_scale: Array, scheme: Scheme, shape: tuple[int, int]) -> NDArray[Float32]:
+    """The matrix [N, K] that pack()'s tensors stand for: (q - zero) * scale in float32, padding cut off."""
+    from mlcbuild import packing
+
+    return packing.unpack(q_weight, q_scale, scheme, shape)

@@ -1,0 +1,226 @@
+"""The numerics of quant.pack and quant.unpack, in blocks that stay in a core's cache.
+
+A block of rows is rearranged so that consecutive groups lie side by side and the eight quads (four
+consecutive weights) of a group lie in eight planes. Every step is then one NumPy call over long contiguous
+rows, in memory that is reused, and the scales of a whole plane are one broadcast row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mlcbuild.quant import Scheme
+
+Float32: TypeAlias = np.float32
+Array: TypeAlias = NDArray[np.float32 | np.float16 | np.uint32 | np.uint16 | np.uint8]
+"""A tensor of a checkpoint or of a weights file. uint16 holds the bits of bfloat16."""
+
+GROUP = 32
+TILE = 16
+QUAD = 4
+PLANES = GROUP // QUAD
+BLOCK = 1 << 17
+"""Weights in a block: its float32 copy and scratch take a megabyte, so that one call's cost is spread."""
+
+
+def widen(raw: Array, out: NDArray[np.float32]) -> None:
+    """float32 of each element, exact. raw: float32, float16, or bfloat16 bits in uint16, shaped like out."""
+    if raw.dtype == np.uint16:
+        bits = out.view(np.uint32)
+        np.copyto(bits, raw)
+        np.left_shift(bits, 16, out=bits)
+    else:
+        np.copyto(out, raw)
+
+
+def narrow(raw: Array, dtype: str, name: str) -> Array:
+    """A tensor that is not quantized, as `dtype` ("float32" or "float16") stores it.
+
+    Raises CheckpointError, naming `name`, when an element is infinite or NaN, or too large for float16.
+    """
+    if raw.dtype == np.uint16:
+        wide = np.empty(raw.shape, np.float32)
+        widen(raw, wide)
+        raw = wide
+    _check_finite(raw, name)
+    with np.errstate(over="ignore"):
+        stored = raw.astype(dtype, copy=False)
+    if stored.dtype.itemsize < raw.dtype.itemsize and not np.isfinite(stored).all():
+        raise _overflow(name, float(np.abs(raw).max()), "")
+    return stored
+
+
+def _check_finite(values: Array, name: str) -> None:
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{name}: it holds infinite or NaN weights, which no format can store; repair the checkpoint"
+        )
+
+
+def _overflow(name: str, largest: float, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: it holds {what}{largest:.6g}, beyond the largest float16, 65504; store this parameter in "
+        "float32: use a scheme such as q0f32 or q4f32_1, or an override for it"
+    )
+
+
+def pack(weight: Array, scheme: Scheme, name: str) -> tuple[Array, Array]:
+    """See quant.pack."""
+    rows, columns = weight.shape
+    if weight.dtype not in (np.float32, np.float16, np.uint16):
+        raise TypeError(f"cannot pack {weight.dtype}: give float32, float16, or bfloat16 bits in uint16")
+    packer = Packer(scheme, columns, name)
+    q_weight, q_scale = packer.empty(rows)
+    packer.pack(weight, q_weight, q_scale)
+    return q_weight, q_scale
+
+
+class Packer:
+    """Packs rows of one matrix, block by block. It holds scratch memory: one for each thread."""
+
+    def __init__(self, scheme: Scheme, columns: int, name: str) -> None:
+        if scheme.bits == 0:
+            raise ValueError(f"{scheme.name} does not quantize: nothing to pack in {name}")
+        self._scheme = scheme
+        self._name = name
+        self._columns = columns
+        self._groups = -(-columns // GROUP)
+        self.step = TILE if scheme.layout == "x16" else 1
+        """Rows that are packed together: blocks start at multiples of it."""
+        rows = max(1, BLOCK // (self._groups * GROUP) // self.step) * self.step
+        self._rows = rows
+        self._float = np.empty(rows * self._groups * GROUP, np.float32)
+        self._scratch = np.empty_like(self._float)
+
+    def empty(self, rows: int) -> tuple[Array, Array]:
+        """Uninitialised (q_weight, q_scale) for a number of rows."""
+        scheme, tiles = self._scheme, -(-rows // self.step)
+        if scheme.layout == "x16":
+            return (
+                np.empty((tiles, self._groups, GROUP * TILE // 2), np.uint8),
+                np.empty((tiles, self._groups, TILE), np.float16),
+            )
+        words = self._groups * scheme.bits
+        return np.empty((rows, words), np.uint32), np.empty((rows, self._groups), scheme.dtype)
+
+    def pack(self, weight: Array, q_weight: Array, q_scale: Array) -> None:
+        """Packs weight [rows, K] into arrays as empty(rows) makes them. Raises CheckpointError."""
+        rows = weight.shape[0]
+        for start in range(0, rows, self._rows):
+            stop = min(start + self._rows, rows)
+            block = self._padded(weight[start:stop])
+            first, last = start // self.step, -(-stop // self.step)
+            if self._scheme.layout == "x16":
+                self._tiles(block, q_weight[first:last], q_scale[first:last])
+            else:
+                self._lines(block, q_weight[first:last], q_scale[first:last])
+
+    def _padded(self, block: Array) -> Array:
+        """Contiguous, with zeros up to whole groups and whole tiles."""
+        rows, columns = -(-block.shape[0] // self.step) * self.step, self._groups * GROUP
+        if block.shape == (rows, columns):
+            return np.ascontiguousarray(block)
+        padded = np.zeros((rows, columns), block.dtype)
+        padded[: block.shape[0], : self._columns] = block
+        return padded
+
+    def _planes(self, block: Array, shape: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.float32]:
+        """float32 [PLANES, groups * QUAD]: the block's quads, seen as `shape`, transposed to `order`."""
+        quad = np.dtype(np.complex128 if block.itemsize == 4 else np.uint64)
+        quads = block.view(quad).reshape(shape).transpose(order)
+        out = self._float[: block.size].reshape(PLANES, -1)
+        if block.itemsize == 4:
+            np.copyto(out.view(quad).reshape(quads.shape), quads)
+            return out
+        moved = self._scratch.view(quad)[: quads.size]
+        np.copyto(moved.reshape(quads.shape), quads)
+        widen(moved.view(block.dtype).reshape(out.shape), out)
+        return out
+
+    def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
+        """Layout row: eight (4 bits) or four (8 bits) consecutive weights of a row in a uint32."""
+        bits, groups = self._scheme.bits, q_scale.size
+        planes = self._planes(block, (groups, PLANES), (1, 0))
+        zero = 2 ** (bits - 1) - 1
+        magnitude = np.abs(planes, out=self._scratch[: planes.size].reshape(planes.shape))
+        scale = self._scale(_over_groups(np.maximum, magnitude), zero)
+        q_scale[...] = scale.reshape(q_scale.shape)
+        q = self._quantize(planes, scale, zero, 2 * zero)
+        if bits == 8:
+            q_weight.reshape(groups, PLANES)[...] = q.view(np.uint32).T
+            return
+        # Two bytes b0, b1 become b0 | b1 << 4: in a little-endian uint16 that is the low byte of x | x >> 4.
+        pairs = q.view(np.uint16)
+        spare = self._scratch.view(np.uint16)[pairs.size : 2 * pairs.size].reshape(pairs.shape)
+        np.right_shift(pairs, 4, out=spare)
+        np.bitwise_or(pairs, spare, out=spare)
+        q_weight.view(np.uint16).reshape(groups, PLANES)[...] = spare.astype(np.uint8).view(np.uint16).T
+
+    def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
+        """Layout x16: of each group, weights 0..15 are low nibbles and 16..31 high ones. Per tile and group
+        there are 256 bytes: [quad of the half group][row of the tile][weight of the quad]."""
+        tiles, groups, _ = q_scale.shape
+        planes = self._planes(block, (tiles, TILE, groups, PLANES), (3, 0, 2, 1))
+        high, low = _over_groups(np.maximum, planes), _over_groups(np.minimum, planes)
+        scale = self._scale(np.where(high >= -low, high, low), -8)
+        q_scale[...] = scale.reshape(q_scale.shape)
+        q = self._quantize(planes, scale, 8, 15).view(np.uint64)
+        # A nibble shifted by four stays inside its byte, so eight bytes are shifted at once.
+        merged = q[PLANES // 2 :]
+        np.left_shift(merged, 4, out=merged)
+        np.bitwise_or(merged, q[: PLANES // 2], out=merged)
+        words = merged.view(np.uint32).reshape(PLANES // 2, tiles, groups, TILE)
+        q_weight.view(np.uint32).reshape(tiles, groups, PLANES // 2, TILE)[...] = words.transpose(1, 2, 0, 3)
+
+    def _scale(self, extreme: NDArray[np.float32], divisor: int) -> Array:
+        """extreme / divisor in the scheme's dtype, never -0."""
+        _check_finite(extreme, self._name)
+        with np.errstate(over="ignore"):
+            scale: Array = (extreme / np.float32(divisor)).astype(self._scheme.dtype)
+        if not np.isfinite(scale).all():
+            raise _overflow(self._name, float(np.abs(extreme).max() / abs(divisor)), "a scale of ")
+        scale[scale == 0] = 0
+        return scale
+
+    def _quantize(self, planes: NDArray[np.float32], scale: Array, zero: int, top: int) -> NDArray[np.uint8]:
+        """clip(rint(w / scale + zero), 0, top); `planes` is overwritten, the result lies in the scratch."""
+        divisor = scale.astype(np.float32)
+        divisor[divisor == 0] = 1
+        np.divide(planes, np.repeat(divisor, QUAD), out=planes)
+        np.add(planes, np.float32(zero), out=planes)
+        np.clip(planes, np.float32(0), np.float32(top), out=planes)
+        np.rint(planes, out=planes)
+        q = self._scratch.view(np.uint8)[: planes.size].reshape(planes.shape)
+        np.copyto(q, planes, casting="unsafe")
+        return q
+
+
+def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The maximum or minimum of each group: [groups]. NaN goes through."""
+    quads = extreme.reduce(planes, axis=0).reshape(-1, QUAD)
+    found: NDArray[np.float32] = extreme(extreme(quads[:, 0], quads[:, 1]), extreme(quads[:, 2], quads[:, 3]))
+    return found
+
+
+def unpack(q_weight: Array, q_scale: Array, scheme: Scheme, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """See quant.unpack."""
+    rows, columns = shape
+    scale = q_scale.astype(np.float32)
+    if scheme.layout == "x16":
+        tiles, groups, _ = q_weight.shape
+        words = q_weight.view(np.uint8).reshape(tiles, groups, 1, PLANES // 2, TILE, QUAD)
+        q = np.concatenate([words & 15, words >> 4], axis=2)  # [tile, group, half, j, row, b]
+        value = (q.astype(np.float32) - 8) * scale[:, :, None, None, :, None]
+        whole = value.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * TILE, groups * GROUP)
+    else:
+        shifts = np.arange(0, 32, scheme.bits, dtype=np.uint32)
+        q = (q_weight.view(np.uint32)[..., None] >> shifts) & np.uint32(2**scheme.bits - 1)
+        centred = q.reshape(rows, -1, GROUP).astype(np.float32) - (2 ** (scheme.bits - 1) - 1)
+        whole = (centred * scale[..., None]).reshape(rows, -1)
+    return np.ascontiguousarray(whole[:rows, :columns])
