@@ -1,0 +1,74 @@
+"""What a library says about itself, and that the bundle around it agrees."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from mlcbuild_runtime.bundle import Manifest
+from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.fields import FieldError, Fields, Json, plain
+from mlcbuild_runtime.signature import Tensor, signature
+
+FORMAT = "mlcbuild-library/1"
+
+
+@dataclass(frozen=True)
+class Metadata:
+    signature: str
+    params: tuple[Tensor, ...]
+    """(name, shape, dtype, layout) of every tensor that the library takes, in order."""
+
+
+def read_metadata(text: str, manifest: Manifest) -> Metadata:
+    """The metadata of a library, after the check that it is the one `manifest` describes.
+
+    Raises BundleError with one sentence that names both sides.
+    """
+    try:
+        top = Fields(json.loads(text))
+        if top.value.get("format") != FORMAT:
+            raise FieldError(f"'format' must be '{FORMAT}', found {top.value.get('format')!r}")
+        found = Metadata(top.text("signature"), _params(top))
+        _agree(top, manifest)
+    except (FieldError, ValueError) as error:
+        raise BundleError(f"{manifest.library}: its metadata is not usable: {error}") from None
+    if found.signature != manifest.signature or signature(found.params) != manifest.signature:
+        raise BundleError(
+            f"{manifest.library} takes weights of signature {found.signature[:12]}, but the manifest and the"
+            f" weights are {manifest.signature[:12]}: the library was built for another model or scheme"
+        )
+    return found
+
+
+def _params(top: Fields) -> tuple[Tensor, ...]:
+    rows = top.value.get("params")
+    if not isinstance(rows, list):
+        raise FieldError("'params' must be a list")
+    return tuple(_param(row) for row in rows)
+
+
+def _param(row: Json) -> Tensor:
+    match row:
+        case [str(name), list(shape), str(dtype), str(layout)]:
+            return name, [int(str(size)) for size in shape], dtype, layout
+    raise FieldError(f"'params' holds {row!r}, not [name, shape, dtype, layout]")
+
+
+def _agree(top: Fields, manifest: Manifest) -> None:
+    """The manifest repeats what the library was compiled for; a difference means that one was changed."""
+    sides = {
+        "config": plain(manifest.model.config),
+        "scheme": plain(manifest.scheme),
+        "target": plain(manifest.target),
+        "limits": plain(vars(manifest.limits)),
+    }
+    for key, ours in sides.items():
+        theirs = top.object(key)
+        assert isinstance(ours, dict)
+        for name in sorted((set(ours) | set(theirs)) - {"name"}):
+            if ours.get(name) != theirs.get(name):
+                raise BundleError(
+                    f"{manifest.library} was compiled with {key}.{name} = {json.dumps(theirs.get(name))},"
+                    f" but bundle.json says {json.dumps(ours.get(name))}: build the bundle again"
+                )

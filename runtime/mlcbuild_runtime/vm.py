@@ -1,0 +1,241 @@
+"""The library of a bundle, loaded: the only module that touches tvm_ffi.
+
+The TVM runtime is loaded once for a process, with its thread pool sized for the cores at hand. Weights are
+mapped from their files and handed over without a copy. All calls must come from one thread: TVM's thread
+pool belongs to the thread that uses it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild_runtime import binary, bundle, library, machine, tensors
+from mlcbuild_runtime.bundle import Limits, Manifest
+from mlcbuild_runtime.errors import BundleError, SetupError
+
+# tvm_ffi would import torch where it is installed, and compile an extension for it.
+os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
+import tvm_ffi  # noqa: E402
+
+RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
+_CPU, _POOLED = 1, 2
+"""DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens of some sequences, as ragged rows, and where their keys and values live.
+
+    Sequence s owns tokens[indptr[s]:indptr[s+1]] and pages page_table[page_indptr[s]:page_indptr[s+1]];
+    `lengths[s]` is its length after this step. `rows` are the rows of `tokens` whose logits are wanted.
+    """
+
+    tokens: Ints
+    indptr: Ints
+    lengths: Ints
+    page_indptr: Ints
+    page_table: Ints
+    rows: Ints
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], all_rows: bool = False) -> Step:
+        """From (new tokens, length after them, pages) of each sequence; logits of its last, or of all."""
+        counts = [len(tokens) for tokens, _, _ in parts]
+        indptr = _offsets(counts)
+        rows = np.arange(indptr[-1], dtype=np.int32) if all_rows else indptr[1:] - np.int32(1)
+        return cls(
+            tokens=np.fromiter((t for tokens, _, _ in parts for t in tokens), np.int32, sum(counts)),
+            indptr=indptr,
+            lengths=np.array([length for _, length, _ in parts], np.int32),
+            page_indptr=_offsets([len(pages) for _, _, pages in parts]),
+            page_table=np.array([page for _, _, pages in parts for page in pages], np.int32),
+            rows=rows,
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence has one new token."""
+        return len(self.tokens) == len(self.lengths)
+
+    def positions(self) -> Ints:
+        """int32 [n]: position of each new token in its sequence."""
+        counts = np.diff(self.indptr)
+        start = self.lengths - counts - self.indptr[:-1]
+        return np.arange(len(self.tokens), dtype=np.int32) + np.repeat(start, counts)
+
+    def slots(self, positions: Ints, page_size: int) -> Ints:
+        """int32 [n]: page * page_size + offset where the key and value of each new token go."""
+        first = np.repeat(self.page_indptr[:-1], np.diff(self.indptr))
+        pages = self.page_table[first + positions // page_size]
+        slots: Ints = (pages * page_size + positions % page_size).astype(np.int32)
+        return slots
+
+
+def _offsets(counts: Sequence[int]) -> Ints:
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+
+
+class Model:
+    """A loaded bundle. `forward` may be called from one thread only."""
+
+    def __init__(self, path: Path, manifest: Manifest, threads: int, pages: int) -> None:
+        """Use `load`."""
+        self.path, self.manifest, self.threads, self.pages = path, manifest, threads, pages
+        self._vm = _open(path / manifest.library)
+        metadata = library.read_metadata(str(self._vm["_metadata"]()), manifest)
+        self._weights = tensors.load(path, manifest.weights, metadata.params)
+        self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
+        self._embed = self._vm["embed"]
+        self._forward: dict[tuple[bool, bool], Callable[..., tvm_ffi.Tensor]] = {
+            (decode, single): self._vm[("" if single else "batch_") + ("decode" if decode else "prefill")]
+            for decode in (False, True)
+            for single in (False, True)
+        }
+
+    @classmethod
+    def load(cls, path: Path | str, threads: int | None = None, max_pages: int | None = None) -> Model:
+        """Loads the bundle in directory `path`.
+
+        threads: workers of this process (default: the physical cores at hand; the first load decides).
+        max_pages: pages of the KV cache (default: enough for max_batch sequences of full length).
+        Raises BundleError or SetupError with one sentence.
+        """
+        path = Path(path).absolute()
+        manifest = bundle.read(path)
+        refused = machine.refusal(manifest.machine)
+        if refused is not None:
+            raise BundleError(f"{path}: {refused}")
+        limits = manifest.limits
+        threads = _load_runtime(path, manifest, threads)
+        pages = limits.max_batch * -(-limits.context_window // limits.page_size)
+        return cls(path, manifest, threads, min(pages, max_pages or pages))
+
+    @property
+    def limits(self) -> Limits:
+        return self.manifest.limits
+
+    @cached_property
+    def _cache(self) -> tvm_ffi.Tensor:
+        """Allocated at the first call, by the thread that calls; the system backs pages as they are used."""
+        return self._vm["create_paged_kv_cache"](tvm_ffi.Shape([self.pages]))
+
+    def forward(self, step: Step) -> Floats:
+        """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens.
+
+        The array views memory of the VM that is its own: later calls do not change it.
+        """
+        positions = step.positions()
+        slots = step.slots(positions, self.limits.page_size)
+        arrays = [positions, slots, step.indptr, step.page_indptr, step.page_table, step.lengths]
+        cache = [self._cache, *map(_tensor, arrays), self._params]
+        embedded = self._embed(_tensor(step.tokens), self._params)
+        n, hidden = embedded.shape
+        single = len(step.lengths) == 1
+        view = np.from_dlpack(embedded)
+        if step.is_decode and len(step.rows) == n:
+            logits = self._forward[True, single](tvm_ffi.from_dlpack(view.reshape(n, 1, hidden)), *cache)
+        else:
+            function = self._forward[False, single]
+            logits = function(tvm_ffi.from_dlpack(view.reshape(1, n, hidden)), _tensor(step.rows), *cache)
+        return np.asarray(np.from_dlpack(logits), np.float32).reshape(len(step.rows), -1)
+
+    def score(self, tokens: Sequence[int]) -> Floats:
+        """Logits float32 [len(tokens), vocab] of every position of one sequence.
+
+        Uses the first pages of the KV cache: not to be mixed with an engine on the same model.
+        Raises ValueError when the sequence or a token does not fit the model.
+        """
+        check_tokens(tokens, self.manifest)
+        limits = self.limits
+        if not 0 < len(tokens) <= min(limits.context_window, self.pages * limits.page_size):
+            raise ValueError(f"{len(tokens)} tokens do not fit a context of {limits.context_window}")
+        return np.concatenate(list(self._score_chunks(tokens)))
+
+    def _score_chunks(self, tokens: Sequence[int]) -> Iterator[Floats]:
+        limits = self.limits
+        for start in range(0, len(tokens), limits.prefill_chunk):
+            chunk = tokens[start : start + limits.prefill_chunk]
+            end = start + len(chunk)
+            pages = range(-(-end // limits.page_size))
+            yield self.forward(Step.of([(chunk, end, pages)], all_rows=True)).copy()
+
+
+def check_tokens(tokens: Sequence[int], manifest: Manifest) -> None:
+    """Raises ValueError for a token outside the vocabulary: the library would read beyond its table."""
+    vocab_size = manifest.vocab_size
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is outside the vocabulary of {vocab_size} tokens")
+
+
+def _tensor(array: Ints) -> tvm_ffi.Tensor:
+    """A view for one call. NumPy's allocator aligns to 16 bytes only, so other places are copied."""
+    return tvm_ffi.from_dlpack(tensors.aligned(array))
+
+
+def _load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
+    """Loads TVM's runtime library into this process, once; returns the threads it works with."""
+    os.environ.setdefault("TVM_BIND_THREADS", "0")
+    if threads is not None:
+        os.environ["TVM_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("TVM_NUM_THREADS", str(machine.default_threads()))
+    _load_once(_find_runtime(path, manifest))
+    return int(os.environ["TVM_NUM_THREADS"])
+
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def _load_once(path: Path) -> None:
+    if _loaded:
+        return
+    binary.check(path)
+    try:
+        _loaded.append(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
+    except OSError as error:
+        raise SetupError(f"{path}: the TVM runtime cannot be loaded: {error}") from None
+
+
+def _find_runtime(path: Path, manifest: Manifest) -> Path:
+    """The TVM runtime library: in the bundle, named by RUNTIME_VARIABLE, or beside an installed tvm."""
+    name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
+    if f"lib/{name}" in manifest.files:
+        return path / "lib" / name
+    named = os.environ.get(RUNTIME_VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise SetupError(f"{RUNTIME_VARIABLE} is '{named}', which is not a file")
+        return Path(named)
+    spec = find_spec("tvm")
+    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+        candidate = Path(place, "lib", name)
+        if candidate.is_file():
+            return candidate
+    raise SetupError(
+        f"{path}: the bundle brings no TVM runtime (lib/{name}) and this machine has none: set"
+        f" {RUNTIME_VARIABLE} to a {name} of version {manifest.tools.get('apache-tvm', 'unknown')}"
+    )
+
+
+def _open(path: Path) -> tvm_ffi.Module:
+    """The Relax VM of a library, initialised for the CPU. Raises BundleError."""
+    try:
+        vm: tvm_ffi.Module = tvm_ffi.load_module(str(path))["vm_load_executable"]()
+        vm["vm_initialization"](_CPU, 0, _POOLED)
+    except (RuntimeError, AttributeError, ValueError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1:]
+        raise BundleError(f"{path}: the library cannot be loaded: {' '.join(reason)}") from None
+    return vm
