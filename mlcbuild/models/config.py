@@ -6,6 +6,7 @@ names, sources or training. Two fine-tunes of one architecture have equal config
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,3 +127,31 @@ def parameters(config: ModelConfig) -> tuple[Param, ...]:
     if not config.tie_embeddings:
         found.append(Param("lm_head.weight", (config.vocab_size, hidden)))
     return tuple(found)
+
+
+LARGEST_MODEL = 10**13
+"""Parameters. Beyond it some size is surely a mistake."""
+
+
+def faults(config: ModelConfig) -> list[str]:
+    """What makes a config no model: fields that contradict each other, one sentence each."""
+    rope, found = config.rope, []
+    if config.num_heads % config.num_kv_heads:
+        found.append(f"{config.num_kv_heads} key-value heads do not divide {config.num_heads} heads")
+    if rope.dim % 2 or not 0 < rope.dim <= config.head_dim:
+        found.append(f"{rope.dim} of {config.head_dim} dimensions rotated: must be even and fit")
+    if any(len(f) != rope.dim // 2 for f in (rope.inv_freq, rope.inv_freq_long or rope.inv_freq)):
+        found.append(f"rope needs {rope.dim // 2} frequencies of each kind")
+    together = (rope.inv_freq_long, rope.long_factor, rope.original_max_position)
+    if len({item is None for item in together}) > 1:
+        found.append("rope needs inv_freq_long, long_factor and original_max_position together, or none")
+    if len(config.windows) != config.num_layers:
+        found.append(f"{len(config.windows)} windows for {config.num_layers} layers")
+    numbers = [*rope.inv_freq, *(rope.inv_freq_long or ()), rope.attention_factor, rope.long_factor or 1.0]
+    numbers += [config.norm_eps, config.attention_scale, config.embedding_scale]
+    numbers += [config.attention_softcap or 1.0, config.logit_softcap or 1.0]
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
+        found.append("frequencies, scales, caps and the norm's epsilon must be finite and above 0")
+    if not found and (count := sum(math.prod(param.shape) for param in parameters(config))) > LARGEST_MODEL:
+        found.append(f"the sizes make {count:.1e} parameters; one of them must be wrong")
+    return found

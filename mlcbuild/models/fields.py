@@ -1,0 +1,179 @@
+"""Reading a JSON object that somebody else wrote: each field once, by name, every fault collected.
+
+A reader answers with a stand-in where a field is wrong, so that one pass finds all faults; whoever uses a
+value for more than passing it on asks `sound` first, so that one mistake is not reported twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Final, TypeGuard, TypeVar
+
+from mlcbuild.errors import CheckpointError, did_you_mean
+
+T = TypeVar("T")
+
+ABSENT: Final = object()
+"""What `Fields.get` answers for a name that is not there; null is None."""
+
+LARGEST = 2**31 - 1
+"""Bound of any integer: what an index of a library can hold."""
+
+
+class Fields:
+    """The fields of one object. `place` is the file; `inside` the path of the object within it."""
+
+    def __init__(self, place: str, values: Mapping[str, object], inside: str = "") -> None:
+        self.place = place
+        self.inside = inside
+        self.problems: list[str] = []
+        self._values = values
+        self._read: set[str] = set()
+        self._wrong: set[str] = set()
+
+    def inner(self, name: str, values: Mapping[str, object]) -> Fields:
+        """A reader of an object inside this one. Its problems are its own until `adopt`."""
+        return Fields(self.place, values, f"{self.inside}{name}.")
+
+    def adopt(self, inner: Fields) -> None:
+        self.problems.extend(inner.problems)
+
+    def problem(self, name: str, message: str) -> None:
+        self._wrong.add(name)
+        self.problems.append(f"{self.place}: {self.inside}{name}: {message}")
+
+    def sound(self, *names: str) -> bool:
+        return not self._wrong.intersection(names)
+
+    def get(self, name: str) -> object:
+        """The raw value, or ABSENT. The field counts as read."""
+        self._read.add(name)
+        return self._values.get(name, ABSENT)
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
+        """An integer in low..high. Without a default it must be there; null counts as not there."""
+        value = self.get(name)
+        if value is None or value is ABSENT:
+            return low if (default := self._default(name, default)) is None else default
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            self.problem(name, f"must be an integer from {low} to {high}, found {show(value)}")
+            return low
+        return value
+
+    def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
+        """A finite number above `low`, at most `high`. Without a default it must be there."""
+        value = self.get(name)
+        if value is None or value is ABSENT:
+            return high if (default := self._default(name, default)) is None else default
+        if not is_number(value) or not low < value <= high:
+            self.problem(name, f"must be a number above {low:g}, at most {high:g}, found {show(value)}")
+            return high
+        return float(value)
+
+    def maybe_integer(self, name: str, default: int | None) -> int | None:
+        """As `integer`, but null is a value: the thing is off. `default` is for an absent field."""
+        if self.get(name) is ABSENT:
+            return default
+        return None if self.get(name) is None else self.integer(name)
+
+    def maybe_number(self, name: str, default: float | None) -> float | None:
+        if self.get(name) is ABSENT:
+            return default
+        return None if self.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        if value is None or value is ABSENT:
+            return default
+        if not isinstance(value, bool):
+            self.problem(name, f"must be true or false, found {show(value)}")
+            return default
+        return value
+
+    def choice(self, name: str, values: Mapping[str, T], default: str) -> T:
+        """The meaning of one of the names in `values`."""
+        value = self.get(name)
+        if value is None or value is ABSENT:
+            return values[default]
+        if not isinstance(value, str) or value not in values:
+            known = ", ".join(sorted(values))
+            self.problem(name, f"{show(value)} is not supported; this family supports: {known}")
+            return values[default]
+        return values[value]
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of `count` positive numbers."""
+        value = self.get(name)
+        stand_in = (1.0,) * count
+        if value is ABSENT or value is None:
+            self._default(name, None)
+            return stand_in
+        if not isinstance(value, list) or len(value) != count:
+            found = f"{len(value)} items" if isinstance(value, list) else show(value)
+            self.problem(name, f"must be a list of {count} numbers, one per rotated pair; found {found}")
+            return stand_in
+        for i, item in enumerate(value):
+            if not is_number(item) or not 0 < item <= 1e6:
+                self.problem(f"{name}[{i}]", f"must be a number above 0, at most 1e+06, found {show(item)}")
+                return stand_in
+        return tuple(float(item) for item in value)
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """These fields change no numbers, whatever they hold."""
+        self._read.update(names)
+
+    def neutral(self, table: Mapping[str, tuple[object, ...]], owner: str) -> None:
+        """Fields that change numbers unless they hold one of the given values; read ones are left alone."""
+        for name, allowed in table.items():
+            if name in self._read or name not in self._values:
+                continue
+            value = self.get(name)
+            # True == 1 in Python, not in a checkpoint.
+            if not any(value == item and type(value) is type(item) for item in allowed):
+                wanted = " or ".join(show(item) for item in allowed)
+                self.problem(name, f"{owner} supports only {wanted}, found {show(value)}")
+
+    def close(self, owner: str) -> None:
+        """Every field that nobody read is a problem: it may change the numbers."""
+        for name in sorted(set(self._values) - self._read):
+            close = did_you_mean(name, self._read)
+            hint = f"; {close}" if close.startswith("did you mean") else ""
+            self.problem(
+                name,
+                f"unknown to {owner} and could change the results (value {show(self._values[name])}){hint}. "
+                "Remove it from config.json if it has no effect",
+            )
+
+    def check(self) -> None:
+        """Raises CheckpointError with every problem found so far."""
+        if self.problems:
+            raise CheckpointError("\n".join(self.problems))
+
+    def _default(self, name: str, default: T | None) -> T | None:
+        if default is None:
+            self.problem(name, "missing; it is needed to know the shape of the model")
+        return default
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """A finite JSON number. Integers beyond a float's range are not numbers here."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def show(value: object) -> str:
+    """A value as JSON, shortened, for a message."""
+    try:
+        text = json.dumps(value, ensure_ascii=True)
+    except (TypeError, ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."

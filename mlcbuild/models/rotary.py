@@ -1,0 +1,117 @@
+"""Inverse frequencies of rotary embeddings, in float32 as transformers computes them.
+
+Every operation is done in double precision and rounded to float32, one at a time. Powers may differ from
+torch's in the last bit, because torch's are not correctly rounded; these are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def f32(value: float) -> float:
+    """The nearest float32. The magnitude must be below 3.4e38."""
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded
+
+
+def default(theta: float, dim: int) -> tuple[float, ...]:
+    """1 / theta^(2i/dim) for i in 0 .. dim/2 - 1 (Su et al., RoFormer, 2021)."""
+    return tuple(f32(1.0 / power) for power in _powers(theta, dim))
+
+
+def linear(inv_freq: Sequence[float], factor: float) -> tuple[float, ...]:
+    """Position interpolation (Chen et al., 2023)."""
+    return tuple(f32(value / f32(factor)) for value in inv_freq)
+
+
+@dataclass(frozen=True)
+class Llama3:
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+def llama3(inv_freq: Sequence[float], scaling: Llama3) -> tuple[float, ...]:
+    """Llama 3.1: long waves are divided by the factor, short ones kept, those between blended."""
+    long_wave = scaling.original_max_position / scaling.low_freq_factor
+    short_wave = scaling.original_max_position / scaling.high_freq_factor
+    factor, low = f32(scaling.factor), f32(scaling.low_freq_factor)
+    found = []
+    for value in inv_freq:
+        wave = f32(f32(1.0 / value) * f32(2 * math.pi))
+        if wave > long_wave:
+            found.append(f32(value / factor))
+        elif wave < short_wave:
+            found.append(value)
+        else:
+            turns = f32(f32(1.0 / wave) * scaling.original_max_position)
+            blend = f32(f32(turns - low) / f32(scaling.high_freq_factor - scaling.low_freq_factor))
+            slow = f32(f32(f32(1.0 - blend) * value) / factor)
+            found.append(f32(slow + f32(blend * value)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Yarn:
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
+    """YaRN (Peng et al., 2023): a ramp over the dimensions from kept to interpolated frequencies."""
+
+    def dimension(turns: float) -> float:
+        """The dimension whose wave turns this often within the original window."""
+        ratio = scaling.original_max_position / (turns * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(theta))
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001  # as transformers: the ramp becomes a step
+    found = []
+    for i, power in enumerate(_powers(theta, dim)):
+        ramp = min(max(f32(f32(i - f32(first)) / f32(last - first)), 0.0), 1.0)
+        kept = f32(1.0 - ramp)
+        interpolated = f32(1.0 / f32(f32(scaling.factor) * power))
+        found.append(f32(f32(interpolated * f32(1.0 - kept)) + f32(f32(1.0 / power) * kept)))
+    return tuple(found)
+
+
+def yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
+    """What cos and sin are multiplied by where the checkpoint does not say."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if mscale is not None and mscale_all_dim is not None:
+        return scale(mscale) / scale(mscale_all_dim)
+    return scale(1.0)
+
+
+def longrope(theta: float, factors: Sequence[float]) -> tuple[float, ...]:
+    """LongRoPE (Ding et al., 2024): one factor per frequency."""
+    powers = _powers(theta, 2 * len(factors))
+    return tuple(f32(1.0 / f32(f32(own) * power)) for own, power in zip(factors, powers, strict=True))
+
+
+def longrope_attention(factor: float, original_max_position: int) -> float:
+    if factor <= 1 or original_max_position <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_max_position))
+
+
+def _powers(theta: float, dim: int) -> list[float]:
+    """theta^(2i/dim) in float32."""
+    base = f32(theta)
+    return [f32(math.pow(base, f32(i / dim))) for i in range(0, dim, 2)]
