@@ -1,0 +1,381 @@
+"""x @ W.T in float32 over weights stored row by row, for any way of storing a row.
+
+Vectors run along K, so neither x nor the weights are transposed: lane sums are taken once at the end of a
+row. A row is read in blocks of `planes` vectors. x is first packed into the order in which a block's
+vectors appear; where K is no multiple of a block, the last block starts early and overlaps the one
+before it, and x is zero in the lanes already covered. So no kernel has a tail along K.
+
+Three paths by the number of rows m of x:
+    1       weights stream through registers once;
+    2 .. 8  the same with `batch` rows of x for each pass over a few weight rows, which stay in L1;
+    more    a block of weights is turned into float32 in an L2-sized buffer, and register tiles run over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc
+
+from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.kernels.vectors import (
+    Register,
+    argument,
+    f32,
+    fma,
+    i64,
+    lane_sums,
+    prim_func,
+    registers,
+    shuffle,
+    span,
+)
+
+COLUMNS = 4
+"""Weight rows in a register tile; their lane sums make one vector of the output."""
+STREAMED_ROWS = 8
+"""Up to this many rows of x, weights are not unpacked into a buffer first."""
+BLOCK_ROWS = 32
+"""Weight rows unpacked at a time when there are many rows of x."""
+BLOCK_VALUES = 1024
+"""Most weights of one row unpacked at a time: 32 rows of them are 128 KiB, half of a small L2."""
+SERIAL_BYTES = 48 << 10
+"""A matrix smaller than this is not split over threads for one row of x: waking them costs more."""
+
+
+class RowFormat(Protocol):
+    """How one stored matrix [n, k] is read. A loaded block is whatever `load` says."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def isa(self) -> ISA: ...
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def planes(self) -> int:
+        """Vectors in a block; vector p, lane l of a block stands for k = start + l * planes + p."""
+        ...
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def offset(self) -> float:
+        """Streamed values are this much too large (before their scale); 0 where they are exact."""
+        ...
+
+    def factor(self, plane: int) -> float:
+        """Streamed values of a plane are this much too large, a power of two; x is divided by it."""
+        ...
+
+    def arguments(self) -> tuple[Buffer, ...]:
+        """Declare the stored tensors as the next arguments of the kernel."""
+        ...
+
+    def start(self, block: Expr) -> Expr:
+        """The first k of a block."""
+        ...
+
+    def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
+    def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
+        """One vector of a block times its plane's factor, before offset and scale."""
+        ...
+
+    def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
+    def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
+        """One vector of a block times its plane's factor: offset and scale applied."""
+        ...
+
+    def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
+        """Ask for the cache lines that will be read after this block."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The order of a packed row of x: for each block `planes` vectors, then, if values have an offset, one
+    vector of minus that offset times the sum of x over the planes."""
+
+    lanes: int
+    planes: int
+    blocks: int
+    offset: bool
+
+    @property
+    def step(self) -> int:
+        """Floats of one block."""
+        return (self.planes + self.offset) * self.lanes
+
+    @property
+    def stride(self) -> int:
+        """Floats from row to row: an odd number of cache lines, so that rows do not share cache sets."""
+        return _odd_lines(self.blocks * self.step)
+
+
+def packed(form: RowFormat) -> Packed:
+    return Packed(form.lanes, form.planes, form.blocks, form.offset != 0)
+
+
+def _odd_lines(floats: int) -> int:
+    return (-(-floats // 16) | 1) * 16
+
+
+def workspace(form: RowFormat, m: int) -> int:
+    """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
+    scratch = BLOCK_ROWS * _scratch_stride(form) if m > STREAMED_ROWS else 0
+    return 4 * (m * packed(form).stride + scratch)
+
+
+def product(form: RowFormat, bias: bool) -> PrimFunc:
+    """The kernel (x f32[m, k], stored tensors, bias f32[n] if asked for, out f32[m, n])."""
+    name = f"{form.name}_{form.n}x{form.k}" + ("_bias" if bias else "")
+
+    def body() -> None:
+        m = T.int64()
+        x = argument("x", (m, form.k), "float32")
+        weights = form.arguments()
+        added = argument("bias", (form.n,), "float32") if bias else None
+        out = argument("out", (m, form.n), "float32")
+        call = _Call(form, weights, added, out, m)
+        with T.sblock(name), T.If(m == 1):
+            with T.Then():
+                _one_row(call, x)
+            with T.Else():
+                _several_rows(call, x)
+
+    return prim_func(name, body)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What all paths of one kernel share."""
+
+    form: RowFormat
+    weights: tuple[Buffer, ...]
+    bias: Buffer | None
+    out: Buffer
+    m: Expr
+
+    @property
+    def tail(self) -> bool:
+        return self.form.n % COLUMNS != 0
+
+    def row(self, row: Expr) -> Expr:
+        """A weight row; beyond the end the last one, whose results nobody stores."""
+        return T.min(row, i64(self.form.n - 1)) if self.tail else row
+
+
+def _one_row(call: _Call, x: Buffer) -> None:
+    form = call.form
+    line = T.alloc_buffer((1, packed(form).stride), "float32")
+    _pack_row(form, x, line, i64(0))
+    tiles = -(-form.n // COLUMNS)
+    small = form.n * form.row_bytes < SERIAL_BYTES
+    with (T.serial if small else T.parallel)(0, i64(tiles)) as tile:
+        _stream_tile(call, line, tile, [i64(0)])
+
+
+def _several_rows(call: _Call, x: Buffer) -> None:
+    form, m = call.form, call.m
+    lines = T.alloc_buffer((m, packed(form).stride), "float32")
+    with T.parallel(0, m) as i:
+        _pack_row(form, x, lines, i)
+    with T.If(m <= STREAMED_ROWS):
+        with T.Then(), T.parallel(0, i64(-(-form.n // COLUMNS))) as tile:
+            batch = form.isa.batch
+            with T.serial(0, (m + (batch - 1)) // batch) as group:
+                rows = [T.min(group * batch + i, m - 1) for i in range(batch)]
+                _stream_tile(call, lines, tile, rows)
+        with T.Else(), T.parallel(0, i64(-(-form.n // BLOCK_ROWS))) as block:
+            _block_product(call, lines, block)
+
+
+def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
+    """One row of x into the order of `Packed`."""
+    order = packed(form)
+    whole = form.blocks if form.blocks * form.lanes * form.planes == form.k else form.blocks - 1
+
+    def pack_lane(block: Expr, lane: Expr, checked: bool) -> None:
+        total: Expr = f32(0)
+        for plane in range(form.planes):
+            k = T.bind(form.start(block) + lane * form.planes + plane)
+            value = x[row, k]
+            if checked:
+                fresh = T.And(k >= whole * form.lanes * form.planes, k < form.k)
+                value = T.if_then_else(fresh, value, f32(0))
+            value = T.bind(value)
+            total = total + value
+            place = block * order.step + plane * form.lanes + lane
+            T.buffer_store(lines, value * f32(1 / form.factor(plane)), [row, place])
+        if order.offset:
+            place = block * order.step + form.planes * form.lanes + lane
+            T.buffer_store(lines, total * f32(-form.offset), [row, place])
+
+    if whole:
+        with T.serial(0, i64(whole)) as block, T.serial(0, i64(form.lanes)) as lane:
+            pack_lane(block, lane, False)
+    if whole < form.blocks:
+        with T.serial(0, i64(form.lanes)) as lane:
+            pack_lane(i64(whole), lane, True)
+
+
+def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -> None:
+    """COLUMNS outputs of a few rows of x, weights going through registers straight from memory."""
+    form = call.form
+    wide = form.isa.stream_rows if len(rows) == 1 else max(1, form.isa.stream_rows // 2)
+    sums: list[list[Expr]] = [[] for _ in rows]
+    for first in range(0, COLUMNS, wide):
+        acc = registers(len(rows), wide, form.lanes)
+        names = [T.bind(call.row(tile * COLUMNS + first + c)) for c in range(wide)]
+        with T.serial(0, i64(form.blocks)) as block:
+            for name in names:
+                form.fetch(call.weights, name, block)
+            loaded = [form.load(call.weights, name, block) for name in names]
+            _stream_block(form, _XBlock(lines, rows, block), loaded, acc)
+        for i, line in enumerate(acc):
+            sums[i] += [T.bind(cell.value) for cell in line]
+    for i, row in enumerate(rows):
+        _store(call, row, tile * COLUMNS, lane_sums(sums[i], form.lanes), True)
+
+
+@dataclass(frozen=True)
+class _XBlock:
+    """One block of some packed rows of x."""
+
+    lines: Buffer
+    rows: Sequence[Expr]
+    block: Expr
+
+    def vector(self, order: Packed, i: int, plane: int) -> Expr:
+        return self.lines[self.rows[i], span(self.block * order.step + plane * order.lanes, order.lanes)]
+
+
+def _stream_block(
+    form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: list[list[Register]]
+) -> None:
+    """acc[i][c] += the product of row i's block of x with the block of weight row c."""
+    order, lanes = packed(form), form.lanes
+    scales = [form.scale(block) for block in loaded]
+    totals: list[list[Expr]] = []
+    for i, line in enumerate(acc):
+        start = T.bind(x.vector(order, i, form.planes)) if order.offset else f32(0, lanes)
+        totals.append(
+            [cell.value if scale is None else start for cell, scale in zip(line, scales, strict=True)]
+        )
+    for plane in range(form.planes):
+        values = [T.bind(form.streamed(block, plane)) for block in loaded]
+        for i, line in enumerate(totals):
+            vector = T.bind(x.vector(order, i, plane))
+            totals[i] = [T.bind(fma(w, vector, t, lanes)) for w, t in zip(values, line, strict=True)]
+    for line, total in zip(acc, totals, strict=True):
+        for cell, value, scale in zip(line, total, scales, strict=True):
+            cell.set(value if scale is None else fma(value, scale, cell.value, lanes))
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of K that is unpacked at a time, in blocks."""
+
+    first: Expr
+    count: Expr
+
+
+def _blocks_at_once(form: RowFormat) -> int:
+    """Blocks of one row in a chunk, chunks being of nearly equal size."""
+    most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
+    chunks = -(-form.blocks // most)
+    return -(-form.blocks // chunks)
+
+
+def _scratch_stride(form: RowFormat) -> int:
+    return _odd_lines(_blocks_at_once(form) * form.planes * form.lanes)
+
+
+def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
+    """BLOCK_ROWS weight rows times all rows of x."""
+    form, m = call.form, call.m
+    tiles = T.bind(T.min(i64(BLOCK_ROWS), form.n - index * BLOCK_ROWS) + (COLUMNS - 1)) // COLUMNS
+    scratch = T.alloc_buffer((BLOCK_ROWS, _scratch_stride(form)), "float32")
+    size = _blocks_at_once(form)
+    with T.serial(0, i64(-(-form.blocks // size))) as number:
+        chunk = _Chunk(number * size, T.min(i64(size), form.blocks - number * size))
+        with T.serial(0, tiles * COLUMNS) as r:
+            _unpack_row(call, scratch, index, r, chunk)
+        tall = form.isa.tile_rows
+        with T.serial(0, (m + (tall - 1)) // tall) as group, T.serial(0, tiles) as tile:
+            acc = _tile_product(call, lines, scratch, (group * tall, tile * COLUMNS), chunk)
+            sums = [lane_sums([T.bind(cell.value) for cell in line], form.lanes) for line in acc]
+            column = index * BLOCK_ROWS + tile * COLUMNS
+            with T.If(number == 0):
+                with T.Then():
+                    _store_rows(call, group * tall, column, sums, True)
+                with T.Else():
+                    _store_rows(call, group * tall, column, sums, False)
+
+
+def _unpack_row(call: _Call, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
+    """A chunk of weight row r of block `index` as float32, in the order of packed x without offsets."""
+    form = call.form
+    row = T.bind(call.row(index * BLOCK_ROWS + r))
+    with T.serial(0, chunk.count) as b:
+        loaded = form.load(call.weights, row, chunk.first + b)
+        for plane in range(form.planes):
+            place = span((b * form.planes + plane) * form.lanes, form.lanes)
+            T.buffer_store(scratch, form.unpacked(loaded, plane), [r, place])
+
+
+def _tile_product(
+    call: _Call, lines: Buffer, scratch: Buffer, corner: tuple[Expr, Expr], chunk: _Chunk
+) -> list[list[Register]]:
+    """A register tile over one chunk: rows of x from corner[0], unpacked weight rows from corner[1]."""
+    form, lanes = call.form, call.form.lanes
+    acc = registers(form.isa.tile_rows, COLUMNS, lanes)
+    rows = [T.bind(T.min(corner[0] + i, call.m - 1)) for i in range(form.isa.tile_rows)]
+    with T.serial(0, chunk.count) as b:
+        x = _XBlock(lines, rows, chunk.first + b)
+        for plane in range(form.planes):
+            place = span((b * form.planes + plane) * lanes, lanes)
+            columns = [T.bind(scratch[corner[1] + c, place]) for c in range(COLUMNS)]
+            for i, line in enumerate(acc):
+                vector = T.bind(x.vector(packed(form), i, plane))
+                for cell, column in zip(line, columns, strict=True):
+                    cell.set(fma(column, vector, cell.value, lanes))
+    return acc
+
+
+def _store_rows(call: _Call, row: Expr, column: Expr, sums: Sequence[Expr], first: bool) -> None:
+    for i, total in enumerate(sums):
+        with T.If(row + i < call.m), T.Then():
+            _store(call, row + i, column, total, first)
+
+
+def _store(call: _Call, row: Expr, column: Expr, sums: Expr, first: bool) -> None:
+    """Write COLUMNS outputs, or as many as the matrix has rows left; add to them unless `first`."""
+
+    def put(at: Expr, value: Expr, lanes: int) -> None:
+        place = span(at, lanes)
+        if not first:
+            value = value + call.out[row, place]
+        elif call.bias is not None:
+            value = value + call.bias[place]
+        T.buffer_store(call.out, value, [row, place])
+
+    if not call.tail:
+        put(column, sums, COLUMNS)
+        return
+    with T.If(column + COLUMNS <= call.form.n):
+        with T.Then():
+            put(column, sums, COLUMNS)
+        with T.Else():
+            for c in range(COLUMNS):
+                with T.If(column + c < call.form.n), T.Then():
+                    put(column + c, shuffle([sums], [c]), 1)

@@ -1,0 +1,68 @@
+"""Instruction sets: the one table from which every kernel takes vector lengths, tiles and instructions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tvm.target import Target as TvmTarget
+from tvm.target.codegen import llvm_get_cpu_features
+
+from mlcbuild.targets import Target
+
+Dot = Literal["vpdpbusd", "pmaddubsw", "sdot", "mul16"]
+"""How four (or two) products of an unsigned 4-bit weight and a signed 8-bit activation are added up:
+
+vpdpbusd   x86 VNNI: four bytes into each int32 lane.
+pmaddubsw  x86: pairs of bytes into int16 lanes, which hold a whole group of 32; widened once a group.
+sdot       Arm: four bytes into each int32 lane.
+mul16      no special instruction: activations are stored as int16, int16 lanes hold a whole group.
+"""
+
+
+@dataclass(frozen=True)
+class ISA:
+    """What the kernels need to know of an instruction set. A register tile is rows of x times weights."""
+
+    name: str
+    features: tuple[str, ...]
+    """LLVM features that a processor must have; () fits every processor."""
+    lanes: int
+    """float32 values in one vector."""
+    half: bool
+    """Float16 is converted by an instruction; without, by integer operations (no library call)."""
+    dot: Dot
+    tile_rows: int
+    """Rows of x in the register tile of a float32 product; it is four weight rows wide."""
+    stream_rows: int
+    """Weight rows that a matrix-vector product reads at a time."""
+    batch: int
+    """Rows of x that share one pass over streamed weights when there are only a few."""
+    dot_rows: int
+    """Rows of x in the register tile of an int8 product."""
+    dot_vectors: int
+    """Vectors of weight rows in the register tile of an int8 product."""
+
+
+_X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
+
+ISAS: tuple[ISA, ...] = (
+    ISA("avx512vnni", (*_X86_512, "avx512vnni"), 16, True, "vpdpbusd", 6, 4, 4, 6, 2),
+    ISA("avx512", _X86_512, 16, True, "pmaddubsw", 6, 4, 4, 6, 2),
+    ISA("avx2", ("avx2", "fma", "f16c"), 8, True, "pmaddubsw", 3, 2, 4, 2, 2),
+    ISA("neon", ("neon", "dotprod"), 4, True, "sdot", 6, 4, 4, 3, 4),
+    ISA("portable", (), 4, False, "mul16", 2, 2, 4, 2, 2),
+)
+"""Best first: a target gets the first whose features it has."""
+
+
+def tvm_target(target: Target) -> TvmTarget:
+    """The target as TVM spells it, for one core: nothing of this machine enters it."""
+    options = {"kind": "llvm", "mtriple": target.triple, "mcpu": target.cpu, "mattr": list(target.features)}
+    return TvmTarget(options)
+
+
+def isa_for(target: Target) -> ISA:
+    """The best instruction set that LLVM says the target's processor and features have."""
+    present = {str(feature) for feature in llvm_get_cpu_features(tvm_target(target))}
+    return next(isa for isa in ISAS if present.issuperset(isa.features))

@@ -1,0 +1,64 @@
+"""The matrix product of every scheme: which kernel computes it, and the call that a model makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from tvm.relax.frontend.nn import Tensor
+from tvm.relax.frontend.nn.op import tensor_ir_op
+from tvm.tirx import PrimFunc
+
+from mlcbuild.compiler.kernels import float_product
+from mlcbuild.compiler.kernels.dense import DenseRows
+from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.quant import Scheme
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x @ W.T + bias for one stored matrix W [n, k]."""
+
+    isa: ISA
+    scheme: Scheme
+    n: int
+    k: int
+
+    @property
+    def name(self) -> str:
+        """Kernel and instruction set, for example w4a8.avx512vnni."""
+        return f"{_rows(self).name}.{self.isa.name}"
+
+    @property
+    def fallback(self) -> str | None:
+        """Why a slow path is taken; None where the kernel is the right one for the target."""
+        if self.isa.name == "portable":
+            return "no vector instructions known for this target: vectors of 4 without fused or dot products"
+        return None
+
+    def workspace(self, m: int) -> int:
+        """Bytes that a call with m rows takes from the runtime's workspace pools, on one thread."""
+        return float_product.workspace(_rows(self), m)
+
+    def apply(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+        """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order, bias float32 [n] ->
+        float32 [m, n]. Emits one call of a kernel, which all calls with an equal Linear share."""
+        out = Tensor.placeholder([x.shape[0], self.n], "float32")
+        kernel = _kernel(self, bias is not None)
+        arguments = [x, *weights, *([bias] if bias is not None else [])]
+        return tensor_ir_op(kernel, str(kernel.attrs["global_symbol"]), arguments, out)
+
+
+def linear(isa: ISA, scheme: Scheme, n: int, k: int) -> Linear:
+    """The product with a matrix [n, k] stored under a scheme (that of the parameter: overrides resolved)."""
+    return Linear(isa, scheme, n, k)
+
+
+def _rows(of: Linear) -> float_product.RowFormat:
+    return DenseRows(of.isa, of.n, of.k, of.scheme.dtype)
+
+
+@cache
+def _kernel(of: Linear, bias: bool) -> PrimFunc:
+    return float_product.product(_rows(of), bias)
