@@ -100,7 +100,7 @@ def _objects(fields: Fields) -> dict[str, Fields]:
             found |= _nested(fields, name, value)
         elif value:
             found[name] = fields.inner(name, value)
-    return found or {"rope_theta": fields.inner("rope_theta", {})}
+    return found or {"rope_theta": Fields(fields.place, {})}
 
 
 def _nested(fields: Fields, name: str, value: Mapping[str, object]) -> dict[str, Fields]:
