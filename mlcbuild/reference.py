@@ -166,8 +166,9 @@ def _layer(layer: _Layer, x: Array) -> tuple[Array, Array, Array]:
 def _norm(config: ModelConfig, x: Array, weight: Array) -> Array:
     """RMSNorm over the last axis."""
     mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=x.dtype)
-    scale: Array = weight + x.dtype.type(config.norm_offset)
-    return x / np.sqrt(mean + x.dtype.type(config.norm_eps)) * scale
+    root = np.sqrt(mean + x.dtype.type(config.norm_eps))
+    found: Array = x / root * (weight + x.dtype.type(config.norm_offset))
+    return found
 
 
 def _mlp(layer: _Layer, x: Array) -> Array:

@@ -1,6 +1,6 @@
 """Makes the tiny checkpoints of this directory and, with transformers, the logits they must give.
 
-    python tests/golden/make.py [variant ...]
+    python tests/golden/make.py [variant ... | rope]
 
 Needs torch and transformers, which neither mlcbuild nor its tests need. Each variant is a directory:
 
@@ -9,6 +9,9 @@ Needs torch and transformers, which neither mlcbuild nor its tests need. Each va
     golden.safetensors   tokens int64 [n]; logits float32 [n, vocab] of one pass over all tokens (eager
                          attention, float32, no cache); header metadata: versions of torch and
                          transformers, and the context window that the run stands for
+
+rope.json holds rotary embeddings alone, in the shapes of published models: inverse frequencies as float32
+bits and attention factors as transformers computes them.
 
 Weights and tokens come from NumPy generators seeded by name, so they are the same everywhere; logits may
 differ in the last bits between versions of torch and between machines.
@@ -190,6 +193,59 @@ VARIANTS: dict[str, dict[str, object]] = {
 CONTEXT_WINDOW = {"phi3-longrope-short": 64}
 """Where it is not max_position_embeddings: LongRoPE's short factors hold up to the original window."""
 
+FULL = {"num_hidden_layers": 1, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+ROPES: dict[str, dict[str, object]] = {
+    "llama-2": LLAMA | FULL | {"max_position_embeddings": 4096},
+    "llama-3.1": LLAMA
+    | FULL
+    | {
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+    },
+    "linear": LLAMA | FULL | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+    "qwen2.5-yarn": QWEN2
+    | FULL
+    | {
+        "max_position_embeddings": 32768,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+    },
+    "yarn-options": LLAMA
+    | FULL
+    | {
+        "max_position_embeddings": 40960,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000,
+            "factor": 32.0,
+            "beta_fast": 24.0,
+            "beta_slow": 1.5,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.6,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "phi-3-128k": PHI3
+    | FULL
+    | {
+        "hidden_size": 3072,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + 0.05 * i for i in range(48)],
+            "long_factor": [1.03 * 1.089**i for i in range(48)],
+        },
+    },
+}
+
 
 @dataclass(frozen=True)
 class Golden:
@@ -267,6 +323,28 @@ def make(variant: str) -> None:
     )
 
 
+def make_ropes() -> None:
+    torch = importlib.import_module("torch")
+    auto = importlib.import_module("transformers").AutoConfig
+    rope_types = importlib.import_module("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    llama = importlib.import_module("transformers.models.llama.modeling_llama").LlamaRotaryEmbedding
+
+    found = {}
+    for name, values in ROPES.items():
+        config = auto.for_model(**values)
+        kind = config.rope_parameters["rope_type"]
+        compute = llama.compute_default_rope_parameters if kind == "default" else rope_types[kind]
+        entry: dict[str, object] = {"config": values}
+        for key, length in (("short", None), ("long", 1 << 20)):
+            inv_freq, factor = compute(config, seq_len=length)
+            entry[key] = {"bits": inv_freq.view(torch.int32).tolist(), "attention_factor": factor}
+        found[name] = entry
+    (HERE / "rope.json").write_text(json.dumps(found, sort_keys=True) + "\n")
+
+
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or VARIANTS:
-        make(wanted)
+    for wanted in sys.argv[1:] or [*VARIANTS, "rope"]:
+        if wanted == "rope":
+            make_ropes()
+        else:
+            make(wanted)
