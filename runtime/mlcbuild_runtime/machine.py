@@ -16,10 +16,10 @@ from pathlib import Path
 
 from mlcbuild_runtime.bundle import Machine
 
-_V2 = "cx16 popcnt sse3 ssse3 sse4.1 sse4.2"
-_V3 = f"{_V2} avx avx2 bmi bmi2 f16c fma lzcnt movbe"
+_V2 = "cx16 popcnt sahf sse3 ssse3 sse4.1 sse4.2"
+_V3 = f"{_V2} avx avx2 bmi bmi2 f16c fma lzcnt movbe xsave"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-_ICE = f"{_V4} avx512vnni avx512ifma avx512vbmi avx512vbmi2 avx512bitalg avx512vpopcntdq"
+_ICE = f"{_V4} avx512vnni avx512ifma avx512vbmi avx512vbmi2 avx512bitalg avx512vpopcntdq gfni vpclmulqdq"
 _SPR = f"{_ICE} avx512bf16 avx512fp16 avxvnni"
 _A76 = "crc lse rdm fullfp16 dotprod"
 
@@ -60,18 +60,21 @@ _LINUX_X86 = {  # Linux's spelling in /proc/cpuinfo, where it is not LLVM's
     "avx512_bitalg": "avx512bitalg",
     "avx512_vpopcntdq": "avx512vpopcntdq",
     "avx_vnni": "avxvnni",
+    "avx_vnni_int8": "avxvnniint8",
+    "lahf_lm": "sahf",
     "amx_int8": "amx-int8",
     "amx_bf16": "amx-bf16",
     "amx_tile": "amx-tile",
 }
 _HWCAP = {0: "fp-armv8", 1: "neon", 3: "aes", 6: "sha2", 7: "crc", 8: "lse", 10: "fullfp16", 12: "rdm"}
-_HWCAP |= {15: "rcpc", 20: "dotprod", 22: "sve"}
+_HWCAP |= {15: "rcpc", 20: "dotprod", 22: "sve", 23: "fp16fml"}
 _HWCAP2 = {1: "sve2", 13: "i8mm", 14: "bf16"}
 _APPLE = {
     "FEAT_CRC32": "crc",
     "FEAT_LSE": "lse",
     "FEAT_RDM": "rdm",
     "FEAT_FP16": "fullfp16",
+    "FEAT_FHM": "fp16fml",
     "FEAT_DotProd": "dotprod",
     "FEAT_I8MM": "i8mm",
     "FEAT_BF16": "bf16",

@@ -25,7 +25,7 @@ from mlcbuild_runtime.errors import BundleError, SetupError
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
 os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
-import tvm_ffi  # noqa: E402
+import tvm_ffi
 
 RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
 _CPU, _POOLED = 1, 2
@@ -152,9 +152,10 @@ class Model:
             logits = function(tvm_ffi.from_dlpack(view.reshape(1, n, hidden)), _tensor(step.rows), *cache)
         return np.asarray(np.from_dlpack(logits), np.float32).reshape(len(step.rows), -1)
 
-    def score(self, tokens: Sequence[int]) -> Floats:
+    def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
         """Logits float32 [len(tokens), vocab] of every position of one sequence.
 
+        chunk: tokens of one call (default: the library's limit); 1 takes the way of decoding.
         Uses the first pages of the KV cache: not to be mixed with an engine on the same model.
         Raises ValueError when the sequence or a token does not fit the model.
         """
@@ -162,14 +163,15 @@ class Model:
         limits = self.limits
         if not 0 < len(tokens) <= min(limits.context_window, self.pages * limits.page_size):
             raise ValueError(f"{len(tokens)} tokens do not fit a context of {limits.context_window}")
-        return np.concatenate(list(self._score_chunks(tokens)))
+        size = min(chunk or limits.prefill_chunk, limits.prefill_chunk)
+        return np.concatenate(list(self._score_chunks(tokens, size)))
 
-    def _score_chunks(self, tokens: Sequence[int]) -> Iterator[Floats]:
-        limits = self.limits
-        for start in range(0, len(tokens), limits.prefill_chunk):
-            chunk = tokens[start : start + limits.prefill_chunk]
+    def _score_chunks(self, tokens: Sequence[int], size: int) -> Iterator[Floats]:
+        page_size = self.limits.page_size
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
             end = start + len(chunk)
-            pages = range(-(-end // limits.page_size))
+            pages = range(-(-end // page_size))
             yield self.forward(Step.of([(chunk, end, pages)], all_rows=True)).copy()
 
 

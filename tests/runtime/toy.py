@@ -1,0 +1,246 @@
+"""A real bundle with trivial mathematics, for tests of everything above the kernels.
+
+The most likely token after tokens t_0 .. t_p is sum(t_j * (j % 7 + 1)) mod VOCAB: it depends on every token
+of the sequence and on its position, so that a wrong page, slot or length changes the text. Run as a program
+(`toy.py DIRECTORY`) it writes the bundle; only that part needs the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlcbuild_runtime.fields import Json
+
+VOCAB = 260
+"""256 bytes, <s>, </s>, <|user|>, <|assistant|>."""
+BOS, EOS = 256, 257
+LIMITS = {"context_window": 256, "prefill_chunk": 32, "max_batch": 4, "page_size": 16}
+CONFIG: dict[str, Json] = {"family": "toy", "vocab_size": VOCAB, "norm_eps": "1e-05"}
+SCHEME: dict[str, Json] = {"name": "q0f32"}
+TARGET: dict[str, Json] = {
+    "triple": "arm64-apple-macosx11.0.0"
+    if sys.platform == "darwin"
+    else f"{platform.machine()}-unknown-linux-gnu",
+    "cpu": {"darwin": "apple-m1"}.get(
+        sys.platform, "x86-64-v2" if platform.machine() == "x86_64" else "generic"
+    ),
+    "features": [],
+    "device": "cpu",
+    "output": "shared",
+}
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}
+    {{- '<|' + message.role + '|>' + message.content + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens that greedy decoding gives, without regard to EOS."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(sum(t * (j % 7 + 1) for j, t in enumerate(tokens)) % VOCAB)
+    return tokens[len(prompt) :]
+
+
+def write(out: Path) -> None:
+    """The whole bundle, below the directory `out`."""
+    from mlcbuild_runtime import bundle
+
+    params = [["table", [VOCAB, 4], "float32", "plain"]]
+    digest = bundle.signature([("table", (VOCAB, 4), "float32", "plain")])
+    metadata = {
+        "format": "mlcbuild-library/1",
+        "config": CONFIG,
+        "scheme": SCHEME,
+        "target": TARGET,
+        "limits": LIMITS,
+        "params": params,
+        "signature": digest,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    export(out / "model.so", json.dumps(metadata))
+    write_weights(out / "weights-00001-of-00001.safetensors", digest)
+    write_tokenizer(out)
+    names = sorted(path.name for path in out.iterdir())
+    manifest = bundle.Manifest(
+        name="toy-q0f32-host",
+        model=bundle.Model("toy", "toy", CONFIG),
+        scheme=SCHEME,
+        target=TARGET,
+        limits=bundle.Limits(**LIMITS),
+        library="model.so",
+        weights=("weights-00001-of-00001.safetensors",),
+        signature=digest,
+        files={name: describe(out / name) for name in names},
+        memory=bundle.Memory(VOCAB * 16, 64 * 128, 0, VOCAB * 16 + 64 * 128),
+        serving=bundle.Serving(bos_token_id=BOS, eos_token_ids=(EOS,), temperature=0.0),
+        tools={"apache-tvm": "0.27.0.post1"},
+    )
+    (out / "bundle.json").write_bytes(manifest.to_bytes())
+
+
+def describe(path: Path) -> Any:
+    """The manifest's entry of a file."""
+    from blake3 import blake3
+    from mlcbuild_runtime.bundle import File
+
+    return File(blake3(path.read_bytes()).hexdigest(), path.stat().st_size)
+
+
+def write_weights(path: Path, digest: str) -> None:
+    table = np.zeros((VOCAB, 4), np.float32)
+    table[:, 0] = np.arange(VOCAB)
+    metadata = {"format": "mlcbuild-weights/1", "signature": digest, "scheme": "q0f32"}
+    entry = {"dtype": "F32", "shape": [VOCAB, 4], "data_offsets": [0, table.nbytes]}
+    header = json.dumps({"__metadata__": metadata, "table": entry}).encode()
+    header += b" " * (-(len(header) + 8) % 64)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + table.tobytes())
+
+
+def write_tokenizer(out: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
+    )
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (out / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def export(out: Path, metadata: str) -> None:
+    """Compiles the library for this machine to the file `out`."""
+    import tvm
+    from tvm import relax
+
+    builder = relax.BlockBuilder()
+    lookup = builder.add_func(_lookup(), "lookup")
+    attend = builder.add_func(_attend(), "attend")
+    params = _params()
+    n = tvm.tirx.Var("n", "int64")
+    tokens = relax.Var("tokens", relax.TensorType((n,), "int32"))
+    with builder.function("embed", [tokens, params]):
+        table = builder.emit(relax.TupleGetItem(params, 0))
+        rows = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
+        builder.emit_func_output(rows)
+    for name in ("prefill", "decode", "batch_prefill", "batch_decode"):
+        _emit_forward(builder, attend, name)
+    count = tvm.tirx.Var("count", "int64")
+    shape = relax.Var("shape", relax.ShapeType([count]))
+    with builder.function("create_paged_kv_cache", [shape]):
+        pages = relax.op.zeros(relax.ShapeExpr([1, count, 2, 1, 16]), "float32")
+        builder.emit_func_output(builder.emit(pages))
+    with builder.function("_metadata", []):
+        builder.emit_func_output(builder.normalize(tvm.ir.StringImm(metadata)))
+    target = tvm.target.Target({"kind": "llvm", "mtriple": TARGET["triple"], "mcpu": TARGET["cpu"]})
+    with target:
+        tvm.compile(builder.get(), target=target).export_library(str(out))
+
+
+def _params() -> Any:
+    from tvm import relax
+
+    return relax.Var("params", relax.TupleType([relax.TensorType((VOCAB, 4), "float32")]))
+
+
+def _emit_forward(builder: Any, attend: Any, name: str) -> None:
+    import tvm
+    from tvm import relax
+
+    def var(name: str, *shape: object, dtype: str = "int32") -> Any:
+        return relax.Var(name, relax.TensorType(shape, dtype))
+
+    n, b, p, q, t, c = (tvm.tirx.Var(letter, "int64") for letter in "nbpqtc")
+    decode = name.endswith("decode")
+    x = var("x", *((n, 1) if decode else (1, n)), 4, dtype="float32")
+    rows = var("rows", q)
+    cache = [
+        var("pages", 1, t, 2, 1, 16, dtype="float32"),
+        *(var("positions", n), var("slots", n), var("indptr", c)),
+        *(var("page_indptr", c), var("page_table", p), var("lengths", b)),
+    ]
+    with builder.function(name, [x, *([] if decode else [rows]), *cache, _params()]):
+        flat = builder.emit(relax.op.reshape(x, (n, 4)))
+        logits = builder.emit(relax.call_tir(attend, [flat, *cache], relax.TensorType((n, VOCAB), "float32")))
+        picked = logits if decode else builder.emit(relax.op.take(logits, rows, axis=0, mode="clip"))
+        shape = (n, 1, VOCAB) if decode else (1, q, VOCAB)
+        builder.emit_func_output(builder.emit(relax.op.reshape(picked, shape)))
+
+
+def _lookup() -> Any:
+    from tvm.script import tirx as T
+
+    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]  # TVM is untyped
+    def lookup(tokens_h: T.handle, table_h: T.handle, out_h: T.handle) -> None:
+        n = T.int64()
+        tokens = T.match_buffer(tokens_h, (n,), "int32")
+        table = T.match_buffer(table_h, (260, 4), "float32")
+        out = T.match_buffer(out_h, (n, 4), "float32")
+        for i, j in T.grid(n, 4):
+            with T.sblock("row"):
+                vi, vj = T.axis.remap("SS", [i, j])
+                out[vi, vj] = table[tokens[vi], vj]
+
+    return lookup
+
+
+def _attend() -> Any:
+    from tvm.script import tirx as T
+
+    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]  # TVM is untyped
+    def attend(  # noqa: PLR0917
+        x_h: T.handle,
+        pages_h: T.handle,
+        positions_h: T.handle,
+        slots_h: T.handle,
+        indptr_h: T.handle,
+        page_indptr_h: T.handle,
+        table_h: T.handle,
+        lengths_h: T.handle,
+        out_h: T.handle,
+    ) -> None:
+        n, b, c, p, t = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
+        x = T.match_buffer(x_h, (n, 4), "float32")
+        pages = T.match_buffer(pages_h, (1, t, 2, 1, 16), "float32")
+        positions = T.match_buffer(positions_h, (n,), "int32")
+        slots = T.match_buffer(slots_h, (n,), "int32")
+        indptr = T.match_buffer(indptr_h, (c,), "int32")
+        page_indptr = T.match_buffer(page_indptr_h, (c,), "int32")
+        table = T.match_buffer(table_h, (p,), "int32")
+        _lengths = T.match_buffer(lengths_h, (b,), "int32")
+        out = T.match_buffer(out_h, (n, 260), "float32")
+        with T.sblock("root"):
+            total = T.sblock_alloc_buffer((1,), "float32")
+            for i in range(n):
+                pages[0, slots[i] // 16, 0, 0, slots[i] % 16] = x[i, 0]
+            for s in range(b):
+                for i in range(indptr[s], indptr[s + 1]):
+                    total[0] = T.float32(0)
+                    for j in range(positions[i] + 1):
+                        total[0] = total[0] + pages[
+                            0, table[page_indptr[s] + j // 16], 0, 0, j % 16
+                        ] * T.cast(j % 7 + 1, "float32")
+                    for v in range(260):
+                        out[i, v] = T.float32(-0.5) * T.cast(
+                            (v - T.cast(total[0], "int32") % 260 + 260) % 260, "float32"
+                        )
+
+    return attend
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
