@@ -2,7 +2,7 @@
 
 from mlcbuild.models.action import normalise
 from mlcbuild.models.config import Activation, ModelConfig, Param, Rope, frequencies, parameters
-from mlcbuild.models.families import FAMILIES, parse, sources, surplus
+from mlcbuild.models.families import FAMILIES, aliases, parse, sources, surplus
 from mlcbuild.models.serial import config_digest, from_json, to_json
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "ModelConfig",
     "Param",
     "Rope",
+    "aliases",
     "config_digest",
     "frequencies",
     "from_json",

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from mlcbuild.errors import CheckpointError, did_you_mean
 from mlcbuild.models.config import ModelConfig, Rope, faults, parameters
-from mlcbuild.models.family import ACTIVATIONS, Family, sources_of
+from mlcbuild.models.family import ACTIVATIONS, WHOLE, Family, sources_of
 from mlcbuild.models.fields import ABSENT, Fields, show
 from mlcbuild.models.gemma2 import GEMMA2
 from mlcbuild.models.known import IRRELEVANT, NEUTRAL
@@ -54,6 +54,16 @@ def sources(config: ModelConfig) -> Mapping[str, tuple[str, ...]]:
     return MappingProxyType(sources_of(FAMILIES[config.family], names))
 
 
+def aliases(config: ModelConfig) -> Mapping[str, str]:
+    """Tensors that a checkpoint may store under another name instead: name in `sources` -> other name.
+
+    A tied matrix is stored once, under either of its two names, whichever the writer kept.
+    """
+    if not config.tie_embeddings:
+        return MappingProxyType({})
+    return MappingProxyType(dict(zip(WHOLE["embed.weight"], WHOLE["lm_head.weight"], strict=True)))
+
+
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
@@ -61,7 +71,7 @@ def surplus(config: ModelConfig, tensor: str) -> str | None:
     """Why a checkpoint's tensor that `sources` does not name may be left out; None: it may not."""
     if _ROTARY_TABLE.fullmatch(tensor):
         return "old checkpoints store the rotary frequencies, which config.json already gives"
-    if config.tie_embeddings and tensor == "lm_head.weight":
+    if config.tie_embeddings and tensor in WHOLE["lm_head.weight"]:
         return "the output matrix is the embedding (tie_word_embeddings)"
     return None
 
