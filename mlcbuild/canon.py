@@ -9,35 +9,40 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
 from blake3 import blake3
 
-Json: TypeAlias = None | bool | int | str | list["Json"] | dict[str, "Json"]
+Json: TypeAlias = bool | int | str | list["Json"] | dict[str, "Json"] | None
 
 PACKAGES = ("mlcbuild", "mlcbuild_runtime")
 """The packages whose source decides what an action does."""
 
 
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+
+
 def canonical(value: object) -> bytes:
-    """The one byte string of a JSON value: sorted keys, no spaces, UTF-8.
+    """The one byte string of a JSON value: keys sorted by code point, no spaces, UTF-8.
 
     Raises TypeError on a float: its text differs between writers, so floats enter identities as strings.
+    Raises ValueError on text that has no UTF-8 form (a lone surrogate).
     """
-    return json.dumps(
-        _plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-    ).encode()
+    try:
+        return _encode(_plain(value)).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"canonical JSON must be UTF-8, found {error.object!r}") from None
 
 
 def _plain(value: object) -> Json:
-    if value is None or isinstance(value, bool | int | str):
+    if value is None or isinstance(value, str | int):  # bool is an int
         return value
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"a key of canonical JSON must be a string, not {key!r}")
@@ -56,9 +61,14 @@ def bytes_digest(data: bytes | memoryview) -> str:
     return blake3(data).hexdigest()
 
 
+_MANY_THREADS = 64 << 20
+"""Bytes from which hashing one file on all cores pays."""
+
+
 def file_digest(path: Path) -> str:
-    """BLAKE3 of a file's bytes, memory-mapped. Raises OSError."""
-    hasher = blake3()
+    """BLAKE3 of a file's bytes, memory-mapped; large files on all cores. Raises OSError."""
+    large = path.stat().st_size >= _MANY_THREADS
+    hasher = blake3(max_threads=blake3.AUTO if large else 1)
     hasher.update_mmap(path)
     return hasher.hexdigest()
 
@@ -77,40 +87,72 @@ def tree_digest(entries: Iterable[Entry]) -> str:
     return digest("tree/1", [[entry.path, entry.digest, entry.size] for entry in sorted(entries)])
 
 
+@dataclass(frozen=True)
+class Tree:
+    """Files and the identity of the whole."""
+
+    digest: str
+    files: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Tree:
+        files = tuple(sorted(entries))
+        return cls(tree_digest(files), files)
+
+
+def salt(code: Mapping[str, str], tools: Mapping[str, str]) -> str:
+    """What besides its inputs decides a step's result: source files and tool versions."""
+    return digest("salt/1", {"code": code, "tools": tools})
+
+
+def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str]) -> str:
+    """A step's identity: `["step/1", action, params, salt, {argument: digest}]` in canonical JSON, hashed.
+
+    `params` is canonical JSON already, because a graph needs that text anyway to merge equal steps.
+    """
+    text = b'["step/1",%s,%s,"%s",%s]' % (canonical(action), params, salted.encode(), canonical(inputs))
+    return blake3(text).hexdigest()
+
+
 def code_files(module: str) -> dict[str, str]:
-    """Digest of each source file in the import closure of `module`, inside PACKAGES.
+    """Digest of each source file in the import closure of `module`, inside PACKAGES and its own package.
 
     Imports are read from the syntax tree, those inside functions too, so that a lazy import counts. The
     names are paths such as `mlcbuild/compiler/kernels/w4.py`, the same on every machine.
     """
+    packages = frozenset((*PACKAGES, module.partition(".")[0]))
     seen: dict[str, str] = {}
     pending = [module]
-    visited = set()
+    visited: set[str] = set()
     while pending:
         name = pending.pop()
-        if name in visited:
+        if name in visited or name.partition(".")[0] not in packages:
             continue
         visited.add(name)
-        path = _module_path(name)
-        if path is None:
-            continue
-        seen[_portable(name, path)] = file_digest(path)
-        pending.extend(_imports(path, name))
         if "." in name:
             pending.append(name.rpartition(".")[0])
+        path = module_path(name)
+        if path is None:
+            continue
+        source = path.read_bytes()
+        seen[_portable(name, path)] = found = bytes_digest(source)
+        pending.extend(_imports(found, name, path.name == "__init__.py", source))
     return dict(sorted(seen.items()))
 
 
-@lru_cache(maxsize=None)
-def _module_path(name: str) -> Path | None:
-    """The source file of a module of ours, found without importing it."""
+@cache
+def module_path(name: str) -> Path | None:
+    """The source file of a module, found without importing it; None when it is no Python source."""
     top, *rest = name.split(".")
-    if top not in PACKAGES:
+    try:
+        spec = find_spec(top)
+    except ValueError:  # a module such as __main__ has none
         return None
-    spec = find_spec(top)
-    if spec is None or not spec.submodule_search_locations:
+    if spec is None:
         return None
-    base = Path(spec.submodule_search_locations[0], *rest)
+    if not spec.submodule_search_locations:
+        return Path(spec.origin) if spec.origin and not rest else None
+    base = Path(next(iter(spec.submodule_search_locations)), *rest)
     for candidate in (base / "__init__.py", base.with_suffix(".py")):
         if candidate.is_file():
             return candidate
@@ -122,19 +164,33 @@ def _portable(name: str, path: Path) -> str:
     return "/".join([*parts, "__init__.py"]) if path.name == "__init__.py" else "/".join(parts) + ".py"
 
 
-@lru_cache(maxsize=None)
-def _imports(path: Path, name: str) -> tuple[str, ...]:
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
+_imported: dict[tuple[str, str], tuple[str, ...]] = {}
+
+
+def _imports(found: str, name: str, is_package: bool, source: bytes) -> tuple[str, ...]:
+    """Modules that `source` may import; remembered by its digest, because parsing is the dear part."""
+    known = _imported.get((found, name))
+    if known is None:
+        package = name if is_package else name.rpartition(".")[0]
+        known = _imported[found, name] = tuple(_read_imports(ast.parse(source, filename=name).body, package))
+    return known
+
+
+def _read_imports(body: list[ast.stmt], package: str) -> Iterator[str]:
+    """Imports stand only where statements do, so expressions, most of a tree, are not visited."""
+    for node in body:
         if isinstance(node, ast.Import):
-            found.extend(alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parent = package.split(".")[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parent, *([base] if base else [])])
-            found.append(base)
+            yield base
             # `from package import module` names a module in the alias.
-            found.extend(f"{base}.{alias.name}" for alias in node.names)
-    return tuple(item for item in found if item.split(".")[0] in PACKAGES)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        else:
+            for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+                inner = getattr(node, block, None)
+                if isinstance(inner, list):
+                    yield from _read_imports(inner, package)

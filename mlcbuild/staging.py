@@ -1,0 +1,77 @@
+"""Where a process works inside a store before its results are published."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from mlcbuild.locks import Lock, try_lock
+
+
+class Session:
+    """A directory of one living process below the store's tmp/.
+
+    Its lock file appears before it and goes after it, so a directory whose lock is free, or has none, was
+    left by a process that died.
+    """
+
+    def __init__(self, directory: Path, lock: Lock, guard: Lock) -> None:
+        self.directory = directory
+        self._lock = lock
+        self._guard = guard
+        self._count = 0
+
+    @classmethod
+    def start(cls, root: Path, guard: Lock) -> Session:
+        """Also removes what killed processes left. `guard` keeps gc away; it is released on close."""
+        tmp = root / "tmp"
+        while True:
+            directory = tmp / secrets.token_hex(8)
+            lock = try_lock(directory.with_suffix(".lock"))
+            if lock is not None:
+                break
+        directory.mkdir()
+        _collect(tmp)
+        for path in (root / "locks").iterdir():
+            if (stale := try_lock(path)) is not None:
+                stale.release()
+        return cls(directory, lock, guard)
+
+    def area(self) -> Path:
+        """A fresh directory."""
+        self._count += 1
+        path = self.directory / str(self._count)
+        path.mkdir()
+        return path
+
+    def close(self) -> None:
+        remove_tree(self.directory)
+        self._lock.release()
+        self._guard.release()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory of ours, read-only parts included; what resists is left for a later session."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        for directory, _, _ in os.walk(path):
+            Path(directory).chmod(0o755)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _collect(tmp: Path) -> None:
+    for path in list(tmp.iterdir()):
+        if path.suffix == ".lock":
+            if (stale := try_lock(path)) is not None:
+                remove_tree(path.with_suffix(""))
+                stale.release()
+        elif not path.with_suffix(".lock").exists():
+            remove_tree(path)
