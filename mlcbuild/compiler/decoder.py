@@ -1,0 +1,294 @@
+"""One decoder for every family: a ModelConfig as a Relax module whose functions are the library's.
+
+Every layer calls one private function (one for each way in which layers are stored), so the program hardly
+grows with the number of layers; a layer's number and window are arguments. The residual stream and the cache
+are changed in place, which is why these functions are impure: no pass may drop a call of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from tvm import IRModule, relax
+from tvm.ir import GlobalVar
+from tvm.relax.frontend.nn import Tensor
+from tvm.tirx import Expr, Var
+
+from mlcbuild import quant
+from mlcbuild.compiler.kernels.attention import NO_WINDOW
+from mlcbuild.compiler.kernels.cache import PAGE
+from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.layers import Batch, Parts, Weights
+from mlcbuild.models import ModelConfig, Param, frequencies, parameters
+from mlcbuild.quant import Scheme, StoredTensor
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the library is built for; the caller keeps within them."""
+
+    context_window: int
+    """Positions of one sequence."""
+    prefill_chunk: int
+    """Rows of one forward call."""
+    max_batch: int
+    """Sequences of one forward call."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of any forward call."""
+        return max(self.prefill_chunk, self.max_batch)
+
+    @property
+    def pages(self) -> int:
+        """Pages that hold max_batch sequences of context_window positions."""
+        return -(-self.context_window // PAGE) * self.max_batch
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """Largest value of each symbolic dimension, by name: memory is planned for these."""
+        return {"n": self.rows, "q": self.rows, "b": self.max_batch, "p": self.pages}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What a library is made of, and the builder that collects its functions."""
+
+    parts: Parts
+    limits: Limits
+    builder: relax.BlockBuilder = field(default_factory=relax.BlockBuilder)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.parts.config
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        return parameters(self.config)
+
+    @cached_property
+    def tensors(self) -> tuple[StoredTensor, ...]:
+        """Everything that the packed `params` argument holds, in order."""
+        return quant.stored_parameters(self.params, self.parts.scheme)
+
+    def layer_params(self, layer: int) -> list[Param]:
+        return [param for param in self.params if param.name.startswith(f"layers.{layer}.")]
+
+    def attributes(self) -> dict[str, object]:
+        return {"tir_var_upper_bound": self.limits.bounds}
+
+
+def build(config: ModelConfig, scheme: Scheme, isa: ISA, limits: Limits) -> IRModule:
+    """The module of a library with its kernels, before any pass."""
+    decoder = Decoder(Parts(config, scheme, isa), limits)
+    _create_cache(decoder)
+    _embed(decoder)
+    trunk = _trunk(decoder, _layer_functions(decoder))
+    for name, batched in (("prefill", False), ("batch_prefill", True)):
+        _prefill(decoder, trunk, name, batched)
+    for name, batched in (("decode", False), ("batch_decode", True)):
+        _decode(decoder, trunk, name, batched)
+    return decoder.builder.finalize()
+
+
+def _size(name: str) -> Var:
+    return Var(name, "int64")
+
+
+def _variable(name: str, shape: Sequence[Expr | int], dtype: str) -> relax.Var:
+    return relax.Var(name, relax.TensorType(list(shape), dtype))
+
+
+def _handle(value: relax.Expr) -> Tensor:
+    return Tensor(_expr=value)
+
+
+def _batch_variables(decoder: Decoder, n: Expr | int, b: Expr | int) -> list[relax.Var]:
+    """The arguments that describe a batch, in the order of every forward function."""
+    cache = decoder.parts.heads
+    return [
+        _variable("pages", cache.cache_shape(_size("num_pages")), cache.dtype),
+        _variable("positions", (n,), "int32"),
+        _variable("slots", (n,), "int32"),
+        _variable("q_indptr", (b + 1,), "int32"),
+        _variable("page_indptr", (b + 1,), "int32"),
+        _variable("page_table", (_size("p"),), "int32"),
+        _variable("kv_lengths", (b,), "int32"),
+    ]
+
+
+def _batch(variables: Sequence[relax.Var]) -> Batch:
+    pages, positions, slots, q_indptr, page_indptr, page_table, kv_lengths = map(_handle, variables)
+    return Batch(positions, slots, pages, q_indptr, page_indptr, page_table, kv_lengths)
+
+
+def _packed(decoder: Decoder) -> relax.Var:
+    fields = [relax.TensorType(list(tensor.shape), tensor.dtype) for tensor in decoder.tensors]
+    return relax.Var("params", relax.TupleType(fields))
+
+
+def _unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> Weights:
+    """The stored tensors of some parameters, out of the packed argument."""
+    place = {tensor.name: index for index, tensor in enumerate(decoder.tensors)}
+    return {
+        param.name: [
+            _handle(decoder.builder.emit(relax.TupleGetItem(packed, place[tensor.name]), name_hint="weight"))
+            for tensor in quant.stored(param, decoder.parts.scheme)
+        ]
+        for param in params
+    }
+
+
+def _create_cache(decoder: Decoder) -> None:
+    """create_paged_kv_cache(num_pages) -> the cache, not initialised: kernels read no value that was not written."""
+    builder, heads = decoder.builder, decoder.parts.heads
+    count = _size("num_pages")
+    asked = relax.Var("num_pages", relax.ShapeType([count]))
+    with builder.function("create_paged_kv_cache", [asked], pure=False):
+        shape = relax.ShapeExpr(list(heads.cache_shape(count)))
+        made = builder.emit(relax.op.builtin.alloc_tensor(shape, heads.dtype, 0, "global"))
+        builder.emit_func_output(made)
+
+
+def _embed(decoder: Decoder) -> None:
+    builder = decoder.builder
+    tokens = _variable("tokens", (_size("n"),), "int32")
+    packed = _packed(decoder)
+    with builder.function("embed", [tokens, packed], decoder.attributes(), pure=False):
+        weights = _unpacked(decoder, packed, decoder.params[:1])
+        builder.emit_func_output(decoder.parts.embed(_handle(tokens), weights)._expr)
+
+
+def _layer_functions(decoder: Decoder) -> list[GlobalVar]:
+    """The function of each layer; layers whose parameters are stored alike have the same one."""
+    made: dict[object, GlobalVar] = {}
+    found = []
+    for layer in range(decoder.config.num_layers):
+        params = decoder.layer_params(layer)
+        kind = tuple(quant.scheme_for(decoder.parts.scheme, param.name) for param in params)
+        if kind not in made:
+            made[kind] = _layer(decoder, layer, f"layer_{len(made)}" if made else "layer")
+        found.append(made[kind])
+    return found
+
+
+def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
+    """(x, angles, batch ..., (layer, window), weights ...) -> x, which is changed in place, as pages are."""
+    builder, config = decoder.builder, decoder.config
+    n = _size("n")
+    x = _variable("x", (n, config.hidden_size), "float32")
+    turns = _variable("angles", (n, config.rope.dim), "float32")
+    batch = _batch_variables(decoder, n, _size("b"))
+    number, window = _size("layer"), _size("window")
+    place = relax.Var("place", relax.ShapeType([number, window]))
+    weights: dict[str, list[Tensor]] = {}
+    for param in decoder.layer_params(layer):
+        tensors = quant.stored(param, decoder.parts.scheme)
+        short = param.name.removeprefix(f"layers.{layer}.")
+        weights[short] = [_handle(_variable(short, tensor.shape, tensor.dtype)) for tensor in tensors]
+    given = [tensor._expr for tensors in weights.values() for tensor in tensors]
+    with builder.function(name, [x, turns, *batch, place, *given], decoder.attributes(), pure=False, private=True):
+        body = _Layer(decoder.parts, f"layers.{layer}.", weights)
+        changed = body.emit(_handle(x), _handle(turns), _batch(batch), (number, window))
+        made: GlobalVar = builder.emit_func_output(changed._expr)
+    return made
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One pre-norm layer: x += attention(norm(x)); x += mlp(norm(x))."""
+
+    parts: Parts
+    prefix: str
+    weights: Weights
+
+    def optional(self, name: str) -> Sequence[Tensor]:
+        return self.weights.get(name, ())
+
+    def product(self, name: str, shape: tuple[int, int], x: Tensor) -> Tensor:
+        return self.parts.product(self.prefix + name, shape, x, self.weights[name])
+
+    def emit(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[Var, Var]) -> Tensor:
+        parts, config, width = self.parts, self.parts.config, self.parts.heads.width
+        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        normed = parts.rms_norm(x, self.weights["attn_norm.weight"][0])
+        qkv = self.product("attn.qkv.weight", (width, hidden), normed)
+        qkv, pages = parts.rope_append(qkv, turns, batch, place[0], self.weights)
+        seen = parts.attention(qkv, pages, batch, place)
+        delta = self.product("attn.o.weight", (hidden, heads), seen)
+        extras = self.optional("attn.o.bias"), self.optional("attn_post_norm.weight")
+        x, normed = parts.add_norm(x, delta, *extras, self.weights["mlp_norm.weight"][0])
+        pair = self.product("mlp.gate_up.weight", (2 * inner, hidden), normed)
+        gated = parts.gated(pair, self.optional("mlp.gate_up.bias"))
+        delta = self.product("mlp.down.weight", (hidden, inner), gated)
+        return parts.add(x, delta, self.optional("mlp.down.bias"), self.optional("mlp_post_norm.weight"))
+
+
+def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
+    """(embeddings [n, hidden], batch ..., params) -> the residual stream after all layers [n, hidden]."""
+    builder, config, parts = decoder.builder, decoder.config, decoder.parts
+    n = _size("n")
+    given = _variable("embeddings", (n, config.hidden_size), "float32")
+    batch, packed = _batch_variables(decoder, n, _size("b")), _packed(decoder)
+    inv_freq, factor = frequencies(config.rope, decoder.limits.context_window)
+    with builder.function("trunk", [given, *batch, packed], decoder.attributes(), pure=False, private=True):
+        table = _handle(relax.const(np.array(inv_freq, np.float32)))
+        turns = parts.angles(_batch(batch).positions, table, factor)
+        # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
+        # does not know that what a layer returns is what it was given.
+        x = parts.copy(_handle(given))._expr
+        for layer, function in enumerate(layers):
+            window = config.windows[layer] or NO_WINDOW
+            place = relax.ShapeExpr([layer, min(window, NO_WINDOW)])
+            weights = _unpacked(decoder, packed, decoder.layer_params(layer))
+            tensors = [tensor._expr for stored in weights.values() for tensor in stored]
+            x = builder.emit(relax.Call(function, [x, turns._expr, *batch, place, *tensors]))
+        made: GlobalVar = builder.emit_func_output(x)
+    return made
+
+
+def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> None:
+    """Logits of chosen rows: (input_embeds [1, n, hidden], logit_positions int32 [q], batch ..., params)."""
+    builder, hidden = decoder.builder, decoder.config.hidden_size
+    n, q, b = _size("n"), _size("q"), _size("b") if batched else 1
+    given = _variable("input_embeds", (1, n, hidden), "float32")
+    chosen = _variable("logit_positions", (q,), "int32")
+    batch, packed = _batch_variables(decoder, n, b), _packed(decoder)
+    with builder.function(name, [given, chosen, *batch, packed], decoder.attributes(), pure=False):
+        flat = _reshaped(builder, given, (n, hidden))
+        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed])))
+        weights = _unpacked(decoder, packed, _head_params(decoder))
+        normed = decoder.parts.chosen_norm(x, _handle(chosen), weights["norm.weight"][0])
+        logits = decoder.parts.logits(normed, weights)
+        builder.emit_func_output(_reshaped(builder, logits._expr, (1, q, decoder.config.vocab_size)))
+
+
+def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> None:
+    """Logits of one row for each sequence: (input_embeds [b, 1, hidden], batch ..., params)."""
+    builder, hidden = decoder.builder, decoder.config.hidden_size
+    b = _size("b") if batched else 1
+    given = _variable("input_embeds", (b, 1, hidden), "float32")
+    batch, packed = _batch_variables(decoder, b, b), _packed(decoder)
+    with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
+        flat = _reshaped(builder, given, (b, hidden))
+        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed])))
+        weights = _unpacked(decoder, packed, _head_params(decoder))
+        normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
+        logits = decoder.parts.logits(normed, weights)
+        builder.emit_func_output(_reshaped(builder, logits._expr, (b, 1, decoder.config.vocab_size)))
+
+
+def _head_params(decoder: Decoder) -> list[Param]:
+    """What turns the residual stream into logits."""
+    names = {"norm.weight", "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight"}
+    return [param for param in decoder.params if param.name in names]
+
+
+def _reshaped(builder: relax.BlockBuilder, x: relax.Expr, shape: Sequence[Expr | int]) -> relax.Var:
+    """The same memory under another shape."""
+    target = relax.ShapeExpr(list(shape))
+    kind = relax.TensorType(list(shape), "float32")
+    return builder.emit(relax.call_pure_packed("vm.builtin.reshape", x, target, ty_args=kind))

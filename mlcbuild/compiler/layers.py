@@ -1,0 +1,172 @@
+"""The parts of a decoder as calls of kernels: what each emits is one or two steps of the library's program.
+
+A Parts value is fixed for one library. Its methods are called while a Relax function is being built and
+return handles of tensors; all of them take float32 rows and give float32 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tvm.relax.frontend.nn import Tensor
+from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
+from tvm.tirx import Expr, PrimFunc, Var
+
+from mlcbuild import quant
+from mlcbuild.compiler.kernels import activation, norm, rope
+from mlcbuild.compiler.kernels.attention import Attention, attention
+from mlcbuild.compiler.kernels.cache import Heads
+from mlcbuild.compiler.kernels.embedding import embedding
+from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.kernels.linear import linear
+from mlcbuild.models import ModelConfig
+from mlcbuild.quant import Scheme
+
+Weights = Mapping[str, Sequence[Tensor]]
+"""The stored tensors of each parameter, in stored order."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors that say which rows belong to which sequence, and where their keys and values are."""
+
+    positions: Tensor  # int32 [n]
+    slots: Tensor  # int32 [n]
+    pages: Tensor  # the cache
+    q_indptr: Tensor  # int32 [b+1]
+    page_indptr: Tensor  # int32 [b+1]
+    page_table: Tensor  # int32 [p]
+    kv_lengths: Tensor  # int32 [b]
+
+
+def rows(count: Expr | int, width: int) -> Tensor:
+    return Tensor.placeholder([count, width], "float32")
+
+
+def dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Parts:
+    config: ModelConfig
+    scheme: Scheme
+    isa: ISA
+
+    @cached_property
+    def heads(self) -> Heads:
+        config = self.config
+        kv = config.num_kv_heads
+        return Heads(config.num_layers, config.num_heads, kv, config.head_dim, self.scheme.dtype)
+
+    def norm(self, size: int) -> norm.Norm:
+        return norm.Norm(self.isa, size, self.config.norm_eps, self.config.norm_offset)
+
+    def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
+        """tokens int32 [n] -> [n, hidden], scaled as the family does."""
+        config = self.config
+        own = quant.scheme_for(self.scheme, "embed.weight")
+        table = embedding(self.isa, own, config.vocab_size, config.hidden_size)
+        found = table.apply(tokens, weights["embed.weight"])
+        if config.embedding_scale == 1.0:
+            return found
+        return _in_place(activation.scaled(self.isa, config.embedding_scale, config.hidden_size), found)
+
+    def product(self, name: str, shape: tuple[int, int], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """x @ W.T for the parameter `name` of this [out, in] shape."""
+        own = quant.scheme_for(self.scheme, name)
+        return linear(self.isa, own, *shape).apply(x, weights)
+
+    def angles(self, positions: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
+        dim = self.config.rope.dim
+        func = rope.angles(self.isa, dim, factor)
+        return _call(func, [positions, inv_freq], rows(positions.shape[0], dim))
+
+    def copy(self, x: Tensor) -> Tensor:
+        return _call(activation.copied(self.isa, self.config.hidden_size), [x], rows(*x.shape))
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return _call(norm.rms_norm(self.norm(x.shape[1]), dtype_of(weight)), [x, weight], rows(*x.shape))
+
+    def chosen_norm(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """The norm of the rows `chosen` int32 [q] of x."""
+        func = norm.gather_norm(self.norm(x.shape[1]), dtype_of(weight))
+        return _call(func, [x, chosen, weight], rows(chosen.shape[0], x.shape[1]))
+
+    def rope_append(self, qkv: Tensor, turns: Tensor, batch: Batch, layer: Var, extras: Weights) -> tuple[Tensor, Tensor]:
+        """Rotated queries (in place in qkv) and the cache with the new keys and values."""
+        heads, config = self.heads, self.config
+        bias = extras.get("attn.qkv.bias", ())
+        norms = [*extras.get("attn.q_norm.weight", ()), *extras.get("attn.k_norm.weight", ())]
+        dtypes = (dtype_of(norms[0]), dtype_of(norms[1])) if norms else ("float32", "float32")
+        func = rope.rope_append(
+            rope.Append(
+                self.isa,
+                heads,
+                config.rope.dim,
+                dtype_of(bias[0]) if bias else None,
+                self.norm(heads.dim) if norms else None,
+                dtypes,
+            )
+        )
+        arguments = [turns, batch.slots, *bias, *norms]
+        where = [len(arguments), len(arguments) + 1]
+        out = [rows(*qkv.shape), Tensor.placeholder(batch.pages.shape, heads.dtype)]
+        found = tensor_ir_inplace_op(func, func_name(func), [*arguments, qkv, batch.pages, layer], where, out)
+        return found[0], found[1]
+
+    def attention(self, qkv: Tensor, pages: Tensor, batch: Batch, place: tuple[Var, Var]) -> Tensor:
+        config = self.config
+        func = attention(Attention(self.isa, self.heads, config.attention_scale, config.attention_softcap))
+        tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
+        out = rows(qkv.shape[0], config.num_heads * config.head_dim)
+        return _call(func, [*tensors, batch.positions, *place], out)
+
+    def add(self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]) -> Tensor:
+        """x += [post norm of] (delta + bias), in place."""
+        func = norm.residual(norm.Residual(self.norm(x.shape[1]), *_dtypes(bias, post), None))
+        arguments = [delta, *bias, *post, x]
+        return tensor_ir_inplace_op(func, func_name(func), arguments, len(arguments) - 1, rows(*x.shape))
+
+    def add_norm(
+        self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor], weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `add`, and the norm of the new x."""
+        func = norm.residual(norm.Residual(self.norm(x.shape[1]), *_dtypes(bias, post), dtype_of(weight)))
+        arguments = [delta, *bias, *post, weight, x]
+        out = [rows(*x.shape), rows(*x.shape)]
+        found = tensor_ir_inplace_op(func, func_name(func), arguments, [len(arguments) - 1, -1], out)
+        return found[0], found[1]
+
+    def gated(self, pair: Tensor, bias: Sequence[Tensor]) -> Tensor:
+        config = self.config
+        dtype = dtype_of(bias[0]) if bias else None
+        func = activation.gated(self.isa, config.activation, config.intermediate_size, dtype)
+        return _call(func, [pair, *bias], rows(pair.shape[0], config.intermediate_size))
+
+    def logits(self, x: Tensor, weights: Weights) -> Tensor:
+        """x [q, hidden], normed -> [q, vocab]."""
+        config = self.config
+        name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
+        found = self.product(name, (config.vocab_size, config.hidden_size), x, weights[name])
+        if config.logit_softcap is None:
+            return found
+        return _in_place(activation.capped(self.isa, config.logit_softcap, config.vocab_size), found)
+
+
+def func_name(func: PrimFunc) -> str:
+    return str(func.attrs["global_symbol"])
+
+
+def _call(func: PrimFunc, arguments: list[Tensor | Expr], out: Tensor) -> Tensor:
+    return tensor_ir_op(func, func_name(func), arguments, out)
+
+
+def _in_place(func: PrimFunc, x: Tensor) -> Tensor:
+    return tensor_ir_inplace_op(func, func_name(func), [x], 0, rows(*x.shape))
+
+
+def _dtypes(*optional: Sequence[Tensor]) -> list[str | None]:
+    return [dtype_of(tensors[0]) if tensors else None for tensors in optional]

@@ -1,0 +1,156 @@
+"""Runs a compiled library as a serving process would: tvm_ffi and libtvm_runtime, never the `tvm` package.
+
+Used by tests of the compiler. Weights are NumPy arrays in the library's order; sequences get pages in a
+shuffled order, and the cache starts filled with NaN, so that reading what was never written shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild import quant
+from mlcbuild.models import ModelConfig, parameters
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+PAGE = 16
+
+
+@cache
+def _ffi() -> Any:
+    os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
+    os.environ.setdefault("TVM_BIND_THREADS", "0")
+    os.environ.setdefault("TVM_NUM_THREADS", "2")
+    import tvm_ffi
+
+    spec = find_spec("tvm")
+    assert spec is not None and spec.submodule_search_locations
+    ctypes.CDLL(str(Path(spec.submodule_search_locations[0], "lib", "libtvm_runtime.so")), mode=ctypes.RTLD_GLOBAL)
+    return tvm_ffi
+
+
+def aligned(array: Array) -> Array:
+    """A copy whose data starts at a multiple of 64, as kernels may assume."""
+    room = np.empty(array.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    made = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    made[...] = array
+    return made
+
+
+def tensor(array: Array) -> Any:
+    return _ffi().from_dlpack(aligned(np.ascontiguousarray(array)))
+
+
+def pack(config: ModelConfig, scheme: quant.Scheme, weights: Mapping[str, Array]) -> dict[str, Array]:
+    """Parameters by their names -> stored tensors by theirs, in the library's order."""
+    found: dict[str, Array] = {}
+    for param in parameters(config):
+        own, tensors = quant.scheme_for(scheme, param.name), quant.stored(param, scheme)
+        weight = weights[param.name].astype(np.float32)
+        arrays = quant.pack(weight, own) if len(tensors) == 2 else (weight.astype(own.dtype),)
+        found |= {tensor.name: array for tensor, array in zip(tensors, arrays, strict=True)}
+    return found
+
+
+def unpacked(config: ModelConfig, scheme: quant.Scheme, stored: Mapping[str, Array]) -> dict[str, Floats]:
+    """The float32 parameters that stored tensors stand for."""
+    found: dict[str, Floats] = {}
+    for param in parameters(config):
+        own, names = quant.scheme_for(scheme, param.name), [t.name for t in quant.stored(param, scheme)]
+        if len(names) == 2:
+            rows, columns = param.shape
+            found[param.name] = quant.unpack(stored[names[0]], stored[names[1]], own, (rows, columns))
+        else:
+            found[param.name] = stored[names[0]].astype(np.float32)
+    return found
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Floats]:
+    """Parameters whose products keep the size of what they multiply."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for param in parameters(config):
+        values = rng.standard_normal(param.shape).astype(np.float32)
+        if len(param.shape) == 2:
+            values /= np.sqrt(np.float32(param.shape[1]))
+        elif param.name.endswith("norm.weight"):
+            values = 1 - config.norm_offset + 0.1 * values
+        found[param.name] = values.astype(np.float32)
+    return found
+
+
+@dataclass
+class Session:
+    """A loaded library with its weights and a cache."""
+
+    path: Path
+    stored: Mapping[str, Array]
+    num_pages: int = 64
+    dirty: bool = True
+    """Fill the cache with NaN first."""
+    lengths: dict[int, int] = field(default_factory=dict)
+    pages: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        vm = _ffi().load_module(str(self.path.absolute()))["vm_load_executable"]()
+        vm["vm_initialization"](1, 0, 2)
+        self.vm = vm
+        self.params = _ffi().convert([tensor(array) for array in self.stored.values()])
+        self.cache = vm["create_paged_kv_cache"](_ffi().Shape([self.num_pages]))
+        if self.dirty:
+            np.from_dlpack(self.cache)[...] = np.nan
+        order = np.random.default_rng(5).permutation(self.num_pages)
+        self.free = [int(page) for page in order]
+
+    def _grow(self, sequence: int, count: int) -> range:
+        """Room for `count` more tokens; their positions."""
+        start = self.lengths.get(sequence, 0)
+        self.lengths[sequence] = start + count
+        pages = self.pages.setdefault(sequence, [])
+        while len(pages) * PAGE < start + count:
+            pages.append(self.free.pop())
+        return range(start, start + count)
+
+    def _batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Any]:
+        positions, slots, q_indptr, page_indptr, table = [], [], [0], [0], []
+        for sequence, tokens in parts:
+            where = self._grow(sequence, len(tokens))
+            pages = self.pages[sequence]
+            positions += list(where)
+            slots += [pages[position // PAGE] * PAGE + position % PAGE for position in where]
+            table += pages
+            q_indptr.append(len(positions))
+            page_indptr.append(len(table))
+        lengths = [self.lengths[sequence] for sequence, _ in parts]
+        arrays = (positions, slots, q_indptr, page_indptr, table, lengths)
+        return [self.cache, *(tensor(np.array(array, np.int32)) for array in arrays), self.params]
+
+    def embed(self, tokens: Sequence[int]) -> Floats:
+        return np.from_dlpack(self.vm["embed"](tensor(np.array(tokens, np.int32)), self.params))
+
+    def prefill(self, *parts: tuple[int, Sequence[int]], rows: Sequence[int] | None = None) -> Floats:
+        """New tokens of some sequences in one call -> logits [rows, vocab] (default: of every row)."""
+        tokens = [token for _, new in parts for token in new]
+        chosen = np.arange(len(tokens)) if rows is None else np.array(rows)
+        function: Callable[..., Any] = self.vm["prefill" if len(parts) == 1 else "batch_prefill"]
+        embedded = tensor(self.embed(tokens)[None])
+        logits = function(embedded, tensor(chosen.astype(np.int32)), *self._batch(parts))
+        return np.array(np.from_dlpack(logits))[0]
+
+    def decode(self, *parts: tuple[int, int]) -> Floats:
+        """One new token of each sequence -> logits [sequences, vocab]."""
+        function: Callable[..., Any] = self.vm["decode" if len(parts) == 1 else "batch_decode"]
+        embedded = tensor(self.embed([token for _, token in parts])[:, None])
+        logits = function(embedded, *self._batch([(sequence, [token]) for sequence, token in parts]))
+        return np.array(np.from_dlpack(logits))[:, 0]
