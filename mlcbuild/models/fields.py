@@ -31,6 +31,7 @@ class Fields:
         self.problems: list[str] = []
         self._values = values
         self._read: set[str] = set()
+        self._known: set[str] = set()
         self._wrong: set[str] = set()
 
     def inner(self, name: str, values: Mapping[str, object]) -> Fields:
@@ -50,6 +51,7 @@ class Fields:
     def get(self, name: str) -> object:
         """The raw value, or ABSENT. The field counts as read."""
         self._read.add(name)
+        self._known.add(name)
         return self._values.get(name, ABSENT)
 
     def has(self, name: str) -> bool:
@@ -107,7 +109,7 @@ class Fields:
         return values[value]
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """A list of `count` positive numbers."""
+        """A list of `count` positive numbers, none so extreme that float32 would lose it."""
         value = self.get(name)
         stand_in = (1.0,) * count
         if value is ABSENT or value is None:
@@ -118,8 +120,8 @@ class Fields:
             self.problem(name, f"must be a list of {count} numbers, one per rotated pair; found {found}")
             return stand_in
         for i, item in enumerate(value):
-            if not is_number(item) or not 0 < item <= 1e6:
-                self.problem(f"{name}[{i}]", f"must be a number above 0, at most 1e+06, found {show(item)}")
+            if not is_number(item) or not 1e-6 <= item <= 1e6:
+                self.problem(f"{name}[{i}]", f"must be a number from 1e-06 to 1e+06, found {show(item)}")
                 return stand_in
         return tuple(float(item) for item in value)
 
@@ -141,12 +143,12 @@ class Fields:
     def close(self, owner: str) -> None:
         """Every field that nobody read is a problem: it may change the numbers."""
         for name in sorted(set(self._values) - self._read):
-            close = did_you_mean(name, self._read)
+            close = did_you_mean(name, self._known)
             hint = f"; {close}" if close.startswith("did you mean") else ""
             self.problem(
                 name,
-                f"unknown to {owner} and could change the results (value {show(self._values[name])}){hint}. "
-                "Remove it from config.json if it has no effect",
+                f"unknown to {owner} and could change the results (value {show(self._values[name])}). "
+                f"Remove it from config.json if it has no effect{hint}",
             )
 
     def check(self) -> None:

@@ -70,7 +70,8 @@ def read_rope(fields: Fields, head_dim: int, max_position: int, rules: RopeRules
         _original(fields),
         rules,
     )
-    fields.ignore(("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"))
+    for name in ROPE_FIELDS:
+        fields.get(name)
     resolved: dict[str, Rope] = {}
     for name, inner in _objects(fields).items():
         resolved[name] = _resolve(inner, setting)
@@ -194,7 +195,7 @@ def _factor(inner: Fields) -> float:
     value = inner.number("factor", high=1e6)
     if inner.sound("factor") and value < 1:
         inner.problem("factor", f"must be at least 1, found {value:g}")
-    return value
+    return max(value, 1.0)
 
 
 def _linear(inner: Fields, base: _Base) -> Rope:
@@ -202,8 +203,8 @@ def _linear(inner: Fields, base: _Base) -> Rope:
 
 
 def _llama3(inner: Fields, base: _Base) -> Rope:
-    low = inner.number("low_freq_factor", high=1e6)
-    high = inner.number("high_freq_factor", high=1e6)
+    low = inner.number("low_freq_factor", low=1e-6, high=1e6)
+    high = inner.number("high_freq_factor", low=1e-6, high=1e6)
     if inner.sound("low_freq_factor", "high_freq_factor") and low >= high:
         inner.problem("high_freq_factor", f"must be above low_freq_factor {low:g}, found {high:g}")
     factor = _factor(inner)
@@ -220,8 +221,8 @@ def _yarn(inner: Fields, base: _Base) -> Rope:
     scaling = rotary.Yarn(
         factor,
         base.original,
-        inner.number("beta_fast", 32.0, high=1e6),
-        inner.number("beta_slow", 1.0, high=1e6),
+        inner.number("beta_fast", 32.0, low=1e-6, high=1e6),
+        inner.number("beta_slow", 1.0, low=1e-6, high=1e6),
         inner.flag("truncate", True),
     )
     if scaling.beta_fast < scaling.beta_slow and inner.sound("beta_fast", "beta_slow"):
