@@ -55,9 +55,18 @@ class Reference:
     context_window: int | None = None
 
 
-def logits(reference: Reference, tokens: Sequence[int] | Array) -> Array:
-    """Logits [n, vocab] after each of the tokens, from an empty cache."""
-    return head(reference, hidden(reference, tokens)[0])
+def logits(
+    config: ModelConfig,
+    weights: Weights,
+    tokens: Sequence[int] | Array,
+    *,
+    dtype: type[np.float32] | type[np.float64] = np.float32,
+    context_window: int | None = None,
+) -> Array:
+    """Logits [n, vocab] after each of the tokens, from an empty cache. Arguments as of Reference; raises
+    what `hidden` raises."""
+    model = Reference(config, weights, dtype, context_window)
+    return head(model, hidden(model, tokens)[0])
 
 
 def hidden(reference: Reference, tokens: Sequence[int] | Array, past: Past = EMPTY) -> tuple[Array, Past]:

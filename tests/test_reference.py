@@ -16,7 +16,7 @@ import pytest
 from mlcbuild import reference
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Rope, aliases, parameters, parse, sources
-from mlcbuild.reference import EMPTY, Array, Reference, greedy, head, hidden, logits
+from mlcbuild.reference import EMPTY, Array, Reference, greedy, head, hidden
 
 GOLDEN = Path(__file__).parent / "golden"
 VARIANTS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -40,6 +40,12 @@ def tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
             value = np.frombuffer(raw, {"F32": "<f4", "I64": "<i8"}[entry["dtype"]])
         found[name] = value.reshape(entry["shape"])
     return found, metadata
+
+
+def logits(model: Reference, tokens: Any) -> Array:
+    return reference.logits(
+        model.config, model.weights, tokens, dtype=model.dtype, context_window=model.context_window
+    )
 
 
 def load(folder: Path) -> tuple[ModelConfig, dict[str, Array]]:
