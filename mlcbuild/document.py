@@ -25,7 +25,7 @@ MAX_DEPTH = 32
 MAX_DIGITS = 18
 """Longest integer that is a number; keeps every one within 64 bits."""
 
-Scalar: TypeAlias = None | bool | int | float | str
+Scalar: TypeAlias = bool | int | float | str | None
 Data: TypeAlias = Scalar | list["Data"] | dict[str, "Data"]
 Where: TypeAlias = tuple[str | int, ...]
 """The keys and indices that lead from the top of a document to a value."""
@@ -299,4 +299,5 @@ class _Builder:
 
 def _position(event: yaml.Event) -> tuple[int, int]:
     mark = event.start_mark
+    assert mark is not None
     return mark.line + 1, mark.column + 1

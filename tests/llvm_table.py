@@ -11,9 +11,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import tvm  # noqa: F401  (registers the functions)
+import tvm
 import tvm_ffi
 
 from mlcbuild.host import CHECKABLE, X86_LEVELS
@@ -32,7 +33,7 @@ UNLISTED_FEATURES = {
 
 
 def main() -> None:
-    table = {"llvm": _function("target.llvm_version_major")(), "architectures": {}}
+    table: dict[str, Any] = {"llvm": _function("target.llvm_version_major")(), "architectures": {}}
     for architecture in TRIPLES:
         cpus = {name: _features(architecture, name) for name in _cpus(architecture)}
         extra = UNLISTED_FEATURES[architecture].split()
@@ -87,8 +88,9 @@ def _target(architecture: str, options: dict[str, object]) -> object:
     return tvm.target.Target({"kind": "llvm", "mtriple": TRIPLES[architecture], **options})
 
 
-def _function(name: str) -> object:
-    return tvm_ffi.get_global_func(name)
+def _function(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = tvm_ffi.get_global_func(name)
+    return found
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from mlcbuild.document import Data, Document, Where, scalar
 from mlcbuild.errors import Problem, did_you_mean
@@ -113,8 +113,9 @@ def _checker(name: Name) -> tuple[Schema, Validator]:
 
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
     strict = cast(Schema, _without_variables(schema(name)))
-    kind = extend(Draft202012Validator, {"pattern": _pattern}, type_checker=types)
-    return strict, kind(strict)
+    # jsonschema's stubs leave extend() untyped.
+    kind = extend(Draft202012Validator, {"pattern": _pattern}, type_checker=types)  # type: ignore[no-untyped-call]
+    return strict, cast("Validator", kind(strict))
 
 
 def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
@@ -132,10 +133,8 @@ def _without_variables(rule: Data) -> Data:
     if not isinstance(rule, dict):
         return rule
     kinds = rule.get("type")
-    if kinds in (["integer", "string"], ["number", "string"]):
-        rule = {key: value for key, value in rule.items() if key != "pattern"} | {
-            "type": cast(list[Data], kinds)[0]
-        }
+    if isinstance(kinds, list) and kinds in (["integer", "string"], ["number", "string"]):
+        rule = {key: value for key, value in rule.items() if key != "pattern"} | {"type": kinds[0]}
     return {key: _without_variables(value) for key, value in rule.items()}
 
 
@@ -182,7 +181,8 @@ def _sentences(error: ValidationError) -> Iterator[Finding]:
     """One error of the validator as findings."""
     where: Where = tuple(error.absolute_path)
     rule = cast(Schema, error.schema)
-    value, limit = error.instance, error.validator_value
+    # The library types both as "perhaps unset": they are always set on an error that iter_errors() yields.
+    value, limit = cast(Any, error.instance), cast(Any, error.validator_value)
     label, shown = _label(where), described(value)
     if "propertyNames" in error.absolute_schema_path:
         yield Finding((*where, value), f"the name {shown} {_demand(error, rule)}", on_key=True)
@@ -191,16 +191,19 @@ def _sentences(error: ValidationError) -> Iterator[Finding]:
     elif error.validator == "required":
         for key in limit:
             if key not in value:
-                yield Finding(where, f"{label} lacks the key '{key}': {_purpose(rule, key)}", on_key=True)
+                message = f"{label} lacks the key '{key}'{_purpose(rule, key)}"
+                yield Finding((*where, key), message, on_key=True)
     elif error.validator == "uniqueItems":
         yield from _repeated(where, value)
+    elif error.validator in ("minLength", "minItems", "minProperties"):
+        yield Finding(where, f"{label} must not be empty")
     else:
         yield Finding(where, f"{label} {_demand(error, rule)}, not {shown}{_hint(value, rule)}")
 
 
 def _demand(error: ValidationError, rule: Schema) -> str:
     """What the schema asks of a value."""
-    limit = error.validator_value
+    limit = cast(Any, error.validator_value)
     kind = str(error.validator)
     if kind == "type":
         return f"must be {' or '.join(_WORDS[name] for name in _types(rule))}"
@@ -212,19 +215,18 @@ def _demand(error: ValidationError, rule: Schema) -> str:
         "const": f"must be {limit}",
         "minimum": f"must be at least {limit}",
         "maximum": f"must be at most {limit}",
-        "minLength": "must not be empty",
-        "minItems": "must name at least one",
-        "minProperties": "must hold at least one",
         "maxLength": f"must have at most {limit} characters",
     }
     return phrases[kind]
 
 
 def _purpose(rule: Schema, key: str) -> str:
-    """The first sentence about a key, to stand inside another one."""
-    known = cast(Schema, rule["properties"])
+    """The first sentence about a key, to end another one with. Empty below an `if`, which only names it."""
+    known = rule.get("properties")
+    if not isinstance(known, dict):
+        return ""
     about = str(cast(Schema, known[key])["description"]).split(". ")[0].removesuffix(".")
-    return about[0].lower() + about[1:]
+    return f": {about[0].lower()}{about[1:]}"
 
 
 def _unknown_keys(where: Where, value: Mapping[str, Data], known: Schema) -> Iterator[Finding]:

@@ -1,0 +1,176 @@
+"""Recipes: YAML -> Recipe -> Variants.
+
+load() reads and checks a recipe and reports every problem at once, each with its place; expand() lists what
+it builds. Formats, names and rules are explained for users in recipes/README.md.
+
+    reading.py     what the readers of the sections share
+    variables.py   vars and ${name}
+    sources.py     models
+    axes.py        quantizations, targets
+    cells.py       matrix
+    matrix.py      what include and exclude mean; knows names only
+    settings.py    compile, verify
+    outputs.py     bundle.output
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlcbuild import schema
+from mlcbuild.document import read
+from mlcbuild.errors import InputError
+from mlcbuild.quant import Scheme
+from mlcbuild.recipe import outputs
+from mlcbuild.recipe.axes import read_schemes, read_targets
+from mlcbuild.recipe.cells import read_cells
+from mlcbuild.recipe.matrix import Cell
+from mlcbuild.recipe.reading import Reading, project_of, resolved
+from mlcbuild.recipe.settings import Limits, Settings, Verify, read_settings
+from mlcbuild.recipe.sources import HubSource, LocalSource, Model, Source, read_models
+from mlcbuild.recipe.variables import substitute
+from mlcbuild.targets import Target
+
+__all__ = [
+    "HubSource",
+    "Limits",
+    "LocalSource",
+    "Model",
+    "Recipe",
+    "Source",
+    "Variant",
+    "Verify",
+    "expand",
+    "load",
+]
+
+_LATER = ("bench", "publish", "cache")
+"""Sections that a later version will know."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe without faults."""
+
+    path: Path
+    """As it was given to load()."""
+    directory: Path
+    """What paths in the recipe are relative to, absolute."""
+    name: str
+    models: Mapping[str, Model]
+    schemes: Mapping[str, Scheme]
+    """By the names of the recipe's quantizations."""
+    targets: Mapping[str, Target]
+    cells: tuple[Cell, ...]
+    settings: Mapping[tuple[int, ...], Settings]
+    """By the include entries that a cell takes settings from."""
+    output: str
+    """Template of a bundle's directory, relative to `directory`."""
+    lock: Path
+    """The lock file, absolute; it need not exist."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One bundle to build."""
+
+    name: str
+    """model-quantization-target, unique in the recipe."""
+    model: Model
+    quantization: str
+    """The recipe's name of the scheme."""
+    scheme: Scheme
+    target: Target
+    """Its `name` is the recipe's."""
+    limits: Limits
+    verify: Verify | None
+    output: Path
+    """Directory of the bundle, absolute."""
+
+
+def load(path: Path, settings: Mapping[str, str] | None = None, allow_outside: bool = False) -> Recipe:
+    """Read a recipe. `settings` replace variables; `allow_outside` lets paths leave the recipe's project.
+
+    Raises InputError with all problems of the file.
+    """
+    document = read(path)
+    done = substitute(document, settings or {})
+    document = schema.typed(done.document, "recipe")
+    directory = path.absolute().parent
+    findings = [item for item in schema.findings(document, "recipe") if item.where not in done.failed]
+    reading = Reading(
+        document,
+        directory,
+        project_of(directory),
+        allow_outside,
+        frozenset(done.failed).union(item.where for item in findings),
+        frozenset(item.where for item in findings if item.on_key),
+        done.origins,
+        [*document.problems, *done.problems],
+    )
+    for item in findings:
+        later = len(item.where) == 1 and item.where[0] in _LATER
+        message = f"'{item.where[0]}' is not supported by this version of mlcbuild" if later else item.message
+        reading.report(item.where, message, item.on_key)
+    recipe = _read(reading, path)
+    if reading.problems or recipe is None:
+        raise InputError(reading.problems)
+    return recipe
+
+
+def expand(recipe: Recipe) -> tuple[Variant, ...]:
+    """What a recipe builds, in the order of its matrix."""
+    variants = []
+    for cell in recipe.cells:
+        model, quantization, target = cell.names
+        settings = recipe.settings[cell.includes]
+        variants.append(
+            Variant(
+                "-".join(cell.names),
+                recipe.models[model],
+                quantization,
+                recipe.schemes[quantization],
+                recipe.targets[target],
+                settings.limits,
+                settings.verify,
+                recipe.directory / outputs.render(recipe.output, cell.names),
+            )
+        )
+    return tuple(variants)
+
+
+def _read(reading: Reading, path: Path) -> Recipe | None:
+    """The recipe, and every problem beyond its shape; None when there can be none."""
+    models, schemes, targets = read_models(reading), read_schemes(reading), read_targets(reading)
+    cells = read_cells(reading)
+    settings = read_settings(reading, {cell.includes for cell in cells} or {()})
+    template = outputs.read_template(reading)
+    lock = _lock(reading, path)
+    if template is None or lock is None:
+        return None
+    local = {name: model.source for name, model in models.items()}
+    protected = {
+        "the recipe": path.absolute(),
+        "the lock file": lock,
+        **{f"the model '{name}'": item.path for name, item in local.items() if isinstance(item, LocalSource)},
+        **{
+            f"the prompts {item.verify.prompts.name}": item.verify.prompts
+            for item in settings.values()
+            if item.verify and isinstance(item.verify.prompts, Path)
+        },
+    }
+    outputs.check(reading, template, [cell.names for cell in cells], protected)
+    name = reading.text("name") or re.sub(r"[^A-Za-z0-9._-]|^\.", "-", path.stem)
+    return Recipe(path, reading.directory, name, models, schemes, targets, cells, settings, template, lock)
+
+
+def _lock(reading: Reading, path: Path) -> Path | None:
+    """The lock file: the one that the recipe names, or the recipe's own name with the ending .lock."""
+    text = reading.text("lock")
+    lock = path.absolute().with_suffix(".lock") if text is None else reading.path(("lock",), text)
+    if lock is not None and resolved(lock) == resolved(path):
+        reading.report(("lock",), "the lock file would replace the recipe: name another one", on_key=True)
+    return lock

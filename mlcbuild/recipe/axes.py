@@ -1,0 +1,93 @@
+"""The `quantizations` and `targets` sections: names to schemes and targets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlcbuild import targets
+from mlcbuild.canon import digest
+from mlcbuild.document import Where
+from mlcbuild.errors import SetupError, UsageError, did_you_mean
+from mlcbuild.quant import SCHEMES, Scheme
+from mlcbuild.recipe.reading import Reading
+from mlcbuild.targets import Target
+
+
+def read_schemes(reading: Reading) -> dict[str, Scheme]:
+    """The quantizations that are right; the others are reported."""
+    found: dict[str, Scheme] = {}
+    for i in range(len(reading.items("quantizations"))):
+        name = reading.text("quantizations", i)
+        scheme = _builtin(reading, ("quantizations", i), name)
+        if name and scheme:
+            found[name] = scheme
+    for name, value in reading.mapping("quantizations").items():
+        where: Where = ("quantizations", name)
+        short = isinstance(value, str)
+        if name in SCHEMES and value != name:
+            message = f"'{name}' is a built-in scheme: give your own quantization another name"
+            reading.report(where, message, on_key=True)
+        scheme = _builtin(reading, where, reading.text(*where)) if short else _read_scheme(reading, where)
+        if scheme:
+            found[name] = scheme
+    return found
+
+
+def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
+    if name is None:
+        return None
+    if name not in SCHEMES:
+        reading.report(where, f"quantization '{name}' is unknown; {did_you_mean(name, SCHEMES)}")
+    return SCHEMES.get(name)
+
+
+def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
+    """A built-in scheme with overrides.
+
+    Its name is made from what it holds, so that it is the same under whatever name a recipe gives it.
+    """
+    base = _builtin(reading, (*where, "scheme"), reading.text(*where, "scheme"))
+    overrides: list[tuple[str, Scheme]] = []
+    for i in range(len(reading.items(*where, "overrides"))):
+        entry: Where = (*where, "overrides", i)
+        match = reading.text(*entry, "match")
+        scheme = _builtin(reading, (*entry, "scheme"), reading.text(*entry, "scheme"))
+        if match is None or scheme is None:
+            continue
+        if not all(match.split("|")):
+            reading.report((*entry, "match"), f"'{match}' holds an empty pattern beside a '|'")
+        if match in [pattern for pattern, _ in overrides]:
+            reading.report((*entry, "match"), f"'{match}' stands in an earlier override, which decides")
+        overrides.append((match, scheme))
+    if base is None or not overrides:
+        return base
+    content = [base.name, [[match, scheme.name] for match, scheme in overrides]]
+    return replace(base, name=f"{base.name}-{digest('scheme/1', content)[:8]}", overrides=tuple(overrides))
+
+
+def read_targets(reading: Reading) -> dict[str, Target]:
+    """The targets that are right, under the recipe's names; the others are reported."""
+    found: dict[str, Target | None] = {}
+    for i in range(len(reading.items("targets"))):
+        name = reading.text("targets", i)
+        if name:
+            found[name] = _resolve(reading, ("targets", i), name)
+    for name in reading.mapping("targets"):
+        where: Where = ("targets", name)
+        text = reading.text(*where)
+        if name in (*targets.presets(), targets.HOST) and text != name:
+            kind = "this machine" if name == targets.HOST else "a preset"
+            reading.report(where, f"'{name}' is {kind}: give your own target another name", on_key=True)
+        if text is not None:
+            found[name] = _resolve(reading, where, text)
+        else:
+            found[name] = targets.parse(reading.document, where, name, reading.problems)
+    return {name: replace(target, name=name) for name, target in found.items() if target}
+
+
+def _resolve(reading: Reading, where: Where, name: str) -> Target | None:
+    try:
+        return targets.resolve(name)
+    except (UsageError, SetupError) as error:
+        reading.report(where, str(error))
+        return None

@@ -1,0 +1,103 @@
+"""Where bundles go: the output template, and that no bundle overwrites another or anything else."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from mlcbuild.document import Where
+from mlcbuild.errors import did_you_mean
+from mlcbuild.recipe.matrix import AXES, Names
+from mlcbuild.recipe.reading import Reading, resolved
+
+DEFAULT = "dist/{model}-{quantization}-{target}"
+
+_WHERE: Where = ("bundle", "output")
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
+_SHOWN = 3
+"""Collisions that are reported one by one; a template that lacks an axis makes thousands."""
+
+
+def read_template(reading: Reading) -> str | None:
+    """The output template, normalised; None when it is wrong, which is reported."""
+    text = reading.text(*_WHERE) if "output" in reading.mapping("bundle") else DEFAULT
+    if text is None:
+        return None
+    before = len(reading.problems)
+    for name in _PLACEHOLDER.findall(text):
+        if name not in AXES:
+            reading.report(_WHERE, f"the placeholder '{{{name}}}' is unknown; {did_you_mean(name, AXES)}")
+    if set(_PLACEHOLDER.sub("", text)) & set("{}"):
+        reading.report(_WHERE, f"'{text}' has a '{{' or '}}' without its partner")
+    # Names hold no '/' and do not start with '.', so a placeholder cannot lead anywhere else.
+    reading.path(_WHERE, _PLACEHOLDER.sub("x", text))
+    return posixpath.normpath(text) if len(reading.problems) == before else None
+
+
+def render(template: str, names: Names) -> str:
+    """The output of one combination, relative to the recipe."""
+    return _PLACEHOLDER.sub(lambda found: names[AXES.index(found[1])], template)
+
+
+def check(reading: Reading, template: str, cells: Iterable[Names], protected: Mapping[str, Path]) -> None:
+    """Report outputs that are one directory, lie in one another, or hold or lie in something protected.
+
+    Names are compared without case, because the disks of many machines do so. `protected` are paths that
+    the recipe uses, by what a message calls them.
+    """
+    owners: dict[str, tuple[str, Names]] = {}
+    clashes: list[str] = []
+    for names in cells:
+        output = render(template, names)
+        other, taken = owners.setdefault(output.lower(), (output, names))
+        if taken != names:
+            case = "" if other == output else " when upper and lower case count the same"
+            clashes.append(f"{_cell(taken)} and {_cell(names)} have the same output '{output}'{case}")
+    for key, (output, names) in owners.items():
+        for parent in _parents(key):
+            if parent in owners:
+                inner, outer = _cell(names), _cell(owners[parent][1])
+                clashes.append(f"the output '{output}' of {inner} lies inside that of {outer}")
+    _report(reading, clashes, "; use {model}, {quantization} and {target} in it")
+    _check_protected(reading, owners, protected)
+
+
+def _check_protected(
+    reading: Reading, owners: Mapping[str, tuple[str, Names]], protected: Mapping[str, Path]
+) -> None:
+    real = {what: resolved(path) or path for what, path in protected.items()}
+    holding = {parent: what for what, path in real.items() for parent in (path, *path.parents)}
+    inside = {path: what for what, path in real.items()}
+    # Only the directory of an output can be shared between many of them: look through its links once.
+    bases: dict[str, Path] = {}
+    found: list[str] = []
+    for output, _ in owners.values():
+        head, tail = posixpath.split(output)
+        base = bases.get(head)
+        if base is None:
+            base = bases[head] = resolved(reading.directory / head) or reading.directory / head
+        path = base / tail
+        if path in holding:
+            found.append(f"the output '{output}' would replace {holding[path]}")
+        else:
+            found.extend(f"the output '{output}' lies in {inside[p]}" for p in path.parents if p in inside)
+    _report(reading, found, "")
+
+
+def _report(reading: Reading, messages: list[str], advice: str) -> None:
+    for message in messages[:_SHOWN]:
+        reading.report(_WHERE, message + advice)
+    if len(messages) > _SHOWN:
+        reading.report(_WHERE, f"and {len(messages) - _SHOWN} more like these")
+
+
+def _parents(path: str) -> Iterable[str]:
+    while "/" in path.strip("/"):
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def _cell(names: Names) -> str:
+    return "/".join(names)

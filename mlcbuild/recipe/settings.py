@@ -1,0 +1,164 @@
+"""The `compile` and `verify` sections, with what include entries replace in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from mlcbuild.document import Place, Where
+from mlcbuild.recipe.reading import Reading, kind
+
+_CONTEXT_WINDOW = 4096
+_PREFILL_CHUNK = 512
+_MAX_BATCH = 8
+
+_FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a library is compiled to hold."""
+
+    context_window: int = _CONTEXT_WINDOW
+    """Tokens of one sequence, prompt and answer together."""
+    prefill_chunk: int = _PREFILL_CHUNK
+    """Prompt tokens of one call, at most context_window."""
+    max_batch: int = _MAX_BATCH
+    """Sequences processed together."""
+
+
+@dataclass(frozen=True)
+class Verify:
+    """How far a bundle may be from the float32 model; None: any distance."""
+
+    prompts: Path | tuple[str, ...]
+    """A text file, absolute, with one prompt on each line; or the prompts."""
+    max_kl: float | None = None
+    """Mean Kullback-Leibler divergence per token, in nats."""
+    min_top1: float | None = None
+    """Share of tokens, 0 to 1, with the same most likely successor."""
+    max_perplexity_increase: float | None = None
+    """Relative: 0.02 allows 2 %."""
+    place: Place | None = None
+    """Where the recipe asks for it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    limits: Limits
+    verify: Verify | None
+
+
+_Value: TypeAlias = int | float | Path | tuple[str, ...]
+_Given: TypeAlias = Mapping[str, tuple[_Value, Where]]
+"""Settings as written: the value of each key and where it stands."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The settings of the recipe, or those of one include entry."""
+
+    where: Where
+    compile: _Given
+    verify: _Given | None
+    """None: it has no such section."""
+
+
+def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:
+    """The settings for each way in which combinations use include entries; wrong ones are reported.
+
+    `uses` holds indices of include entries, in order; () is the recipe's own settings.
+    """
+    base = _read_layer(reading, ())
+    count = len(reading.items("matrix", "include"))
+    entries = [_read_layer(reading, ("matrix", "include", index)) for index in range(count)]
+    found: dict[tuple[int, ...], Settings] = {}
+    for use in sorted(uses):
+        layers = [base, *(entries[index] for index in use)]
+        limits, verify = _limits(reading, layers), _verify(reading, layers)
+        found[use] = Settings(limits, verify)
+    return found
+
+
+def _read_layer(reading: Reading, where: Where) -> _Layer:
+    limits = {
+        key: (value, (*where, "compile", key))
+        for key in reading.mapping(*where, "compile")
+        if isinstance(value := reading.get(*where, "compile", key), int)
+    }
+    section: Where = (*where, "verify")
+    if not isinstance(reading.get(*section), dict):
+        return _Layer(where, limits, None)
+    verify: dict[str, tuple[_Value, Where]] = {
+        key: (value, (*section, key))
+        for key in _FIGURES
+        if isinstance(value := reading.get(*section, key), int | float)
+    }
+    prompts = _prompts(reading, (*section, "prompts"))
+    if prompts is not None:
+        verify["prompts"] = prompts, (*section, "prompts")
+    return _Layer(where, limits, verify)
+
+
+def _prompts(reading: Reading, where: Where) -> Path | tuple[str, ...] | None:
+    """The prompts of a section. An empty tuple stands for ones that are reported as wrong."""
+    if where in reading.bad:
+        return ()
+    listed = tuple(item for item in reading.items(*where) if isinstance(item, str))
+    text = reading.text(*where)
+    if text is None:
+        return listed or None
+    path = reading.path(where, text)
+    if path is None:
+        return ()
+    found = kind(path)
+    if found != "file":
+        what = "is a directory" if found == "directory" else "does not exist"
+        reading.report(where, f"the prompts '{text}' must be a text file: it {what}")
+        return ()
+    return path
+
+
+def _limits(reading: Reading, layers: list[_Layer]) -> Limits:
+    given: dict[str, tuple[_Value, Where]] = {}
+    for layer in layers:
+        given |= layer.compile
+    numbers = {key: value for key, (value, _) in given.items() if isinstance(value, int)}
+    context = numbers.get("context_window", _CONTEXT_WINDOW)
+    chunk = numbers.get("prefill_chunk", min(_PREFILL_CHUNK, context))
+    if chunk > context:
+        # The one that came last is the one that broke it.
+        order = [layer.where for layer in layers]
+        spots = [given[key][1] for key in ("context_window", "prefill_chunk") if key in given]
+        where = max(spots, key=lambda spot: (order.index(spot[:-2]), spot))
+        reading.report(
+            where, f"prefill_chunk is {chunk} and must be at most context_window, which is {context}"
+        )
+    return Limits(context, chunk, numbers.get("max_batch", _MAX_BATCH))
+
+
+def _verify(reading: Reading, layers: list[_Layer]) -> Verify | None:
+    sections = [layer for layer in layers if layer.verify is not None]
+    if not sections:
+        return None
+    given: dict[str, tuple[_Value, Where]] = {}
+    for layer in sections:
+        given |= layer.verify or {}
+    where: Where = (*sections[-1].where, "verify")
+    if "prompts" not in given:
+        reading.report(
+            where, "'verify' lacks the key 'prompts': a text file, or a list of prompts", on_key=True
+        )
+    prompts = given["prompts"][0] if "prompts" in given else ()
+    figures = {
+        key: float(value) for key in _FIGURES if isinstance(value := given.get(key, (None,))[0], int | float)
+    }
+    return Verify(
+        prompts if isinstance(prompts, Path | tuple) else (),
+        figures.get("max_kl"),
+        figures.get("min_top1"),
+        figures.get("max_perplexity_increase"),
+        reading.document.place(where),
+    )

@@ -1,0 +1,133 @@
+"""${name} in a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+
+from mlcbuild.document import Data, Document, Scalar, Where, scalar
+from mlcbuild.errors import Problem, did_you_mean
+
+SECTION = "vars"
+
+_REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
+
+
+@dataclass(frozen=True)
+class Variable:
+    value: Scalar
+    text: str
+    """As written, for use inside a longer text."""
+
+
+@dataclass
+class Substitution:
+    """What replacing the variables of a document came to."""
+
+    document: Document
+    origins: dict[Where, str] = field(default_factory=dict)
+    """For each value that used variables what was written there."""
+    failed: set[Where] = field(default_factory=set)
+    """Values that could not be replaced: what is said about them elsewhere would mislead."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
+    """Replace every ${name} outside of `vars`. `settings` are values from the command line.
+
+    A text that is one reference and nothing else becomes the variable's value with its type; `$${` becomes
+    `${`. Unknown and unused variables are problems.
+    """
+    done = Substitution(document)
+    if not isinstance(document.data, dict):
+        return done
+    variables = _variables(document, settings, done)
+    used: set[str] = set()
+    texts = dict(document.texts)
+
+    def convert(value: Data, where: Where) -> Data:
+        if isinstance(value, dict):
+            return {key: convert(item, (*where, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [convert(item, (*where, i)) for i, item in enumerate(value)]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        names = [found[1] for found in _REFERENCE.finditer(value) if found[0] != "$${"]
+        used.update(names)
+        # A misspelt name is one problem, not two.
+        used.update(close for name in names for close in get_close_matches(name, variables, n=1))
+        if names:
+            done.origins[where] = value
+        wrong = _faults(value, variables)
+        if wrong:
+            done.failed.add(where)
+            done.problems.extend(document.place(where).problem(message) for message in wrong)
+            return value
+        if names and value == f"${{{names[0]}}}":
+            variable = variables[names[0]]
+            if not isinstance(variable.value, str):
+                texts[where] = variable.text
+            return variable.value
+        return _REFERENCE.sub(lambda found: variables[found[1]].text if found[2] else "${", value)
+
+    data = {key: value if key == SECTION else convert(value, (key,)) for key, value in document.data.items()}
+    for name in variables:
+        if name not in used:
+            place = document.key_place((SECTION, name))
+            done.problems.append(
+                place.problem(f"variable '{name}' is never used: write ${{{name}}} or remove it")
+            )
+    done.document = replace(document, data=data, texts=texts)
+    return done
+
+
+def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
+    """The variables that hold a scalar; the schema reports the others."""
+    section = document.get((SECTION,))
+    found: dict[str, Variable] = {}
+    for name, value in (section if isinstance(section, dict) else {}).items():
+        where = (SECTION, name)
+        if isinstance(value, str) and "${" in value:
+            message = f"variable '{name}' holds a ${{: a variable cannot use another"
+            done.problems.append(document.place(where).problem(message))
+        if value is not None and not isinstance(value, dict | list):
+            found[name] = Variable(value, document.texts.get(where, str(value)))
+    for name, text in settings.items():
+        if name not in found:
+            known = did_you_mean(name, found)
+            message = f"--set {name}={text}: this recipe has no variable '{name}'; {known}"
+            done.problems.append(document.key_place((SECTION,)).problem(message))
+            continue
+        value = _like(found[name].value, text)
+        if value is None:
+            kind = "true or false" if isinstance(found[name].value, bool) else "a number"
+            message = f"--set {name}={text}: variable '{name}' is {kind} here, and '{text}' is not"
+            done.problems.append(document.place((SECTION, name)).problem(message))
+            continue
+        found[name] = Variable(value, text)
+    return found
+
+
+def _like(old: Scalar, text: str) -> Scalar:
+    """The text as a value of the same kind as the old one, None when it is none."""
+    if isinstance(old, str):
+        return text
+    new = scalar(text)
+    if isinstance(new, str) or isinstance(old, bool) != isinstance(new, bool):
+        return None
+    return new
+
+
+def _faults(text: str, variables: Mapping[str, Variable]) -> list[str]:
+    wrong = []
+    for found in _REFERENCE.finditer(text):
+        name, closed = found[1], found[2]
+        if found[0] == "$${":
+            continue
+        if not closed:
+            wrong.append("'${' has no '}': write $${ for a literal ${")
+        elif name not in variables:
+            wrong.append(f"variable '{name}' is unknown; {did_you_mean(name, variables)}")
+    return wrong
