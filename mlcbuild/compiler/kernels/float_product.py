@@ -21,6 +21,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.kernels.output import Output
 from mlcbuild.compiler.kernels.vectors import (
     Register,
     argument,
@@ -28,9 +29,9 @@ from mlcbuild.compiler.kernels.vectors import (
     fma,
     i64,
     lane_sums,
+    odd_lines,
     prim_func,
     registers,
-    shuffle,
     span,
 )
 
@@ -118,15 +119,11 @@ class Packed:
     @property
     def stride(self) -> int:
         """Floats from row to row: an odd number of cache lines, so that rows do not share cache sets."""
-        return _odd_lines(self.blocks * self.step)
+        return odd_lines(self.blocks * self.step)
 
 
 def packed(form: RowFormat) -> Packed:
     return Packed(form.lanes, form.planes, form.blocks, form.offset != 0)
-
-
-def _odd_lines(floats: int) -> int:
-    return (-(-floats // 16) | 1) * 16
 
 
 def workspace(form: RowFormat, m: int) -> int:
@@ -145,7 +142,7 @@ def product(form: RowFormat, bias: bool) -> PrimFunc:
         weights = form.arguments()
         added = argument("bias", (form.n,), "float32") if bias else None
         out = argument("out", (m, form.n), "float32")
-        call = _Call(form, weights, added, out, m)
+        call = _Call(form, weights, Output(out, form.n, added, COLUMNS), m)
         with T.sblock(name), T.If(m == 1):
             with T.Then():
                 _one_row(call, x)
@@ -161,17 +158,12 @@ class _Call:
 
     form: RowFormat
     weights: tuple[Buffer, ...]
-    bias: Buffer | None
-    out: Buffer
+    output: Output
     m: Expr
-
-    @property
-    def tail(self) -> bool:
-        return self.form.n % COLUMNS != 0
 
     def row(self, row: Expr) -> Expr:
         """A weight row; beyond the end the last one, whose results nobody stores."""
-        return T.min(row, i64(self.form.n - 1)) if self.tail else row
+        return T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
 
 
 def _one_row(call: _Call, x: Buffer) -> None:
@@ -202,7 +194,7 @@ def _several_rows(call: _Call, x: Buffer) -> None:
 def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
     """One row of x into the order of `Packed`."""
     order = packed(form)
-    whole = form.blocks if form.blocks * form.lanes * form.planes == form.k else form.blocks - 1
+    whole = form.k // (form.lanes * form.planes)
 
     def pack_lane(block: Expr, lane: Expr, checked: bool) -> None:
         total: Expr = f32(0)
@@ -224,8 +216,8 @@ def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
         with T.serial(0, i64(whole)) as block, T.serial(0, i64(form.lanes)) as lane:
             pack_lane(block, lane, False)
     if whole < form.blocks:
-        with T.serial(0, i64(form.lanes)) as lane:
-            pack_lane(i64(whole), lane, True)
+        with T.serial(i64(whole), i64(form.blocks)) as block, T.serial(0, i64(form.lanes)) as lane:
+            pack_lane(block, lane, True)
 
 
 def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -> None:
@@ -244,7 +236,7 @@ def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -
         for i, line in enumerate(acc):
             sums[i] += [T.bind(cell.value) for cell in line]
     for i, row in enumerate(rows):
-        _store(call, row, tile * COLUMNS, lane_sums(sums[i], form.lanes), True)
+        call.output.store(row, tile * COLUMNS, lane_sums(sums[i], form.lanes), COLUMNS, True)
 
 
 @dataclass(frozen=True)
@@ -297,7 +289,7 @@ def _blocks_at_once(form: RowFormat) -> int:
 
 
 def _scratch_stride(form: RowFormat) -> int:
-    return _odd_lines(_blocks_at_once(form) * form.planes * form.lanes)
+    return odd_lines(_blocks_at_once(form) * form.planes * form.lanes)
 
 
 def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
@@ -355,27 +347,4 @@ def _tile_product(
 def _store_rows(call: _Call, row: Expr, column: Expr, sums: Sequence[Expr], first: bool) -> None:
     for i, total in enumerate(sums):
         with T.If(row + i < call.m), T.Then():
-            _store(call, row + i, column, total, first)
-
-
-def _store(call: _Call, row: Expr, column: Expr, sums: Expr, first: bool) -> None:
-    """Write COLUMNS outputs, or as many as the matrix has rows left; add to them unless `first`."""
-
-    def put(at: Expr, value: Expr, lanes: int) -> None:
-        place = span(at, lanes)
-        if not first:
-            value = value + call.out[row, place]
-        elif call.bias is not None:
-            value = value + call.bias[place]
-        T.buffer_store(call.out, value, [row, place])
-
-    if not call.tail:
-        put(column, sums, COLUMNS)
-        return
-    with T.If(column + COLUMNS <= call.form.n):
-        with T.Then():
-            put(column, sums, COLUMNS)
-        with T.Else():
-            for c in range(COLUMNS):
-                with T.If(column + c < call.form.n), T.Then():
-                    put(column + c, shuffle([sums], [c]), 1)
+            call.output.store(row + i, column, total, COLUMNS, first)

@@ -38,6 +38,8 @@ class ISA:
     """Weight rows that a matrix-vector product reads at a time."""
     batch: int
     """Rows of x that share one pass over streamed weights when there are only a few."""
+    dot_batch: int
+    """The same for int8 products."""
     dot_rows: int
     """Rows of x in the register tile of an int8 product."""
     dot_vectors: int
@@ -47,11 +49,11 @@ class ISA:
 _X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
 
 ISAS: tuple[ISA, ...] = (
-    ISA("avx512vnni", (*_X86_512, "avx512vnni"), 16, True, "vpdpbusd", 6, 4, 4, 6, 2),
-    ISA("avx512", _X86_512, 16, True, "pmaddubsw", 6, 4, 4, 6, 2),
-    ISA("avx2", ("avx2", "fma", "f16c"), 8, True, "pmaddubsw", 3, 2, 4, 2, 2),
-    ISA("neon", ("neon", "dotprod"), 4, True, "sdot", 6, 4, 4, 3, 4),
-    ISA("portable", (), 4, False, "mul16", 2, 2, 4, 2, 2),
+    ISA("avx512vnni", (*_X86_512, "avx512vnni"), 16, True, "vpdpbusd", 6, 4, 4, 8, 6, 2),
+    ISA("avx512", _X86_512, 16, True, "pmaddubsw", 6, 4, 4, 8, 6, 2),
+    ISA("avx2", ("avx2", "fma", "f16c"), 8, True, "pmaddubsw", 3, 2, 4, 4, 2, 2),
+    ISA("neon", ("neon", "dotprod"), 4, True, "sdot", 6, 4, 4, 4, 3, 4),
+    ISA("portable", (), 4, False, "mul16", 2, 2, 4, 4, 2, 2),
 )
 """Best first: a target gets the first whose features it has."""
 

@@ -10,9 +10,10 @@ from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_op
 from tvm.tirx import PrimFunc
 
-from mlcbuild.compiler.kernels import float_product
+from mlcbuild.compiler.kernels import float_product, w4a8
 from mlcbuild.compiler.kernels.dense import DenseRows
 from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.kernels.row_group import GroupRows
 from mlcbuild.quant import Scheme
 
 
@@ -28,7 +29,8 @@ class Linear:
     @property
     def name(self) -> str:
         """Kernel and instruction set, for example w4a8.avx512vnni."""
-        return f"{_rows(self).name}.{self.isa.name}"
+        rows = _rows(self)
+        return f"{rows.name if rows else 'w4a8'}.{self.isa.name}"
 
     @property
     def fallback(self) -> str | None:
@@ -39,7 +41,8 @@ class Linear:
 
     def workspace(self, m: int) -> int:
         """Bytes that a call with m rows takes from the runtime's workspace pools, on one thread."""
-        return float_product.workspace(_rows(self), m)
+        rows = _rows(self)
+        return float_product.workspace(rows, m) if rows else w4a8.workspace(self.isa, self.n, self.k, m)
 
     def apply(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
         """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order, bias float32 [n] ->
@@ -55,10 +58,17 @@ def linear(isa: ISA, scheme: Scheme, n: int, k: int) -> Linear:
     return Linear(isa, scheme, n, k)
 
 
-def _rows(of: Linear) -> float_product.RowFormat:
-    return DenseRows(of.isa, of.n, of.k, of.scheme.dtype)
+def _rows(of: Linear) -> float_product.RowFormat | None:
+    """How the rows of the matrix are read; None for the x16 layout, which has no rows."""
+    scheme = of.scheme
+    if scheme.layout == "plain":
+        return DenseRows(of.isa, of.n, of.k, scheme.dtype)
+    if scheme.layout == "row":
+        return GroupRows(of.isa, of.n, of.k, scheme.bits, scheme.dtype)
+    return None
 
 
 @cache
 def _kernel(of: Linear, bias: bool) -> PrimFunc:
-    return float_product.product(_rows(of), bias)
+    rows = _rows(of)
+    return float_product.product(rows, bias) if rows else w4a8.product(of.isa, of.n, of.k, bias)

@@ -123,10 +123,10 @@ def shuffle(vectors: Sequence[Expr], indices: Sequence[int]) -> Expr:
 
 
 def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
-    """Every element of a vector `times` times in a row."""
+    """Every element of a vector `times` times in a row. A shuffle may not be longer than its inputs."""
     if lanes == 1:
         return splat(vector, times)
-    return shuffle([vector], [index for index in range(lanes) for _ in range(times)])
+    return shuffle([vector] * times, [index for index in range(lanes) for _ in range(times)])
 
 
 def lane_sums(vectors: Sequence[Expr], lanes: int) -> Expr:
@@ -160,3 +160,9 @@ def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
         prefetch(buffer, (row + 4, column))
     else:
         prefetch(buffer, (row, column + (4096 * buffer.shape[1] // row_bytes)))
+
+
+def odd_lines(values: int) -> int:
+    """At least `values` 4-byte values, and an odd number of 64-byte lines: rows this far apart do not
+    compete for the same sets of a cache."""
+    return (-(-values // 16) | 1) * 16

@@ -1,0 +1,279 @@
+"""x @ W.T with 4-bit weights in the x16 layout and activations quantized to 8 bits.
+
+Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. Three paths
+by the number of rows m of x, as in float_product: one row streams the weights; a few share one pass over
+them; many run register tiles over a block that is unpacked into an L1-sized buffer first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc
+
+from mlcbuild.compiler.kernels import dot
+from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.kernels.output import Output
+from mlcbuild.compiler.kernels.quantize_activations import Records, quantize_row
+from mlcbuild.compiler.kernels.vectors import (
+    Register,
+    argument,
+    fma,
+    i64,
+    load_f32,
+    prefetch,
+    prim_func,
+    registers,
+    span,
+    splat,
+    typed,
+)
+
+TILE = 16
+"""Rows in a tile of the layout."""
+TILE_BYTES = 256
+"""Bytes of a tile's weights in one group."""
+FETCH_BYTES = 4096
+"""How far ahead of the reader weights are prefetched."""
+STREAMED_ROWS = 8
+"""Up to this many rows of x, weights are not unpacked into a buffer first."""
+BLOCK_GROUPS = 16
+"""Groups unpacked at a time: with two tiles 16 KiB, half of a small L1."""
+SERIAL_BYTES = 48 << 10
+"""A matrix smaller than this is not split over threads for one row of x: waking them costs more."""
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A stored matrix [n, k]."""
+
+    isa: ISA
+    n: int
+    k: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.n // TILE)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors that the rows of a tile take."""
+        return TILE // self.isa.lanes
+
+    @property
+    def records(self) -> Records:
+        return Records(self.isa, self.k)
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles unpacked together."""
+        return max(1, self.isa.dot_vectors // self.vectors)
+
+    @property
+    def block_groups(self) -> int:
+        """Groups unpacked together, all blocks being of nearly equal size."""
+        groups = self.records.groups
+        return -(-groups // -(-groups // BLOCK_GROUPS))
+
+
+@dataclass(frozen=True)
+class _Call:
+    matrix: _Matrix
+    weight: Buffer
+    scale: Buffer
+    output: Output
+    records: Buffer
+    m: Expr
+
+    @property
+    def isa(self) -> ISA:
+        return self.matrix.isa
+
+    def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
+        """One vector of int32 lanes, each with the bytes of quads j (low) and 4 + j (high) of a row."""
+        lanes = self.isa.lanes
+        raw = self.weight[tile, group, span(j * 64 + vector * lanes * 4, 4 * lanes)]
+        return T.bind(T.reinterpret(typed("int32", lanes), raw))
+
+    def scales(self, tile: Expr, group: Expr, vector: int) -> Expr:
+        lanes = self.isa.lanes
+        return T.bind(load_f32(self.isa, self.scale, (tile, group, vector * lanes), lanes))
+
+
+def workspace(isa: ISA, n: int, k: int, m: int) -> int:
+    """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
+    matrix = _Matrix(isa, n, k)
+    scratch = 0
+    if m > STREAMED_ROWS:
+        scratch = matrix.block_groups * matrix.block_tiles * TILE * (dot.QUADS * dot.parts(isa) + 1)
+    return 4 * (m * matrix.records.stride + scratch)
+
+
+def product(isa: ISA, n: int, k: int, bias: bool) -> PrimFunc:
+    """The kernel (x f32[m, k], q_weight, q_scale, bias f32[n] if asked for, out f32[m, n])."""
+    matrix = _Matrix(isa, n, k)
+    name = f"w4a8_{n}x{k}" + ("_bias" if bias else "")
+    groups = matrix.records.groups
+
+    def body() -> None:
+        m = T.int64()
+        x = argument("x", (m, k), "float32")
+        weight = argument("q_weight", (matrix.tiles, groups, TILE_BYTES), "uint8")
+        scale = argument("q_scale", (matrix.tiles, groups, TILE), "float16")
+        added = argument("bias", (n,), "float32") if bias else None
+        output = Output(argument("out", (m, n), "float32"), n, added, TILE * matrix.block_tiles)
+        with T.sblock(name), T.If(m == 1):
+            with T.Then():
+                records = T.alloc_buffer((1, matrix.records.stride), "int32")
+                _one_row(_Call(matrix, weight, scale, output, records, m), x)
+            with T.Else():
+                records = T.alloc_buffer((m, matrix.records.stride), "int32")
+                _several_rows(_Call(matrix, weight, scale, output, records, m), x)
+
+    return prim_func(name, body)
+
+
+def _one_row(call: _Call, x: Buffer) -> None:
+    matrix = call.matrix
+    quantize_row(matrix.records, x, call.records, i64(0))
+    small = matrix.tiles * matrix.records.groups * TILE_BYTES < SERIAL_BYTES
+    with (T.serial if small else T.parallel)(0, i64(matrix.tiles)) as tile:
+        _stream_tile(call, tile, [i64(0)])
+
+
+def _several_rows(call: _Call, x: Buffer) -> None:
+    matrix, m = call.matrix, call.m
+    with T.parallel(0, m) as i:
+        quantize_row(matrix.records, x, call.records, i)
+    with T.If(m <= STREAMED_ROWS):
+        with T.Then(), T.parallel(0, i64(matrix.tiles)) as tile:
+            batch = matrix.isa.dot_batch
+            with T.serial(0, (m + (batch - 1)) // batch) as part:
+                _stream_tile(call, tile, [T.bind(T.min(part * batch + i, m - 1)) for i in range(batch)])
+        with T.Else(), T.parallel(0, i64(-(-matrix.tiles // matrix.block_tiles))) as block:
+            _block_product(call, block)
+
+
+def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
+    """The outputs of one tile for a few rows of x, weights going through registers straight from memory."""
+    matrix, isa = call.matrix, call.isa
+    acc = registers(len(rows), matrix.vectors, isa.lanes)
+    with T.serial(0, i64(matrix.records.groups)) as group:
+        for line in range(0, TILE_BYTES, 64):
+            prefetch(call.weight, (tile, group, line + FETCH_BYTES))
+        for vector in range(matrix.vectors):
+            operands = [dot.quads(isa, call.packed(tile, group, j, vector)) for j in range(4)]
+            weights = [low for low, _ in operands] + [high for _, high in operands]
+            _add_group(
+                call, rows, group, [(weights, call.scales(tile, group, vector))], [[r[vector]] for r in acc]
+            )
+    for row, cells in zip(rows, acc, strict=True):
+        for vector, cell in enumerate(cells):
+            column = tile * TILE + vector * isa.lanes
+            call.output.store(row, column, cell.value, isa.lanes, True)
+
+
+def _add_group(
+    call: _Call,
+    rows: Sequence[Expr],
+    group: Expr,
+    columns: Sequence[tuple[list[list[Expr]], Expr]],
+    acc: Sequence[Sequence[Register]],
+) -> None:
+    """acc[i][c] += one group of row i of x times the weights of column vector c: (operands of the group's
+    quads, scales)."""
+    isa, form, records = call.isa, call.matrix.records, call.records
+    corrections = [T.bind(form.correction(records, row, group)) for row in rows]
+    totals = [[dot.start(isa, correction) for _ in columns] for correction in corrections]
+    for quad in range(dot.QUADS):
+        for i, row in enumerate(rows):
+            activations = [T.bind(a) for a in form.activations(records, row, group, quad)]
+            for c, (operands, _) in enumerate(columns):
+                for operand, a in zip(operands[quad], activations, strict=True):
+                    totals[i][c] = T.bind(dot.step(isa, totals[i][c], operand, a))
+    for i, row in enumerate(rows):
+        scale = T.bind(form.scale(records, row, group))
+        for c, (_, scales) in enumerate(columns):
+            sums = T.Cast(typed("float32", isa.lanes), dot.finish(isa, totals[i][c], corrections[i]))
+            factor = scales * splat(scale, isa.lanes)
+            acc[i][c].set(fma(sums, factor, acc[i][c].value, isa.lanes))
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """A block of weights, unpacked: operands int32 [groups, quad operands, lanes of all tiles], scales."""
+
+    operands: Buffer
+    scales: Buffer
+    first: Expr
+    count: Expr
+
+
+def _block_product(call: _Call, block: Expr) -> None:
+    """block_tiles tiles times all rows of x."""
+    matrix, isa, m = call.matrix, call.isa, call.m
+    wide = matrix.block_tiles * TILE
+    operands = T.alloc_buffer((matrix.block_groups, dot.QUADS * dot.parts(isa), wide), "int32")
+    scales = T.alloc_buffer((matrix.block_groups, wide), "float32")
+    size, groups = matrix.block_groups, matrix.records.groups
+    with T.serial(0, i64(-(-groups // size))) as number:
+        count = T.min(i64(size), groups - number * size)
+        scratch = _Scratch(operands, scales, number * size, count)
+        with T.serial(0, count) as group:
+            _unpack(call, scratch, block, group)
+        tall = isa.dot_rows
+        with T.serial(0, (m + (tall - 1)) // tall) as part:
+            step = min(isa.dot_vectors, matrix.block_tiles * matrix.vectors)
+            for vector in range(0, matrix.block_tiles * matrix.vectors, step):
+                acc = _tile_product(call, scratch, part * tall, range(vector, vector + step))
+                column = block * wide + vector * isa.lanes
+                with T.If(number == 0):
+                    with T.Then():
+                        _store_tile(call, part * tall, column, acc, True)
+                    with T.Else():
+                        _store_tile(call, part * tall, column, acc, False)
+
+
+def _unpack(call: _Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
+    matrix, isa = call.matrix, call.isa
+    for t in range(matrix.block_tiles):
+        tile = T.bind(T.min(block * matrix.block_tiles + t, i64(matrix.tiles - 1)))
+        for vector in range(matrix.vectors):
+            lane = span(t * TILE + vector * isa.lanes, isa.lanes)
+            T.buffer_store(scratch.scales, call.scales(tile, scratch.first + group, vector), [group, lane])
+            for j in range(4):
+                pair = dot.quads(isa, call.packed(tile, scratch.first + group, j, vector))
+                for quad, values in zip((j, 4 + j), pair, strict=True):
+                    for part, value in enumerate(values):
+                        place = quad * dot.parts(isa) + part
+                        T.buffer_store(scratch.operands, value, [group, place, lane])
+
+
+def _tile_product(call: _Call, scratch: _Scratch, first: Expr, vectors: range) -> list[list[Register]]:
+    """A register tile over the unpacked groups."""
+    isa = call.isa
+    acc = registers(isa.dot_rows, len(vectors), isa.lanes)
+    rows = [T.bind(T.min(first + i, call.m - 1)) for i in range(isa.dot_rows)]
+    count = dot.parts(isa)
+    with T.serial(0, scratch.count) as group:
+        columns = []
+        for vector in vectors:
+            lane = span(vector * isa.lanes, isa.lanes)
+            loaded = [
+                [scratch.operands[group, q * count + p, lane] for p in range(count)] for q in range(dot.QUADS)
+            ]
+            columns.append((loaded, T.bind(scratch.scales[group, lane])))
+        _add_group(call, rows, scratch.first + group, columns, acc)
+    return acc
+
+
+def _store_tile(
+    call: _Call, first: Expr, column: Expr, acc: Sequence[Sequence[Register]], fresh: bool
+) -> None:
+    lanes = call.isa.lanes
+    for i, line in enumerate(acc):
+        with T.If(first + i < call.m), T.Then():
+            for c, cell in enumerate(line):
+                call.output.store(first + i, column + c * lanes, cell.value, lanes, fresh)
