@@ -170,10 +170,15 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
     line, column = (mark.line, mark.column) if mark else (0, 0)
     lines = text.split("\n")
     written = lines[line] if line < len(lines) else ""
+    what = error.problem or ""
     if "\t" in written[: column + 1] and not written[:column].strip():
         message = "a tab may not indent a line: use spaces"
+    elif "cannot start any token" in what:
+        message = f"a value may not start with '{written[column : column + 1]}': put it in quotes"
+    elif what.startswith("mapping values are not allowed"):
+        message = "': ' may not stand here: start a new line, or put the text in quotes"
     else:
-        message = f"this is not YAML: {', '.join(filter(None, (error.context, error.problem)))}"
+        message = f"this is not YAML: {', '.join(filter(None, (error.context, what)))}"
     return Problem(file, line + 1, column + 1, message)
 
 

@@ -79,8 +79,8 @@ def host() -> tuple[str, str, tuple[str, ...]]:
     if kind == ("Darwin", "arm64"):
         return "arm64-apple-macosx11.0.0", "apple-m1", apple_features(_sysctl)
     raise SetupError(
-        f"the target 'host' is not known on {kind[0]} {kind[1]}: it works on Linux (x86-64, aarch64) and macOS "
-        "(arm64); describe this machine in the recipe instead, with triple, cpu and features"
+        f"the target 'host' is not known on {kind[0]} {kind[1]}: it works on Linux (x86-64, aarch64) and "
+        "macOS (arm64); describe this machine in the recipe instead, with triple, cpu and features"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
@@ -86,9 +86,9 @@ def presets() -> Mapping[str, Target]:
     package = Path(__file__).parent
     # A wheel carries them inside the package; a checkout has them at its top.
     for directory in (package / "presets", package.parent / "targets"):
-        files = sorted(directory.glob("*.yaml"))
+        files = list(directory.glob("*.yaml"))
         if files:
-            return {path.stem: read_preset(path) for path in files}
+            return {path.stem: read_preset(path) for path in sorted(files, key=lambda path: path.stem)}
     raise SetupError("the target presets of mlcbuild are missing: install it again")
 
 
@@ -134,7 +134,7 @@ def parse(document: Document, where: Where, name: str, problems: list[Problem]) 
         data.get("triple", base.triple if base else None),
         data.get("cpu", base.cpu if base else None),
     )
-    if "extends" in data and base is None or not (isinstance(triple, str) and isinstance(cpu, str)):
+    if ("extends" in data and base is None) or not (isinstance(triple, str) and isinstance(cpu, str)):
         return None
     found = data.get("features", [])
     features = [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
@@ -258,4 +258,4 @@ def _checkable(target: Target) -> frozenset[str]:
     added = {feature[1:] for feature in target.features if feature.startswith("+")}
     taken = {feature[1:] for feature in target.features if feature.startswith("-")}
     own = table.cpus.get(target.cpu, frozenset())
-    return (own | added) - taken & this_machine.CHECKABLE[_family(target)]
+    return ((own | added) - taken) & this_machine.CHECKABLE[_family(target)]

@@ -128,10 +128,12 @@ def _limits(reading: Reading, layers: list[_Layer]) -> Limits:
     numbers = {key: value for key, (value, _) in given.items() if isinstance(value, int)}
     context = numbers.get("context_window", _CONTEXT_WINDOW)
     chunk = numbers.get("prefill_chunk", min(_PREFILL_CHUNK, context))
-    if chunk > context:
+    pair = ("context_window", "prefill_chunk")
+    unsure = any((*layer.where, "compile", key) in reading.bad for layer in layers for key in pair)
+    if chunk > context and not unsure:
         # The one that came last is the one that broke it.
         order = [layer.where for layer in layers]
-        spots = [given[key][1] for key in ("context_window", "prefill_chunk") if key in given]
+        spots = [given[key][1] for key in pair if key in given]
         where = max(spots, key=lambda spot: (order.index(spot[:-2]), spot))
         reading.report(
             where, f"prefill_chunk is {chunk} and must be at most context_window, which is {context}"
