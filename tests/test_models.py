@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlcbuild import canon, models
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, aliases, frequencies, parameters, parse, sources, surplus
+from mlcbuild.models.known import IRRELEVANT
 
 GOLDEN = Path(__file__).parent / "golden"
 VARIANTS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -304,6 +305,17 @@ def test_both_spellings_mean_the_same(name: str) -> None:
     values = PUBLISHED[name][0]
     assert parse(modern(values)) == parse(values)
     assert parse(values | modern(values)) == parse(values)
+
+
+def test_what_transformers_writes_back_means_the_same() -> None:
+    for variant, spellings in json.loads((GOLDEN / "spellings.json").read_text()).items():
+        for values in spellings:
+            assert parse(values) == parse(golden(variant)), variant
+
+
+def test_bookkeeping_may_hold_anything() -> None:
+    odd = dict.fromkeys(IRRELEVANT, {"odd": [1.5]})
+    assert parse(golden("llama-yarn") | odd) == parse(golden("llama-yarn"))
 
 
 def test_rope_per_kind_of_layer_must_agree() -> None:

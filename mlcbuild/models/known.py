@@ -7,13 +7,13 @@ from collections.abc import Mapping
 _BOOKKEEPING = {
     *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
     *("_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "attn_implementation", "name_or_path"),
-    *("cache_implementation", "dtype", "is_llama_config", "model_max_length", "tokenizer_class"),
-    *("torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version"),
-    *("use_bfloat16", "use_cache", "use_flash_attention", "use_flash_attn"),
+    *("cache_implementation", "dtype", "is_llama_config", "max_sequence_length", "model_max_length"),
+    *("tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed"),
+    *("unsloth_version", "use_bfloat16", "use_cache", "use_flash_attention", "use_flash_attn"),
 }
 _TRAINING = {
-    *("attention_dropout", "classifier_dropout", "embd_pdrop", "hidden_dropout", "initializer_range"),
-    "resid_pdrop",
+    *("attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "gradient_checkpointing"),
+    *("hidden_dropout", "initializer_range", "resid_pdrop"),
 }
 _TOKENS = {
     *("begin_suppress_tokens", "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id"),
@@ -46,6 +46,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "cross_attention_hidden_size": (None,),
     "final_logit_softcapping": (None,),
     "full_attn_mod": (1,),
+    "hidden_activation": (None,),
     "interpolate_factor": (1,),
     "is_decoder": (False, True),
     "is_encoder_decoder": (False,),

@@ -1,6 +1,6 @@
 """Makes the tiny checkpoints of this directory and, with transformers, the logits they must give.
 
-    python tests/golden/make.py [variant ... | rope]
+    python tests/golden/make.py [variant ... | rope | spellings]
 
 Needs torch and transformers, which neither mlcbuild nor its tests need. Each variant is a directory:
 
@@ -12,6 +12,8 @@ Needs torch and transformers, which neither mlcbuild nor its tests need. Each va
 
 rope.json holds rotary embeddings alone, in the shapes of published models: inverse frequencies as float32
 bits and attention factors as transformers computes them.
+
+spellings.json holds each variant's config as transformers writes it back: only what is not default, and all.
 
 Weights and tokens come from NumPy generators seeded by name, so they are the same everywhere; logits may
 differ in the last bits between versions of torch and between machines.
@@ -342,9 +344,20 @@ def make_ropes() -> None:
     (HERE / "rope.json").write_text(json.dumps(found, sort_keys=True) + "\n")
 
 
+def make_spellings() -> None:
+    auto = importlib.import_module("transformers").AutoConfig
+    found = {}
+    for variant in VARIANTS:
+        config = auto.from_pretrained(HERE / variant)
+        found[variant] = [json.loads(config.to_json_string(use_diff=diff)) for diff in (True, False)]
+    (HERE / "spellings.json").write_text(json.dumps(found, sort_keys=True) + "\n")
+
+
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*VARIANTS, "rope"]:
+    for wanted in sys.argv[1:] or [*VARIANTS, "rope", "spellings"]:
         if wanted == "rope":
             make_ropes()
+        elif wanted == "spellings":
+            make_spellings()
         else:
             make(wanted)
