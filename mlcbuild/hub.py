@@ -1,0 +1,334 @@
+"""All talk with a Hugging Face hub: names, questions, downloads, and what goes wrong in one sentence.
+
+huggingface_hub does the talking, so the cache, endpoint, token and offline mode that its environment
+variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE) name are honoured. It is imported where it is
+used: it takes long to load.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from mlcbuild.errors import SourceError, UsageError
+
+ATTEMPTS = 3
+"""Tries to reach the hub before giving up, one second apart."""
+NAME_LIMIT = 255
+"""Longest part of a path, in bytes, that common file systems accept."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, order=True)
+class HubSource:
+    """A model repository at a branch, tag or commit."""
+
+    repo: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo}@{self.revision}"
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a full commit, which cannot move."""
+        return is_commit(self.revision)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """What the hub says of one file. `sha256` is stated only of files in large-file storage."""
+
+    size: int
+    git_oid: str
+    sha256: str | None
+
+
+class UnreachableError(SourceError):
+    """The hub could not be asked. Trying again may help."""
+
+
+def is_commit(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{40}", text) is not None
+
+
+def parse_source(text: str) -> HubSource | None:
+    """The repository that a `source:` names, or None when it names a directory.
+
+    Raises UsageError when it has a scheme but is not `hf://organisation/name` or
+    `hf://organisation/name@revision`.
+    """
+    scheme, mark, rest = text.partition("://")
+    if not mark:
+        return None
+    form = "write hf://organisation/name@revision"
+    if scheme != "hf":
+        raise UsageError(f"source '{text}': the scheme '{scheme}' is unknown; {form}, or a directory")
+    repo, at, revision = rest.partition("@")
+    part = "[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9_])?"
+    if not re.fullmatch(f"{part}(/{part})?", repo) or "--" in repo or ".." in repo or len(repo) > 96:
+        raise UsageError(f"source '{text}': '{repo}' is not the name of a repository; {form}")
+    if at and (not re.fullmatch("[A-Za-z0-9._+-]+(/[A-Za-z0-9._+-]+)*", revision) or ".." in revision):
+        raise UsageError(f"source '{text}': '{revision}' is not a branch, tag or commit; {form}")
+    return HubSource(repo, revision or "main")
+
+
+def check_name(name: str) -> None:
+    """Raises SourceError (without naming the source) when a file's name is no safe relative path."""
+    shown = repr(name if len(name) <= 60 else f"{name[:60]}...")
+    if (
+        any(part in ("", ".", "..") for part in name.split("/"))
+        or re.search(r"[\\:]", name)
+        or not name.isprintable()
+    ):
+        raise SourceError(f"the file name {shown} is no plain path inside the repository; it is not written")
+    if any(len(os.fsencode(part)) > NAME_LIMIT for part in name.split("/")):
+        raise SourceError(f"the file name {shown} is longer than {NAME_LIMIT} bytes; it cannot be written")
+
+
+def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
+    """The commit a revision stands for now, and its files. Raises SourceError."""
+    from huggingface_hub import HfApi
+
+    def ask() -> tuple[str, dict[str, HubFile]]:
+        info = HfApi().model_info(source.repo, revision=source.revision, files_metadata=True)
+        if info.sha is None or not is_commit(info.sha):
+            raise SourceError(f"{source}: the hub names no commit for this revision; is HF_ENDPOINT a hub?")
+        files = {}
+        for item in info.siblings or ():
+            if item.size is None or item.blob_id is None:
+                raise SourceError(
+                    f"{source}: {item.rfilename}: the hub states no size; is HF_ENDPOINT a hub?"
+                )
+            files[item.rfilename] = HubFile(item.size, item.blob_id, item.lfs.sha256 if item.lfs else None)
+        return info.sha, files
+
+    return _patiently(source, None, ask)
+
+
+def current_commit(source: HubSource) -> str:
+    """The commit a branch or tag stands for now. Raises SourceError."""
+    from huggingface_hub import HfApi
+
+    return _patiently(
+        source, None, lambda: str(HfApi().model_info(source.repo, revision=source.revision).sha)
+    )
+
+
+def reach(source: HubSource, names: Iterable[str]) -> None:
+    """Asks the hub about the first file that is not in its cache. `source` is at a commit.
+
+    Without it an unreachable hub would be retried for half a minute for every file. Offline, all missing
+    files are named at once. Raises SourceError.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    missing = [
+        name
+        for name in names
+        if not isinstance(try_to_load_from_cache(source.repo, name, revision=source.revision), str)
+    ]
+    if missing and constants.HF_HUB_OFFLINE:
+        raise SourceError(
+            f"{source}: HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} lacks "
+            f"{', '.join(missing)}; unset it, or copy the files into that cache"
+        )
+    if missing:
+        url = hf_hub_url(source.repo, missing[0], revision=source.revision)
+        timeout = constants.HF_HUB_ETAG_TIMEOUT
+        _patiently(source, missing[0], lambda: get_hf_file_metadata(url, timeout=timeout))
+
+
+def download(
+    source: HubSource, name: str, again: bool = False, count: Callable[[int], None] | None = None
+) -> Path:
+    """Path of a file in the hub's cache, downloaded unless it is there; `again` replaces what is there.
+
+    A transfer that breaks off is continued with an HTTP range. `count` hears of bytes as they come; it
+    may hear of fewer than none when a server starts over. Raises SourceError.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with explained(source, name):
+        path = hf_hub_download(
+            source.repo,
+            name,
+            revision=source.revision,
+            force_download=again,
+            tqdm_class=_counting(count),
+        )
+        return Path(path).resolve()
+
+
+def _counting(count: Callable[[int], None] | None) -> type:
+    """A progress bar class that shows nothing and passes bytes on."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Counting(tqdm):
+        def __init__(self, *args: object, **options: object) -> None:
+            # Xet storage has two bars for one file; the bytes of the network are not those of the file.
+            self.counted = not str(options.get("desc", "")).endswith("downloading bytes")
+            # tqdm carries no types.
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            if count is not None and self.counted:
+                count(int(n or 0))
+
+    return Counting
+
+
+def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -> Result:
+    """Asks up to ATTEMPTS times while the hub cannot be reached."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            with explained(source, name):
+                return ask()
+        except UnreachableError:
+            time.sleep(1)
+    with explained(source, name):
+        return ask()
+
+
+@contextmanager
+def explained(source: HubSource, name: str | None) -> Iterator[None]:
+    """Turns every expected failure of a question or transfer into a SourceError that names its subject."""
+    try:
+        yield
+    except SourceError:
+        raise
+    except Exception as error:
+        what = f"{source}: {name}" if name else str(source)
+        found = _hub_refusal(error, source) or _network_failure(error) or _disk_failure(error)
+        if found is None:
+            raise
+        kind, message = found
+        raise kind(f"{what}: {message}") from None
+
+
+_Found = tuple[type[SourceError], str] | None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what caused it, outermost first."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _hub_refusal(error: Exception, source: HubSource) -> _Found:
+    """What the hub said no to."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{source.repo}"
+    by_kind: tuple[tuple[type[Exception], str], ...] = (
+        (
+            errors.GatedRepoError,
+            f"access is restricted; ask for it at {page}, then set HF_TOKEN to your token",
+        ),
+        (errors.DisabledRepoError, "the hub has disabled this repository; use another source"),
+        (errors.RevisionNotFoundError, f"there is no such revision; see {page}/commits for what there is"),
+        (errors.RemoteEntryNotFoundError, "there is no such file at this revision; run `mlcbuild lock`"),
+        (
+            errors.RepositoryNotFoundError,
+            f"{constants.ENDPOINT} has no such repository, or it is private; check the name, "
+            "or set HF_TOKEN to a token that may read it",
+        ),
+    )
+    for cause in _chain(error):
+        for kind, message in by_kind:
+            if isinstance(cause, kind):
+                return SourceError, message
+        if isinstance(cause, errors.HfHubHTTPError):
+            return _status(cause.response.status_code)
+    return None
+
+
+def _status(code: int) -> _Found:
+    if code in (401, 403):
+        return SourceError, f"the hub refuses access (HTTP {code}); set HF_TOKEN to a token that may read it"
+    if code == 404:
+        return SourceError, "the hub has no such file (HTTP 404); check the name and the revision"
+    if code in (408, 429) or code >= 500:
+        return UnreachableError, f"the hub cannot answer now (HTTP {code}); try again later"
+    return SourceError, f"the hub refuses the request (HTTP {code})"
+
+
+def _network_failure(error: Exception) -> _Found:
+    """What kept the hub's answer from arriving.
+
+    Told by the names of classes: huggingface_hub has changed its HTTP library twice.
+    """
+    from huggingface_hub import constants
+
+    host = constants.ENDPOINT
+    kinds: tuple[tuple[set[str], type[SourceError], str], ...] = (
+        ({"OfflineModeIsEnabled"}, SourceError, "HF_HUB_OFFLINE is set, and the hub must be asked; unset it"),
+        (
+            {"RemoteProtocolError", "IncompleteRead", "ChunkedEncodingError"},
+            UnreachableError,
+            "the download ended before the whole file had come; try again",
+        ),
+        (
+            {"TimeoutException", "Timeout", "TimeoutError"},
+            UnreachableError,
+            f"{host} does not answer in time; try again, or raise HF_HUB_ETAG_TIMEOUT (seconds)",
+        ),
+        (
+            {"NetworkError", "ConnectionError", "ProxyError"},
+            UnreachableError,
+            f"{host} cannot be reached ({{reason}}); check the network and HF_ENDPOINT",
+        ),
+        (
+            {"FileMetadataError", "JSONDecodeError"},
+            SourceError,
+            f"{host} does not answer like a hub; check HF_ENDPOINT and the proxy",
+        ),
+        (
+            {"InvalidURL", "UnsupportedProtocol", "MissingSchema", "InvalidSchema"},
+            SourceError,
+            f"HF_ENDPOINT is '{host}', which is no address; write https://host",
+        ),
+    )
+    for cause in _chain(error):
+        names = {kind.__name__ for kind in type(cause).__mro__}
+        if "Consistency check failed" in str(cause):
+            names.add("IncompleteRead")
+        for known, result, message in kinds:
+            if names & known:
+                return result, message.replace("{reason}", _reason(cause))
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """The system's words for a failed connection."""
+    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+
+
+def _disk_failure(error: Exception) -> _Found:
+    for cause in _chain(error):
+        if not isinstance(cause, OSError) or cause.errno is None:
+            continue
+        path = cause.filename or "the hub cache"
+        if cause.errno == errno.ENAMETOOLONG:
+            return (
+                SourceError,
+                f"the path is too long to write ({str(path)[:60]}...); set HF_HOME to a shorter one",
+            )
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return (
+                SourceError,
+                "the disk is full; free some space, or set HF_HOME to a directory on another disk",
+            )
+        return SourceError, f"{path}: {cause.strerror}; check it, or set HF_HOME to a directory you can write"
+    return None

@@ -1,0 +1,374 @@
+"""A small server that speaks the part of the Hugging Face hub's HTTP interface a model download needs.
+
+It answers model questions, `resolve` with a redirect of large files to another host name, and ranges, and
+it can be told to fail in the ways hubs and networks do. `Client` runs mlcbuild's functions against it in a
+process of its own, because huggingface_hub reads its environment variables once, when it is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with the files of a repository. Counted faults heal after `times` requests."""
+
+    kind: str
+    """unauthorized, gated, disabled, status, no_file, wrong, short, drop, hold, slow, not_a_hub"""
+    times: int = 1 << 30
+    status: int = 503
+
+
+@dataclass
+class Repo:
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    refs: dict[str, str] = field(default_factory=dict)
+    token: str | None = None
+    """When set, only requests that carry it are answered."""
+    faults: dict[str | None, Fault] = field(default_factory=dict)
+    """By file name; None: questions about the repository."""
+
+    def fault(self, name: str | None, *kinds: str) -> Fault | None:
+        """The fault of a file if it is one of `kinds`, used up by one."""
+        found = self.faults.get(name)
+        if found is None or found.kind not in kinds or found.times <= 0:
+            return None
+        self.faults[name] = replace(found, times=found.times - 1)
+        return found
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    host: str
+    range: str | None
+    token: str | None
+
+
+def is_large(name: str) -> bool:
+    """Whether the hub keeps a file in large-file storage: it then states its sha256."""
+    return name.endswith((".safetensors", ".bin", ".model"))
+
+
+def git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+class Hub:
+    """The server, in a thread of this process. `with Hub() as hub: hub.add("org/name", files)`."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.requests: list[Request] = []
+        self.held = threading.Event()
+        """Set once a download has sent half of a file and waits."""
+        self.release = threading.Event()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server.daemon_threads = True
+        self.port = self.server.server_address[1]
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02})
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Hub:
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+    def add(self, repo: str, files: Mapping[str, bytes], branch: str = "main") -> str:
+        """A new commit on a branch; returns it."""
+        names = json.dumps([[name, git_oid(data)] for name, data in sorted(files.items())])
+        found = self.repos.setdefault(repo, Repo())
+        commit = hashlib.sha1(f"{repo} {len(found.commits)} {names}".encode()).hexdigest()
+        found.commits[commit] = dict(files)
+        found.refs[branch] = commit
+        return commit
+
+    def asked(self, method: str, name: str) -> list[Request]:
+        return [request for request in self.requests if request.method == method and name in request.path]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: tests look at Hub.requests."""
+
+    def do_HEAD(self) -> None:
+        self.answer()
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    def answer(self) -> None:
+        path = unquote(urlsplit(self.path).path).strip("/")
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+        host = (self.headers.get("Host") or "").partition(":")[0]
+        self.hub.requests.append(Request(self.command, path, host, self.headers.get("Range"), token))
+        if path.startswith("api/models/"):
+            repo, _, revision = path.removeprefix("api/models/").partition("/revision/")
+            self.question(repo, revision or "main", token)
+            return
+        storage = path.startswith("storage/")
+        repo, mark, rest = path.removeprefix("storage/").partition("/resolve/")
+        commit, _, name = rest.partition("/")
+        if not mark:
+            self.send(404, b"no such page")
+            return
+        # A signed address needs no token.
+        found = self.repo(repo, name, token, signed=storage)
+        if found is not None:
+            self.file(found, repo, commit, name, storage)
+
+    def repo(self, name: str, file: str | None, token: str | None, signed: bool = False) -> Repo | None:
+        """The repository, unless it is missing or this request may not see it: then that is answered."""
+        found = self.hub.repos.get(name)
+        if found is None:
+            self.refuse(401 if token is None else 404, "RepoNotFound", "Repository not found")
+            return None
+        if found.token is not None and token != found.token and not signed:
+            self.refuse(401, "GatedRepo", f"Access to model {name} is restricted.")
+            return None
+        fault = found.fault(
+            file, "unauthorized", "gated", "disabled", "status", "slow", "no_file", "not_a_hub"
+        )
+        kind = fault.kind if fault else ""
+        if kind == "slow":
+            time.sleep(3)
+        elif kind == "unauthorized":
+            self.refuse(401, "", "Invalid credentials in Authorization header")
+        elif kind == "gated":
+            self.refuse(403, "GatedRepo", "Access is restricted and you are not in the authorized list.")
+        elif kind == "disabled":
+            self.refuse(403, "", "Access to this resource is disabled.")
+        elif kind == "no_file":
+            self.refuse(404, "EntryNotFound", "Entry not found")
+        elif kind == "not_a_hub":
+            self.send(200, b"<html>Please log in to the wireless network</html>", {"ETag": '"portal"'})
+        elif fault:
+            self.refuse(fault.status, "", "Busy")
+        return None if kind not in ("", "slow") else found
+
+    def question(self, name: str, revision: str, token: str | None) -> None:
+        repo = self.repo(name, None, token)
+        if repo is None:
+            return
+        commit = repo.refs.get(revision, revision)
+        if commit not in repo.commits:
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return
+        siblings = []
+        for file, data in sorted(repo.commits[commit].items()):
+            entry: dict[str, object] = {"rfilename": file, "size": len(data), "blobId": git_oid(data)}
+            if is_large(file):
+                sha256 = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
+            siblings.append(entry)
+        answer = {"_id": "1", "id": name, "modelId": name, "sha": commit, "siblings": siblings}
+        self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def file(self, repo: Repo, name: str, commit: str, file: str, storage: bool) -> None:
+        commit = repo.refs.get(commit, commit)
+        data = repo.commits.get(commit, {}).get(file)
+        if data is None:
+            known = commit in repo.commits
+            self.refuse(404, "EntryNotFound" if known else "RevisionNotFound", "not found")
+            return
+        sha256 = hashlib.sha256(data).hexdigest()
+        about = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes", "ETag": f'"{git_oid(data)}"'}
+        if is_large(file):
+            about |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(data))}
+            if not storage:
+                # As on the hub, large files are on another host, which must not see the token.
+                place = f"http://localhost:{self.hub.port}/storage/{name}/resolve/{commit}/{file}"
+                self.send(302, b"", about | {"Location": place})
+                return
+        if self.command == "HEAD":
+            self.head(200, len(data), about)
+            return
+        self.body(repo, file, data, about)
+
+    def body(self, repo: Repo, file: str, data: bytes, about: dict[str, str]) -> None:
+        fault = repo.fault(file, "wrong", "short", "drop", "hold")
+        kind = fault.kind if fault else ""
+        if kind == "wrong":
+            data = bytes([data[0] ^ 1]) + data[1:]
+        if kind == "short":
+            data = data[: len(data) // 2]
+        start = int((self.headers.get("Range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        if start:
+            about = about | {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
+        rest = data[start:]
+        self.head(206 if start else 200, len(rest), about)
+        if kind in ("drop", "hold"):
+            self.wfile.write(rest[: len(rest) // 2])
+            self.wfile.flush()
+            if kind == "drop":
+                self.close_connection = True
+                return
+            self.hub.held.set()
+            self.hub.release.wait(60)
+            rest = rest[len(rest) // 2 :]
+        try:
+            self.wfile.write(rest)
+        except OSError:
+            self.close_connection = True  # the client was killed
+
+    def refuse(self, status: int, code: str, message: str) -> None:
+        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        self.send(status, json.dumps({"error": message}).encode(), headers)
+
+    def send(self, status: int, data: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.head(status, len(data), headers or {})
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def head(self, status: int, length: int, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+
+class RefusedError(Exception):
+    """What a call in the client's process raised: the error's class name and message."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+        self.message = message
+
+
+class Client:
+    """A process with its own hub environment, in which functions of this file are called by name."""
+
+    def __init__(self, home: Path, endpoint: str, **environment: str) -> None:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+        kept |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_ETAG_TIMEOUT": "1"} | environment
+        kept |= {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=kept,
+            text=True,
+        )
+
+    def start(self, function: str, *arguments: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([function, arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def call(self, function: str, *arguments: object) -> object:
+        """Raises RefusedError with what the function raised."""
+        self.start(function, *arguments)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the client's process has died"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RefusedError(answer["error"], answer["message"])
+        return answer["result"]
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait(30)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def do_fetch(repo: str, commit: str, files: dict[str, object], out: str) -> list[str]:
+    """Runs the action as a worker would; returns what it wrote."""
+    from mlcbuild import progress
+    from mlcbuild.fetch import fetch
+
+    seen: list[tuple[int, int]] = []
+    progress.listen(lambda done, total, unit: seen.append((done, total)))
+    fetch({"repo": repo, "commit": commit, "files": files}, {}, Path(out))  # type: ignore[dict-item]
+    assert all(0 <= done <= total for done, total in seen)
+    return sorted(path.relative_to(out).as_posix() for path in Path(out).rglob("*") if path.is_file())
+
+
+def do_lock(sources: list[str], keep: str | None = None) -> str:
+    from mlcbuild import lock
+    from mlcbuild.hub import HubSource, parse_source
+
+    parsed = [parse_source(source) for source in sources]
+    found = [source for source in parsed if isinstance(source, HubSource)]
+    return lock.text(lock.resolve(found, lock.read(Path(keep)) if keep else None))
+
+
+def do_moved(path: str) -> dict[str, str]:
+    from mlcbuild import lock
+
+    return {str(source): commit for source, commit in lock.moved(lock.read(Path(path))).items()}
+
+
+def do_imported() -> bool:
+    importlib.import_module("mlcbuild.fetch")
+    importlib.import_module("mlcbuild.lock")
+    return "huggingface_hub" in sys.modules
+
+
+CALLS: dict[str, Callable[..., object]] = {
+    "fetch": do_fetch,
+    "lock": do_lock,
+    "moved": do_moved,
+    "imported": do_imported,
+}
+
+
+def _serve_calls() -> None:
+    for line in sys.stdin:
+        function, arguments = json.loads(line)
+        try:
+            answer: dict[str, object] = {"result": CALLS[function](*arguments)}
+        except Exception as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _serve_calls()
