@@ -232,7 +232,7 @@ def test_published_models_are_read_in_full() -> None:
     assert (gemma.attention_softcap, gemma.logit_softcap, gemma.tie_embeddings) == (50.0, 30.0, True)
     assert found["Phi-3-mini-4k"].windows == (2047,) * 32
     long = found["Phi-3-mini-128k"].rope
-    assert long.attention_factor == pytest.approx(1.1902380714238083)
+    assert long.attention_factor == pytest.approx(1.1902380714238083, rel=1e-7)
     assert frequencies(long, 4096)[0][0] == pytest.approx(1 / 1.05)
     assert frequencies(long, 4097)[0][0] == pytest.approx(1 / 1.03)
     assert found["Phi-4-mini"].rope.dim == 96
@@ -282,7 +282,7 @@ def test_inverse_frequencies_are_those_of_transformers_to_the_last_bits() -> Non
             # torch's powers are not correctly rounded: two units in the last place, for few.
             assert max(map(abs, away)) <= 2, name
             assert sum(map(bool, away)) <= 3, name
-            assert factor == pytest.approx(case[key]["attention_factor"], rel=1e-15), name
+            assert bits(factor) == bits(case[key]["attention_factor"]), name
 
 
 def modern(values: Config) -> Config:
@@ -314,7 +314,7 @@ def test_what_transformers_writes_back_means_the_same() -> None:
 
 
 def test_bookkeeping_may_hold_anything() -> None:
-    odd = dict.fromkeys(IRRELEVANT, {"odd": [1.5]})
+    odd = {name: {"odd": [1.5]} for name in IRRELEVANT}
     assert parse(golden("llama-yarn") | odd) == parse(golden("llama-yarn"))
 
 
@@ -739,8 +739,8 @@ def test_the_json_form_is_a_contract() -> None:
 
 
 GOLDEN_DIGESTS = {
-    "gemma2": "56b54929107ac050dc0f33af57a2f576e54cfd231667d4d6adf317d7b3951418",
-    "phi3-longrope-long": "622e946ee3ce986be08ebfe2e30bb7fdeff722a3c7e6e7167b308063b0a696c8",
+    "gemma2": "37fd9ddfb4d89c45e8d42c3ab550d95f5f4308320901b5e9051b1b2eda7614e4",
+    "phi3-longrope-long": "8985d176a422999d488ad99c0ea75fd5a74ec2a9eefae101a1e6f0511096551d",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -115,7 +116,7 @@ def _common(fields: Fields, family: Family) -> ModelConfig:
         norm_eps=fields.number("rms_norm_eps", high=1.0),
         activation=fields.choice(family.activation_field, ACTIVATIONS, family.activation),
         rope=rope,
-        attention_scale=head_dim**-0.5,
+        attention_scale=1 / math.sqrt(head_dim),
         windows=(None,) * layers,
         tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -47,8 +48,8 @@ def _extend(fields: Fields, config: ModelConfig) -> ModelConfig:
         output_bias=attention_bias,
         norm_offset=1.0,
         post_norms=True,
-        embedding_scale=_rounding(fields)(f32(config.hidden_size**0.5)),
-        attention_scale=scalar**-0.5,
+        embedding_scale=_rounding(fields)(f32(math.sqrt(config.hidden_size))),
+        attention_scale=1 / math.sqrt(scalar),
         attention_softcap=fields.maybe_number("attn_logit_softcapping", 50.0),
         logit_softcap=fields.maybe_number("final_logit_softcapping", 30.0),
         windows=layer_windows(config, fields, alternating, window),

@@ -227,14 +227,15 @@ def _yarn(inner: Fields, base: _Base) -> Rope:
     )
     if scaling.beta_fast < scaling.beta_slow and inner.sound("beta_fast", "beta_slow"):
         inner.problem("beta_fast", f"must not be below beta_slow {scaling.beta_slow:g}")
-    return Rope(base.dim, rotary.yarn(base.theta, base.dim, scaling), attention)
+    return Rope(base.dim, rotary.yarn(base.theta, base.dim, scaling), rotary.f32(attention))
 
 
 def _longrope(inner: Fields, base: _Base) -> Rope:
     short = inner.numbers("short_factor", base.dim // 2)
     long = inner.numbers("long_factor", base.dim // 2)
     factor = inner.number("factor", base.max_position / base.original, high=1e9)
-    attention = inner.number("attention_factor", rotary.longrope_attention(factor, base.original), high=1e6)
+    suggested = rotary.longrope_attention(factor, base.original)
+    attention = rotary.f32(inner.number("attention_factor", suggested, high=1e6))
     return Rope(
         base.dim,
         rotary.longrope(base.theta, short),

@@ -2,6 +2,7 @@
 
 Every operation is done in double precision and rounded to float32, one at a time. Powers may differ from
 torch's in the last bit, because torch's are not correctly rounded; these are the same on every machine.
+Attention factors are float32 too: their logarithms differ between C libraries in bits beyond it.
 """
 
 from __future__ import annotations
