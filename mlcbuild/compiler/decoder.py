@@ -78,7 +78,9 @@ class Decoder:
         return [param for param in self.params if param.name.startswith(f"layers.{layer}.")]
 
     def attributes(self) -> dict[str, object]:
-        return {"tir_var_upper_bound": self.limits.bounds}
+        """Plan every buffer, results too, for the largest sizes: a few big blocks are then used again and
+        again, where exact sizes would leave one block in the runtime's pool for each size ever seen."""
+        return {"tir_var_upper_bound": self.limits.bounds, "relax.memory_plan_dynamic_func_output": True}
 
 
 def build(config: ModelConfig, scheme: Scheme, isa: ISA, limits: Limits) -> IRModule:
@@ -289,6 +291,4 @@ def _head_params(decoder: Decoder) -> list[Param]:
 
 def _reshaped(builder: relax.BlockBuilder, x: relax.Expr, shape: Sequence[Expr | int]) -> relax.Var:
     """The same memory under another shape."""
-    target = relax.ShapeExpr(list(shape))
-    kind = relax.TensorType(list(shape), "float32")
-    return builder.emit(relax.call_pure_packed("vm.builtin.reshape", x, target, ty_args=kind))
+    return builder.emit(relax.op.reshape(x, list(shape)))
