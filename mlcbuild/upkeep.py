@@ -1,0 +1,191 @@
+"""Looking after a store: is everything whole, what is in it, what can go."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlcbuild.canon import file_digest
+from mlcbuild.errors import StoreError
+from mlcbuild.links import STAMP, stamp
+from mlcbuild.locks import try_lock
+from mlcbuild.records import Record
+from mlcbuild.store import Store
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a full check found. Sentences name the step and file wherever a record tells."""
+
+    records: int
+    blobs: int
+    bytes: int
+    damaged: tuple[str, ...]
+    """Blobs and records whose bytes are not what their names say."""
+    missing: tuple[str, ...]
+    """Files that a record names and the store lacks: their steps run again."""
+    unused: int
+    """Blobs that no record names, as a killed run leaves them: `gc` removes them, or a re-run uses them."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.damaged and not self.missing
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Steps of one kind: the first part of their names."""
+
+    records: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Status:
+    root: Path
+    records: int
+    blobs: int
+    bytes: int
+    """Of all blobs, each counted once."""
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """Step kind -> its records and their bytes; a blob that two kinds share is counted in both."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What gc removed."""
+
+    records: int
+    blobs: int
+    bytes: int
+
+
+def verify(store: Store, *, repair: bool = False) -> Verified:
+    """Hashes every blob and checks every record against its key. May run beside builds.
+
+    `repair` removes what is damaged, so that the steps concerned run again. Raises StoreError when the
+    store cannot be read.
+    """
+    damaged: list[str] = []
+    missing: list[str] = []
+    good: dict[str, int] = {}
+    bad: set[str] = set()
+    with store.writing():
+        named, count = _sound_records(store, damaged, repair)
+        users = {digest: f"{name}: {path}" for name, record in named for path, digest, _ in record.rows}
+        for blob in _files(store.root / "cas"):
+            found = _check(blob)
+            if found is not None:
+                good[blob.name] = found
+                continue
+            bad.add(blob.name)
+            user = users.get(blob.name, "not used")
+            damaged.append(f"blob {blob.name} ({user}) has other bytes than its name says")
+            if repair:
+                blob.unlink(missing_ok=True)
+        for name, record in named:
+            lost = [row for row in record.rows if good.get(row[1]) != row[2]]
+            missing += [f"{name}: {path} (blob {digest})" for path, digest, _ in lost if digest not in bad]
+            if lost and repair:
+                (store.root / "ac" / record.key[:2] / record.key).unlink(missing_ok=True)
+    unused = len(good.keys() - users.keys())
+    return Verified(count, len(good), sum(good.values()), tuple(damaged), tuple(missing), unused)
+
+
+def status(store: Store) -> Status:
+    """Counts and bytes. Raises StoreError when the store cannot be read."""
+    kinds: dict[str, Kind] = {}
+    with store.writing():
+        named, count = _sound_records(store, [], repair=False)
+        for name, record in named:
+            kind = name.partition("/")[0]
+            old = kinds.get(kind, Kind())
+            kinds[kind] = Kind(old.records + 1, old.bytes + record.size)
+        sizes = [blob.stat().st_size for blob in _files(store.root / "cas")]
+    return Status(store.root, count, len(sizes), sum(sizes), dict(sorted(kinds.items())))
+
+
+def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None = None) -> Collected:
+    """Removes the records not used for `unused_days`, then the least recently used ones until the rest
+    fits into `max_bytes`, then every blob that no record names, and old logs.
+
+    Raises StoreError while a run is using the store: a blob that a run has published but not yet recorded
+    would look unused.
+    """
+    if not store.root.exists():
+        return Collected(0, 0, 0)
+    with store.writing():
+        lock = try_lock(store.root / "lock", keep=True)
+        if lock is None:
+            raise StoreError(f"{store.root} is in use by a running mlcbuild: collect when it has ended")
+        with lock:
+            return _collect(store, unused_days, max_bytes)
+
+
+def _collect(store: Store, unused_days: float | None, max_bytes: int | None) -> Collected:
+    cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
+    by_use = sorted(_files(store.root / "ac"), key=lambda path: path.stat().st_mtime, reverse=True)
+    kept: dict[str, int] = {}
+    held = removed = 0
+    for path in by_use:
+        record = store.record(path.name)
+        fresh = (
+            {} if record is None else {digest: size for _, digest, size in record.rows if digest not in kept}
+        )
+        grown = held + sum(fresh.values())
+        if record is None or path.stat().st_mtime < cutoff or (max_bytes is not None and grown > max_bytes):
+            path.unlink()
+            removed += 1
+        else:
+            kept |= fresh
+            held = grown
+    blobs = [(blob, blob.stat().st_size) for blob in _files(store.root / "cas") if blob.name not in kept]
+    for blob, _ in blobs:
+        blob.unlink()
+    for log in _files(store.root / "logs"):
+        if log.stat().st_mtime < cutoff:
+            log.unlink()
+    return Collected(removed, len(blobs), sum(size for _, size in blobs))
+
+
+def _sound_records(store: Store, damaged: list[str], repair: bool) -> tuple[list[tuple[str, Record]], int]:
+    """(step name, record) of every sound record, and how many files there are in all."""
+    found = []
+    count = 0
+    for path in _files(store.root / "ac"):
+        count += 1
+        record = store.record(path.name)
+        store.take_warnings()
+        try:
+            if record is not None and record.consistent():
+                found.append((record.made.step, record))
+                continue
+        except ValueError:
+            pass
+        damaged.append(f"record {path.name} is not what its name says")
+        if repair:
+            path.unlink(missing_ok=True)
+    return found, count
+
+
+def _check(blob: Path) -> int | None:
+    """The size of a blob whose bytes are right, stamped if a copy of the store lost that; or None."""
+    try:
+        found = blob.stat()
+        if file_digest(blob) != blob.name:
+            return None
+        if found.st_mtime_ns != STAMP * 10**9 and os.access(blob.parent, os.W_OK):
+            stamp(blob)
+        return found.st_size
+    except FileNotFoundError:
+        return None
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """All files below `root`, sorted, so that two reports of one state are equal."""
+    for directory, names, files in os.walk(root):
+        names.sort()
+        yield from (Path(directory, name) for name in sorted(files))
