@@ -1,0 +1,108 @@
+"""Loads a bundle and serves it until a signal says stop."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from mlcbuild_runtime.errors import ServingError, SetupError
+
+GRACE = 1
+"""Seconds that open connections get to end when the server stops."""
+
+
+@dataclass(frozen=True)
+class Options:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port; the ready line says which."""
+    threads: int | None = None
+    max_batch: int | None = None
+    max_pages: int | None = None
+
+
+def serve(path: Path | str, options: Options | None = None) -> int:
+    """Serves the bundle in directory `path` until SIGINT or SIGTERM; returns the exit code."""
+    options = options or Options()
+    try:
+        with _bind(options.host, options.port) as listener:
+            return _serve(Path(path), options, listener)
+    except ServingError as error:
+        print(f"mlcbuild-serve: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket, before the model is loaded: a port in use is a quick failure. Raises SetupError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SetupError(f"cannot listen on {host} port {port}: {reason}") from None
+    return listener
+
+
+def _serve(path: Path, options: Options, listener: socket.socket) -> int:
+    import uvicorn
+
+    from mlcbuild_runtime.engine import Engine
+    from mlcbuild_runtime.server import create_app
+    from mlcbuild_runtime.text import Tokenizer
+    from mlcbuild_runtime.vm import Model
+
+    model = Model.load(path, options.threads, options.max_pages)
+    tokenizer = Tokenizer.load(path, model.manifest.serving)
+    engine = Engine(model, tokenizer, options.max_batch).start()
+
+    class Server(uvicorn.Server):
+        """Ends the engine first: every open stream then ends by itself."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            limits = model.limits
+            print(  # noqa: T201
+                f"mlcbuild-serve: {model.manifest.name} is ready at {_url(listener)}"
+                f" (threads {model.threads}, context {limits.context_window}, batch {engine.max_batch})",
+                flush=True,
+            )
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            engine.close(timeout=0)
+            await super().shutdown(sockets)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """A signal is the normal end of a server; a second one does not wait for connections."""
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+    config = uvicorn.Config(
+        create_app(engine),
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=GRACE,
+    )
+    Server(config).run(sockets=[listener])
+    if not engine.close(timeout=0.2):
+        # A long step is still running inside the library, which cannot be interrupted: leave at once
+        # rather than unload the library under it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    return 0
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

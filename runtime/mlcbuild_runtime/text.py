@@ -1,0 +1,136 @@
+"""Text in, text out: prompts to tokens, and tokens to text as they come."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from mlcbuild_runtime.bundle import Serving
+from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.fields import Json
+from mlcbuild_runtime.template import ChatTemplate, Message, find_template
+from mlcbuild_runtime.vocabulary import JsonVocabulary, PieceVocabulary, Vocabulary
+
+
+class Tokenizer:
+    """The tokenizer of a bundle or of a checkpoint's directory."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, template: ChatTemplate, bos: int | None, eos: Iterable[int]
+    ) -> None:
+        """Use `load`."""
+        self.vocabulary, self._template, self.bos, self.eos = vocabulary, template, bos, frozenset(eos)
+
+    @classmethod
+    def load(cls, path: Path, serving: Serving | None = None) -> Tokenizer:
+        """Reads the tokenizer's files in directory `path`. Raises BundleError with one sentence.
+
+        A message ends at any of the tokens that `serving` names, and at the tokenizer's own eos_token.
+        """
+        serving = serving or Serving()
+        config = _object(path / "tokenizer_config.json")
+        special = _special_tokens(_object(path / "special_tokens_map.json") | config)
+        vocabulary: Vocabulary
+        if (path / "tokenizer.json").is_file():
+            vocabulary = JsonVocabulary(path / "tokenizer.json")
+        elif (path / "tokenizer.model").is_file():
+            vocabulary = PieceVocabulary(path / "tokenizer.model", config, special)
+        else:
+            raise BundleError(f"{path}: there is neither tokenizer.json nor tokenizer.model in it")
+        ends = set(serving.eos_token_ids)
+        ends |= {token for token in [vocabulary.token_id(special.get("eos_token", ""))] if token is not None}
+        bos = serving.bos_token_id
+        if bos is None and "bos_token" in special:
+            bos = vocabulary.token_id(special["bos_token"])
+        return cls(vocabulary, ChatTemplate(find_template(path, config), special), bos, ends)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a prompt, with BOS where the tokenizer adds one. A BOS in the text is not doubled."""
+        tokens = self.vocabulary.encode(text, special=True)
+        if self.bos is not None and tokens[:2] == [self.bos, self.bos]:
+            return tokens[1:]
+        return tokens
+
+    def chat(self, messages: Sequence[Message], options: Mapping[str, Json] | None = None) -> list[int]:
+        """Tokens of the prompt for an answer to `messages`; `options` are more variables for the template.
+
+        The template writes every special token itself. Raises RequestError.
+        """
+        return self.vocabulary.encode(self._template.render(messages, options or {}), special=False)
+
+    def stream(self, stop: Sequence[str] = (), message: bool = False) -> TextStream:
+        """`message`: the text is a whole message, not the continuation of one."""
+        return TextStream(self.vocabulary, stop, message and self.vocabulary.leading_space)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of a whole sequence of tokens, special ones left out."""
+        stream = self.stream(message=True)
+        return "".join([*(stream.push(token) for token in tokens), stream.finish()])
+
+
+class TextStream:
+    """Tokens to text, piece by piece: never half a character, never a part of a stop string."""
+
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], strip: bool) -> None:
+        self._vocabulary, self._stop, self._strip = vocabulary, stop, strip
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self.stopped = False
+        """A stop string has appeared: no more text will come."""
+
+    def push(self, token: int) -> str:
+        """The text that is certain now."""
+        return self._take(self._decoder.decode(self._vocabulary.token_bytes(token)))
+
+    def finish(self) -> str:
+        """What is left when no more tokens come: an unfinished character becomes U+FFFD."""
+        text = self._take(self._decoder.decode(b"", final=True))
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _take(self, text: str) -> str:
+        if self.stopped or not text:
+            return ""
+        if self._strip:
+            self._strip = False
+            text = text.removeprefix(" ")
+        text = self._held + text
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if places:
+            self.stopped, self._held = True, ""
+            return text[: min(places)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _object(path: Path) -> dict[str, Json]:
+    if not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise BundleError(f"{path}: not valid JSON: {error}") from None
+    return document if isinstance(document, dict) else {}
+
+
+def _special_tokens(config: Mapping[str, Json]) -> dict[str, str]:
+    """bos_token, eos_token and so on, each as the text that a template writes."""
+    found = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                found[name] = content
+    return found
