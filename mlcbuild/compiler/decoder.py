@@ -7,7 +7,7 @@ are changed in place, which is why these functions are impure: no pass may drop 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,10 +20,9 @@ from tvm.tirx import Expr, Var
 from mlcbuild import quant
 from mlcbuild.compiler.kernels.attention import NO_WINDOW
 from mlcbuild.compiler.kernels.cache import PAGE
-from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.layers import Batch, Parts, Weights
 from mlcbuild.models import ModelConfig, Param, frequencies, parameters
-from mlcbuild.quant import Scheme, StoredTensor
+from mlcbuild.quant import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,25 @@ class Decoder:
     def layer_params(self, layer: int) -> list[Param]:
         return [param for param in self.params if param.name.startswith(f"layers.{layer}.")]
 
+    def products(self) -> Iterator[tuple[str, str, str | None]]:
+        """(parameter, kernel, reason if it is a slow one) of each matrix product, and of the lookup."""
+        parts = self.parts
+        yield "embed.lookup", parts.table.name, None
+        tied = self.config.tie_embeddings
+        for param in self.params:
+            if len(param.shape) == 2 and (tied or param.name != "embed.weight"):
+                rows, columns = param.shape
+                product = parts.linear(param.name, (rows, columns))
+                yield param.name, product.name, product.fallback
+
     def attributes(self) -> dict[str, object]:
         """Plan every buffer, results too, for the largest sizes: a few big blocks are then used again and
         again, where exact sizes would leave one block in the runtime's pool for each size ever seen."""
         return {"tir_var_upper_bound": self.limits.bounds, "relax.memory_plan_dynamic_func_output": True}
 
 
-def build(config: ModelConfig, scheme: Scheme, isa: ISA, limits: Limits) -> IRModule:
+def build(decoder: Decoder) -> IRModule:
     """The module of a library with its kernels, before any pass."""
-    decoder = Decoder(Parts(config, scheme, isa), limits)
     _create_cache(decoder)
     _embed(decoder)
     trunk = _trunk(decoder, _layer_functions(decoder))
@@ -211,7 +220,7 @@ class _Layer:
         return self.weights.get(name, ())
 
     def product(self, name: str, shape: tuple[int, int], x: Tensor) -> Tensor:
-        return self.parts.product(self.prefix + name, shape, x, self.weights[name])
+        return self.parts.linear(self.prefix + name, shape).apply(x, self.weights[name])
 
     def emit(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[Var, Var]) -> Tensor:
         parts, config, width = self.parts, self.parts.config, self.parts.heads.width

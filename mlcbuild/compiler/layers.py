@@ -18,9 +18,9 @@ from mlcbuild import quant
 from mlcbuild.compiler.kernels import activation, norm, rope
 from mlcbuild.compiler.kernels.attention import Attention, attention
 from mlcbuild.compiler.kernels.cache import Heads
-from mlcbuild.compiler.kernels.embedding import embedding
+from mlcbuild.compiler.kernels.embedding import Embedding, embedding
 from mlcbuild.compiler.kernels.isa import ISA
-from mlcbuild.compiler.kernels.linear import linear
+from mlcbuild.compiler.kernels.linear import Linear, linear
 from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Scheme
 
@@ -64,20 +64,22 @@ class Parts:
     def norm(self, size: int) -> norm.Norm:
         return norm.Norm(self.isa, size, self.config.norm_eps, self.config.norm_offset)
 
+    @cached_property
+    def table(self) -> Embedding:
+        own = quant.scheme_for(self.scheme, "embed.weight")
+        return embedding(self.isa, own, self.config.vocab_size, self.config.hidden_size)
+
+    def linear(self, name: str, shape: tuple[int, int]) -> Linear:
+        """The product with the parameter `name` of this [out, in] shape."""
+        return linear(self.isa, quant.scheme_for(self.scheme, name), *shape)
+
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
         """tokens int32 [n] -> [n, hidden], scaled as the family does."""
         config = self.config
-        own = quant.scheme_for(self.scheme, "embed.weight")
-        table = embedding(self.isa, own, config.vocab_size, config.hidden_size)
-        found = table.apply(tokens, weights["embed.weight"])
+        found = self.table.apply(tokens, weights["embed.weight"])
         if config.embedding_scale == 1.0:
             return found
         return _in_place(activation.scaled(self.isa, config.embedding_scale, config.hidden_size), found)
-
-    def product(self, name: str, shape: tuple[int, int], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """x @ W.T for the parameter `name` of this [out, in] shape."""
-        own = quant.scheme_for(self.scheme, name)
-        return linear(self.isa, own, *shape).apply(x, weights)
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
         dim = self.config.rope.dim
@@ -150,7 +152,7 @@ class Parts:
         """x [q, hidden], normed -> [q, vocab]."""
         config = self.config
         name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
-        found = self.product(name, (config.vocab_size, config.hidden_size), x, weights[name])
+        found = self.linear(name, (config.vocab_size, config.hidden_size)).apply(x, weights[name])
         if config.logit_softcap is None:
             return found
         return _in_place(activation.capped(self.isa, config.logit_softcap, config.vocab_size), found)

@@ -1,0 +1,119 @@
+"""The step action that compiles a library: checks, a process for TVM, the linker."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import mlcbuild.errors
+from mlcbuild import models, quant, targets
+from mlcbuild.canon import Json
+from mlcbuild.compiler import child, toolchain
+from mlcbuild.errors import CompileError, MlcbuildError
+from mlcbuild.models import ModelConfig
+from mlcbuild.targets import Target
+
+TIMEOUT = 3600
+"""Seconds; a library takes a few."""
+
+
+def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Write model.so, model.dylib or model.o, and library.json, into `out`.
+
+    params: scheme, target and limits as JSON. inputs["config"]: directory with config.json, ours.
+    Raises CompileError when a limit, the target or the compiler stands in the way, CheckpointError for a
+    config that is not one of ours, SetupError when this machine cannot link for the target.
+    """
+    config = json.loads((inputs["config"] / "config.json").read_text())
+    target = targets.from_json(cast("Mapping[str, Json]", params["target"]))
+    _check(models.from_json(config), params, target)
+    toolchain.linker_identity(target)  # say what is missing before the long part
+    with tempfile.TemporaryDirectory(prefix="mlcbuild-compile-") as area:
+        directory = Path(area)
+        (directory / "request.json").write_text(json.dumps({**params, "config": config}))
+        run_child(directory, TIMEOUT)
+        objects = [directory / name for name in json.loads((directory / child.OBJECTS).read_text())]
+        toolchain.link(objects, out / library_name(target), target)
+        shutil.copyfile(directory / child.METADATA, out / child.METADATA)
+
+
+def library_name(target: Target) -> str:
+    """The file that a library for this target is."""
+    if target.output == "object":
+        return "model.o"
+    return "model.dylib" if target.system == "macos" else "model.so"
+
+
+def _check(config: ModelConfig, params: Mapping[str, Json], target: Target) -> None:
+    """Everything that can be wrong with a request before work starts. Raises CompileError."""
+    found = []
+    limits = cast("Mapping[str, int]", params["limits"])
+    for name in ("context_window", "prefill_chunk", "max_batch"):
+        if limits[name] < 1:
+            found.append(f"compile.{name} must be at least 1, found {limits[name]}")
+    if limits["context_window"] > config.max_position:
+        found.append(
+            f"compile.context_window is {limits['context_window']}, but the model was made for"
+            f" {config.max_position} positions: use at most that"
+        )
+    if target.output == "shared" and target.system not in ("linux", "macos"):
+        found.append(f"a shared library for {target.triple} cannot be made: use `output: object`")
+    scheme = quant.from_json(cast("dict[str, Json]", params["scheme"]))
+    found += quant.check_overrides(scheme, models.parameters(config))
+    if found:
+        raise CompileError("\n".join(found))
+
+
+def run_child(directory: Path, seconds: float) -> None:
+    """Run the compiler on the request in `directory`. Raises CompileError, or what the child raised."""
+    command = [sys.executable, "-c", "from mlcbuild.compiler.child import main; main()", str(directory)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}
+    errors = directory / "stderr"
+    with errors.open("wb") as log:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise CompileError(
+                f"the compiler did not finish in {seconds:g} s; it was at '{_phase(directory)}'"
+            ) from None
+    text = errors.read_text(errors="replace")
+    sys.stderr.write(text)  # into the step's log
+    if done.returncode != 0:
+        raise _failure(directory, done.returncode, text)
+
+
+def _failure(directory: Path, code: int, text: str) -> MlcbuildError:
+    reported = directory / child.ERROR
+    if reported.is_file():
+        name, message = json.loads(reported.read_text())
+        kind = getattr(mlcbuild.errors, name)
+        error: MlcbuildError = kind(message)
+        return error
+    tail = "\n".join(text.strip().splitlines()[-12:])
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"stopped with exit code {code}"
+    return CompileError(f"the compiler {how} at '{_phase(directory)}':\n{tail}".rstrip(":\n"))
+
+
+def _phase(directory: Path) -> str:
+    try:
+        return (directory / child.PHASE).read_text()
+    except OSError:
+        return "start"

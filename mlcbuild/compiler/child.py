@@ -1,0 +1,42 @@
+"""The process in which TVM runs: a crash of the compiler becomes an error of one step, with its place.
+
+The parent leaves request.json in a directory of its own; this writes objects and library.json beside it,
+keeps the name of the current phase in `phase`, and an error that is somebody's to mend in error.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlcbuild.errors import MlcbuildError
+
+if TYPE_CHECKING:
+    from mlcbuild.canon import Json
+
+OBJECTS, METADATA, PHASE, ERROR = "objects.json", "library.json", "phase", "error.json"
+
+
+def main() -> None:
+    """Compile what the directory in argv[1] asks for."""
+    directory = Path(sys.argv[1])
+    request: dict[str, Json] = json.loads((directory / "request.json").read_text())
+
+    def mark(phase: str) -> None:
+        (directory / PHASE).write_text(phase)
+
+    mark("start the compiler")
+    try:
+        from mlcbuild.compiler import library
+
+        objects = library.build(request, directory, mark)
+    except MlcbuildError as error:
+        (directory / ERROR).write_text(json.dumps([type(error).__name__, str(error)]))
+        sys.exit(1)
+    (directory / OBJECTS).write_text(json.dumps([path.name for path in objects]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""As much of ELF (System V ABI, 64 bit, little endian) as is needed to see what a library asks of its process."""
+
+from __future__ import annotations
+
+import struct
+
+_DYNSYM = 11
+_UNDEFINED = 0
+_WEAK = 2
+
+
+def undefined(data: bytes) -> frozenset[str]:
+    """Names of the dynamic symbols that a shared library needs from elsewhere; weak ones may be absent.
+
+    Raises ValueError if `data` is no such file.
+    """
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF file")
+    (start,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    found: set[str] = set()
+    for index in range(count):
+        _, kind, _, _, offset, length, link = struct.unpack_from("<IIQQQQI", data, start + index * size)
+        if kind == _DYNSYM:
+            (names,) = struct.unpack_from("<Q", data, start + link * size + 24)
+            found |= {_text(data, names + name) for name in _needed(data[offset : offset + length])}
+    return frozenset(found)
+
+
+def _needed(table: bytes) -> list[int]:
+    """Places in the string table of the undefined symbols that must be there."""
+    symbols = struct.iter_unpack("<IBBHQQ", table)
+    return [name for name, info, _, section, _, _ in symbols if section == _UNDEFINED and name and info >> 4 != _WEAK]
+
+
+def _text(data: bytes, start: int) -> str:
+    return data[start : data.index(b"\0", start)].decode()

@@ -1,0 +1,1 @@
+"""Passes of ours over a library's module."""

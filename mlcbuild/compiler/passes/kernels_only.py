@@ -1,0 +1,35 @@
+"""Refuses a module in which anything but a finished kernel would compute.
+
+TVM would otherwise legalise what is left to loops that nobody scheduled: right, and a hundred times too slow.
+"""
+
+from __future__ import annotations
+
+from tvm import IRModule, relax
+from tvm.ir import Op, transform
+from tvm.tirx import PrimFunc
+
+from mlcbuild.errors import CompileError
+
+ALLOWED = frozenset({"relax.call_tir", "relax.call_tir_inplace", "relax.reshape", "relax.builtin.alloc_tensor"})
+"""Operations that call a kernel, rename memory or allocate it."""
+
+
+@transform.module_pass(opt_level=0, name="KernelsOnly")
+def kernels_only(mod: IRModule, _: transform.PassContext) -> IRModule:
+    """Raises CompileError naming each operation without a kernel and each kernel without a schedule."""
+    found: set[str] = set()
+    for name, function in sorted(mod.functions.items(), key=lambda item: str(item[0].name_hint)):
+        if isinstance(function, PrimFunc) and not function.attrs.get("tirx.is_scheduled", False):
+            found.add(f"kernel '{name.name_hint}' has no schedule")
+        if isinstance(function, relax.Function):
+            where = str(name.name_hint)
+            relax.analysis.post_order_visit(function, lambda node, where=where: _look(node, where, found))
+    if found:
+        raise CompileError("the compiler made a library that would be slow: " + "; ".join(sorted(found)))
+    return mod
+
+
+def _look(node: object, where: str, found: set[str]) -> None:
+    if isinstance(node, relax.Call) and isinstance(node.op, Op) and str(node.op.name) not in ALLOWED:
+        found.add(f"function '{where}' uses {node.op.name}, for which there is no kernel")

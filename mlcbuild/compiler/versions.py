@@ -1,0 +1,37 @@
+"""The programs whose versions decide what a library's bytes are. Nothing here imports TVM."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from mlcbuild.compiler.toolchain import linker_identity
+from mlcbuild.errors import SetupError
+from mlcbuild.targets import Target
+
+LLVM = "22"
+"""Major version of the LLVM inside the wheel of TVM; the compiling process checks it."""
+
+
+def tools(target: Target) -> dict[str, str]:
+    """Versions of everything that makes a library for a target, for its cache key. Raises SetupError."""
+    return {**compiler(), "linker": linker_identity(target)}
+
+
+def compiler() -> dict[str, str]:
+    """The part that is inside the wheel of TVM. Raises SetupError when it is not installed."""
+    try:
+        return {"apache-tvm": metadata.version("apache-tvm"), "llvm": LLVM}
+    except metadata.PackageNotFoundError:
+        raise SetupError("the compiler is not installed: pip install mlcbuild installs apache-tvm with it") from None
+
+
+def check() -> None:
+    """In the compiling process: TVM's LLVM is the one that keys name. Raises SetupError."""
+    from tvm.target.codegen import llvm_version_major
+
+    found = str(llvm_version_major())
+    if found != LLVM:
+        raise SetupError(
+            f"this apache-tvm {metadata.version('apache-tvm')} carries LLVM {found}, but mlcbuild knows it with"
+            f" LLVM {LLVM}: install the version that mlcbuild asks for"
+        )
