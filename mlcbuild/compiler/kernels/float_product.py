@@ -5,6 +5,9 @@ row. A row is read in blocks of `planes` vectors. x is first packed into the ord
 vectors appear; where K is no multiple of a block, the last block starts early and overlaps the one
 before it, and x is zero in the lanes already covered. So no kernel has a tail along K.
 
+Expressions are nested rather than bound to variables: a pass of TVM takes time that grows with the square
+of their number, and LLVM finds common ones by itself.
+
 Three paths by the number of rows m of x:
     1       weights stream through registers once;
     2 .. 8  the same with `batch` rows of x for each pass over a few weight rows, which stay in L1;
@@ -170,7 +173,7 @@ def _one_row(call: _Call, x: Buffer) -> None:
     form = call.form
     line = T.alloc_buffer((1, packed(form).stride), "float32")
     _pack_row(form, x, line, i64(0))
-    tiles = -(-form.n // COLUMNS)
+    tiles = -(-form.n // _width(form, 1))
     small = form.n * form.row_bytes < SERIAL_BYTES
     with (T.serial if small else T.parallel)(0, i64(tiles)) as tile:
         _stream_tile(call, line, tile, [i64(0)])
@@ -181,12 +184,11 @@ def _several_rows(call: _Call, x: Buffer) -> None:
     lines = T.alloc_buffer((m, packed(form).stride), "float32")
     with T.parallel(0, m) as i:
         _pack_row(form, x, lines, i)
+    batch = form.isa.batch
     with T.If(m <= STREAMED_ROWS):
-        with T.Then(), T.parallel(0, i64(-(-form.n // COLUMNS))) as tile:
-            batch = form.isa.batch
-            with T.serial(0, (m + (batch - 1)) // batch) as group:
-                rows = [T.min(group * batch + i, m - 1) for i in range(batch)]
-                _stream_tile(call, lines, tile, rows)
+        tiles, groups = i64(-(-form.n // _width(form, batch))), (m + (batch - 1)) // batch
+        with T.Then(), T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
+            _stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
         with T.Else(), T.parallel(0, i64(-(-form.n // BLOCK_ROWS))) as block:
             _block_product(call, lines, block)
 
@@ -199,12 +201,12 @@ def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
     def pack_lane(block: Expr, lane: Expr, checked: bool) -> None:
         total: Expr = f32(0)
         for plane in range(form.planes):
-            k = T.bind(form.start(block) + lane * form.planes + plane)
+            k = form.start(block) + lane * form.planes + plane
             value = x[row, k]
             if checked:
                 fresh = T.And(k >= whole * form.lanes * form.planes, k < form.k)
                 value = T.if_then_else(fresh, value, f32(0))
-            value = T.bind(value)
+
             total = total + value
             place = block * order.step + plane * form.lanes + lane
             T.buffer_store(lines, value * f32(1 / form.factor(plane)), [row, place])
@@ -220,23 +222,25 @@ def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
             pack_lane(block, lane, True)
 
 
+def _width(form: RowFormat, rows: int) -> int:
+    """Weight rows that are streamed together for some rows of x, so that all sums stay in registers."""
+    return form.isa.stream_rows if rows == 1 else max(1, form.isa.stream_rows // 2)
+
+
 def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -> None:
-    """COLUMNS outputs of a few rows of x, weights going through registers straight from memory."""
+    """A few outputs of a few rows of x, weights going through registers straight from memory."""
     form = call.form
-    wide = form.isa.stream_rows if len(rows) == 1 else max(1, form.isa.stream_rows // 2)
-    sums: list[list[Expr]] = [[] for _ in rows]
-    for first in range(0, COLUMNS, wide):
-        acc = registers(len(rows), wide, form.lanes)
-        names = [T.bind(call.row(tile * COLUMNS + first + c)) for c in range(wide)]
-        with T.serial(0, i64(form.blocks)) as block:
-            for name in names:
-                form.fetch(call.weights, name, block)
-            loaded = [form.load(call.weights, name, block) for name in names]
-            _stream_block(form, _XBlock(lines, rows, block), loaded, acc)
-        for i, line in enumerate(acc):
-            sums[i] += [T.bind(cell.value) for cell in line]
-    for i, row in enumerate(rows):
-        call.output.store(row, tile * COLUMNS, lane_sums(sums[i], form.lanes), COLUMNS, True)
+    wide = _width(form, len(rows))
+    acc = registers(len(rows), wide, form.lanes)
+    columns = [call.row(tile * wide + c) for c in range(wide)]
+    with T.serial(0, i64(form.blocks)) as block:
+        for column in columns:
+            form.fetch(call.weights, column, block)
+        loaded = [form.load(call.weights, column, block) for column in columns]
+        _stream_block(form, _XBlock(lines, rows, block), loaded, acc)
+    for row, line in zip(rows, acc, strict=True):
+        sums = lane_sums([cell.value for cell in line], form.lanes)
+        call.output.store(row, tile * wide, sums, wide, True)
 
 
 @dataclass(frozen=True)
@@ -259,15 +263,15 @@ def _stream_block(
     scales = [form.scale(block) for block in loaded]
     totals: list[list[Expr]] = []
     for i, line in enumerate(acc):
-        start = T.bind(x.vector(order, i, form.planes)) if order.offset else f32(0, lanes)
+        start = x.vector(order, i, form.planes) if order.offset else f32(0, lanes)
         totals.append(
             [cell.value if scale is None else start for cell, scale in zip(line, scales, strict=True)]
         )
     for plane in range(form.planes):
-        values = [T.bind(form.streamed(block, plane)) for block in loaded]
+        values = [form.streamed(block, plane) for block in loaded]
         for i, line in enumerate(totals):
-            vector = T.bind(x.vector(order, i, plane))
-            totals[i] = [T.bind(fma(w, vector, t, lanes)) for w, t in zip(values, line, strict=True)]
+            vector = x.vector(order, i, plane)
+            totals[i] = [fma(w, vector, t, lanes) for w, t in zip(values, line, strict=True)]
     for line, total in zip(acc, totals, strict=True):
         for cell, value, scale in zip(line, total, scales, strict=True):
             cell.set(value if scale is None else fma(value, scale, cell.value, lanes))
@@ -295,7 +299,7 @@ def _scratch_stride(form: RowFormat) -> int:
 def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
     """BLOCK_ROWS weight rows times all rows of x."""
     form, m = call.form, call.m
-    tiles = T.bind(T.min(i64(BLOCK_ROWS), form.n - index * BLOCK_ROWS) + (COLUMNS - 1)) // COLUMNS
+    tiles = (T.min(i64(BLOCK_ROWS), form.n - index * BLOCK_ROWS) + (COLUMNS - 1)) // COLUMNS
     scratch = T.alloc_buffer((BLOCK_ROWS, _scratch_stride(form)), "float32")
     size = _blocks_at_once(form)
     with T.serial(0, i64(-(-form.blocks // size))) as number:
@@ -305,7 +309,7 @@ def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
         tall = form.isa.tile_rows
         with T.serial(0, (m + (tall - 1)) // tall) as group, T.serial(0, tiles) as tile:
             acc = _tile_product(call, lines, scratch, (group * tall, tile * COLUMNS), chunk)
-            sums = [lane_sums([T.bind(cell.value) for cell in line], form.lanes) for line in acc]
+            sums = [lane_sums([cell.value for cell in line], form.lanes) for line in acc]
             column = index * BLOCK_ROWS + tile * COLUMNS
             with T.If(number == 0):
                 with T.Then():
@@ -317,7 +321,7 @@ def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
 def _unpack_row(call: _Call, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
     """A chunk of weight row r of block `index` as float32, in the order of packed x without offsets."""
     form = call.form
-    row = T.bind(call.row(index * BLOCK_ROWS + r))
+    row = call.row(index * BLOCK_ROWS + r)
     with T.serial(0, chunk.count) as b:
         loaded = form.load(call.weights, row, chunk.first + b)
         for plane in range(form.planes):
@@ -331,14 +335,14 @@ def _tile_product(
     """A register tile over one chunk: rows of x from corner[0], unpacked weight rows from corner[1]."""
     form, lanes = call.form, call.form.lanes
     acc = registers(form.isa.tile_rows, COLUMNS, lanes)
-    rows = [T.bind(T.min(corner[0] + i, call.m - 1)) for i in range(form.isa.tile_rows)]
+    rows = [T.min(corner[0] + i, call.m - 1) for i in range(form.isa.tile_rows)]
     with T.serial(0, chunk.count) as b:
         x = _XBlock(lines, rows, chunk.first + b)
         for plane in range(form.planes):
             place = span((b * form.planes + plane) * lanes, lanes)
-            columns = [T.bind(scratch[corner[1] + c, place]) for c in range(COLUMNS)]
+            columns = [scratch[corner[1] + c, place] for c in range(COLUMNS)]
             for i, line in enumerate(acc):
-                vector = T.bind(x.vector(packed(form), i, plane))
+                vector = x.vector(packed(form), i, plane)
                 for cell, column in zip(line, columns, strict=True):
                     cell.set(fma(column, vector, cell.value, lanes))
     return acc

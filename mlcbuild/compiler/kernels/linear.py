@@ -48,9 +48,9 @@ class Linear:
         """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order, bias float32 [n] ->
         float32 [m, n]. Emits one call of a kernel, which all calls with an equal Linear share."""
         out = Tensor.placeholder([x.shape[0], self.n], "float32")
-        kernel = _kernel(self, bias is not None)
+        made = kernel(self, bias is not None)
         arguments = [x, *weights, *([bias] if bias is not None else [])]
-        return tensor_ir_op(kernel, str(kernel.attrs["global_symbol"]), arguments, out)
+        return tensor_ir_op(made, str(made.attrs["global_symbol"]), arguments, out)
 
 
 def linear(isa: ISA, scheme: Scheme, n: int, k: int) -> Linear:
@@ -69,6 +69,7 @@ def _rows(of: Linear) -> float_product.RowFormat | None:
 
 
 @cache
-def _kernel(of: Linear, bias: bool) -> PrimFunc:
+def kernel(of: Linear, bias: bool) -> PrimFunc:
+    """The function (x, stored tensors, bias if asked for, out) behind a product; one object for equal ones."""
     rows = _rows(of)
     return float_product.product(rows, bias) if rows else w4a8.product(of.isa, of.n, of.k, bias)

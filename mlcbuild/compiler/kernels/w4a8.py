@@ -95,11 +95,11 @@ class _Call:
         """One vector of int32 lanes, each with the bytes of quads j (low) and 4 + j (high) of a row."""
         lanes = self.isa.lanes
         raw = self.weight[tile, group, span(j * 64 + vector * lanes * 4, 4 * lanes)]
-        return T.bind(T.reinterpret(typed("int32", lanes), raw))
+        return T.reinterpret(typed("int32", lanes), raw)
 
     def scales(self, tile: Expr, group: Expr, vector: int) -> Expr:
         lanes = self.isa.lanes
-        return T.bind(load_f32(self.isa, self.scale, (tile, group, vector * lanes), lanes))
+        return load_f32(self.isa, self.scale, (tile, group, vector * lanes), lanes)
 
 
 def workspace(isa: ISA, n: int, k: int, m: int) -> int:
@@ -151,7 +151,7 @@ def _several_rows(call: _Call, x: Buffer) -> None:
         with T.Then(), T.parallel(0, i64(matrix.tiles)) as tile:
             batch = matrix.isa.dot_batch
             with T.serial(0, (m + (batch - 1)) // batch) as part:
-                _stream_tile(call, tile, [T.bind(T.min(part * batch + i, m - 1)) for i in range(batch)])
+                _stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
         with T.Else(), T.parallel(0, i64(-(-matrix.tiles // matrix.block_tiles))) as block:
             _block_product(call, block)
 
@@ -185,16 +185,16 @@ def _add_group(
     """acc[i][c] += one group of row i of x times the weights of column vector c: (operands of the group's
     quads, scales)."""
     isa, form, records = call.isa, call.matrix.records, call.records
-    corrections = [T.bind(form.correction(records, row, group)) for row in rows]
+    corrections = [form.correction(records, row, group) for row in rows]
     totals = [[dot.start(isa, correction) for _ in columns] for correction in corrections]
     for quad in range(dot.QUADS):
         for i, row in enumerate(rows):
-            activations = [T.bind(a) for a in form.activations(records, row, group, quad)]
+            activations = form.activations(records, row, group, quad)
             for c, (operands, _) in enumerate(columns):
                 for operand, a in zip(operands[quad], activations, strict=True):
-                    totals[i][c] = T.bind(dot.step(isa, totals[i][c], operand, a))
+                    totals[i][c] = dot.step(isa, totals[i][c], operand, a)
     for i, row in enumerate(rows):
-        scale = T.bind(form.scale(records, row, group))
+        scale = form.scale(records, row, group)
         for c, (_, scales) in enumerate(columns):
             sums = T.Cast(typed("float32", isa.lanes), dot.finish(isa, totals[i][c], corrections[i]))
             factor = scales * splat(scale, isa.lanes)
@@ -239,7 +239,7 @@ def _block_product(call: _Call, block: Expr) -> None:
 def _unpack(call: _Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
     matrix, isa = call.matrix, call.isa
     for t in range(matrix.block_tiles):
-        tile = T.bind(T.min(block * matrix.block_tiles + t, i64(matrix.tiles - 1)))
+        tile = T.min(block * matrix.block_tiles + t, i64(matrix.tiles - 1))
         for vector in range(matrix.vectors):
             lane = span(t * TILE + vector * isa.lanes, isa.lanes)
             T.buffer_store(scratch.scales, call.scales(tile, scratch.first + group, vector), [group, lane])
@@ -255,7 +255,7 @@ def _tile_product(call: _Call, scratch: _Scratch, first: Expr, vectors: range) -
     """A register tile over the unpacked groups."""
     isa = call.isa
     acc = registers(isa.dot_rows, len(vectors), isa.lanes)
-    rows = [T.bind(T.min(first + i, call.m - 1)) for i in range(isa.dot_rows)]
+    rows = [T.min(first + i, call.m - 1) for i in range(isa.dot_rows)]
     count = dot.parts(isa)
     with T.serial(0, scratch.count) as group:
         columns = []
@@ -264,7 +264,7 @@ def _tile_product(call: _Call, scratch: _Scratch, first: Expr, vectors: range) -
             loaded = [
                 [scratch.operands[group, q * count + p, lane] for p in range(count)] for q in range(dot.QUADS)
             ]
-            columns.append((loaded, T.bind(scratch.scales[group, lane])))
+            columns.append((loaded, scratch.scales[group, lane]))
         _add_group(call, rows, scratch.first + group, columns, acc)
     return acc
 
