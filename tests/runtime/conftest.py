@@ -1,0 +1,45 @@
+"""Bundles and servers for the tests of the runtime."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from . import shared
+from .shared import Server
+
+
+@pytest.fixture(scope="session")
+def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of toy.py. Read only: `toy_copy` may be changed."""
+
+    def build(out: Path) -> None:
+        script = Path(__file__).with_name("toy.py")
+        subprocess.run([sys.executable, str(script), str(out)], check=True, env=shared.environment())
+
+    return shared.once(tmp_path_factory, "toy", build)
+
+
+@pytest.fixture
+def toy_copy(toy_bundle: Path, tmp_path: Path) -> Path:
+    """A copy of the toy bundle to do damage to."""
+    return Path(shutil.copytree(toy_bundle, tmp_path / "toy"))
+
+
+@pytest.fixture(scope="module")
+def server(toy_bundle: Path) -> Iterator[Server]:
+    """A server of the toy bundle, one for each module of tests."""
+    with shared.serving(toy_bundle) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found

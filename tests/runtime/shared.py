@@ -1,0 +1,110 @@
+"""What test processes share: things built once for a run, and server processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT = 60.0
+"""Seconds; a machine that is busy with other tests is slow."""
+
+
+def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]) -> Path:
+    """A directory that the first test process to ask for it builds; the others wait."""
+    base = factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    final, failed, lock = root / name, root / f"{name}.failed", root / f"{name}.lock"
+    try:
+        os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        end = time.monotonic() + 2 * WAIT
+        while not final.exists():
+            if failed.exists() or time.monotonic() > end:
+                raise RuntimeError(f"{name} could not be built; another process has the reason") from None
+            time.sleep(0.05)
+        return final
+    try:
+        part = root / f"{name}.part"
+        build(part)
+        part.rename(final)
+    except BaseException:
+        failed.touch()
+        raise
+    return final
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """For a child process that uses the runtime of this checkout."""
+    found = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
+    return {**found, "PYTHONPATH": str(ROOT / "runtime"), "PYTHONUNBUFFERED": "1", **(extra or {})}
+
+
+def run(
+    *arguments: str, stdin: str = "", extra: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A Python child process, to its end."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=environment(extra),
+        timeout=WAIT,
+        check=False,
+    )
+
+
+@dataclass(frozen=True)
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    ready: str
+    """The line it printed when it was ready."""
+    name: str
+
+    def health(self) -> dict[str, int | str | bool]:
+        found: dict[str, int | str | bool] = httpx.get(f"{self.url}/health", timeout=WAIT).json()
+        return found
+
+    def wait_idle(self) -> dict[str, int | str | bool]:
+        """Health, once no request runs or waits."""
+        end = time.monotonic() + WAIT
+        while (found := self.health())["running"] or found["waiting"]:
+            assert time.monotonic() < end, found
+            time.sleep(0.01)
+        return found
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> tuple[int, float]:
+        """(exit code, seconds it took)."""
+        start = time.monotonic()
+        self.process.send_signal(number)
+        code = self.process.wait(WAIT)
+        return code, time.monotonic() - start
+
+
+@contextmanager
+def serving(
+    bundle: Path, *options: str, python: str = sys.executable, extra: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """A real server process on a free port."""
+    command = [python, "-m", "mlcbuild_runtime", str(bundle), "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(extra)) as process:
+        try:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            assert " is ready at " in ready, (ready, process.wait(WAIT))
+            words = ready.split()
+            yield Server(process, words[5], ready, words[1])
+        finally:
+            process.kill()

@@ -1,0 +1,245 @@
+"""The engine over the toy library, whose every token depends on the whole sequence before it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+from mlcbuild_runtime.engine import Engine, Event, Request
+from mlcbuild_runtime.errors import EngineError, RequestError
+from mlcbuild_runtime.sampling import Floats, Sampling
+from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.vm import Model, Step
+
+from . import toy
+
+GREEDY = Sampling(temperature=0)
+POISON = 111
+"""A prompt token on which the faulty model below fails."""
+
+
+class Faulty(Model):
+    """Fails as a library can: by raising, and by logits that are not numbers."""
+
+    def forward(self, step: Step) -> Floats:
+        if POISON in step.tokens:
+            raise RuntimeError("a kernel has failed")
+        logits = super().forward(step)
+        if POISON + 1 in step.tokens:
+            logits = logits.copy()
+            logits[list(step.tokens).index(POISON + 1) if step.is_decode else 0] = float("nan")
+        return logits
+
+
+def start(bundle: Path, kind: type[Model] = Model, **options: int) -> Engine:
+    model = kind.load(bundle, max_pages=options.get("max_pages"))
+    tokenizer = Tokenizer.load(bundle, model.manifest.serving)
+    tokenizer.eos = frozenset()
+    return Engine(model, tokenizer, options.get("max_batch")).start()
+
+
+@pytest.fixture(scope="module")
+def engine(toy_bundle: Path) -> Iterator[Engine]:
+    running = start(toy_bundle)
+    yield running
+    assert running.close()
+
+
+def ask(engine: Engine, request: Request) -> SimpleQueue[Event]:
+    events: SimpleQueue[Event] = SimpleQueue()
+    engine.submit(request, events.put)
+    return events
+
+
+def drain(events: SimpleQueue[Event]) -> list[Event]:
+    found = [events.get(timeout=30)]
+    while not found[-1].last:
+        found.append(events.get(timeout=30))
+    return found
+
+
+def tokens_of(events: list[Event]) -> list[int]:
+    """The chosen tokens, from the reported log-probabilities."""
+    return [event.logprob.token for event in events if event.logprob is not None]
+
+
+def greedy(prompt: list[int], count: int) -> Request:
+    return Request(tuple(prompt), count, GREEDY, logprobs=0)
+
+
+def wait_idle(engine: Engine) -> None:
+    end = time.monotonic() + 30
+    while engine.state().running or engine.state().waiting:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 31, 32, 33, 64, 100, 250])
+def test_every_length_of_prompt(engine: Engine, size: int) -> None:
+    prompt = [random.Random(size).randrange(256) for _ in range(size)]
+    count = min(20, 256 - size)
+    assert tokens_of(drain(ask(engine, greedy(prompt, count)))) == toy.expected(prompt, count)
+
+
+def test_the_context_can_be_used_up(engine: Engine) -> None:
+    events = drain(ask(engine, Request((1, 2, 3), None, GREEDY, logprobs=0)))
+    assert tokens_of(events) == toy.expected([1, 2, 3], 253)
+    assert (events[-1].finish, events[-1].tokens) == ("length", 253)
+
+
+def test_many_requests_at_once_answer_as_alone(engine: Engine) -> None:
+    source = random.Random(5)
+    jobs = []
+    for _ in range(24):
+        prompt = [source.randrange(256) for _ in range(source.randrange(1, 90))]
+        jobs.append((prompt, source.randrange(1, 60)))
+    queues = [ask(engine, greedy(prompt, count)) for prompt, count in jobs]
+    for (prompt, count), events in zip(jobs, queues, strict=True):
+        assert tokens_of(drain(events)) == toy.expected(prompt, count)
+    wait_idle(engine)
+    assert engine.state().free_pages == engine.state().pages
+
+
+def test_sampling_in_a_batch_is_as_alone(engine: Engine) -> None:
+    def request(seed: int) -> Request:
+        return Request((5, 6, 7), 30, Sampling(temperature=1.5, top_p=0.9, seed=seed), logprobs=0)
+
+    alone = [tokens_of(drain(ask(engine, request(seed)))) for seed in range(4)]
+    queues = [ask(engine, request(seed)) for seed in range(4)]
+    assert [tokens_of(drain(events)) for events in queues] == alone
+    assert len({tuple(tokens) for tokens in alone}) == 4
+
+
+def test_requests_wait_for_pages(toy_bundle: Path) -> None:
+    engine = start(toy_bundle, max_pages=4)
+    try:
+        queues = [ask(engine, greedy([i, i + 1], 40)) for i in range(6)]
+        for i, events in enumerate(queues):
+            assert tokens_of(drain(events)) == toy.expected([i, i + 1], 40)
+        wait_idle(engine)
+        assert engine.state().free_pages == 4
+        with pytest.raises(RequestError, match="the context has 64"):
+            ask(engine, greedy([1] * 60, 40))
+    finally:
+        engine.close()
+
+
+def test_max_batch_is_respected(toy_bundle: Path) -> None:
+    engine = start(toy_bundle, max_batch=2)
+    try:
+        queues = [ask(engine, greedy([i], 200)) for i in range(5)]
+        seen = set()
+        while engine.state().running or engine.state().waiting:
+            seen.add(engine.state().running)
+        assert max(seen) <= 2
+        assert all(drain(events)[-1].finish == "length" for events in queues)
+    finally:
+        engine.close()
+
+
+def test_cancelled_requests_free_their_pages(engine: Engine) -> None:
+    events: SimpleQueue[Event] = SimpleQueue()
+    tickets = [engine.submit(greedy([i], 255), events.put) for i in range(10)]
+    events.get(timeout=30)
+    for ticket in tickets:
+        ticket.cancel()
+    wait_idle(engine)
+    assert engine.state().free_pages == engine.state().pages
+
+
+def test_a_sink_that_fails_cancels_its_request(engine: Engine) -> None:
+    def sink(event: Event) -> None:
+        raise RuntimeError("the event loop is closed")
+
+    engine.submit(greedy([1], 255), sink)
+    wait_idle(engine)
+    assert engine.state().free_pages == engine.state().pages
+    assert engine.state().alive
+
+
+def test_a_failing_step_ends_its_own_requests_only(toy_bundle: Path) -> None:
+    engine = start(toy_bundle, Faulty)
+    try:
+        good = ask(engine, greedy([1, 2], 250))
+        good.get(timeout=30)
+        bad = drain(ask(engine, greedy([POISON], 9)))
+        assert isinstance(bad[-1].error, EngineError)
+        assert str(bad[-1].error) == "the model has failed: a kernel has failed"
+        assert drain(good)[-1].finish == "length"
+        wait_idle(engine)
+        assert engine.state().free_pages == engine.state().pages
+    finally:
+        engine.close()
+
+
+def test_logits_that_are_not_numbers_end_one_request(toy_bundle: Path) -> None:
+    engine = start(toy_bundle, Faulty)
+    try:
+        bad = drain(ask(engine, greedy([POISON + 1], 9)))
+        assert "logits are not numbers" in str(bad[-1].error)
+        assert tokens_of(drain(ask(engine, greedy([1], 3)))) == toy.expected([1], 3)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ((), None, "the prompt has no tokens"),
+        ((1,) * 256, None, "the prompt has 256 tokens, but the context has 256, answer included"),
+        ((1,) * 200, 57, "200 tokens and max_tokens is 57, 257 together, but the context has 256: .* 56"),
+        ((1, 260), None, "token 260 is outside the vocabulary of 260 tokens"),
+        ((-1,), None, "token -1 is outside the vocabulary"),
+    ],
+)
+def test_requests_that_cannot_be_served(
+    engine: Engine, prompt: tuple[int, ...], max_tokens: int | None, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.submit(Request(prompt, max_tokens), lambda event: None)
+
+
+def test_close_ends_what_runs_and_what_waits(toy_bundle: Path) -> None:
+    engine = start(toy_bundle)
+    queues = [ask(engine, greedy([i], 255)) for i in range(50)]
+    assert engine.close()
+    ends = [drain(events)[-1] for events in queues]
+    assert sum(isinstance(event.error, EngineError) for event in ends) > 40
+    assert {str(event.error) for event in ends if event.error} == {"the server is stopping"}
+    with pytest.raises(EngineError, match="the engine is stopped"):
+        ask(engine, greedy([1], 1))
+    assert not engine.state().alive
+
+
+def test_submitting_from_many_threads(engine: Engine) -> None:
+    results: SimpleQueue[bool] = SimpleQueue()
+
+    def work(first: int) -> None:
+        for i in range(5):
+            prompt = [first, i]
+            found = tokens_of(drain(ask(engine, greedy(prompt, 10))))
+            results.put(found == toy.expected(prompt, 10))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert [results.get(timeout=1) for _ in range(40)] == [True] * 40
+
+
+def test_too_many_waiting_requests_are_turned_away(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlcbuild_runtime.engine.MAX_WAITING", 3)
+    engine = start(toy_bundle, max_batch=1)
+    try:
+        with pytest.raises(RequestError, match="3 requests are waiting already") as caught:
+            for i in range(50):
+                ask(engine, greedy([i], 255))
+        assert caught.value.status == 503
+    finally:
+        engine.close()

@@ -1,0 +1,111 @@
+"""Sampling against its definition, and its independence of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlcbuild_runtime.errors import EngineError
+from mlcbuild_runtime.sampling import Floats, Sampling, choose, generator, logprobs
+from numpy.typing import NDArray
+
+
+def frequencies(logits: Floats, sampling: Sampling, count: int = 20_000) -> NDArray[np.float64]:
+    random = generator(sampling)
+    found = [choose(logits, sampling, random) for _ in range(count)]
+    return np.bincount(found, minlength=len(logits)) / count
+
+
+def kept(logits: Floats, sampling: Sampling) -> list[int]:
+    """The tokens that can be chosen, by the plain definition."""
+    p = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
+    p /= p.sum()
+    order = sorted(range(len(p)), key=lambda i: (-p[i], i))
+    if sampling.top_k:
+        order = [i for i in order if p[i] >= p[order[min(sampling.top_k, len(p)) - 1]]]
+    order = [i for i in order if p[i] >= sampling.min_p * p.max()]
+    total, found = p[order].sum(), []
+    for i in order:
+        found.append(i)
+        if p[found].sum() >= sampling.top_p * total - 1e-12:
+            break
+    return found if sampling.top_p < 1 else order
+
+
+def test_temperature_zero_takes_the_most_likely() -> None:
+    logits = np.array([0.0, 3.0, 2.9], np.float32)
+    assert choose(logits, Sampling(temperature=0), generator(Sampling())) == 1
+
+
+def test_frequencies_follow_the_softmax() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    found = frequencies(logits, Sampling(seed=1))
+    assert np.abs(found - [0.5, 0.3, 0.15, 0.05]).max() < 0.015
+    cooler = frequencies(logits, Sampling(temperature=0.5, seed=1))
+    squares = np.array([0.25, 0.09, 0.0225, 0.0025])
+    assert np.abs(cooler - squares / squares.sum()).max() < 0.015
+
+
+@given(
+    logits=st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=40),
+    top_p=st.floats(0.01, 1),
+    top_k=st.integers(0, 45),
+    min_p=st.floats(0, 1),
+    seed=st.integers(0, 1 << 40),
+)
+def test_only_kept_tokens_are_chosen(
+    logits: list[float], top_p: float, top_k: int, min_p: float, seed: int
+) -> None:
+    array = np.array(logits, np.float32)
+    sampling = Sampling(1.0, top_p, top_k, min_p, seed)
+    random = generator(sampling)
+    chosen = {choose(array, sampling, random) for _ in range(20)}
+    probable = kept(array, Sampling(1.0, min(1.0, top_p + 1e-9), top_k, min_p * (1 - 1e-9), seed))
+    assert chosen <= set(probable)
+
+
+def test_every_kept_token_can_be_chosen() -> None:
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    assert (frequencies(logits, Sampling(top_p=0.65, seed=3)) > 0).tolist() == [True, True, False, False]
+    assert (frequencies(logits, Sampling(top_k=3, seed=3)) > 0).tolist() == [True, True, True, False]
+    assert (frequencies(logits, Sampling(min_p=0.45, seed=3)) > 0).tolist() == [True, True, True, False]
+    found = frequencies(logits, Sampling(top_p=0.65, seed=3))
+    assert abs(found[0] - 4 / 7) < 0.015
+
+
+def test_a_seed_gives_the_same_tokens_again() -> None:
+    logits = np.zeros(50, np.float32)
+    for seed in (0, 7, -7, (1 << 63) - 1, -(1 << 63)):
+        a, b = generator(Sampling(seed=seed)), generator(Sampling(seed=seed))
+        assert [choose(logits, Sampling(), a) for _ in range(9)] == [
+            choose(logits, Sampling(), b) for _ in range(9)
+        ]
+    assert generator(Sampling()).random() != generator(Sampling()).random()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_not_numbers_are_an_error(value: float) -> None:
+    logits = np.array([0.0, value, 1.0], np.float32)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(EngineError, match="logits are not numbers"):
+            choose(logits, Sampling(temperature), generator(Sampling()))
+
+
+def test_all_logits_minus_infinity_are_an_error() -> None:
+    with pytest.raises(EngineError, match="logits are not numbers"):
+        choose(np.full(3, -np.inf, np.float32), Sampling(), generator(Sampling()))
+
+
+def test_one_impossible_token_is_never_chosen() -> None:
+    found = frequencies(np.array([0, -np.inf, 0], np.float32), Sampling(seed=5), 2000)
+    assert found[1] == 0
+
+
+def test_logprobs_are_of_the_whole_softmax() -> None:
+    logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
+    own, top = logprobs(logits, 0, 2)
+    assert (own.token, round(float(np.exp(own.logprob)), 4)) == (0, 0.1)
+    assert [(item.token, round(float(np.exp(item.logprob)), 4)) for item in top] == [(1, 0.6), (2, 0.3)]
+    assert logprobs(logits, 0, 0)[1] == ()
+    assert len(logprobs(logits, 0, 20)[1]) == 3
