@@ -35,7 +35,8 @@ def _ffi() -> Any:
 
     spec = find_spec("tvm")
     assert spec is not None and spec.submodule_search_locations
-    ctypes.CDLL(str(Path(spec.submodule_search_locations[0], "lib", "libtvm_runtime.so")), mode=ctypes.RTLD_GLOBAL)
+    runtime = Path(spec.submodule_search_locations[0], "lib", "libtvm_runtime.so")
+    ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
     return tvm_ffi
 
 
@@ -137,7 +138,8 @@ class Session:
         return [self.cache, *(tensor(np.array(array, np.int32)) for array in arrays), self.params]
 
     def embed(self, tokens: Sequence[int]) -> Floats:
-        return np.from_dlpack(self.vm["embed"](tensor(np.array(tokens, np.int32)), self.params))
+        found = self.vm["embed"](tensor(np.array(tokens, np.int32)), self.params)
+        return np.asarray(np.from_dlpack(found), np.float32)
 
     def prefill(self, *parts: tuple[int, Sequence[int]], rows: Sequence[int] | None = None) -> Floats:
         """New tokens of some sequences in one call -> logits [rows, vocab] (default: of every row)."""
@@ -146,11 +148,11 @@ class Session:
         function: Callable[..., Any] = self.vm["prefill" if len(parts) == 1 else "batch_prefill"]
         embedded = tensor(self.embed(tokens)[None])
         logits = function(embedded, tensor(chosen.astype(np.int32)), *self._batch(parts))
-        return np.array(np.from_dlpack(logits))[0]
+        return np.array(np.from_dlpack(logits), np.float32).reshape(len(chosen), -1)
 
     def decode(self, *parts: tuple[int, int]) -> Floats:
         """One new token of each sequence -> logits [sequences, vocab]."""
         function: Callable[..., Any] = self.vm["decode" if len(parts) == 1 else "batch_decode"]
         embedded = tensor(self.embed([token for _, token in parts])[:, None])
         logits = function(embedded, *self._batch([(sequence, [token]) for sequence, token in parts]))
-        return np.array(np.from_dlpack(logits))[:, 0]
+        return np.array(np.from_dlpack(logits), np.float32).reshape(len(parts), -1)

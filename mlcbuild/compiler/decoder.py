@@ -154,7 +154,7 @@ def _unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> W
 
 
 def _create_cache(decoder: Decoder) -> None:
-    """create_paged_kv_cache(num_pages) -> the cache, not initialised: kernels read no value that was not written."""
+    """create_paged_kv_cache(num_pages) -> the cache, not initialised: what was not written is never used."""
     builder, heads = decoder.builder, decoder.parts.heads
     count = _size("num_pages")
     asked = relax.Var("num_pages", relax.ShapeType([count]))
@@ -201,7 +201,9 @@ def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
         short = param.name.removeprefix(f"layers.{layer}.")
         weights[short] = [_handle(_variable(short, tensor.shape, tensor.dtype)) for tensor in tensors]
     given = [tensor._expr for tensors in weights.values() for tensor in tensors]
-    with builder.function(name, [x, turns, *batch, place, *given], decoder.attributes(), pure=False, private=True):
+    with builder.function(
+        name, [x, turns, *batch, place, *given], decoder.attributes(), pure=False, private=True
+    ):
         body = _Layer(decoder.parts, f"layers.{layer}.", weights)
         changed = body.emit(_handle(x), _handle(turns), _batch(batch), (number, window))
         made: GlobalVar = builder.emit_func_output(changed._expr)
@@ -224,7 +226,8 @@ class _Layer:
 
     def emit(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[Var, Var]) -> Tensor:
         parts, config, width = self.parts, self.parts.config, self.parts.heads.width
-        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.intermediate_size
+        heads = config.num_heads * config.head_dim
         normed = parts.rms_norm(x, self.weights["attn_norm.weight"][0])
         qkv = self.product("attn.qkv.weight", (width, hidden), normed)
         qkv, pages = parts.rope_append(qkv, turns, batch, place[0], self.weights)

@@ -1,4 +1,4 @@
-"""As much of ELF (System V ABI, 64 bit, little endian) as is needed to see what a library asks of its process."""
+"""As much of ELF (System V ABI, 64 bit, little endian) as shows what a library asks of its process."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def undefined(data: bytes) -> frozenset[str]:
 
 def _needed(table: bytes) -> list[int]:
     """Places in the string table of the undefined symbols that must be there."""
-    symbols = struct.iter_unpack("<IBBHQQ", table)
-    return [name for name, info, _, section, _, _ in symbols if section == _UNDEFINED and name and info >> 4 != _WEAK]
+    return [
+        name
+        for name, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", table)
+        if name and section == _UNDEFINED and info >> 4 != _WEAK
+    ]
 
 
 def _text(data: bytes, start: int) -> str:

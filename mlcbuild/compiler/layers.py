@@ -97,7 +97,9 @@ class Parts:
         func = norm.gather_norm(self.norm(x.shape[1]), dtype_of(weight))
         return _call(func, [x, chosen, weight], rows(chosen.shape[0], x.shape[1]))
 
-    def rope_append(self, qkv: Tensor, turns: Tensor, batch: Batch, layer: Var, extras: Weights) -> tuple[Tensor, Tensor]:
+    def rope_append(
+        self, qkv: Tensor, turns: Tensor, batch: Batch, layer: Var, extras: Weights
+    ) -> tuple[Tensor, Tensor]:
         """Rotated queries (in place in qkv) and the cache with the new keys and values."""
         heads, config = self.heads, self.config
         bias = extras.get("attn.qkv.bias", ())
@@ -128,7 +130,7 @@ class Parts:
 
     def add(self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]) -> Tensor:
         """x += [post norm of] (delta + bias), in place."""
-        func = norm.residual(norm.Residual(self.norm(x.shape[1]), *_dtypes(bias, post), None))
+        func = norm.residual(norm.Residual(self.norm(x.shape[1]), _dtype(bias), _dtype(post), None))
         arguments = [delta, *bias, *post, x]
         return tensor_ir_inplace_op(func, func_name(func), arguments, len(arguments) - 1, rows(*x.shape))
 
@@ -136,7 +138,9 @@ class Parts:
         self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor], weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `add`, and the norm of the new x."""
-        func = norm.residual(norm.Residual(self.norm(x.shape[1]), *_dtypes(bias, post), dtype_of(weight)))
+        func = norm.residual(
+            norm.Residual(self.norm(x.shape[1]), _dtype(bias), _dtype(post), dtype_of(weight))
+        )
         arguments = [delta, *bias, *post, weight, x]
         out = [rows(*x.shape), rows(*x.shape)]
         found = tensor_ir_inplace_op(func, func_name(func), arguments, [len(arguments) - 1, -1], out)
@@ -170,5 +174,5 @@ def _in_place(func: PrimFunc, x: Tensor) -> Tensor:
     return tensor_ir_inplace_op(func, func_name(func), [x], 0, rows(*x.shape))
 
 
-def _dtypes(*optional: Sequence[Tensor]) -> list[str | None]:
-    return [dtype_of(tensors[0]) if tensors else None for tensors in optional]
+def _dtype(optional: Sequence[Tensor]) -> str | None:
+    return dtype_of(optional[0]) if optional else None

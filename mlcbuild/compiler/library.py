@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
+from mlcbuild_runtime.signature import signature
 from tvm import IRModule, relax
 from tvm.ir import StringImm
 
@@ -21,7 +22,6 @@ from mlcbuild.compiler.layers import Parts
 from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Scheme
 from mlcbuild.targets import Target
-from mlcbuild_runtime.signature import signature
 
 FORMAT = "mlcbuild-library/1"
 

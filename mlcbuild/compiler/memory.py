@@ -57,7 +57,9 @@ def _workspace(decoder: Decoder, mod: IRModule) -> int:
     trunk, embedded = planned["trunk"], planned["embed"]
     moments = [embedded + trunk + found for name, found in planned.items() if name.startswith("layer")]
     # The trunk's result is in one of its blocks.
-    moments += [embedded + trunk + found for name, found in planned.items() if name.endswith(("fill", "decode"))]
+    moments += [
+        embedded + trunk + found for name, found in planned.items() if name.endswith(("fill", "decode"))
+    ]
     most: Counter[int] = Counter()
     for moment in moments:
         most |= moment

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from tvm import IRModule, relax
-from tvm.ir.transform import Pass
 from tvm.relax import transform as R
 from tvm.target import Target as TvmTarget
 
@@ -17,7 +15,10 @@ from mlcbuild.errors import CompileError
 Mark = Callable[[str], None]
 """Called with the name of what starts now."""
 
-PLAN: tuple[tuple[str, Callable[[], Pass]], ...] = (
+Phases = tuple[tuple[str, Callable[[], Callable[[IRModule], IRModule]]], ...]
+"""(what it does, what makes the pass) in order. Passes are made where they run."""
+
+PLAN: Phases = (
     ("check that kernels compute everything", lambda: kernels_only),
     ("forget purity", R.RemovePurityChecking),
     ("call kernels with their outputs", R.CallTIRRewrite),
@@ -25,7 +26,7 @@ PLAN: tuple[tuple[str, Callable[[], Pass]], ...] = (
 )
 """Up to the point at which memory is known."""
 
-LOWER: tuple[tuple[str, Callable[[], Pass]], ...] = (
+LOWER: Phases = (
     ("allocate tensors in storage", R.LowerAllocTensor),
     ("free after the last use", R.KillAfterLastUse),
     ("call the runtime", R.LowerRuntimeBuiltin),
@@ -39,7 +40,7 @@ PHASES = (*PLAN, *LOWER)
 """All of them: the whole path of a library's program. Kernels take no part in it: they come scheduled."""
 
 
-def run(mod: IRModule, phases: tuple[tuple[str, Callable[[], Pass]], ...], target: TvmTarget, mark: Mark) -> IRModule:
+def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModule:
     """Apply phases one after the other. Raises CompileError when what one returns is not well formed."""
     with target:
         for name, make in phases:
@@ -64,4 +65,3 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark) -> li
     collect.object_format = "o"  # type: ignore[attr-defined]  # how TVM is told
     executable.export_library(str(directory / "library"), fcompile=collect, workspace_dir=str(directory))
     return found
-

@@ -25,7 +25,20 @@ _GNU_EMULATION = {"x86_64": "elf_x86_64", "aarch64": "aarch64linux", "riscv64": 
 _SECONDS = 120
 
 ALLOWED = frozenset(
-    {"memcpy", "memmove", "memset", "sinf", "cosf", "sincosf", "expf", "exp2f", "logf", "powf", "tanhf", "sqrtf"}
+    {
+        "memcpy",
+        "memmove",
+        "memset",
+        "sinf",
+        "cosf",
+        "sincosf",
+        "expf",
+        "exp2f",
+        "logf",
+        "powf",
+        "tanhf",
+        "sqrtf",
+    }
     | {"TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIErrorSetRaisedFromCStr"}
 )
 """What a library may leave for its process to supply: Python and libtvm_runtime bring all of it."""
@@ -75,16 +88,35 @@ def _options(linker: Linker, target: Target) -> list[str]:
     if linker.flavour == "gnu":
         if target.output == "object":
             return ["-r", "--build-id=none"]
-        return ["-shared", "--build-id=none", "--strip-all", "--hash-style=gnu", "-z", "noexecstack", "-z", "relro"]
+        return [
+            "-shared",
+            "--build-id=none",
+            "--strip-all",
+            "--hash-style=gnu",
+            "-z",
+            "noexecstack",
+            "-z",
+            "relro",
+        ]
     if linker.flavour == "lld-macho":
         if target.output == "object":
             return ["-r", "-arch", "arm64"]
         version = _macos_version(target)
         platform_version = ["-platform_version", "macos", version, version]
-        return ["-dylib", "-arch", "arm64", *platform_version, "-undefined", "dynamic_lookup", "-no_uuid", "-S"]
+        return [
+            "-dylib",
+            "-arch",
+            "arm64",
+            *platform_version,
+            "-undefined",
+            "dynamic_lookup",
+            "-no_uuid",
+            "-S",
+        ]
     if target.output == "object":
         return ["-r", "-nostdlib"]
-    return ["-dynamiclib", "-undefined", "dynamic_lookup", "-Wl,-no_uuid", "-Wl,-S", "-Wl,-install_name,@rpath/model.dylib"]
+    plain = ["-Wl,-no_uuid", "-Wl,-S", "-Wl,-install_name,@rpath/model.dylib"]
+    return ["-dynamiclib", "-undefined", "dynamic_lookup", *plain]
 
 
 def _macos_version(target: Target) -> str:
@@ -116,7 +148,9 @@ def _candidates(target: Target) -> Iterator[Linker]:
 
 def _macho_candidates(target: Target) -> Iterator[Linker]:
     if sys.platform == "darwin" and (path := shutil.which("clang")):
-        yield Linker((path, "-arch", "arm64", f"-mmacosx-version-min={_macos_version(target)}"), "clang-macho", "clang")
+        yield Linker(
+            (path, "-arch", "arm64", f"-mmacosx-version-min={_macos_version(target)}"), "clang-macho", "clang"
+        )
     if path := shutil.which("ld64.lld"):
         yield Linker((path,), "lld-macho", "ld64.lld")
     if command := _zig():
@@ -164,9 +198,9 @@ def _run(command: Sequence[str], where: Path | None = None) -> subprocess.Comple
 def _missing(target: Target) -> str:
     where = f"no linker for {target.triple} was found"
     if target.system == "macos":
-        return f"{where}: install `ziglang` (pip install ziglang), or on macOS the command line tools (xcode-select --install)"
+        return f"{where}: install `ziglang` (pip install ziglang) or, on a Mac, Xcode's command line tools"
     if target.system != "linux" and target.output == "shared":
-        return f"{where}: mlcbuild makes shared libraries for linux and macos; use `output: object` for others"
+        return f"{where}: shared libraries are made for linux and macos; use `output: object` for others"
     package = f"binutils-{target.architecture.replace('_', '-')}-linux-gnu"
     host = platform.machine() == target.architecture
     local = "binutils" if host else package

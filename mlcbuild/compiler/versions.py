@@ -22,7 +22,8 @@ def compiler() -> dict[str, str]:
     try:
         return {"apache-tvm": metadata.version("apache-tvm"), "llvm": LLVM}
     except metadata.PackageNotFoundError:
-        raise SetupError("the compiler is not installed: pip install mlcbuild installs apache-tvm with it") from None
+        message = "the compiler is not installed: `pip install mlcbuild` installs apache-tvm with it"
+        raise SetupError(message) from None
 
 
 def check() -> None:
@@ -32,6 +33,6 @@ def check() -> None:
     found = str(llvm_version_major())
     if found != LLVM:
         raise SetupError(
-            f"this apache-tvm {metadata.version('apache-tvm')} carries LLVM {found}, but mlcbuild knows it with"
-            f" LLVM {LLVM}: install the version that mlcbuild asks for"
+            f"this apache-tvm {metadata.version('apache-tvm')} carries LLVM {found}, not LLVM {LLVM}:"
+            " install the version of apache-tvm that mlcbuild asks for"
         )

@@ -17,7 +17,10 @@ SERIAL_ROWS = 4
 
 
 def gated(isa: ISA, activation: Activation, inner: int, bias_dtype: str | None) -> PrimFunc:
-    """(gate_up float32 [n, 2 * inner], bias [2 * inner]?) -> float32 [n, inner]: act(gate) * up, gate first."""
+    """(gate_up float32 [n, 2 * inner], bias [2 * inner]?) -> float32 [n, inner]: act(gate) * up.
+
+    The gate comes first.
+    """
     floats = Floats.dividing(isa, inner)
     with kernel(f"gated_{activation}") as made:
         rows = size_var("n")

@@ -20,7 +20,7 @@ from mlcbuild.compiler.kernels.isa import ISA
 NO_WINDOW = 1 << 30
 """The window argument of a layer that sees everything."""
 
-_HIDDEN, _LOWEST = -2e30, -1e30  # hidden scores lie far below the first maximum: their weight is e^-87, not NaN
+_HIDDEN, _LOWEST = -2e30, -1e30  # a hidden score is far below the first maximum: e^-87, not NaN
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,16 @@ def _start(spec: Attention, given: tuple[Buffer, Buffer], block: tuple[Expr, Exp
     last one; nothing of theirs is stored."""
     (qkv, positions), (first, count, head) = given, block
     heads, wide, narrow, room = spec.heads, spec.values, spec.scores, spec.capacity
-    matrices = [scratch((room, columns)) for columns in (heads.dim, heads.dim, PAGE, PAGE)]
-    task = _Task(spec, *matrices, scratch((room,)), scratch((room,)), scratch((room,), "int32"))
+    task = _Task(
+        spec,
+        query=scratch((room, heads.dim)),
+        total=scratch((room, heads.dim)),
+        weight=scratch((room, PAGE)),
+        denominator=scratch((room, PAGE)),
+        highest=scratch((room,)),
+        shrink=scratch((room,)),
+        position=scratch((room,), "int32"),
+    )
     with T.serial(_tiles(spec, count) * spec.tile) as vector:
         known = T.bind(T.min(vector, count * heads.group - 1))
         row = T.bind(first + known // heads.group)
@@ -253,7 +261,9 @@ def _values(task: _Task, place: tuple[Buffer, Expr, Expr, Expr], tile: Expr, see
                 floats.store(bank[v], floats.load(task.total, row, start + v * floats.lanes) * shrink, 0)
         with T.serial(seen) as token:
             at = token * dim + start
-            values = [T.bind(floats.load(pages, layer, page, 1, head, at + v * floats.lanes)) for v in vectors]
+            values = [
+                T.bind(floats.load(pages, layer, page, 1, head, at + v * floats.lanes)) for v in vectors
+            ]
             for row, bank in zip(rows, sums, strict=True):
                 weight = floats.spread(T.bind(task.weight[row, token]))
                 for v in vectors:

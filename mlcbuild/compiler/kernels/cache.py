@@ -1,4 +1,4 @@
-"""The paged key-value cache: one tensor [layers, pages, 2, kv_heads, 16 * head_dim], kernels' own layout inside.
+"""The paged key-value cache: one tensor [layers, pages, 2, kv_heads, 16 * head_dim], laid out for kernels.
 
 A page holds 16 tokens of one sequence. Keys (index 0) are stored dimension by dimension, [head_dim][16
 tokens], so that the scores of 16 tokens are sums of vectors; values (index 1) token by token, [16][head_dim].

@@ -84,7 +84,7 @@ _LN2_LOW = math.log(2.0) - _LN2_HIGH
 
 
 def _exp_polynomial(degree: int) -> list[float]:
-    """Coefficients of e^r for |r| <= ln(2)/2, interpolated at Chebyshev nodes; relative error 2e-9 at degree 6."""
+    """Coefficients of e^r for |r| <= ln(2)/2, interpolated at Chebyshev nodes; error 2e-9 at degree 6."""
     half = math.log(2.0) / 2
     nodes = np.cos((np.arange(degree + 1) + 0.5) * np.pi / (degree + 1)) * half
     fitted: list[float] = np.polynomial.Polynomial.fit(nodes, np.exp(nodes), degree).convert().coef.tolist()
@@ -124,7 +124,8 @@ class Floats:
         """Round to float16, to nearest even.
 
         Without an instruction: multiply by 2^-112 so that the hardware rounds what float16 cannot hold as
-        subnormal, then round the 13 bits that are left over by an integer addition. Too large becomes infinite.
+        subnormal, then round the 13 bits that are left over by an integer addition. What is too large becomes
+        infinite.
         """
         if self.isa.half:
             return T.Cast(vectors.typed("float16", self.lanes), value)
@@ -170,7 +171,7 @@ class Floats:
         return T.bind(buffer[0])
 
     def exp(self, x: Expr) -> Expr:
-        """e^x within 2 units in the last place; below -87 about 1e-38 and above 88 about 2e38, never infinite.
+        """e^x within 2 units in the last place; at least 1e-38, at most 2e38, never infinite.
 
         x = n ln 2 + r with ln 2 in two parts (Cody and Waite, 1980); a polynomial in r; then n is added to
         the bits of the exponent.

@@ -49,7 +49,7 @@ class Norm:
         return T.bind(T.float32(1.0) / T.sqrt(mean + one.scalar.constant(self.eps)))
 
     def row(self, read: Read, weights: Buffer, write: Write) -> None:
-        """Normalise one row: `read(at)` gives and `write(at, value)` takes a vector of values from `at` on."""
+        """Normalise one row: `read(at)` gives and `write(at, value)` takes a vector that starts at `at`."""
         scale, floats = self.scale(read), self.floats
         with T.serial(self.size // floats.lanes) as k:
             at = k * floats.lanes
@@ -122,9 +122,9 @@ class Residual:
 
 
 def residual(spec: Residual) -> PrimFunc:
-    """(delta [n, size] float32, bias [size]?, post weight [size]?, next weight [size]?, x) -> x in place, next?
+    """(delta [n, size], bias [size]?, post weight [size]?, next weight [size]?, x) -> x in place, next?
 
-    x and next are float32 [n, size].
+    delta, x and next are float32 [n, size].
     """
     size = spec.norm.size
     with kernel(spec.name) as made:

@@ -21,7 +21,7 @@ SERIAL_TOKENS = 4
 
 
 def angles(isa: ISA, dim: int, factor: float) -> PrimFunc:
-    """(positions int32 [n], inv_freq float32 [dim/2]) -> float32 [n, dim]: cosines, then sines, times `factor`.
+    """(positions int32 [n], inv_freq float32 [dim/2]) -> float32 [n, dim]: cosines, sines; times `factor`.
 
     The product is taken in float32, as checkpoints' own code does, so long contexts agree with it.
     """
@@ -96,7 +96,9 @@ def rope_append(spec: Append) -> PrimFunc:
     return made.func
 
 
-def _turn(spec: Append, place: tuple[Buffer, Expr, Expr], given: tuple[Buffer, Buffer | None, Buffer | None]) -> None:
+def _turn(
+    spec: Append, place: tuple[Buffer, Expr, Expr], given: tuple[Buffer, Buffer | None, Buffer | None]
+) -> None:
     """Bias, norm and rotation of the head whose values start at `place` = (qkv, row, column)."""
     (qkv, row, start), (turns, bias, weights) = place, given
     if bias is not None:

@@ -6,18 +6,19 @@ TVM would otherwise legalise what is left to loops that nobody scheduled: right,
 from __future__ import annotations
 
 from tvm import IRModule, relax
-from tvm.ir import Op, transform
+from tvm.ir import Op
 from tvm.tirx import PrimFunc
 
 from mlcbuild.errors import CompileError
 
-ALLOWED = frozenset({"relax.call_tir", "relax.call_tir_inplace", "relax.reshape", "relax.builtin.alloc_tensor"})
+ALLOWED = frozenset(
+    {"relax.call_tir", "relax.call_tir_inplace", "relax.reshape", "relax.builtin.alloc_tensor"}
+)
 """Operations that call a kernel, rename memory or allocate it."""
 
 
-@transform.module_pass(opt_level=0, name="KernelsOnly")
-def kernels_only(mod: IRModule, _: transform.PassContext) -> IRModule:
-    """Raises CompileError naming each operation without a kernel and each kernel without a schedule."""
+def kernels_only(mod: IRModule) -> IRModule:
+    """`mod` itself. Raises CompileError that names operations without a kernel and unscheduled kernels."""
     found: set[str] = set()
     for name, function in sorted(mod.functions.items(), key=lambda item: str(item[0].name_hint)):
         if isinstance(function, PrimFunc) and not function.attrs.get("tirx.is_scheduled", False):
