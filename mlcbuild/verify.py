@@ -11,7 +11,7 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,35 +36,58 @@ PROMPTS = (
 )
 """What a recipe without prompts is verified on."""
 
+MAX_TOKENS = 512
+"""Tokens of one prompt that are compared: the reference is exact, not fast."""
+
 DECODED = 16
 """Tokens of each prompt that are also run one at a time, so that decoding is proven and not only prefill."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """One line that a recipe may draw."""
+
+    words: str
+    is_maximum: bool
+    value: Callable[[Mapping[str, float]], float]
+
+
+THRESHOLDS: Mapping[str, Threshold] = {
+    "max_kl": Threshold("the mean KL divergence", True, lambda found: found["kl_mean"]),
+    "min_top1": Threshold("top-1 agreement", False, lambda found: found["top1_agreement"]),
+    "max_perplexity_increase": Threshold(
+        "the relative increase of perplexity",
+        True,
+        lambda found: found["perplexity"] / found["reference_perplexity"] - 1,
+    ),
+}
 
 
 def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: tokens and reference logits of every prompt.
 
-    params: `prompts` (a list of strings, or null for those of `inputs["prompts"]`, one a line),
-    `max_tokens`, where longer prompts are cut, and `context_window` of the library it is for (LongRoPE
-    depends on it). out: tokens.json, and logits-<i>.npy float32 [n, vocab].
+    params: `prompts` (a list of strings, or null for those of `inputs["prompts"]`, one a line), and
+    `context_window` of the libraries it is for (LongRoPE depends on it). Prompts are cut at MAX_TOKENS.
+    out: tokens.json, and logits-<i>.npy float32 [n, vocab].
     Raises UsageError when no prompt is left.
     """
     import numpy as np
     from mlcbuild_runtime.text import Tokenizer
 
     from mlcbuild import models, weights
-    from mlcbuild.reference import Reference, logits
+    from mlcbuild.reference import logits
 
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     tokenizer = Tokenizer.load(inputs["tokenizer"])
-    limit = cast(int, params["max_tokens"])
+    window = models.context_window(config, cast("int | None", params["context_window"]))
+    limit = min(window, MAX_TOKENS)
     sequences = [list(tokenizer.encode(text))[:limit] for text in _prompts(params, inputs)]
     sequences = [tokens for tokens in sequences if len(tokens) > 1]
     if not sequences:
         raise UsageError("verify.prompts: no prompt has more than one token; give at least one line of text")
     parameters = weights.checkpoint(inputs["checkpoint"], config)
-    model = Reference(config, parameters, context_window=cast(int, params["context_window"]))
     for i, tokens in enumerate(sequences):
-        np.save(out / f"logits-{i:04}.npy", logits(model, tokens).astype(np.float32))
+        np.save(out / f"logits-{i:04}.npy", logits(config, parameters, tokens, context_window=window))
     (out / "tokens.json").write_text(json.dumps(sequences) + "\n", encoding="utf-8")
 
 
@@ -79,7 +102,7 @@ def _prompts(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Sequence
 def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: bundle.json with its verification figures. Raises VerificationError beyond a threshold.
 
-    params: `max_kl` and `min_top1`, each a number as a string, or null. inputs: bundle, reference.
+    params: for each of THRESHOLDS a number as a string, or null. inputs: bundle, reference.
     """
     from mlcbuild_runtime.bundle import MANIFEST
 
@@ -98,12 +121,14 @@ def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) ->
 
 def _faults(figures: Mapping[str, float], params: Mapping[str, Json]) -> list[str]:
     faults = []
-    if params["max_kl"] is not None and not figures["kl_mean"] <= float(cast(str, params["max_kl"])):
-        faults.append(f"the mean KL divergence is {figures['kl_mean']:g}, max_kl is {params['max_kl']}")
-    if params["min_top1"] is not None and not figures["top1_agreement"] >= float(
-        cast(str, params["min_top1"])
-    ):
-        faults.append(f"top-1 agreement is {figures['top1_agreement']:g}, min_top1 is {params['min_top1']}")
+    for name, threshold in THRESHOLDS.items():
+        given = params[name]
+        if given is None:
+            continue
+        value, allowed = threshold.value(figures), float(cast(str, given))
+        # Written so that a value that is not a number is a fault.
+        if not (value <= allowed if threshold.is_maximum else value >= allowed):
+            faults.append(f"{threshold.words} is {value:.4g}, {name} is {allowed:g}")
     return faults
 
 

@@ -28,12 +28,14 @@ TIMEOUT = 3600
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Write model.so, model.dylib or model.o, and library.json, into `out`.
 
-    params: scheme, target and limits as JSON. inputs["config"]: directory with config.json, ours.
+    params: scheme, target and limits as JSON (a null context_window is the model's own). inputs["config"]: directory with config.json, ours.
     Raises CompileError when a limit, the target or the compiler stands in the way, CheckpointError for a
     config that is not one of ours, SetupError when this machine cannot link for the target.
     """
     config = json.loads((inputs["config"] / "config.json").read_text())
     target = targets.from_json(cast("Mapping[str, Json]", params["target"]))
+    limits = _limits(models.from_json(config), cast("Mapping[str, int | None]", params["limits"]))
+    params = {**params, "limits": limits}
     _check(models.from_json(config), params, target)
     toolchain.linker_identity(target)  # say what is missing before the long part
     with tempfile.TemporaryDirectory(prefix="mlcbuild-compile-") as area:
@@ -50,6 +52,13 @@ def library_name(target: Target) -> str:
     if target.output == "object":
         return "model.o"
     return "model.dylib" if target.system == "macos" else "model.so"
+
+
+def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> dict[str, Json]:
+    """The limits with a context window: a null one is the model's own."""
+    window = models.context_window(config, requested["context_window"])
+    chunk = requested["prefill_chunk"]
+    return {**requested, "context_window": window, "prefill_chunk": chunk and min(chunk, window)}
 
 
 def _check(config: ModelConfig, params: Mapping[str, Json], target: Target) -> None:

@@ -155,3 +155,12 @@ def faults(config: ModelConfig) -> list[str]:
     if not found and (count := sum(math.prod(param.shape) for param in parameters(config))) > LARGEST_MODEL:
         found.append(f"the sizes make {count:.1e} parameters; one of them must be wrong")
     return found
+
+
+LARGEST_DEFAULT = 4096
+"""Tokens of the context window where nobody asks for one: its KV cache is allocated in full."""
+
+
+def context_window(config: ModelConfig, requested: int | None) -> int:
+    """The window of a library: what was requested, or the model's own up to LARGEST_DEFAULT."""
+    return min(config.max_position, LARGEST_DEFAULT) if requested is None else requested

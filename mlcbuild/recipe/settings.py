@@ -10,7 +10,6 @@ from typing import TypeAlias
 from mlcbuild.document import Place, Where
 from mlcbuild.recipe.reading import Reading, kind
 
-_CONTEXT_WINDOW = 4096
 _PREFILL_CHUNK = 512
 _MAX_BATCH = 8
 
@@ -21,8 +20,9 @@ _FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
 class Limits:
     """What a library is compiled to hold."""
 
-    context_window: int = _CONTEXT_WINDOW
-    """Tokens of one sequence, prompt and answer together."""
+    context_window: int | None = None
+    """Tokens of one sequence, prompt and answer together; None: what the model was made for, at most
+    models.LARGEST_DEFAULT."""
     prefill_chunk: int = _PREFILL_CHUNK
     """Prompt tokens of one call, at most context_window."""
     max_batch: int = _MAX_BATCH
@@ -126,11 +126,11 @@ def _limits(reading: Reading, layers: list[_Layer]) -> Limits:
     for layer in layers:
         given |= layer.compile
     numbers = {key: value for key, (value, _) in given.items() if isinstance(value, int)}
-    context = numbers.get("context_window", _CONTEXT_WINDOW)
-    chunk = numbers.get("prefill_chunk", min(_PREFILL_CHUNK, context))
+    context = numbers.get("context_window")
+    chunk = numbers.get("prefill_chunk", _PREFILL_CHUNK if context is None else min(_PREFILL_CHUNK, context))
     pair = ("context_window", "prefill_chunk")
     unsure = any((*layer.where, "compile", key) in reading.bad for layer in layers for key in pair)
-    if chunk > context and not unsure:
+    if context is not None and chunk > context and not unsure:
         # The one that came last is the one that broke it.
         order = [layer.where for layer in layers]
         spots = [given[key][1] for key in pair if key in given]

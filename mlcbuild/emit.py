@@ -1,0 +1,91 @@
+"""Puts finished bundles where the recipe wants them, with their verification figures and provenance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from typing import cast
+
+from mlcbuild import bundle
+from mlcbuild.canon import Entry, Json, bytes_digest, file_digest
+from mlcbuild.events import RunResult
+from mlcbuild.export import materialise
+from mlcbuild.graph import Graph, Source, Step
+from mlcbuild.pipeline import Pipeline, Product
+from mlcbuild.records import Record
+from mlcbuild.store import Store
+
+MANIFEST = "bundle.json"
+PROVENANCE = "provenance.json"
+
+
+def emit(pipeline: Pipeline, product: Product, result: RunResult, store: Store) -> bool:
+    """Writes one bundle whose steps all succeeded; False when it was there already, byte for byte.
+
+    The manifest is that of `verify`, where there is one. Raises UsageError when the output holds files of
+    the user, StoreError when the store is damaged, MlcbuildError when the output cannot be written.
+    """
+    records = {step.name: step.record for step in result.steps if step.record is not None}
+    made = records[pipeline.graph.resolve(product.bundle)]
+    files = {entry.path: entry for entry in made.files}
+    if product.verify is not None:
+        verified = records[pipeline.graph.resolve(product.verify)]
+        files |= {entry.path: entry for entry in verified.files}
+    manifest = store.blob(files[MANIFEST].digest).read_bytes()
+    statement = _provenance(pipeline, product, records, manifest)
+    files[PROVENANCE] = Entry(PROVENANCE, bytes_digest(statement), len(statement))
+    if not store.blob(files[PROVENANCE].digest).exists():
+        with store.session() as session:
+            part = session.area() / PROVENANCE
+            part.write_bytes(statement)
+            store.put_blob(files[PROVENANCE].digest, part)
+    # Recorded under no key: this tree follows from its parts and is put together anew each time.
+    rows = tuple((entry.path, entry.digest, entry.size) for _, entry in sorted(files.items()))
+    return materialise(store, Record("", "", rows, b""), product.variant.output)
+
+
+def _provenance(
+    pipeline: Pipeline, product: Product, records: Mapping[str, Record], manifest: bytes
+) -> bytes:
+    graph, recipe, variant = pipeline.graph, pipeline.recipe, product.variant
+    steps = [graph.step(name) for name in product.steps]
+    sources = {need: graph[need] for step in steps for need in graph.needs(step)}
+    fetches = [node for node in sources.values() if isinstance(node, Step) and node.name.startswith("fetch/")]
+    steps = [*fetches, *steps]
+    dependencies = [*_downloads(fetches), *_files(graph, steps, records)]
+    parameters: dict[str, Json] = {
+        "recipe": {"name": recipe.name, "blake3": file_digest(recipe.path)},
+        "model": variant.model.name,
+        "quantization": variant.quantization,
+        "target": variant.target.name,
+        "limits": dict(vars(variant.limits)),
+    }
+    keys = {step.name: records[step.name].key for step in steps}
+    tools = {name: value for step in steps for name, value in step.tools.items()}
+    return bundle.provenance(manifest, parameters, keys, dependencies, {**tools, "mlcbuild": version("mlcbuild")})
+
+
+def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
+    """A resource descriptor for each downloaded file."""
+    for step in fetches:
+        files = cast("dict[str, dict[str, Json]]", step.params["files"])
+        for name, pinned in sorted(files.items()):
+            yield {
+                "name": name,
+                "uri": f"hf://{step.params['repo']}@{step.params['commit']}/{name}",
+                "digest": {"sha256": pinned["sha256"]},
+            }
+
+
+def _files(
+    graph: Graph, steps: Iterable[Step], records: Mapping[str, Record]
+) -> Iterator[dict[str, Json]]:
+    """A resource descriptor for each file of this machine that some step read."""
+    seen: dict[tuple[str, str], str] = {}
+    for step in steps:
+        inputs = records[step.name].made.preimage.inputs
+        for argument, item in step.inputs.items():
+            if isinstance(graph[item.node], Source):
+                seen |= {(item.node, entry.path): entry.digest for entry in inputs[argument].files}
+    for (node, path), found in sorted(seen.items()):
+        yield {"name": f"{node}/{path}", "digest": {"blake3": found}}

@@ -1,0 +1,325 @@
+"""The meaning of a recipe: its variants as steps. The only module that knows both steps and models.
+
+fetch/<model>                              the checkpoint: a directory of the user, or a download
+config/<model>                             config.json, normalised
+tokenizer/<model>                          tokenizer, template, serving defaults
+reference/<model>[/<prompts>]              logits of the prompts, in NumPy
+weights/<model>/<scheme>/<layout>          packed weights
+library/<config>/<scheme>/<target>         compiled code; no weights and no model's name enter it
+bundle/<variant>                           all of it together
+verify/<variant>                           the bundle against the reference
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+from mlcbuild import bundle, quant, targets
+from mlcbuild.canon import Json, digest
+from mlcbuild.errors import CheckpointError, InputError, Problem, SetupError, SourceError
+from mlcbuild.fetch import local_files
+from mlcbuild.graph import Graph, Input, Node, Source, Step
+from mlcbuild.hub import HubSource
+from mlcbuild.lock import Lock
+from mlcbuild.models import ModelConfig, config_digest, context_window, parameters, parse
+from mlcbuild.models.action import read_json
+from mlcbuild.recipe import Limits, LocalSource, Model, Recipe, Variant, Verify, expand
+from mlcbuild.verify import PROMPTS, THRESHOLDS
+
+TENSORS = ("*.safetensors", "*.safetensors.index.json")
+"""Files of a checkpoint that hold its weights."""
+MANY_CORES = 64
+"""For steps that use whatever the machine gives."""
+UNKNOWN_MEMORY = 4 << 30
+"""Bytes assumed for a step on a model whose size is not known before it is fetched."""
+COMPILER_MEMORY = 1500 << 20
+"""Bytes of a compiling process, measured at 0.9 GB for 30 layers."""
+PROCESS_MEMORY = 300 << 20
+"""Bytes of a process that has NumPy loaded, with room."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a variant becomes."""
+
+    variant: Variant
+    steps: tuple[str, ...]
+    """Every step of its own or shared, without the source."""
+    bundle: str
+    verify: str | None
+    unverified: str = ""
+    """Why there is no verification, in words."""
+
+    @property
+    def last(self) -> str:
+        return self.verify or self.bundle
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    recipe: Recipe
+    graph: Graph
+    products: tuple[Product, ...]
+    configs: Mapping[str, ModelConfig]
+    """By model, of those whose config.json is here already."""
+
+    def choose(self, patterns: Iterable[str]) -> tuple[str, ...]:
+        """Steps that names or globs of variants and steps mean. Raises UsageError."""
+        chosen: list[str] = []
+        for pattern in patterns:
+            found = [item.last for item in self.products if fnmatchcase(item.variant.name, pattern)]
+            chosen += found or sorted(self.graph.match([pattern]))
+        return tuple(dict.fromkeys(chosen))
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """One model of the recipe, as far as it is known before anything runs."""
+
+    model: Model
+    node: Node
+    label: str
+    """What stands for the config in names: a digest, shortened."""
+    config: ModelConfig | None
+    """None: it is not here yet."""
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+
+def build(recipe: Recipe, lock: Lock) -> Pipeline:
+    """The steps of every variant. Reads config.json of local models, and nothing else of checkpoints.
+
+    Raises InputError for models that cannot be built, naming their places in the recipe, UsageError for
+    sources that `lock` does not pin, SetupError when a target's linker is missing.
+    """
+    variants = expand(recipe)
+    problems: list[Problem] = []
+    found = {variant.model.name: variant.model for variant in variants}
+    checkpoints = {name: _checkpoint(model, lock, problems) for name, model in found.items()}
+    if not problems:
+        problems += [problem for variant in variants for problem in _misfits(variant, checkpoints)]
+    if problems:
+        raise InputError(problems)
+    assembly = _Assembly({name: item for name, item in checkpoints.items() if item is not None})
+    products = tuple(assembly.add(variant) for variant in variants)
+    if assembly.missing:
+        raise SetupError("\n".join(dict.fromkeys(assembly.missing)))
+    configs = {name: item.config for name, item in assembly.checkpoints.items() if item.config is not None}
+    return Pipeline(recipe, Graph(assembly.nodes.values()), products, configs)
+
+
+def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
+    """What a lock must pin."""
+    return tuple(
+        hub_source(model.source) for model in recipe.models.values() if not isinstance(model.source, LocalSource)
+    )
+
+
+def _checkpoint(model: Model, lock: Lock, problems: list[Problem]) -> _Checkpoint | None:
+    name = f"fetch/{model.name}"
+    if not isinstance(model.source, LocalSource):
+        locked = lock.sources[hub_source(model.source)]
+        params = locked.params(hub_source(model.source))
+        step = Step(name, "mlcbuild.fetch:fetch", params, {}, memory=PROCESS_MEMORY)
+        return _Checkpoint(model, step, locked.files["config.json"].sha256[:12], None)
+    root = model.source.path
+    try:
+        files = local_files(root)
+        config = parse(read_json(root / "config.json"), str(root / "config.json"))
+    except (SourceError, CheckpointError) as error:
+        problems += [model.place.problem(f"model '{model.name}': {line}") for line in str(error).splitlines()]
+        return None
+    return _Checkpoint(model, Source(name, root, files), config_digest(config)[:12], config)
+
+
+def _misfits(variant: Variant, checkpoints: Mapping[str, _Checkpoint | None]) -> Iterator[Problem]:
+    """What a variant asks of a known model that the model cannot give."""
+    checkpoint = checkpoints[variant.model.name]
+    if checkpoint is None or checkpoint.config is None:
+        return
+    place, config = variant.model.place, checkpoint.config
+    window = context_window(config, variant.limits.context_window)
+    if window > config.max_position:
+        yield place.problem(
+            f"model '{variant.model.name}' takes at most {config.max_position} tokens, but "
+            f"compile.context_window is {window} for {variant.name}; lower it"
+        )
+    for sentence in quant.check_overrides(variant.scheme, parameters(config)):
+        yield place.problem(
+            f"model '{variant.model.name}', quantization '{variant.quantization}': {sentence}"
+        )
+
+
+@dataclass
+class _Assembly:
+    """Collects nodes by name, each once."""
+
+    checkpoints: Mapping[str, _Checkpoint]
+    nodes: dict[str, Node] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    """What this machine lacks, in sentences."""
+
+    def add(self, variant: Variant) -> Product:
+        checkpoint = self.checkpoints[variant.model.name]
+        source = self._keep(checkpoint.node)
+        config = self._keep(
+            Step(
+                f"config/{checkpoint.name}",
+                "mlcbuild.models.action:normalise",
+                {},
+                {"checkpoint": Input(source, ("config.json",))},
+            )
+        )
+        tokenizer = self._keep(
+            Step(
+                f"tokenizer/{checkpoint.name}",
+                "mlcbuild.bundle:tokenizer",
+                {},
+                {"checkpoint": Input(source, (*bundle.TOKENIZER_FILES, "config.json"))},
+            )
+        )
+        weights = self._keep(_weights(variant, checkpoint, config))
+        library = self._library(variant, checkpoint, config)
+        made = self._bundle(variant, {"library": library, "weights": weights, "tokenizer": tokenizer})
+        steps = (config, tokenizer, weights, library, made)
+        why_not = targets.why_not(variant.target, targets.resolve(targets.HOST))
+        if why_not is not None:
+            return Product(variant, steps, made, None, why_not)
+        reference = self._reference(variant, checkpoint, config, tokenizer)
+        verify = self._keep(_verify(variant, checkpoint, made, reference))
+        return Product(variant, (*steps, reference, verify), made, verify)
+
+    def _keep(self, node: Node) -> str:
+        self.nodes.setdefault(node.name, node)
+        return node.name
+
+    def _library(self, variant: Variant, checkpoint: _Checkpoint, config: str) -> str:
+        from mlcbuild.compiler.toolchain import tools
+
+        limits: dict[str, Json] = dict(vars(variant.limits))
+        name = f"library/{checkpoint.label}/{variant.quantization}/{variant.target.name}"
+        if limits != vars(Limits()):
+            name += f"/{digest('limits/1', limits)[:8]}"
+        if name in self.nodes:
+            return name
+        try:
+            found = tools(variant.target)
+        except SetupError as error:
+            self.missing.append(str(error))
+            found = {}
+        return self._keep(
+            Step(
+                name,
+                "mlcbuild.compiler:compile_library",
+                {
+                    "scheme": quant.to_json(variant.scheme),
+                    "target": targets.to_json(variant.target),
+                    "limits": limits,
+                },
+                {"config": Input(config)},
+                tools=found,
+                labels=_labels(variant),
+                memory=COMPILER_MEMORY,
+            )
+        )
+
+    def _bundle(self, variant: Variant, steps: Mapping[str, str]) -> str:
+        inputs = {argument: Input(step) for argument, step in steps.items()}
+        runtime = _runtime_library(variant.target)
+        if runtime is not None:
+            inputs["runtime"] = Input(self._keep(runtime))
+        return self._keep(
+            Step(
+                f"bundle/{variant.name}",
+                "mlcbuild.bundle:assemble",
+                {
+                    "name": variant.name,
+                    "model": variant.model.name,
+                    "scheme": quant.to_json(variant.scheme),
+                    "target": {**targets.to_json(variant.target), "name": variant.target.name},
+                },
+                inputs,
+                labels=_labels(variant),
+            )
+        )
+
+    def _reference(self, variant: Variant, checkpoint: _Checkpoint, config: str, tokenizer: str) -> str:
+        inputs = {
+            "config": Input(config),
+            "tokenizer": Input(tokenizer),
+            "checkpoint": Input(checkpoint.node.name, TENSORS),
+        }
+        prompts: Json = list(PROMPTS)
+        label = ""
+        if variant.verify is not None:
+            wanted = variant.verify.prompts
+            label = str(wanted)
+            prompts = None if isinstance(wanted, Path) else list(wanted)
+            if isinstance(wanted, Path):
+                name = f"prompts/{digest('prompts/1', label)[:8]}/{wanted.name}"
+                inputs["prompts"] = Input(self._keep(Source(name, wanted.parent, (wanted.name,))))
+        params: dict[str, Json] = {"prompts": prompts, "context_window": variant.limits.context_window}
+        return self._keep(
+            Step(
+                f"reference/{checkpoint.name}/{digest('reference/1', [params, label])[:8]}",
+                "mlcbuild.verify:reference",
+                params,
+                inputs,
+                cores=MANY_CORES,
+                memory=_largest(checkpoint) * 3 + (1 << 30),
+            )
+        )
+
+
+def _weights(variant: Variant, checkpoint: _Checkpoint, config: str) -> Step:
+    return Step(
+        f"weights/{checkpoint.name}/{variant.quantization}/{variant.scheme.layout}",
+        "mlcbuild.weights:convert",
+        {"scheme": quant.to_json(variant.scheme)},
+        {"config": Input(config), "checkpoint": Input(checkpoint.node.name, TENSORS)},
+        labels=_labels(variant),
+        cores=MANY_CORES,
+        memory=_largest(checkpoint) * 3 + PROCESS_MEMORY,
+    )
+
+
+def _verify(variant: Variant, checkpoint: _Checkpoint, made: str, reference: str) -> Step:
+    config, limits = checkpoint.config, variant.verify or Verify(())
+    size = quant.stored_bytes(parameters(config), variant.scheme) if config else UNKNOWN_MEMORY
+    return Step(
+        f"verify/{variant.name}",
+        "mlcbuild.verify:verify",
+        {name: None if (value := getattr(limits, name)) is None else repr(value) for name in THRESHOLDS},
+        {"bundle": Input(made), "reference": Input(reference)},
+        cores=MANY_CORES,
+        memory=size + PROCESS_MEMORY,
+    )
+
+
+def _labels(variant: Variant) -> dict[str, str]:
+    return {"scheme": f"scheme {variant.quantization}", "target": f"target {variant.target.name}"}
+
+
+def _largest(checkpoint: _Checkpoint) -> int:
+    """Bytes of the largest parameter in float32."""
+    if checkpoint.config is None:
+        return UNKNOWN_MEMORY // 4
+    return 4 * max(math.prod(param.shape) for param in parameters(checkpoint.config))
+
+
+@lru_cache(maxsize=8)
+def _runtime_library(target: targets.Target) -> Source | None:
+    """TVM's runtime for the bundle, where this machine's is the target's."""
+    host = targets.resolve(targets.HOST)
+    found = bundle.tvm_runtime()
+    same = (target.system, target.architecture) == (host.system, host.architecture)
+    if found is None or not same or target.output != "shared":
+        return None
+    return Source("tvm-runtime", found.parent, (found.name,))
