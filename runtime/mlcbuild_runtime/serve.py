@@ -54,15 +54,17 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _serve(path: Path, options: Options, listener: socket.socket) -> int:
-    import uvicorn
-
-    from mlcbuild_runtime.engine import Engine
-    from mlcbuild_runtime.server import create_app
     from mlcbuild_runtime.text import Tokenizer
     from mlcbuild_runtime.vm import Model
 
     model = Model.load(path, options.threads, options.max_pages)
     tokenizer = Tokenizer.load(path, model.manifest.serving)
+    # Imported late: a bundle that cannot be served is refused sooner.
+    import uvicorn
+
+    from mlcbuild_runtime.engine import Engine
+    from mlcbuild_runtime.server import create_app
+
     engine = Engine(model, tokenizer, options.max_batch).start()
 
     class Server(uvicorn.Server):

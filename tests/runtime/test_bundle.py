@@ -1,0 +1,382 @@
+"""The bundle format, and bundles damaged in every way: one sentence, no traceback, no signal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlcbuild_runtime import bundle, weights
+from mlcbuild_runtime.bundle import Manifest
+from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.fields import FieldError, Json
+
+from . import shared, toy
+
+WEIGHTS = "weights-00001-of-00001.safetensors"
+
+
+def document(path: Path) -> dict[str, Json]:
+    found: dict[str, Json] = json.loads((path / "bundle.json").read_bytes())
+    return found
+
+
+def section(found: dict[str, Json], key: str) -> dict[str, Json]:
+    inner = found[key]
+    assert isinstance(inner, dict)
+    return inner
+
+
+def edit(path: Path, change: Callable[[dict[str, Json]], object]) -> None:
+    """A hand-edited manifest."""
+    found = document(path)
+    change(found)
+    (path / "bundle.json").write_text(json.dumps(found))
+
+
+def reseal(path: Path) -> None:
+    """Makes sizes and digests agree with the files again: what is wrong is then found by other checks."""
+
+    def change(found: dict[str, Json]) -> None:
+        for name, entry in section(found, "files").items():
+            assert isinstance(entry, dict)
+            file = toy.describe(path / name)
+            entry.update(blake3=file.blake3, size=file.size)
+
+    edit(path, change)
+
+
+def put(key: str, value: Json, inside: str | None = None) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        edit(path, lambda found: (section(found, inside) if inside else found).update({key: value}))
+
+    return damage
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path / name, size)
+
+
+def cut_and_reseal(name: str, size: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        os.truncate(path / name, size)
+        reseal(path)
+
+    return damage
+
+
+def flip(name: str, place: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = bytearray((path / name).read_bytes())
+        data[place] ^= 0x55
+        (path / name).write_bytes(data)
+
+    return damage
+
+
+def write(name: str, data: bytes, again: bool = True) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).write_bytes(data)
+        if again:
+            reseal(path)
+
+    return damage
+
+
+def header(**changes: Json) -> Callable[[Path], None]:
+    """Replaces entries of the weights' header, resealed."""
+
+    def damage(path: Path) -> None:
+        data = (path / WEIGHTS).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        found = json.loads(data[8 : 8 + length]) | changes
+        text = json.dumps(found).encode()
+        (path / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+        reseal(path)
+
+    return damage
+
+
+def other_weights(path: Path) -> None:
+    """The weights of another model: a whole file, with another signature."""
+    toy.write_weights(path / WEIGHTS, "ab" * 32)
+    reseal(path)
+
+
+def other_model(path: Path) -> None:
+    """Manifest and weights agree, the library is of another model."""
+    toy.write_weights(path / WEIGHTS, "ab" * 32)
+    put("signature", "ab" * 32)(path)
+    reseal(path)
+
+
+def elf_with_far_segment(path: Path) -> None:
+    """Headers that promise more than the file holds: mapping it would end the process by SIGBUS."""
+    data = bytearray((path / "model.so").read_bytes())
+    (programs,) = struct.unpack_from("<Q", data, 32)
+    struct.pack_into("<Q", data, programs + 32, 1 << 40)
+    (path / "model.so").write_bytes(data)
+    reseal(path)
+
+
+def foreign_library(path: Path) -> None:
+    """A whole shared library, but not one of ours."""
+    (path / "model.so").write_bytes(Path(str(find_library("blake3.blake3"))).read_bytes())
+    reseal(path)
+
+
+def find_library(module: str) -> str | None:
+    spec = find_spec(module)
+    return spec.origin if spec is not None else None
+
+
+def metadata_text(old: bytes, new: bytes) -> Callable[[Path], None]:
+    """Changes the library's own metadata, keeping its length."""
+
+    def damage(path: Path) -> None:
+        data = (path / "model.so").read_bytes()
+        assert data.count(old) == 1 and len(old) == len(new)
+        (path / "model.so").write_bytes(data.replace(old, new))
+        reseal(path)
+
+    return damage
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda path: (path / name).unlink()
+
+
+def directory_instead(path: Path) -> None:
+    (path / WEIGHTS).unlink()
+    (path / WEIGHTS).mkdir()
+
+
+def no_tokenizer(path: Path) -> None:
+    (path / "tokenizer.json").unlink()
+    edit(path, lambda found: section(found, "files").pop("tokenizer.json"))
+
+
+Damage = tuple[str, Callable[[Path], None], str]
+"""What it is, how it is done, and what the message says."""
+
+READ: list[Damage] = [
+    ("truncated manifest", cut("bundle.json", 300), "not valid JSON"),
+    ("empty manifest", cut("bundle.json", 0), "not valid JSON"),
+    ("manifest not UTF-8", write("bundle.json", b'{"a": "\xff"}', False), "not valid JSON"),
+    ("manifest with NaN", write("bundle.json", b'{"a": NaN}', False), "NaN is not JSON"),
+    ("manifest with a key twice", write("bundle.json", b'{"a": 1, "a": 2}', False), "one key twice"),
+    ("manifest is a list", write("bundle.json", b"[]", False), "the document must be an object"),
+    ("unknown version", put("format", "mlcbuild-bundle/2"), "'format' must be .*, found 'mlcbuild-bundle/2'"),
+    ("unknown field", put("extra", 1), "unknown field 'extra'"),
+    ("missing field", lambda p: edit(p, lambda d: d.pop("limits")), "'limits' is missing"),
+    ("wrong type", put("page_size", "16", "limits"), "'limits.page_size' must be an integer"),
+    ("boolean for integer", put("max_batch", True, "limits"), "'limits.max_batch' must be an integer"),
+    ("end token out of range", put("eos_token_ids", [260], "serving"), "'serving' names token 260"),
+    ("temperature of text", put("temperature", "hot", "serving"), "'serving.temperature' must be a number"),
+    ("path outside", put("../x", {"blake3": "0" * 64, "size": 0}, "files"), "not a plain path"),
+    ("path absolute", put("/etc/passwd", {"blake3": "0" * 64, "size": 0}, "files"), "not a plain path"),
+    ("bad digest", put("x", {"blake3": "xyz", "size": 0}, "files"), "64 lower-case hex digits"),
+    ("library not listed", put("library", "other.so"), "does not list 'other.so'"),
+    ("weights not listed", put("weights", ["w"]), "does not list 'w'"),
+    ("no weights", put("weights", []), "'weights' names no file"),
+    ("library missing", remove("model.so"), "model.so: missing, but bundle.json lists it"),
+    ("weights missing", remove(WEIGHTS), "missing, but bundle.json lists it"),
+    ("weights a directory", directory_instead, "not a regular file"),
+    ("library changed", flip("model.so", 5000), "model.so: has BLAKE3 .*, but bundle.json says"),
+    ("tokenizer changed", flip("tokenizer.json", 100), "tokenizer.json: has BLAKE3 .*, but"),
+    ("weights truncated", cut(WEIGHTS, 1000), "has 1000 bytes, but bundle.json says"),
+    ("library cut in its header", cut_and_reseal("model.so", 50), "not a whole shared library"),
+    ("library of text", write("model.so", b"hello" * 1000), "not a whole shared library"),
+    ("weights header cut", cut_and_reseal(WEIGHTS, 100), "truncated, or not a weights file"),
+    ("weights of noise", write(WEIGHTS, b"\x10" + b"\0" * 7 + b"x" * 100), "its header is not valid JSON"),
+    ("weights of another format", header(__metadata__={"format": "pt"}), "'__metadata__.format' must be"),
+    (
+        "weights of a strange dtype",
+        header(table={"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}),
+        "'table.dtype' must be one of",
+    ),
+    (
+        "weights with false offsets",
+        header(table={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}),
+        "'table.data_offsets' do not hold",
+    ),
+]
+"""Found by reading the manifest, sizes, digests and headers."""
+
+LOADED: list[Damage] = [
+    ("no manifest", remove("bundle.json"), "there is no bundle.json in it"),
+    ("manifest nested deeply", write("bundle.json", b"[" * 200_000, False), "not valid JSON"),
+    ("other limits", put("context_window", 4096, "limits"), "limits.context_window = 256, but .* says 4096"),
+    ("other page size", put("page_size", 32, "limits"), "limits.page_size = 16, but .* says 32"),
+    (
+        "other config",
+        lambda p: edit(p, lambda d: section(section(d, "model"), "config").update(vocab_size=999)),
+        "config.vocab_size = 260, but .* says 999",
+    ),
+    ("other scheme", put("name2", "x", "scheme"), 'scheme.name2 = null, but .* says "x"'),
+    ("library truncated", cut("model.so", 1000), "has 1000 bytes, but bundle.json says"),
+    ("library cut", cut_and_reseal("model.so", 20_000), "not a whole shared library"),
+    ("library empty", cut_and_reseal("model.so", 0), "not a whole shared library"),
+    (
+        "library of ELF and noise",
+        write("model.so", b"\x7fELF" + bytes(range(256)) * 40),
+        "not a whole shared",
+    ),
+    ("library with a far segment", elf_with_far_segment, "not a whole shared library"),
+    ("library of another kind", foreign_library, "the library cannot be loaded"),
+    ("weights empty", cut_and_reseal(WEIGHTS, 0), "truncated, or not a weights file"),
+    ("weights data cut", cut_and_reseal(WEIGHTS, 2000), "'table' ends after the end of the file"),
+    (
+        "weights of another shape",
+        header(table={"dtype": "F32", "shape": [130, 4], "data_offsets": [0, 2080]}),
+        r"'table' is float32 \[130, 4\], but the library takes float32 \[260, 4\]",
+    ),
+    (
+        "weights without the tensor",
+        header(table={"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, other={}),
+        "in its header, 'other.dtype' is missing",
+    ),
+    ("weights of another model", other_weights, "have signature abababababab, but bundle.json is for"),
+    ("library of another model", other_model, "takes weights of signature .*, but .* abababababab"),
+    (
+        "library of another version",
+        metadata_text(b"mlcbuild-library/1", b"mlcbuild-library/9"),
+        "'mlcbuild-library/9'",
+    ),
+    (
+        "library with broken metadata",
+        metadata_text(b'{"format": "mlc', b'["format": "mlc'),
+        "metadata is not usable",
+    ),
+    ("no tokenizer", no_tokenizer, "neither tokenizer.json nor tokenizer.model"),
+    ("tokenizer of noise", write("tokenizer.json", b"{}"), "not a tokenizer that can be read"),
+    (
+        "tokenizer config of noise",
+        write("tokenizer_config.json", b"{"),
+        "tokenizer_config.json: not valid JSON",
+    ),
+]
+"""Found by a whole process: a fault that only the loader sees, or that could end it by a signal."""
+
+
+def cases(damages: list[Damage]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("damage", "message"), [case[1:] for case in damages], ids=[case[0] for case in damages]
+    )
+
+
+@cases(READ)
+def test_a_damaged_bundle_is_not_read(toy_copy: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(toy_copy)
+    with pytest.raises(BundleError, match=message) as caught:
+        bundle.read(toy_copy)
+    assert "\n" not in str(caught.value)
+
+
+@cases(LOADED)
+def test_a_damaged_bundle_is_refused(toy_copy: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(toy_copy)
+    done = shared.run("-m", "mlcbuild_runtime", str(toy_copy), "--port", "0")
+    assert done.returncode == 1, done
+    assert re.fullmatch(r"mlcbuild-serve: [^\n]+\n", done.stderr), done.stderr
+    assert re.search(message, done.stderr), done.stderr
+    assert done.stdout == ""
+
+
+def test_no_such_directory_and_a_file(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="does not exist, but a bundle is a directory"):
+        bundle.read(tmp_path / "none")
+    (tmp_path / "file").touch()
+    with pytest.raises(BundleError, match="is a file, but a bundle is a directory"):
+        bundle.read(tmp_path / "file")
+
+
+def test_a_changed_byte_of_weights_is_found_by_the_full_check(toy_copy: Path) -> None:
+    flip(WEIGHTS, 3000)(toy_copy)
+    assert bundle.read(toy_copy).name == "toy-q0f32-host"
+    with pytest.raises(BundleError, match="has BLAKE3"):
+        bundle.check(toy_copy)
+
+
+def test_files_that_the_manifest_does_not_list_do_no_harm(toy_copy: Path) -> None:
+    (toy_copy / "notes.txt").write_text("mine")
+    assert bundle.check(toy_copy).name == "toy-q0f32-host"
+
+
+def test_the_manifest_survives_writing_and_reading(toy_bundle: Path) -> None:
+    manifest = bundle.read(toy_bundle)
+    assert bundle.parse(json.loads(manifest.to_bytes())) == manifest
+    assert manifest.to_bytes() == (toy_bundle / "bundle.json").read_bytes()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(value=JSON, place=st.integers(0, 200))
+def test_any_value_in_any_place_gives_a_manifest_or_a_sentence(value: Json, place: int) -> None:
+    """One value of a good manifest replaced by any other."""
+    good = sample().to_json()
+    places = list(paths(good))
+    *parents, last = places[place % len(places)]
+    target: Json = good
+    for key in parents:
+        assert isinstance(target, dict)
+        target = target[key]
+    assert isinstance(target, dict)
+    target[last] = value
+    try:
+        found = bundle.parse(good)
+    except FieldError as error:
+        assert "\n" not in str(error)
+    else:
+        assert bundle.parse(json.loads(found.to_bytes())) == found
+
+
+def paths(value: Json, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(value, dict):
+        return [above]
+    inner = [path for key, item in value.items() for path in paths(item, (*above, key))]
+    return inner + ([above] if above else [])
+
+
+def sample() -> Manifest:
+    digest = bundle.signature([("table", (260, 4), "float32", "plain")])
+    return Manifest(
+        name="name",
+        model=bundle.Model("toy", "toy", {"vocab_size": 260}),
+        scheme={"name": "q0f32"},
+        target=toy.TARGET,
+        limits=bundle.Limits(256, 32, 4),
+        library="model.so",
+        weights=("w",),
+        signature=digest,
+        files={name: bundle.File("0" * 64, 1) for name in ("model.so", "w")},
+        memory=bundle.Memory(1, 2, 3, 6),
+        serving=bundle.Serving(1, (2,), 0.6, 0.9, 20),
+        verification={"kl_mean": 0.1},
+        tools={"apache-tvm": "0"},
+    )
+
+
+def test_the_signature_is_fixed() -> None:
+    """A changed value here makes every bundle unreadable: a new format, on purpose."""
+    found = bundle.signature([("a", (2, 3), "float32", "plain"), ("b", (4,), "uint8", "x16")])
+    assert found == "b21459c6916f36b6b37bbad83fcf6297cd1db5acdb8425090a448d79544ea616"
+    assert bundle.signature([]) != found
+
+
+def test_the_weights_header_gives_places(toy_bundle: Path) -> None:
+    (tensor,) = weights.read_header(toy_bundle / WEIGHTS).tensors
+    assert (tensor.name, tensor.dtype, tensor.shape) == ("table", "float32", (260, 4))
+    assert tensor.start % 64 == 0
