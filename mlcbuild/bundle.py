@@ -16,6 +16,7 @@ from mlcbuild.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mlcbuild_runtime.bundle import File, Manifest, Serving
+    from mlcbuild_runtime.fields import Json as FreeJson
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -29,6 +30,8 @@ TOKENIZER_FILES = (
 """Files of a checkpoint that a bundle keeps as they are, where they exist."""
 
 SERVING = "serving.json"
+LIBRARY = "library.json"
+"""What the library says of itself, readable where its code cannot run."""
 
 
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -86,11 +89,12 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
     """
     from mlcbuild_runtime import bundle as form
 
-    library = cast("dict[str, Json]", json.loads((inputs["library"] / "library.json").read_bytes()))
+    library = cast("dict[str, FreeJson]", json.loads((inputs["library"] / LIBRARY).read_bytes()))
     model = next(path.name for path in inputs["library"].iterdir() if path.name.startswith("model."))
     weights = sorted(path.name for path in inputs["weights"].iterdir())
     serving = _serving_defaults(inputs["tokenizer"] / SERVING)
-    _place(inputs["library"] / model, out / model)
+    for name in (model, LIBRARY):
+        _place(inputs["library"] / name, out / name)
     for name in weights:
         _place(inputs["weights"] / name, out / name)
     for path in sorted(inputs["tokenizer"].iterdir()):
@@ -99,14 +103,14 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
     for path in sorted(inputs["runtime"].glob("libtvm_runtime.*")) if "runtime" in inputs else ():
         (out / "lib").mkdir(exist_ok=True)
         shutil.copyfile(path, out / "lib" / path.name)
-    config = cast("dict[str, Json]", library["config"])
+    config = cast("dict[str, FreeJson]", library["config"])
     memory = cast("dict[str, int]", library["memory"])
     parts = {key: memory[key] for key in ("weights", "kv_cache", "workspace")}
     manifest = form.Manifest(
         name=cast(str, params["name"]),
         model=form.Model(cast(str, params["model"]), cast(str, config["family"]), config),
-        scheme=cast("dict[str, Json]", params["scheme"]),
-        target=cast("dict[str, Json]", params["target"]),
+        scheme=cast("dict[str, FreeJson]", params["scheme"]),
+        target=cast("dict[str, FreeJson]", params["target"]),
         limits=form.Limits(**cast("dict[str, int]", library["limits"])),
         library=model,
         weights=tuple(weights),

@@ -62,7 +62,9 @@ def _provenance(
     }
     keys = {step.name: records[step.name].key for step in steps}
     tools = {name: value for step in steps for name, value in step.tools.items()}
-    return bundle.provenance(manifest, parameters, keys, dependencies, {**tools, "mlcbuild": version("mlcbuild")})
+    return bundle.provenance(
+        manifest, parameters, keys, dependencies, {**tools, "mlcbuild": version("mlcbuild")}
+    )
 
 
 def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
@@ -77,9 +79,7 @@ def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
             }
 
 
-def _files(
-    graph: Graph, steps: Iterable[Step], records: Mapping[str, Record]
-) -> Iterator[dict[str, Json]]:
+def _files(graph: Graph, steps: Iterable[Step], records: Mapping[str, Record]) -> Iterator[dict[str, Json]]:
     """A resource descriptor for each file of this machine that some step read."""
     seen: dict[tuple[str, str], str] = {}
     for step in steps:

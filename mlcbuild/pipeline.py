@@ -117,16 +117,15 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
 
 def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
     """What a lock must pin."""
-    return tuple(
-        hub_source(model.source) for model in recipe.models.values() if not isinstance(model.source, LocalSource)
-    )
+    sources = (model.source for model in recipe.models.values())
+    return tuple(source for source in sources if isinstance(source, HubSource))
 
 
 def _checkpoint(model: Model, lock: Lock, problems: list[Problem]) -> _Checkpoint | None:
     name = f"fetch/{model.name}"
     if not isinstance(model.source, LocalSource):
-        locked = lock.sources[hub_source(model.source)]
-        params = locked.params(hub_source(model.source))
+        locked = lock.sources[model.source]
+        params = locked.params(model.source)
         step = Step(name, "mlcbuild.fetch:fetch", params, {}, memory=PROCESS_MEMORY)
         return _Checkpoint(model, step, locked.files["config.json"].sha256[:12], None)
     root = model.source.path
@@ -201,7 +200,7 @@ class _Assembly:
         return node.name
 
     def _library(self, variant: Variant, checkpoint: _Checkpoint, config: str) -> str:
-        from mlcbuild.compiler.toolchain import tools
+        from mlcbuild.compiler.versions import tools
 
         limits: dict[str, Json] = dict(vars(variant.limits))
         name = f"library/{checkpoint.label}/{variant.quantization}/{variant.target.name}"

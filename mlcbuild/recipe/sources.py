@@ -8,36 +8,19 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mlcbuild.document import Place, Where
-from mlcbuild.errors import did_you_mean
+from mlcbuild.errors import UsageError, did_you_mean
+from mlcbuild.hub import HubSource, parse_source
 from mlcbuild.recipe.reading import Reading, kind
 
 _HUB = "hf://"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_HUB_SOURCE = re.compile(rf"hf://({_PART}/{_PART})(?:@({_PART}(?:/{_PART})*))?")
 _HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({_PART}/{_PART})(?:/.*)?")
-_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class LocalSource:
     path: Path
     """An existing directory, absolute."""
-
-
-@dataclass(frozen=True)
-class HubSource:
-    repository: str
-    """organisation/name"""
-    revision: str = "main"
-    """A branch, a tag or a commit."""
-
-    @property
-    def is_pinned(self) -> bool:
-        """The revision is a full commit, which names the same files for ever."""
-        return _COMMIT.fullmatch(self.revision) is not None
-
-    def __str__(self) -> str:
-        return f"{_HUB}{self.repository}@{self.revision}"
 
 
 Source: TypeAlias = LocalSource | HubSource
@@ -66,17 +49,19 @@ def read_models(reading: Reading) -> dict[str, Model]:
 
 
 def _read_source(reading: Reading, where: Where, text: str) -> Source | None:
-    found = _HUB_SOURCE.fullmatch(text)
-    if found and ".." not in text:
-        return HubSource(found[1], found[2] or "main")
-    if text.startswith("hf:"):
-        reading.report(where, f"'{text}' must be hf://organisation/name or hf://organisation/name@revision")
+    page = _HUB_PAGE.fullmatch(text)
+    if page:
+        reading.report(where, f"source '{text}' is a page of the Hugging Face hub; write {_HUB}{page[1]}")
         return None
-    if "://" in text:
-        page = _HUB_PAGE.fullmatch(text)
-        instead = f"write {_HUB}{page[1]}" if page else "write a directory or hf://organisation/name@revision"
-        reading.report(where, f"'{text}' is not a source that mlcbuild can fetch; {instead}")
+    try:
+        hub = parse_source(text)
+    except UsageError as error:
+        reading.report(where, str(error))
         return None
+    return hub or _local(reading, where, text)
+
+
+def _local(reading: Reading, where: Where, text: str) -> LocalSource | None:
     path = reading.path(where, text)
     if path is None:
         return None

@@ -1,0 +1,248 @@
+"""Verbs about a recipe's steps: plan, run, explain, graph."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlcbuild.cli.facts import show
+from mlcbuild.cli.recipes import read_lock, read_recipe
+from mlcbuild.errors import MlcbuildError, UsageError
+from mlcbuild.events import Event, Reporter, RunFinished, RunResult, Status
+from mlcbuild.pipeline import Pipeline, Product, build
+from mlcbuild.store import Store, default_root
+
+if TYPE_CHECKING:
+    from mlcbuild.plan import Plan, Planned
+
+WORDS = {"hit": "reuse", "run": "run", "pending": "wait"}
+
+
+def open_store(arguments: argparse.Namespace) -> Store:
+    return Store(Path(arguments.store) if arguments.store else default_root())
+
+
+def _pipeline(arguments: argparse.Namespace) -> Pipeline:
+    recipe = read_recipe(arguments)
+    return build(recipe, read_lock(recipe))
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    from mlcbuild import plan as planning
+
+    pipeline, store = _pipeline(arguments), open_store(arguments)
+    only = pipeline.choose(arguments.only)
+    found = planning.plan(pipeline.graph, store, force=arguments.force, only=only)
+    estimates = {item.variant.name: estimate(pipeline, item, found) for item in pipeline.products}
+    document = {
+        "steps": [
+            {"name": step.name, "key": step.key, "status": step.state, "reason": step.reason}
+            for step in found.steps
+        ],
+        "variants": [
+            {
+                "name": item.variant.name,
+                "bundle": str(item.variant.output),
+                "memory": estimates[item.variant.name],
+            }
+            for item in pipeline.products
+        ],
+    }
+    show(
+        arguments.json,
+        document,
+        [*_steps(found.steps), "", *_memories(pipeline, estimates), "", _count(found)],
+    )
+    return 0
+
+
+def _steps(steps: Sequence[Planned]) -> list[str]:
+    return [
+        f"{WORDS[step.state]:<6} {step.name}" + (f"  ({step.reason})" if step.reason else "")
+        for step in steps
+    ]
+
+
+def _count(found: Plan) -> str:
+    return (
+        f"{found.count('run')} to run, {found.count('pending')} wait for those (and may be reused), "
+        f"{found.count('hit')} to reuse"
+    )
+
+
+def estimate(pipeline: Pipeline, product: Product, found: Plan) -> dict[str, int] | None:
+    """Bytes a bundle takes when it is served, by part; None for a model that is not here yet.
+
+    Weights and KV cache follow from the recipe. The workspace is known once the library is compiled.
+    """
+    from mlcbuild.models import context_window, parameters
+    from mlcbuild.quant import stored_bytes
+
+    variant = product.variant
+    config = pipeline.configs.get(variant.model.name)
+    if config is None:
+        return None
+    tokens = context_window(config, variant.limits.context_window) * variant.limits.max_batch
+    item = 4 if variant.scheme.dtype == "float32" else 2
+    return {
+        "weights": stored_bytes(parameters(config), variant.scheme),
+        "kv_cache": tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * item,
+    }
+
+
+def _memories(pipeline: Pipeline, estimates: dict[str, dict[str, int] | None]) -> list[str]:
+    from mlcbuild.report import size
+
+    lines = []
+    for item in pipeline.products:
+        parts = estimates[item.variant.name]
+        words = "unknown until the model is fetched"
+        if parts is not None:
+            named = ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in parts.items())
+            words = f"{size(sum(parts.values()))} ({named})"
+        lines.append(f"memory {item.variant.name}: {words}")
+    return lines
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from mlcbuild.execute import Options, execute
+    from mlcbuild.report import document, reporting
+
+    if arguments.dry_run:
+        return plan(arguments)
+    pipeline, store = _pipeline(arguments), open_store(arguments)
+    options = Options(
+        jobs=arguments.jobs or 0,
+        keep_going=arguments.keep_going,
+        force=tuple(arguments.force),
+        only=pipeline.choose(arguments.only),
+        executor="inline" if arguments.executor == "inline" else "pool",
+    )
+    with reporting(sys.stderr if arguments.json else sys.stdout) as report:
+        result = execute(pipeline.graph, store, options, _without_summary(report))
+    outcomes = [_finish(pipeline, item, result, store) for item in pipeline.products]
+    if arguments.json:
+        print(json.dumps(document(result, [outcome.to_json() for outcome in outcomes]), indent=2))
+    else:
+        print("\n".join([*(outcome.line for outcome in outcomes if outcome.line), _last(result, outcomes)]))
+    errors = [outcome.error.exit_code for outcome in outcomes if outcome.error is not None]
+    return result.exit_code or max(errors, default=0)
+
+
+def _without_summary(report: Reporter) -> Reporter:
+    """The last line is ours to write: it says where the bundles are."""
+
+    def tell(event: Event) -> None:
+        if not isinstance(event, RunFinished):
+            report(event)
+
+    return tell
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a variant."""
+
+    product: Product
+    status: Status
+    error: MlcbuildError | None = None
+    note: str = ""
+
+    def to_json(self) -> dict[str, str | None]:
+        built = self.status in ("built", "reused")
+        variant = self.product.variant
+        return {
+            "name": variant.name,
+            "bundle": str(variant.output) if built else None,
+            "status": self.status,
+            "note": str(self.error) if self.error is not None else self.note,
+        }
+
+    @property
+    def line(self) -> str:
+        variant = self.product.variant
+        if self.error is not None:
+            return f"failed  {variant.name}: {self.error}"
+        where = f"  {_near(variant.output)}" if self.status in ("built", "reused") else ""
+        return f"{self.status:<7} {variant.name}{where}" + (f"  ({self.note})" if self.note else "")
+
+
+def _finish(pipeline: Pipeline, product: Product, result: RunResult, store: Store) -> Outcome:
+    """Emits a variant whose steps succeeded, and says what became of it."""
+    from mlcbuild.emit import emit
+
+    steps = {step.name: step for step in result.steps}
+    mine = [steps.get(pipeline.graph.resolve(name)) for name in product.steps]
+    known = [step for step in mine if step is not None]
+    if any(step.status == "failed" for step in known):
+        return Outcome(product, "failed", note="a step of it failed")
+    if len(known) < len(mine) or any(step.status == "skipped" for step in known):
+        return Outcome(product, "skipped")
+    note = f"not verified: {product.unverified}" if product.verify is None else ""
+    try:
+        wrote = emit(pipeline, product, result, store)
+    except MlcbuildError as error:
+        return Outcome(product, "failed", error)
+    fresh = wrote or any(step.status == "built" for step in known)
+    return Outcome(product, "built" if fresh else "reused", note=note)
+
+
+def _near(path: Path) -> str:
+    """A path as a person would type it from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def _last(result: RunResult, outcomes: Sequence[Outcome]) -> str:
+    from mlcbuild.report import summary
+
+    places = sorted(
+        {_near(o.product.variant.output.parent) for o in outcomes if o.status in ("built", "reused")}
+    )
+    made = sum(outcome.status in ("built", "reused") for outcome in outcomes)
+    where = f"; {made} bundle{'s' if made != 1 else ''} in {', '.join(places)}" if places else ""
+    return f"{summary(result)}{where}"
+
+
+def explain(arguments: argparse.Namespace) -> int:
+    from mlcbuild import plan as planning
+
+    pipeline, store = _pipeline(arguments), open_store(arguments)
+    planned, changes = planning.explain(pipeline.graph, store, arguments.step)
+    lines = [f"{planned.name}: {WORDS[planned.state]}" + (f", {planned.reason}" if planned.reason else "")]
+    lines += [f"key {planned.key}" if planned.key else "the key is not known before its inputs are built"]
+    for change in changes:
+        lines += [change.what, f"  - {change.before or '(absent)'}", f"  + {change.after or '(absent)'}"]
+    if not changes:
+        lines.append(
+            "nothing differs from the last time it was built" if planned.record else "it was never built here"
+        )
+    print("\n".join(lines))
+    return 0
+
+
+def graph(arguments: argparse.Namespace) -> int:
+    from mlcbuild import picture
+    from mlcbuild import plan as planning
+
+    pipeline, store = _pipeline(arguments), open_store(arguments)
+    found = planning.plan(pipeline.graph, store)
+    if arguments.format == "html":
+        text = picture.html(pipeline.graph, found, pipeline.recipe.name)
+    else:
+        text = getattr(picture, arguments.format)(pipeline.graph, found)
+    if arguments.output is None:
+        print(text)
+        return 0
+    try:
+        Path(arguments.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{arguments.output}: cannot be written: {error.strerror}") from None
+    return 0

@@ -1,0 +1,98 @@
+"""Verbs about a bundle: inspect, verify, serve, chat."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlcbuild_runtime import bundle as form
+from mlcbuild_runtime.bundle import Manifest
+
+from mlcbuild.bundle import LIBRARY
+from mlcbuild.cli.facts import show, table
+from mlcbuild.report import size
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.bundle)
+    manifest = form.read(path)
+    library = json.loads((path / LIBRARY).read_bytes()) if LIBRARY in manifest.files else {}
+    document: dict[str, object] = {**manifest.to_json(), "kernels": library.get("kernels")}
+    lines = [*table(_facts(manifest)), *_kernels(library)]
+    if arguments.measure:
+        from mlcbuild.footprint import measure
+
+        peak = measure(path)
+        document["measured"] = peak
+        lines.append(_compared(manifest, peak))
+    show(arguments.json, document, lines)
+    return 0
+
+
+def _facts(manifest: Manifest) -> list[tuple[str, str]]:
+    config, limits, memory = manifest.model.config, manifest.limits, manifest.memory
+    machine = manifest.machine
+    rows = [
+        ("name", manifest.name),
+        ("model", f"{manifest.model.name}, family {manifest.model.family}, {config['num_layers']} layers"),
+        ("scheme", str(manifest.scheme["name"])),
+        ("target", f"{machine.triple} {machine.cpu} {' '.join(machine.features)}".rstrip()),
+        (
+            "limits",
+            f"context {limits.context_window}, prefill {limits.prefill_chunk}, batch {limits.max_batch}",
+        ),
+        (
+            "memory",
+            f"{size(memory.total)} = weights {size(memory.weights)} + KV cache {size(memory.kv_cache)}"
+            f" + workspace {size(memory.workspace)}",
+        ),
+        ("signature", manifest.signature),
+        ("tools", ", ".join(f"{name} {value}" for name, value in sorted(manifest.tools.items()))),
+    ]
+    return [*rows, *_verification(manifest.verification)]
+
+
+def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]:
+    if figures is None:
+        return [("verified", "no: the target is not the machine it was built on")]
+    return [
+        (
+            "verified",
+            f"KL {figures['kl_mean']} (largest {figures['kl_max']}), "
+            f"top-1 agreement {figures['top1_agreement']}, perplexity {figures['perplexity']} "
+            f"(model {figures['reference_perplexity']}), "
+            f"{figures['tokens']} tokens",
+        )
+    ]
+
+
+def _kernels(library: Mapping[str, object]) -> list[str]:
+    return [f"kernels {json.dumps(library.get('kernels'))}"]
+
+
+def _compared(manifest: Manifest, peak: int) -> str:
+    total = manifest.memory.total
+    return f"measured {size(peak)}, {100 * (peak - total) / total:+.0f}% of the estimate {size(total)}"
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    path = Path(arguments.bundle)
+    manifest = form.check(path, full=True)
+    document = {"bundle": str(path), "ok": True, "files": len(manifest.files)}
+    show(arguments.json, document, [f"{path}: {len(manifest.files)} files are as the manifest says"])
+    return 0
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    from mlcbuild_runtime.serve import Options
+    from mlcbuild_runtime.serve import serve as run
+
+    return run(arguments.bundle, Options(host=arguments.host, port=arguments.port, threads=arguments.threads))
+
+
+def chat(arguments: argparse.Namespace) -> int:
+    from mlcbuild_runtime.chat import chat as run
+
+    return run(arguments.bundle, arguments.threads)

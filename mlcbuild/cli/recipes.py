@@ -1,0 +1,131 @@
+"""Verbs about a recipe's text: init, validate, lock."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from mlcbuild.errors import InputError, UsageError
+from mlcbuild.lock import Lock
+from mlcbuild.recipe import Recipe, expand, load
+
+FIRST = """\
+# yaml-language-server: $schema={schema}
+version: 1
+models:
+  mine: ./model                    # a directory in Hugging Face format, or hf://organisation/name@revision
+quantizations: [q4f16_1, q0f32]    # `mlcbuild schemes` lists them
+targets: [host]                    # `mlcbuild targets` lists them
+compile: {{max_batch: 4}}
+bundle: {{output: "dist/{{model}}-{{quantization}}-{{target}}"}}
+"""
+
+
+def settings(pairs: list[str]) -> dict[str, str]:
+    """`--set` options. Raises UsageError."""
+    found = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            raise UsageError(f"mlcbuild: --set {pair}: write --set name=value")
+        found[name] = value
+    return found
+
+
+def read_recipe(arguments: argparse.Namespace) -> Recipe:
+    return load(Path(arguments.recipe), settings(arguments.settings), arguments.allow_outside)
+
+
+def read_lock(recipe: Recipe) -> Lock:
+    """The recipe's lock, complete; an empty one for a recipe whose sources are all local."""
+    from mlcbuild import lock as locks
+    from mlcbuild.pipeline import hub_sources
+
+    sources = hub_sources(recipe)
+    if not sources:
+        return Lock()
+    if not recipe.lock.exists():
+        named = ", ".join(map(str, sources))
+        raise UsageError(
+            f"{recipe.path}: {named} must be pinned before it is used: run `mlcbuild lock {recipe.path}`"
+        )
+    lock = locks.read(recipe.lock)
+    locks.check(sources, lock, recipe.lock)
+    return lock
+
+
+def init(arguments: argparse.Namespace) -> int:
+    import mlcbuild.schema
+
+    directory = Path(arguments.directory)
+    path = directory / "recipe.yaml"
+    if path.exists():
+        raise UsageError(f"{path}: it exists already; it was not changed")
+    directory.mkdir(parents=True, exist_ok=True)
+    published = Path(mlcbuild.schema.__file__).with_name("recipe.schema.json")
+    path.write_text(FIRST.format(schema=published.as_uri()), encoding="utf-8")
+    print(f"{path}: put a checkpoint into {directory / 'model'}, then run `mlcbuild run {path}`")
+    return 0
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """With --json, problems are facts: they go to stdout as a document."""
+    try:
+        recipe = read_recipe(arguments)
+    except InputError as error:
+        if arguments.json:
+            print(json.dumps({"problems": [vars(problem) for problem in error.problems]}, indent=2))
+            return error.exit_code
+        raise
+    variants = expand(recipe)
+    if arguments.json:
+        document = {"problems": [], "variants": [{"name": v.name, "bundle": str(v.output)} for v in variants]}
+        print(json.dumps(document, indent=2))
+    else:
+        print(
+            "\n".join([*(variant.name for variant in variants), f"{recipe.path}: {len(variants)} variants"])
+        )
+    return 0
+
+
+def lock(arguments: argparse.Namespace) -> int:
+    from mlcbuild import lock as locks
+    from mlcbuild.pipeline import hub_sources
+
+    recipe = read_recipe(arguments)
+    sources = hub_sources(recipe)
+    if not sources and not recipe.lock.exists():
+        print(f"{recipe.path}: every source is local: there is nothing to lock")
+        return 0
+    known = locks.read(recipe.lock) if recipe.lock.exists() else None
+    if arguments.check:
+        return _check(recipe, known)
+    # Without --check a lock is made anew: branches and tags are asked again.
+    made = locks.resolve(sources)
+    for source, locked in sorted(made.sources.items()):
+        before = known.sources.get(source) if known else None
+        note = f" (was {before.commit[:12]})" if before is not None and before.commit != locked.commit else ""
+        print(f"{source}: {locked.commit[:12]}, {len(locked.files)} files{note}")
+    wrote = locks.write(recipe.lock, made)
+    print(f"{recipe.lock}: {'written' if wrote else 'unchanged'}")
+    return 0
+
+
+def _check(recipe: Recipe, known: Lock | None) -> int:
+    from mlcbuild import lock as locks
+    from mlcbuild.pipeline import hub_sources
+
+    current = read_lock(recipe) if known is None else known
+    locks.check(hub_sources(recipe), current, recipe.lock)
+    moved = locks.moved(current)
+    for source, commit in moved.items():
+        pinned = current.sources[source].commit
+        print(
+            f"{source}: now at {commit[:12]}, pinned at {pinned[:12]}: run `mlcbuild lock` to take it",
+            file=sys.stderr,
+        )
+    if not moved:
+        print(f"{recipe.lock}: up to date")
+    return 2 if moved else 0

@@ -1,0 +1,43 @@
+"""The verb about the store: cache status, cache verify."""
+
+from __future__ import annotations
+
+import argparse
+
+from mlcbuild import upkeep
+from mlcbuild.cli.build import open_store
+from mlcbuild.cli.facts import show, table
+from mlcbuild.report import size
+
+
+def cache(arguments: argparse.Namespace) -> int:
+    return {"status": _status, "verify": _verify}[arguments.action](arguments)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    found = upkeep.status(open_store(arguments))
+    rows = [("step", "records", "bytes")]
+    rows += [(name, str(kind.records), size(kind.bytes)) for name, kind in sorted(found.kinds.items())]
+    document = {
+        "root": str(found.root),
+        "records": found.records,
+        "blobs": found.blobs,
+        "bytes": found.bytes,
+        "kinds": {name: vars(kind) for name, kind in sorted(found.kinds.items())},
+    }
+    last = f"{found.root}: {found.records} records, {found.blobs} files, {size(found.bytes)}"
+    show(arguments.json, document, [*table(rows), last])
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Exit code 1 when anything is damaged; the next run builds it again."""
+    found = upkeep.verify(open_store(arguments))
+    lines = [*found.damaged, *found.missing]
+    lines.append(
+        f"{found.records} records and {found.blobs} files are as they were written"
+        if found.ok
+        else f"{len(lines)} problems: what is damaged is built again when a run needs it"
+    )
+    show(arguments.json, {**vars(found), "ok": found.ok}, lines)
+    return 0 if found.ok else 1

@@ -1,0 +1,57 @@
+"""The memory a bundle really takes, measured in a process of its own with every sequence full."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from mlcbuild.errors import VerificationError
+
+
+def measure(bundle: Path) -> int:
+    """Bytes by which the peak of a process grows when it loads a bundle and fills its limits.
+
+    max_batch sequences of context_window tokens are run, so this takes as long as that takes. Raises
+    VerificationError with the runtime's own sentence when the bundle cannot be run.
+    """
+    command = [sys.executable, "-m", "mlcbuild.footprint", str(bundle)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise VerificationError(f"the bundle could not be run: {why}")
+    return int(json.loads(done.stdout))
+
+
+def _peak() -> int:
+    """Bytes. Linux counts in kilobytes, macOS in bytes."""
+    found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found if sys.platform == "darwin" else found * 1024
+
+
+def _main(path: str) -> None:
+    from mlcbuild_runtime.errors import ServingError
+    from mlcbuild_runtime.vm import Model, Step
+
+    before = _peak()
+    try:
+        model = Model.load(Path(path))
+        limits = model.limits
+        per_sequence = -(-limits.context_window // limits.page_size)
+        pages = [
+            range(number * per_sequence, (number + 1) * per_sequence) for number in range(limits.max_batch)
+        ]
+        for own in pages:
+            for start in range(0, limits.context_window, limits.prefill_chunk):
+                end = min(start + limits.prefill_chunk, limits.context_window)
+                model.forward(Step.of([([0] * (end - start), end, own)]))
+        model.forward(Step.of([([0], limits.context_window, own) for own in pages]))
+    except ServingError as error:
+        sys.exit(str(error))
+    sys.stdout.write(json.dumps(_peak() - before))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
