@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
@@ -57,9 +57,15 @@ def locate(root: Path, config: ModelConfig) -> tuple[Source, ...]:
 
     Raises CheckpointError that lists every problem of every file and tensor.
     """
-    tensors, problems = _tensors(root, config)
+    files, index = _files(root)
+    tensors, problems = _tensors(root, files)
+    complete = not problems
     found = []
-    table = sources(config)
+    table = dict(sources(config))
+    embedding = parameters(config)[0].name
+    if config.tie_embeddings and HEAD in tensors and not tensors.keys() & table[embedding]:
+        # A writer that drops shared tensors keeps one name of them, and it may be the other one.
+        table[embedding] = (HEAD,)
     for param in parameters(config):
         names = table[param.name]
         pieces = tuple(tensors[name] for name in names if name in tensors)
@@ -67,7 +73,8 @@ def locate(root: Path, config: ModelConfig) -> tuple[Source, ...]:
             found.append(Source(param, pieces))
             problems += _misfits(config, found[-1])
     wanted = {name: param for param, names in table.items() for name in names}
-    if not problems or tensors:
+    if complete:  # else a file that could not be read may hold them
+        problems += _index_faults(root / INDEX, index, tensors, config)
         problems += [
             f"{root}: tensor '{name}' is missing ({param} needs it); fetch the whole checkpoint"
             for name, param in wanted.items()
@@ -79,7 +86,7 @@ def locate(root: Path, config: ModelConfig) -> tuple[Source, ...]:
         for name in tensors
         if name not in wanted and surplus(config, name) is None
     ]
-    if not problems and config.tie_embeddings and HEAD in tensors:
+    if not problems and config.tie_embeddings and HEAD in tensors and HEAD not in wanted:
         problems += _untied(config, found[0], tensors[HEAD])
     fail(problems)
     return tuple(found)
@@ -93,16 +100,19 @@ def fail(problems: list[str]) -> None:
         raise CheckpointError("\n".join(problems))
 
 
-def _tensors(root: Path, config: ModelConfig) -> tuple[dict[str, Tensor], list[str]]:
-    """All tensors of a checkpoint by name, and what is wrong with its files."""
+def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The names of a checkpoint's files, and its index where it has one."""
     if (root / SINGLE).is_file():
-        index, names = None, [SINGLE]
-    elif (root / INDEX).is_file():
+        return [SINGLE], None
+    if (root / INDEX).is_file():
         index = _index(root / INDEX)
-        names = sorted(set(index.values()))
-    else:
-        hint = "convert its .bin files to safetensors" if list(root.glob("*.bin")) else "fetch the checkpoint"
-        raise CheckpointError(f"{root}: it has neither {SINGLE} nor {INDEX}; {hint}")
+        return sorted(set(index.values())), index
+    hint = "convert its .bin files to safetensors" if list(root.glob("*.bin")) else "fetch the checkpoint"
+    raise CheckpointError(f"{root}: it has neither {SINGLE} nor {INDEX}; {hint}")
+
+
+def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """All tensors of the files by name, and what is wrong with the files."""
     tensors: dict[str, Tensor] = {}
     problems = []
     for name in names:
@@ -123,8 +133,6 @@ def _tensors(root: Path, config: ModelConfig) -> tuple[dict[str, Tensor], list[s
                     "fetch the checkpoint again"
                 )
             tensors.setdefault(tensor.name, tensor)
-    if index is not None and not problems:
-        problems = _index_faults(root / INDEX, index, tensors, config)
     return tensors, problems
 
 
@@ -150,8 +158,10 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _index_faults(
-    path: Path, index: Mapping[str, str], tensors: Mapping[str, Tensor], config: ModelConfig
+    path: Path, index: Mapping[str, str] | None, tensors: Mapping[str, Tensor], config: ModelConfig
 ) -> list[str]:
+    if index is None:
+        return []
     problems = [
         f"{path}: it puts tensor '{name}' in {file}, which does not hold it; fetch the checkpoint again"
         for name, file in index.items()

@@ -7,6 +7,7 @@ rows, in memory that is reused, and the scales of a whole plane are one broadcas
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -17,7 +18,6 @@ from mlcbuild.errors import CheckpointError
 if TYPE_CHECKING:
     from mlcbuild.quant import Scheme
 
-Float32: TypeAlias = np.float32
 Array: TypeAlias = NDArray[np.float32 | np.float16 | np.uint32 | np.uint16 | np.uint8]
 """A tensor of a checkpoint or of a weights file. uint16 holds the bits of bfloat16."""
 
@@ -25,6 +25,8 @@ GROUP = 32
 TILE = 16
 QUAD = 4
 PLANES = GROUP // QUAD
+OVERFLOW = 65520.0
+"""The smallest number that rounds to an infinite float16."""
 BLOCK = 1 << 17
 """Weights in a block: its float32 copy and scratch take a megabyte, so that one call's cost is spread."""
 
@@ -63,27 +65,35 @@ def narrow(raw: Array, out: Array, name: str) -> Array:
     when an element is infinite or NaN, or too large for float16.
     """
     source, target = raw.reshape(-1), out.reshape(-1)
+    scratch = np.empty(min(BLOCK, source.size), np.float32)
     for start in range(0, source.size, BLOCK):
         part = source[start : start + BLOCK]
         if part.dtype != target.dtype:
-            wide = np.empty(part.shape, np.float32)
+            wide = scratch[: part.size]
             widen(part, wide)
             part = wide
-        _check_finite(part, name)
-        if source.dtype == target.dtype:
-            continue
-        with np.errstate(over="ignore"):
-            target[start : start + BLOCK] = part
-        if not np.isfinite(target[start : start + BLOCK]).all():
-            raise _overflow(name, float(np.abs(part).max()), "")
+        largest = _largest(part)
+        if not math.isfinite(largest):
+            raise _not_finite(name)
+        if target.dtype == np.float16 and largest >= OVERFLOW:
+            raise _overflow(name, largest, "")
+        if source.dtype != target.dtype:
+            np.copyto(target[start : start + BLOCK], part, casting="unsafe")
     return raw if source.dtype == target.dtype else out
 
 
-def _check_finite(values: Array, name: str) -> None:
-    if not np.isfinite(values).all():
-        raise CheckpointError(
-            f"{name}: it holds infinite or NaN weights, which no format can store; repair the checkpoint"
-        )
+def _largest(part: Array) -> float:
+    """The largest magnitude; not finite when any element is not."""
+    if part.dtype == np.float16:
+        # Without their sign, floating point numbers are ordered as their bits.
+        return float((part.view(np.uint16) & 0x7FFF).max().view(np.float16))
+    return float(np.maximum(part.max(), -part.min()))
+
+
+def _not_finite(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: it holds infinite or NaN weights, which no format can store; repair the checkpoint"
+    )
 
 
 def _overflow(name: str, largest: float, what: str) -> CheckpointError:
@@ -204,11 +214,13 @@ class Packer:
 
     def _scale(self, extreme: NDArray[np.float32], divisor: int) -> Array:
         """extreme / divisor in the scheme's dtype, never -0."""
-        _check_finite(extreme, self._name)
-        with np.errstate(over="ignore"):
-            scale: Array = (extreme / np.float32(divisor)).astype(self._scheme.dtype)
-        if not np.isfinite(scale).all():
-            raise _overflow(self._name, float(np.abs(extreme).max() / abs(divisor)), "a scale of ")
+        wide = extreme / np.float32(divisor)
+        largest = _largest(wide)
+        if not math.isfinite(largest):
+            raise _not_finite(self._name)
+        if self._scheme.dtype == "float16" and largest >= OVERFLOW:
+            raise _overflow(self._name, largest, "weights that need a scale of ")
+        scale: Array = wide.astype(self._scheme.dtype)
         scale[scale == 0] = 0
         return scale
 

@@ -17,9 +17,10 @@ from mlcbuild.errors import UsageError, did_you_mean
 from mlcbuild.models.config import Param
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
-    from mlcbuild.packing import Array, Float32
+    from mlcbuild.packing import Array
 
 Layout = Literal["plain", "row", "x16"]
 
@@ -234,9 +235,9 @@ def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Ar
               q = clip(rint(w / scale + 8), 0, 15)
 
     A group whose scale rounds to zero is stored as zeros: all its weights are below 2**-22 for float16.
-    q4f32_1 and q8f32_1 have the same bytes as mlc-llm's. q4f16_1 and q8f16_1 have the same layout, meaning
-    and scales; mlc-llm also rounds w / scale to float16, so about 0.3% of its 4-bit values are one step
-    further from the weight than ours.
+    q4f32_1 and q8f32_1 have the same bytes as mlc-llm's where K is a multiple of 32. q4f16_1 and q8f16_1 have
+    the same layout, meaning and scales; mlc-llm also rounds w / scale to float16, so about 0.3% of its 4-bit
+    values are the other neighbour of a weight that lies almost half-way.
 
     Raises CheckpointError, naming `name`, when a weight is infinite or NaN or a scale overflows float16.
     """
@@ -245,7 +246,7 @@ def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Ar
     return packing.pack(weight, scheme, name)
 
 
-def unpack(q_weight: Array, q_scale: Array, scheme: Scheme, shape: tuple[int, int]) -> NDArray[Float32]:
+def unpack(q_weight: Array, q_scale: Array, scheme: Scheme, shape: tuple[int, int]) -> NDArray[np.float32]:
     """The matrix [N, K] that pack()'s tensors stand for: (q - zero) * scale in float32, padding cut off."""
     from mlcbuild import packing
 

@@ -6,11 +6,9 @@ belong, so memory does not grow with the model and the bytes do not depend on th
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +79,9 @@ def write(
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
     shards = lay_out(tensors, {"format": FORMAT, "signature": tied, "scheme": scheme.name}, SHARD_BYTES)
     try:
-        _reserve(shards, out)
+        out.mkdir(parents=True, exist_ok=True)
+        for shard in shards:
+            (out / shard.name).write_bytes(shard.header)
         _work(_Plan(tuple(found), scheme, _places(tensors, shards, out)), cores, progress)
     except OSError as error:
         size = sum(shard.size for shard in shards)
@@ -89,15 +89,6 @@ def write(
             f"{out}: the weights cannot be written ({error.strerror}); they need {size} bytes: "
             "free space there, check its permissions, and run again"
         ) from None
-
-
-def _reserve(shards: Sequence[Shard], out: Path) -> None:
-    """The files with their headers. A disk that is too small fails now, not after the work."""
-    out.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(out).free < sum(shard.size for shard in shards):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for shard in shards:
-        (out / shard.name).write_bytes(shard.header)
 
 
 @dataclass(frozen=True)
@@ -246,7 +237,9 @@ class _Worker:
         if packer is None:
             packer = self._packers[scheme, param.shape[1]] = Packer(scheme, param.shape[1])
         count = -(-rows // packer.step)
-        parts = [self._array(t.name[-7:], (count, *t.shape[1:]), np.dtype(t.dtype)) for t in tensors]
+        parts = [
+            self._array(t.name.rpartition(".")[2], (count, *t.shape[1:]), np.dtype(t.dtype)) for t in tensors
+        ]
         packer.pack(raw, parts[0], parts[1], str(job.source))
         for tensor, part in zip(tensors, parts, strict=True):
             self._write(tensor.name, job.start // packer.step, part)
