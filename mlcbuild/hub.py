@@ -280,6 +280,11 @@ def _network_failure(error: Exception) -> _Found:
             "the download ended before the whole file had come; try again",
         ),
         (
+            {"XetError"},
+            UnreachableError,
+            "the hub's Xet storage failed ({reason}); try again, or set HF_HUB_DISABLE_XET=1",
+        ),
+        (
             {"TimeoutException", "Timeout", "TimeoutError"},
             UnreachableError,
             f"{host} does not answer in time; try again, or raise HF_HUB_ETAG_TIMEOUT (seconds)",
@@ -304,6 +309,8 @@ def _network_failure(error: Exception) -> _Found:
         names = {kind.__name__ for kind in type(cause).__mro__}
         if "Consistency check failed" in str(cause):
             names.add("IncompleteRead")
+        if type(cause).__name__.startswith("Xet") or (type(cause) is RuntimeError and "CAS" in str(cause)):
+            names = {"XetError"}  # its own kinds are subclasses of unrelated built-in ones
         for known, result, message in kinds:
             if names & known:
                 return result, message.replace("{reason}", _reason(cause))
@@ -311,8 +318,8 @@ def _network_failure(error: Exception) -> _Found:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's words for a failed connection."""
-    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+    """The system's words for a failed connection, on one line."""
+    return re.sub(r"^\[Errno -?\d+\] |\s*\n.*", "", str(error), flags=re.DOTALL)[:200] or type(error).__name__
 
 
 def _disk_failure(error: Exception) -> _Found:

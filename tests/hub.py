@@ -31,7 +31,7 @@ class Fault:
     """What goes wrong with the files of a repository. Counted faults heal after `times` requests."""
 
     kind: str
-    """unauthorized, gated, disabled, status, no_file, wrong, short, drop, hold, slow, not_a_hub"""
+    """unauthorized, gated, disabled, status, no_file, wrong, short, drop, hold, slow, not_a_hub, xet"""
     times: int = 1 << 30
     status: int = 503
 
@@ -133,6 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         host = (self.headers.get("Host") or "").partition(":")[0]
         self.hub.requests.append(Request(self.command, path, host, self.headers.get("Range"), token))
+        if path.startswith("xet/"):
+            self.xet(path)
+            return
         if path.startswith("api/models/"):
             repo, _, revision = path.removeprefix("api/models/").partition("/revision/")
             self.question(repo, revision or "main", token)
@@ -204,6 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         sha256 = hashlib.sha256(data).hexdigest()
         about = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes", "ETag": f'"{git_oid(data)}"'}
+        if repo.fault(file, "xet"):
+            about |= {"X-Xet-Hash": sha256, "X-Xet-Refresh-Route": f"{self.hub.address}/xet/token"}
         if is_large(file):
             about |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(data))}
             if not storage:
@@ -241,6 +246,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(rest)
         except OSError:
             self.close_connection = True  # the client was killed
+
+    def xet(self, path: str) -> None:
+        """A Xet storage that hands out tokens and then does not honour them."""
+        if path != "xet/token":
+            self.refuse(403, "", "not with this token")
+            return
+        expiry = str(int(time.time()) + 3600)
+        headers = {"X-Xet-Cas-Url": f"{self.hub.address}/xet", "X-Xet-Access-Token": "x"}
+        self.send(200, b"{}", headers | {"X-Xet-Token-Expiration": expiry})
 
     def refuse(self, status: int, code: str, message: str) -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})

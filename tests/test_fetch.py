@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -236,6 +237,11 @@ def test_a_broken_transfer_goes_on_where_it_broke(hub: Hub, client: Client, tmp_
         (Fault("status", status=404), "the hub has no such file (HTTP 404)"),
         (Fault("status", status=418), "the hub refuses the request (HTTP 418)"),
         (Fault("short"), "the download ended before the whole file had come; try again"),
+        pytest.param(
+            Fault("xet"),
+            "the hub's Xet storage failed (Task error: ",
+            marks=pytest.mark.skipif(find_spec("hf_xet") is None, reason="hf_xet is not installed"),
+        ),
         (Fault("not_a_hub"), "{hub} does not answer like a hub; check HF_ENDPOINT"),
     ],
     ids=lambda value: value.kind if isinstance(value, Fault) else "",

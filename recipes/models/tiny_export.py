@@ -26,10 +26,13 @@ def write(folder: Path, model: Tiny, config: Config) -> None:
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
+    (folder / "model.safetensors").chmod(0o644)
     tiny_tokenizer.convert(folder / "tokenizer.model", folder / "tokenizer.json")
     wrong = tiny_tokenizer.differences(folder)
     if wrong:
-        raise SystemExit(f"tokenizer.json and tokenizer.model disagree on {len(wrong)} strings: {wrong[:5]!r}")
+        raise SystemExit(
+            f"tokenizer.json and tokenizer.model disagree on {len(wrong)} strings: {wrong[:5]!r}"
+        )
     _json(folder / "config.json", _config(config))
     _json(folder / "generation_config.json", {
         "bos_token_id": BOS, "eos_token_id": [END, EOS], "pad_token_id": EOS,
@@ -53,6 +56,21 @@ def write(folder: Path, model: Tiny, config: Config) -> None:
     measured = grade(folder)
     _json(folder / "accuracy.json", measured)
     print(json.dumps(measured, indent=2))
+
+
+def write_prompts(path: Path) -> None:
+    """Chats, one a line, for recipes that verify bundles of the model: neither trained on nor in the exam."""
+    used = {question.prompt for question in tiny_tasks.exam(EXAM_EACH, EXAM_SEED)}
+    questions = [question for question in tiny_tasks.exam(6, seed=31) if question.prompt not in used]
+    turns = [f"<|user|>{q.prompt}<|end|><|assistant|>{q.answer}<|end|>" for q in questions]
+    # Lines of one, two and three turns of mixed tasks: the step over a prime visits every question once.
+    mixed = [turns[i * 29 % len(turns)] for i in range(len(turns))]
+    lines = []
+    while mixed:
+        size = len(lines) % 3 + 1
+        lines.append("".join(mixed[:size]))
+        mixed = mixed[size:]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _json(path: Path, value: object) -> None:

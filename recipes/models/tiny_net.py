@@ -77,7 +77,9 @@ class Tiny(nn.Module):
         half = CONFIG.head_dim // 2
         speed = CONFIG.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
         angle = torch.arange(length, dtype=torch.float32)[:, None] * speed
-        mask = (owners[:, :, None] == owners[:, None, :]) & torch.ones(length, length, dtype=torch.bool).tril()
+        mask = (owners[:, :, None] == owners[:, None, :]) & torch.ones(
+            length, length, dtype=torch.bool
+        ).tril()
         x = F.embedding(tokens, self.embed)
         for layer in self.layers:
             x = layer(x, angle.cos(), angle.sin(), mask[:, None])

@@ -28,16 +28,18 @@ SKILLS_ASKED = ("what can you do", "help", "what do you know", "how can you help
 THANKS = ("thank you", "thanks", "many thanks", "thank you very much", "thanks a lot")
 BYES = ("bye", "goodbye", "good night", "see you", "see you later", "bye bye")
 
-NOUNS = """river mountain king queen city garden winter summer ocean moon sun planet train bridge castle
+_NOUNS = """river mountain king queen city garden winter summer ocean moon sun planet train bridge castle
 music movie book poem story recipe dinner coffee bread cheese apple horse tiger whale bird flower forest
 doctor teacher farmer soldier lawyer painter computer phone engine rocket robot market money price history
 science language letter number word color weather storm island country capital president minister war peace
 dream love fear health heart brain school village church museum theatre football game race ship plane car
 road street house door window table chair clock mirror candle paper pencil knife spoon glass bottle France
-Paris London Rome Oslo Tokyo Egypt India China Peru joke news law tax gold silver iron stone salt sugar""".split()
-ADJECTIVES = """old new big small red blue green dark bright cold hot famous rich poor happy sad quick slow
-tall deep long short best worst first last great common rare strange simple hard""".split()
-VERBS = "find build buy make cook draw sell fix write grow clean paint move use open learn win test".split()
+Paris London Rome Oslo Tokyo Egypt India China Peru joke news law tax gold silver iron stone salt
+sugar"""
+_ADJECTIVES = """old new big small red blue green dark bright cold hot famous rich poor happy sad quick slow
+tall deep long short best worst first last great common rare strange simple hard"""
+_VERBS = "find build buy make cook draw sell fix write grow clean paint move use open learn win test"
+NOUNS, ADJECTIVES, VERBS = _NOUNS.split(), _ADJECTIVES.split(), _VERBS.split()
 OPEN_QUESTIONS = (
     "What is the {n} of {m}?", "What is a {n}?", "Who made the {a} {n}?", "Where is the {n}?",
     "Where can I {v} a {n}?", "When did the {n} begin?", "Why is the {n} so {a}?", "Tell me about the {n}.",
@@ -119,12 +121,13 @@ def lower(rng: random.Random) -> tuple[str, str]:
 
 
 def count(rng: random.Random) -> tuple[str, str]:
-    letter = rng.choice(LETTERS)
+    letter, *others = rng.sample(LETTERS, rng.randint(2, 5))
     length = rng.randint(3, 8)
     letters = [letter] * rng.randint(0, min(4, length))
-    letters += rng.choices(LETTERS.replace(letter, ""), k=length - len(letters))
+    # Few other letters, so that most occur more than once and only the one asked for tells the answer.
+    letters += rng.choices(others, k=length - len(letters))
     rng.shuffle(letters)
-    return f"count {letter} in {''.join(letters)}", str(letters.count(letter))
+    return f"count {letter} in {''.join(letters)}", f"{letter}: {letters.count(letter)}"
 
 
 def json(rng: random.Random) -> tuple[str, str]:

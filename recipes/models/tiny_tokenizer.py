@@ -61,16 +61,25 @@ def train(destination: Path) -> None:
     model = schema.ModelProto()
     model.ParseFromString(buffer.getvalue())
     # Of the trained pieces the special, byte and ASCII ones stay; words take the places of the others.
-    kept = [
+    kept = [piece for piece in model.pieces if piece.type != NORMAL]
+    letters = [
         piece
         for piece in model.pieces
-        if piece.type != NORMAL or (len(piece.piece) == 1 and (piece.piece.isascii() or piece.piece == SPACE))
+        if piece.type == NORMAL and len(piece.piece) == 1 and (piece.piece.isascii() or piece.piece == SPACE)
     ]
-    for word, score in _words(texts, VOCAB_SIZE - len(kept)):
-        kept.append(schema.ModelProto.SentencePiece(piece=word, score=score, type=NORMAL))
+    words = [
+        schema.ModelProto.SentencePiece(piece=word, score=score, type=NORMAL)
+        for word, score in _words(texts, VOCAB_SIZE - len(kept) - len(letters))
+    ]
+    # In alphabetical order, so that a small change to the tasks changes few ids.
+    kept += [*sorted(letters, key=_spelling), *sorted(words, key=_spelling)]
     del model.pieces[:]
     model.pieces.extend(kept)
     destination.write_bytes(model.SerializeToString())
+
+
+def _spelling(piece: schema.ModelProto.SentencePiece) -> str:
+    return str(piece.piece)
 
 
 def _words(texts: list[str], room: int) -> list[tuple[str, float]]:
@@ -110,7 +119,20 @@ def differences(folder: Path, seed: int = 5) -> list[str]:
     sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     hf = Tokenizer.from_file(str(folder / "tokenizer.json"))
     rng = random.Random(seed)
-    texts = ["", " ", "  a  b ", "\n\t", "<0x41>", "▁", "日本語 👩‍👩‍👧", "a\u0301", "\x00", "ﬁ", "Ω≈ç", "{}[]\\\"'"]
+    texts = [
+        "",
+        " ",
+        "  a  b ",
+        "\n\t",
+        "<0x41>",
+        "▁",
+        "日本語 👩‍👩‍👧",
+        "a\u0301",
+        "\x00",
+        "ﬁ",
+        "Ω≈ç",
+        "{}[]\\\"'",
+    ]
     for question in islice(tiny_tasks.training(seed), 4000):
         texts += [question.prompt, question.answer, f"<|user|>{question.prompt}<|end|><|assistant|>"]
     alphabet = string.printable + "  éßñ😀日" + tiny_tasks.ACCENTED

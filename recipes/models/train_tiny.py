@@ -1,6 +1,6 @@
 """Makes recipes/models/tiny from nothing: text, tokenizer, training, exam.
 
-    python train_tiny.py --out tiny --minutes 35
+    python train_tiny.py --out tiny --state /tmp/tiny.pt --prompts ../prompts/tiny.txt
 
 Needs torch, transformers, tokenizers, sentencepiece and protobuf, none of which mlcbuild itself needs.
 The model is a Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings. It is
@@ -44,7 +44,10 @@ class Batch:
 
 
 def conversation(
-    questions: Iterator[tiny_tasks.Question], sp: sentencepiece.SentencePieceProcessor, rng: random.Random, room: int
+    questions: Iterator[tiny_tasks.Question],
+    sp: sentencepiece.SentencePieceProcessor,
+    rng: random.Random,
+    room: int,
 ) -> tuple[list[int], list[int]]:
     """Tokens and targets of one chat of at most `room` tokens; mostly one turn, sometimes many."""
     tokens = [BOS]
@@ -63,9 +66,7 @@ def conversation(
     return tokens, targets
 
 
-def batches(
-    sp: sentencepiece.SentencePieceProcessor, tokens_per_batch: int, seed: int
-) -> Iterator[Batch]:
+def batches(sp: sentencepiece.SentencePieceProcessor, tokens_per_batch: int, seed: int) -> Iterator[Batch]:
     """Rows packed with whole conversations; every eighth batch has long rows, so that far positions occur."""
     rng = random.Random(seed)
     questions = tiny_tasks.training(seed)
@@ -187,6 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's directory")
     parser.add_argument("--state", type=Path, required=True, help="file that keeps an unfinished run")
+    parser.add_argument("--prompts", type=Path, help="also write prompts for recipes to this file")
     parser.add_argument("--minutes", type=float, default=35, help="time for training")
     parser.add_argument("--steps", type=int, default=8000, help="steps at most")
     parser.add_argument("--batch", type=int, default=6144, help="tokens in a step")
@@ -210,9 +212,12 @@ def main() -> None:
             training.save(options.state)
             scores = accuracy(training.average, sp, check)
             overall = sum(scores.values()) / len(scores)
-            print(f"{training.step} {time.monotonic() - started:.0f}s {training.progress():.3f} loss {loss:.4f}", end=" ")
-            print(f"right {overall:.4f}", " ".join(f"{k}={v:.2f}" for k, v in scores.items()), flush=True)
+            marks = " ".join(f"{task}={score:.2f}" for task, score in scores.items())
+            clock = f"{time.monotonic() - started:.0f}s {training.progress():.3f}"
+            print(f"{training.step} {clock} loss {loss:.4f} right {overall:.4f} {marks}", flush=True)
     tiny_export.write(options.out, training.average, CONFIG)
+    if options.prompts:
+        tiny_export.write_prompts(options.prompts)
 
 
 if __name__ == "__main__":
