@@ -50,6 +50,7 @@ class Product:
     variant: Variant
     steps: tuple[str, ...]
     """Every step of its own or shared, without the source."""
+    library: str
     bundle: str
     verify: str | None
     unverified: str = ""
@@ -190,10 +191,10 @@ class _Assembly:
         steps = (config, tokenizer, weights, library, made)
         why_not = targets.why_not(variant.target, targets.resolve(targets.HOST))
         if why_not is not None:
-            return Product(variant, steps, made, None, why_not)
+            return Product(variant, steps, library, made, None, why_not)
         reference = self._reference(variant, checkpoint, config, tokenizer)
         verify = self._keep(_verify(variant, checkpoint, made, reference))
-        return Product(variant, (*steps, reference, verify), made, verify)
+        return Product(variant, (*steps, reference, verify), library, made, verify)
 
     def _keep(self, node: Node) -> str:
         self.nodes.setdefault(node.name, node)

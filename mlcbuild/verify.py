@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -86,9 +88,19 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     if not sequences:
         raise UsageError("verify.prompts: no prompt has more than one token; give at least one line of text")
     parameters = weights.checkpoint(inputs["checkpoint"], config)
-    for i, tokens in enumerate(sequences):
+
+    def compute(item: tuple[int, list[int]]) -> None:
+        i, tokens = item
         np.save(out / f"logits-{i:04}.npy", logits(config, parameters, tokens, context_window=window))
+
+    # Prompts side by side, each on one core: so no figure depends on how many cores there are.
+    with ThreadPoolExecutor(_cores()) as pool:
+        list(pool.map(compute, enumerate(sequences)))
     (out / "tokens.json").write_text(json.dumps(sequences) + "\n", encoding="utf-8")
+
+
+def _cores() -> int:
+    return int(os.environ.get("MLCBUILD_CORES", "1"))
 
 
 def _prompts(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Sequence[str]:
@@ -217,7 +229,7 @@ def _main(bundle: str, reference_dir: str, result: str) -> None:
     from mlcbuild_runtime.vm import Model
 
     try:
-        model = Model.load(Path(bundle))
+        model = Model.load(Path(bundle), threads=_cores())
         sums = _Sums()
         for i, tokens in enumerate(json.loads(Path(reference_dir, "tokens.json").read_bytes())):
             expected = np.load(Path(reference_dir, f"logits-{i:04}.npy"))

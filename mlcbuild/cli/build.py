@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlcbuild.bundle import LIBRARY
 from mlcbuild.cli.facts import show
 from mlcbuild.cli.recipes import read_lock, read_recipe
 from mlcbuild.errors import MlcbuildError, UsageError
@@ -38,7 +39,7 @@ def plan(arguments: argparse.Namespace) -> int:
     pipeline, store = _pipeline(arguments), open_store(arguments)
     only = pipeline.choose(arguments.only)
     found = planning.plan(pipeline.graph, store, force=arguments.force, only=only)
-    estimates = {item.variant.name: estimate(pipeline, item, found) for item in pipeline.products}
+    estimates = {item.variant.name: estimate(pipeline, item, found, store) for item in pipeline.products}
     document = {
         "steps": [
             {"name": step.name, "key": step.key, "status": step.state, "reason": step.reason}
@@ -75,14 +76,20 @@ def _count(found: Plan) -> str:
     )
 
 
-def estimate(pipeline: Pipeline, product: Product, found: Plan) -> dict[str, int] | None:
+def estimate(pipeline: Pipeline, product: Product, found: Plan, store: Store) -> dict[str, int] | None:
     """Bytes a bundle takes when it is served, by part; None for a model that is not here yet.
 
-    Weights and KV cache follow from the recipe. The workspace is known once the library is compiled.
+    A compiled library says it all; before that, weights and KV cache follow from the recipe, and the
+    workspace is not known.
     """
     from mlcbuild.models import context_window, parameters
     from mlcbuild.quant import stored_bytes
 
+    planned = found.by_name.get(pipeline.graph.resolve(product.library))
+    if planned is not None and planned.state == "hit" and planned.record is not None:
+        digests = {entry.path: entry.digest for entry in planned.record.files}
+        memory = json.loads(store.blob(digests[LIBRARY]).read_bytes())["memory"]
+        return {part: int(memory[part]) for part in ("weights", "kv_cache", "workspace")}
     variant = product.variant
     config = pipeline.configs.get(variant.model.name)
     if config is None:
@@ -105,6 +112,7 @@ def _memories(pipeline: Pipeline, estimates: dict[str, dict[str, int] | None]) -
         if parts is not None:
             named = ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in parts.items())
             words = f"{size(sum(parts.values()))} ({named})"
+            words += "" if "workspace" in parts else ", workspace known once the library is compiled"
         lines.append(f"memory {item.variant.name}: {words}")
     return lines
 
@@ -125,7 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     with reporting(sys.stderr if arguments.json else sys.stdout) as report:
         result = execute(pipeline.graph, store, options, _without_summary(report))
-    outcomes = [_finish(pipeline, item, result, store) for item in pipeline.products]
+    wanted = [item for item in pipeline.products if not options.only or item.last in options.only]
+    outcomes = [_finish(pipeline, item, result, store) for item in wanted]
     if arguments.json:
         print(json.dumps(document(result, [outcome.to_json() for outcome in outcomes]), indent=2))
     else:
