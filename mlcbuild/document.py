@@ -130,7 +130,7 @@ def scalar(text: str) -> Scalar:
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
-        return int(text) if len(text) <= MAX_DIGITS else text
+        return int(text) if len(text.lstrip("+-")) <= MAX_DIGITS else text
     if _FLOAT.fullmatch(text):
         value = float(text)
         return value if abs(value) != float("inf") else text

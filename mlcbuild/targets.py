@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
@@ -193,6 +194,8 @@ def _check(document: Document, where: Where, target: Target, problems: list[Prob
     def report(message: str, *part: str | int) -> None:
         problems.append(document.place((*where, *part)).problem(message))
 
+    if target.triple.count("-") < 2:
+        return  # not a triple, as the schema reports
     table = _llvm().get(_family(target))
     if table is None:
         known = did_you_mean(target.architecture, ["x86_64", "aarch64", "arm64"])
@@ -203,16 +206,17 @@ def _check(document: Document, where: Where, target: Target, problems: list[Prob
     if target.cpu == "native":
         report("'native' is another processor on every machine: use the target 'host'", "cpu")
     elif target.cpu not in table.cpus:
-        known = did_you_mean(target.cpu, table.cpus)
-        report(f"LLVM knows no {_family(target)} processor '{target.cpu}'; {known}", "cpu")
+        others = {name: family for family, names in _llvm().items() for name in names.cpus}
+        hint = f"it is one of {others[target.cpu]}" if target.cpu in others else _near(target.cpu, table.cpus)
+        report(f"LLVM knows no {_family(target)} processor '{target.cpu}'; {hint}", "cpu")
     given = cast(list[Data], document.get((*where, "features")) or [])
     seen: set[str] = set()
     for i, feature in enumerate(given if isinstance(given, list) else []):
         if not isinstance(feature, str) or feature[:1] not in ("+", "-"):
             continue
         if feature[1:] not in table.features:
-            known = did_you_mean(feature[1:], table.features)
-            report(f"LLVM knows no {_family(target)} feature '{feature[1:]}'; {known}", "features", i)
+            hint = _near(feature[1:], table.features)
+            report(f"LLVM knows no {_family(target)} feature '{feature[1:]}'; {hint}", "features", i)
         elif feature[1:] in seen and feature not in given[:i]:
             report(f"'{feature[1:]}' is both added and taken away", "features", i)
         seen.add(feature[1:])
@@ -244,6 +248,13 @@ def _llvm() -> Mapping[str, _Names]:
         )
         for architecture, table in json.loads(text)["architectures"].items()
     }
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    """Like did_you_mean(), for lists too long to be shown."""
+    if get_close_matches(name, known, n=1):
+        return did_you_mean(name, known)
+    return "mlcbuild/cpus.json lists those it knows"
 
 
 def _family(target: Target) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from mlcbuild import schema
 from mlcbuild.document import read
 from mlcbuild.errors import InputError
+from mlcbuild.hub import HubSource
 from mlcbuild.quant import Scheme
 from mlcbuild.recipe import outputs
 from mlcbuild.recipe.axes import read_schemes, read_targets
@@ -30,7 +31,7 @@ from mlcbuild.recipe.cells import read_cells
 from mlcbuild.recipe.matrix import Cell
 from mlcbuild.recipe.reading import Reading, project_of, resolved
 from mlcbuild.recipe.settings import Limits, Settings, Verify, read_settings
-from mlcbuild.recipe.sources import HubSource, LocalSource, Model, Source, read_models
+from mlcbuild.recipe.sources import LocalSource, Model, Source, read_models
 from mlcbuild.recipe.variables import substitute
 from mlcbuild.targets import Target
 

@@ -18,10 +18,10 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
     There are none when a section is so wrong that its names cannot be told.
     """
     places = {axis: _places(reading, section) for axis, section in _SECTIONS.items()}
-    if not all(places.values()):
-        return ()
     axes = [_axis(reading, axis, places[axis]) for axis in AXES]
     exclude, include = (_entries(reading, key, places) for key in ("exclude", "include"))
+    if not all(places.values()):
+        return ()
     expansion = expand(axes, exclude, include)
     _report_entries(reading, expansion)
     if not expansion.cells:
@@ -59,9 +59,9 @@ def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]
 
 
 def _known(reading: Reading, axis: str, where: Where, places: Mapping[str, Where]) -> str | None:
-    """The name at a place, None when it is none of this recipe's, which is reported."""
+    """The name at a place, None when it is none of this recipe's, which is reported where those are known."""
     name = reading.text(*where)
-    if name is None or name in places:
+    if name is None or name in places or not places:
         return name
     reading.report(where, f"{axis} '{name}' is unknown in this recipe; {did_you_mean(name, places)}")
     return None

@@ -42,10 +42,11 @@ def render(template: str, names: Names) -> str:
 
 
 def check(reading: Reading, template: str, cells: Iterable[Names], protected: Mapping[str, Path]) -> None:
-    """Report outputs that are one directory, lie in one another, or hold or lie in something protected.
+    """Report outputs that are one directory, and those that hold or lie in something protected.
 
-    Names are compared without case, because the disks of many machines do so. `protected` are paths that
-    the recipe uses, by what a message calls them.
+    Names are compared without case, because the disks of many machines do so. No output lies in another:
+    names hold no '/', so all have the same depth. `protected` are paths that the recipe uses, by what a
+    message calls them.
     """
     owners: dict[str, tuple[str, Names]] = {}
     clashes: list[str] = []
@@ -55,11 +56,6 @@ def check(reading: Reading, template: str, cells: Iterable[Names], protected: Ma
         if taken != names:
             case = "" if other == output else " when upper and lower case count the same"
             clashes.append(f"{_cell(taken)} and {_cell(names)} have the same output '{output}'{case}")
-    for key, (output, names) in owners.items():
-        for parent in _parents(key):
-            if parent in owners:
-                inner, outer = _cell(names), _cell(owners[parent][1])
-                clashes.append(f"the output '{output}' of {inner} lies inside that of {outer}")
     _report(reading, clashes, "; use {model}, {quantization} and {target} in it")
     _check_protected(reading, owners, protected)
 
@@ -68,7 +64,10 @@ def _check_protected(
     reading: Reading, owners: Mapping[str, tuple[str, Names]], protected: Mapping[str, Path]
 ) -> None:
     real = {what: resolved(path) or path for what, path in protected.items()}
-    holding = {parent: what for what, path in real.items() for parent in (path, *path.parents)}
+    holding: dict[Path, str] = {}
+    for what, path in real.items():
+        for parent in (path, *path.parents):
+            holding.setdefault(parent, what)
     inside = {path: what for what, path in real.items()}
     # Only the directory of an output can be shared between many of them: look through its links once.
     bases: dict[str, Path] = {}
@@ -91,12 +90,6 @@ def _report(reading: Reading, messages: list[str], advice: str) -> None:
         reading.report(_WHERE, message + advice)
     if len(messages) > _SHOWN:
         reading.report(_WHERE, f"and {len(messages) - _SHOWN} more like these")
-
-
-def _parents(path: str) -> Iterable[str]:
-    while "/" in path.strip("/"):
-        path = path.rpartition("/")[0]
-        yield path
 
 
 def _cell(names: Names) -> str:

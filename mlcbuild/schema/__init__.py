@@ -257,4 +257,4 @@ def _hint(value: object, rule: Schema) -> str:
         return ""
     if not isinstance(scalar(value), str):
         return " (remove the quotes)"
-    return f" (write {digits})" if digits.isdecimal() and digits.isascii() else ""
+    return f" (write {digits})" if digits.isdecimal() and digits.isascii() and digits != value else ""

@@ -1,0 +1,67 @@
+"""What the tests of recipes share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.errors import InputError
+from mlcbuild.recipe import Recipe, load
+
+ROOT = Path(__file__).parent.parent
+
+HEAD = """\
+version: 1
+models: {tiny: models/tiny}
+quantizations: [q4f16_1]
+targets: [x86-64-v3]
+"""
+"""A whole recipe, in flow style on four lines: faults are added from line 5 on."""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Git checkout with one model and prompts, and the recipe's directory below its top."""
+    home = tmp_path / "project"
+    for directory in (".git", "recipes/models/tiny", "recipes/models/other", "shared"):
+        (home / directory).mkdir(parents=True)
+    (home / "recipes" / "prompts.txt").write_text("Hello\n")
+    monkeypatch.chdir(home)
+    return home
+
+
+def read(
+    text: str, name: str = "recipes/q.yaml", outside: bool = False, values: Mapping[str, str] | None = None
+) -> Recipe:
+    path = Path(name)
+    path.write_bytes(text.encode())
+    return load(path, values, outside)
+
+
+def faults(text: str, **values: str) -> list[str]:
+    """`line:column: message` of every problem."""
+    with pytest.raises(InputError) as caught:
+        read(text, values=values)
+    problems = caught.value.problems
+    assert {problem.file for problem in problems} == {"recipes/q.yaml"}
+    assert str(caught.value) == "\n".join(map(str, problems))
+    return [str(problem).removeprefix("recipes/q.yaml:") for problem in problems]
+
+
+def changed(**sections: str) -> str:
+    """HEAD with other values for some of its sections."""
+    return "".join(
+        f"{line.partition(':')[0]}: {sections.get(line.partition(':')[0], line.partition(': ')[2])}\n"
+        for line in HEAD.splitlines()
+    )
+
+
+NAME_RULE = "must be letters, digits, '.', '_' and '-', not starting with '.'"
+
+
+def readme_recipes() -> list[str]:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "recipes" / "README.md").read_text(), re.DOTALL)
+    return [block for block in blocks if block.startswith("version:")]

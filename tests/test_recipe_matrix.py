@@ -1,0 +1,154 @@
+"""include and exclude against an independent model of what GitHub documents."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlcbuild.recipe.matrix import AXES, Cell, Entry, expand
+
+Combination = dict[str, str]
+
+
+def documented(
+    axes: dict[str, list[str]], exclude: list[Combination], include: list[Combination]
+) -> tuple[list[Combination], list[Combination]]:
+    """GitHub's rules, word for word and slowly: combinations of the product, and those that includes make.
+
+    "Running variations of jobs in a workflow": an excluded configuration only has to be a partial match; all
+    include combinations are processed after exclude; each is added to the original combinations whose
+    original values it does not overwrite, may overwrite added values, and is a new combination if it can be
+    added to none.
+    """
+    original = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    original = [
+        combination
+        for combination in original
+        if not any(all(combination.get(key) == value for key, value in entry.items()) for entry in exclude)
+    ]
+    grown = [dict(combination) for combination in original]
+    made: list[Combination] = []
+    for entry in include:
+        fits = [
+            i
+            for i, combination in enumerate(original)
+            if all(combination[key] == value for key, value in entry.items() if key in combination)
+        ]
+        for i in fits:
+            grown[i].update(entry)
+        if not fits:
+            made.append(dict(entry))
+    return grown, made
+
+
+def entries(given: list[Combination]) -> list[Entry]:
+    return [
+        Entry(i, (entry.get("model"), entry.get("quantization"), entry.get("target")))
+        for i, entry in enumerate(given)
+    ]
+
+
+def settings(cell: Cell, include: list[Combination]) -> Combination:
+    """A cell with what its include entries set, in order: what is not an axis."""
+    found = dict(zip(AXES, cell.names, strict=True))
+    for i in cell.includes:
+        found.update(include[i])
+    return found
+
+
+def agree(axes: dict[str, list[str]], exclude: list[Combination], include: list[Combination]) -> None:
+    axes = {axis: axes[axis] for axis in AXES}
+    grown, made = documented(axes, exclude, include)
+    found = expand(list(axes.values()), entries(exclude), entries(include))
+    whole = [entry for entry in made if all(axis in entry for axis in AXES)]
+    first = list({tuple(entry[axis] for axis in AXES): entry for entry in reversed(whole)}.values())[::-1]
+    cells = [settings(cell, include) for cell in found.cells]
+    assert cells[: len(grown)] == grown
+    assert sorted(map(_items, cells[len(grown) :])) == sorted(map(_items, first))
+    # What GitHub would build otherwise is reported here.
+    assert len(found.loose) == len(made) - len(whole)
+    assert len(found.repeated) == len(whole) - len(first)
+    assert [exclude[i] for i in found.idle] == [
+        entry
+        for entry in exclude
+        if not any(
+            all(value == entry.get(key, value) for key, value in zip(axes, values, strict=True))
+            for values in product(*axes.values())
+        )
+    ]
+
+
+_AXES = st.fixed_dictionaries(
+    {axis: st.lists(st.sampled_from("abc"), unique=True, max_size=3) for axis in AXES}
+)
+_ENTRY = st.fixed_dictionaries({}, optional={axis: st.sampled_from("abcd") for axis in AXES})
+_INCLUDE = st.fixed_dictionaries(
+    {},
+    optional={
+        **{axis: st.sampled_from("abcd") for axis in AXES},
+        "x": st.sampled_from("12"),
+        "y": st.sampled_from("12"),
+    },
+)
+
+
+@given(_AXES, st.lists(_ENTRY.filter(bool), max_size=4), st.lists(_INCLUDE, max_size=5))
+def test_agrees_with_the_documented_rules(
+    axes: dict[str, list[str]], exclude: list[Combination], include: list[Combination]
+) -> None:
+    agree(axes, exclude, include)
+
+
+def test_the_example_of_the_documentation() -> None:
+    """Fruits and animals, with a third axis of one value."""
+    axes = {"model": ["apple", "pear"], "quantization": ["cat", "dog"], "target": ["t"]}
+    include = [
+        {"color": "green"},
+        {"color": "pink", "quantization": "cat"},
+        {"model": "apple", "shape": "circle"},
+        {"model": "banana"},
+        {"model": "banana", "quantization": "cat"},
+        {"model": "banana", "quantization": "cat", "target": "t"},
+    ]
+    found = expand(list(axes.values()), [], entries(include))
+    rest = {"target": "t"}
+    assert [settings(cell, include) for cell in found.cells] == [
+        {"model": "apple", "quantization": "cat", "color": "pink", "shape": "circle", **rest},
+        {"model": "apple", "quantization": "dog", "color": "green", "shape": "circle", **rest},
+        {"model": "pear", "quantization": "cat", "color": "pink", **rest},
+        {"model": "pear", "quantization": "dog", "color": "green", **rest},
+        {"model": "banana", "quantization": "cat", "target": "t"},
+    ]
+    # A job may lack a value of the matrix; a bundle may not lack its quantization or target.
+    assert found.loose == (3, 4)
+    agree(axes, [], include)
+
+
+def test_include_brings_back_what_exclude_dropped() -> None:
+    axes = {"model": ["a", "b"], "quantization": ["q"], "target": ["t"]}
+    whole = {"model": "a", "quantization": "q", "target": "t"}
+    found = expand(list(axes.values()), entries([{"model": "a"}]), entries([{"x": "1"}, whole]))
+    assert found.cells == (Cell(("b", "q", "t"), (0,)), Cell(("a", "q", "t"), (1,)))
+
+
+def test_an_exclude_hidden_by_another_is_not_idle() -> None:
+    found = expand(
+        [["a"], ["q", "r"], ["t"]], entries([{"model": "a"}, {"quantization": "q"}, {"target": "u"}]), []
+    )
+    assert found.cells == ()
+    assert found.idle == (2,)
+
+
+@pytest.mark.parametrize("empty", range(3))
+def test_an_empty_axis_leaves_only_includes(empty: int) -> None:
+    axes = [["a"], ["q"], ["t"]]
+    axes[empty] = []
+    found = expand(axes, [], entries([{"model": "a", "quantization": "q", "target": "t"}]))
+    assert found.cells == (Cell(("a", "q", "t"), (0,)),)
+
+
+def _items(combination: Combination) -> list[tuple[str, str]]:
+    return sorted(combination.items())
