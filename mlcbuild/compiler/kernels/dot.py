@@ -25,6 +25,11 @@ def parts(isa: ISA) -> int:
     return 2 if isa.dot == "mul16" else 1
 
 
+def narrow(isa: ISA) -> bool:
+    """Whether a group is summed in twice as many int16 lanes instead of int32 lanes."""
+    return isa.dot in ("pmaddubsw", "mul16")
+
+
 def quads(isa: ISA, packed: Expr) -> tuple[list[Expr], list[Expr]]:
     """The operands in 4 * lanes bytes of the x16 layout: those of the low quad, those of the high quad."""
     mask = i32(0x000F000F if isa.dot == "mul16" else 0x0F0F0F0F, isa.lanes)
@@ -40,7 +45,7 @@ def quads(isa: ISA, packed: Expr) -> tuple[list[Expr], list[Expr]]:
 def start(isa: ISA, correction: Expr) -> Expr:
     """The accumulator at the start of a group. int16 lanes take the correction at the end: they hold the
     sums of a whole group (at most 16 * 15 * 127 = 30480), but not more."""
-    if isa.dot in ("pmaddubsw", "mul16"):
+    if narrow(isa):
         return splat(T.int16(0), 2 * isa.lanes)
     return splat(correction, isa.lanes)
 

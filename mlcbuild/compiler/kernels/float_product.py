@@ -10,7 +10,7 @@ of their number, and LLVM finds common ones by itself.
 
 Three paths by the number of rows m of x:
     1       weights stream through registers once;
-    2 .. 8  the same with `batch` rows of x for each pass over a few weight rows, which stay in L1;
+    2 .. 16 the same with `batch` rows of x for each pass over a few weight rows, which stay in L1;
     more    a block of weights is turned into float32 in an L2-sized buffer, and register tiles run over it.
 """
 
@@ -34,13 +34,14 @@ from mlcbuild.compiler.kernels.vectors import (
     lane_sums,
     odd_lines,
     prim_func,
+    register,
     registers,
     span,
 )
 
 COLUMNS = 4
 """Weight rows in a register tile; their lane sums make one vector of the output."""
-STREAMED_ROWS = 8
+STREAMED_ROWS = 16
 """Up to this many rows of x, weights are not unpacked into a buffer first."""
 BLOCK_ROWS = 32
 """Weight rows unpacked at a time when there are many rows of x."""
@@ -173,7 +174,7 @@ def _one_row(call: _Call, x: Buffer) -> None:
     form = call.form
     line = T.alloc_buffer((1, packed(form).stride), "float32")
     _pack_row(form, x, line, i64(0))
-    tiles = -(-form.n // _width(form, 1))
+    tiles = -(-form.n // form.isa.stream_rows)
     small = form.n * form.row_bytes < SERIAL_BYTES
     with (T.serial if small else T.parallel)(0, i64(tiles)) as tile:
         _stream_tile(call, line, tile, [i64(0)])
@@ -186,7 +187,7 @@ def _several_rows(call: _Call, x: Buffer) -> None:
         _pack_row(form, x, lines, i)
     batch = form.isa.batch
     with T.If(m <= STREAMED_ROWS):
-        tiles, groups = i64(-(-form.n // _width(form, batch))), (m + (batch - 1)) // batch
+        tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
         with T.Then(), T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
             _stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
         with T.Else(), T.parallel(0, i64(-(-form.n // BLOCK_ROWS))) as block:
@@ -222,22 +223,20 @@ def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
             pack_lane(block, lane, True)
 
 
-def _width(form: RowFormat, rows: int) -> int:
-    """Weight rows that are streamed together for some rows of x, so that all sums stay in registers."""
-    return form.isa.stream_rows if rows == 1 else max(1, form.isa.stream_rows // 2)
-
-
 def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -> None:
     """A few outputs of a few rows of x, weights going through registers straight from memory."""
     form = call.form
-    wide = _width(form, len(rows))
+    wide = form.isa.stream_rows
     acc = registers(len(rows), wide, form.lanes)
     columns = [call.row(tile * wide + c) for c in range(wide)]
     with T.serial(0, i64(form.blocks)) as block:
         for column in columns:
             form.fetch(call.weights, column, block)
         loaded = [form.load(call.weights, column, block) for column in columns]
-        _stream_block(form, _XBlock(lines, rows, block), loaded, acc)
+        if len(rows) == 1:
+            _stream_one(form, _XBlock(lines, rows, block), loaded, acc[0])
+        else:
+            _stream_few(form, _XBlock(lines, rows, block), loaded, acc)
     for row, line in zip(rows, acc, strict=True):
         sums = lane_sums([cell.value for cell in line], form.lanes)
         call.output.store(row, tile * wide, sums, wide, True)
@@ -255,26 +254,35 @@ class _XBlock:
         return self.lines[self.rows[i], span(self.block * order.step + plane * order.lanes, order.lanes)]
 
 
-def _stream_block(
-    form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: list[list[Register]]
+def _stream_one(
+    form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Register]
 ) -> None:
-    """acc[i][c] += the product of row i's block of x with the block of weight row c."""
+    """acc[c] += one block of a single row of x times that of weight row c. Scales and offsets are applied to
+    the block's sum: that takes the fewest instructions for each weight, but twice the registers."""
     order, lanes = packed(form), form.lanes
     scales = [form.scale(block) for block in loaded]
-    totals: list[list[Expr]] = []
-    for i, line in enumerate(acc):
-        start = x.vector(order, i, form.planes) if order.offset else f32(0, lanes)
-        totals.append(
-            [cell.value if scale is None else start for cell, scale in zip(line, scales, strict=True)]
-        )
+    totals = acc
+    if scales[0] is not None:
+        start = x.vector(order, 0, form.planes) if order.offset else f32(0, lanes)
+        totals = [register(start, lanes) for _ in loaded]
     for plane in range(form.planes):
-        values = [form.streamed(block, plane) for block in loaded]
-        for i, line in enumerate(totals):
-            vector = x.vector(order, i, plane)
-            totals[i] = [fma(w, vector, t, lanes) for w, t in zip(values, line, strict=True)]
-    for line, total in zip(acc, totals, strict=True):
-        for cell, value, scale in zip(line, total, scales, strict=True):
-            cell.set(value if scale is None else fma(value, scale, cell.value, lanes))
+        for total, block in zip(totals, loaded, strict=True):
+            total.set(fma(form.streamed(block, plane), x.vector(order, 0, plane), total.value, lanes))
+    for cell, total, scale in zip(acc, totals, scales, strict=True):
+        if scale is not None:
+            cell.set(fma(total.value, scale, cell.value, lanes))
+
+
+def _stream_few(
+    form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
+) -> None:
+    """acc[i][c] += one block of row i of x times that of weight row c; each weight is made exact once."""
+    order = packed(form)
+    for plane in range(form.planes):
+        values = [form.unpacked(block, plane) for block in loaded]
+        for i, line in enumerate(acc):
+            for value, cell in zip(values, line, strict=True):
+                cell.set(fma(value, x.vector(order, i, plane), cell.value, form.lanes))
 
 
 @dataclass(frozen=True)

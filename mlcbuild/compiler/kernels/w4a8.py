@@ -25,6 +25,7 @@ from mlcbuild.compiler.kernels.vectors import (
     load_f32,
     prefetch,
     prim_func,
+    register,
     registers,
     span,
     splat,
@@ -37,7 +38,7 @@ TILE_BYTES = 256
 """Bytes of a tile's weights in one group."""
 FETCH_BYTES = 4096
 """How far ahead of the reader weights are prefetched."""
-STREAMED_ROWS = 8
+STREAMED_ROWS = 24
 """Up to this many rows of x, weights are not unpacked into a buffer first."""
 BLOCK_GROUPS = 16
 """Groups unpacked at a time: with two tiles 16 KiB, half of a small L1."""
@@ -186,17 +187,19 @@ def _add_group(
     quads, scales)."""
     isa, form, records = call.isa, call.matrix.records, call.records
     corrections = [form.correction(records, row, group) for row in rows]
-    totals = [[dot.start(isa, correction) for _ in columns] for correction in corrections]
+    kind, count = ("int16", 2 * isa.lanes) if dot.narrow(isa) else ("int32", isa.lanes)
+    totals = [[register(dot.start(isa, c), count, kind) for _ in columns] for c in corrections]
     for quad in range(dot.QUADS):
         for i, row in enumerate(rows):
             activations = form.activations(records, row, group, quad)
             for c, (operands, _) in enumerate(columns):
                 for operand, a in zip(operands[quad], activations, strict=True):
-                    totals[i][c] = dot.step(isa, totals[i][c], operand, a)
+                    total = totals[i][c]
+                    total.set(dot.step(isa, total.value, operand, a))
     for i, row in enumerate(rows):
         scale = form.scale(records, row, group)
         for c, (_, scales) in enumerate(columns):
-            sums = T.Cast(typed("float32", isa.lanes), dot.finish(isa, totals[i][c], corrections[i]))
+            sums = T.Cast(typed("float32", isa.lanes), dot.finish(isa, totals[i][c].value, corrections[i]))
             factor = scales * splat(scale, isa.lanes)
             acc[i][c].set(fma(sums, factor, acc[i][c].value, isa.lanes))
 
