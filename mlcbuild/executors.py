@@ -156,6 +156,18 @@ class Pool:
             self._drop(self._workers[-1])
 
 
+_FIXED = {
+    # One order of sets for every build: a cheap part of reproducible results.
+    "PYTHONHASHSEED": "0",
+    # Linear algebra on one thread for each of ours: sums in one order, and no threads that spin for cores
+    # which belong to other steps.
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",
+}
+
+
 def _spawn() -> _Worker:
     from multiprocessing.connection import Pipe
 
@@ -167,8 +179,7 @@ def _spawn() -> _Worker:
         stdout=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         start_new_session=True,  # a Ctrl-C is ours to answer, and the group is ended as one
-        # One order of sets for every build: a cheap part of reproducible results.
-        env={**os.environ, "PYTHONHASHSEED": "0"},
+        env={**os.environ, **_FIXED},
     )
     theirs.close()
     return _Worker(process, ours)
@@ -186,5 +197,5 @@ def _obituary(job: Job, code: int | None) -> str:
             name = "an unknown signal"
         how = f"was killed by {name} (signal {-code})"
         if -code == signal.SIGKILL:
-            how += ", as the system does when memory runs out: try fewer --jobs or a larger --memory estimate"
+            how += ", as the system does when memory runs out: try fewer --jobs or a smaller --memory"
     return f"step {job.name}: its worker process {how}; log: {job.log}"
