@@ -40,6 +40,8 @@ def serve(path: Path | str, options: Options | None = None) -> int:
 
 def _bind(host: str, port: int) -> socket.socket:
     """A bound socket, before the model is loaded: a port in use is a quick failure. Raises SetupError."""
+    if not 0 <= port < 1 << 16:
+        raise SetupError(f"cannot listen on {host} port {port}: a port is a number from 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -47,9 +49,8 @@ def _bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise SetupError(f"cannot listen on {host} port {port}: {reason}") from None
+    except OSError as error:
+        raise SetupError(f"cannot listen on {host} port {port}: {error.strerror}") from None
     return listener
 
 

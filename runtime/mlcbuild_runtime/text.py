@@ -98,10 +98,11 @@ class TextStream:
             self._strip = False
             text = text.removeprefix(" ")
         text = self._held + text
-        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if places:
+        # The one that is complete first counts, however the tokens cut the text.
+        ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if ends:
             self.stopped, self._held = True, ""
-            return text[: min(places)]
+            return text[: min(ends)[1]]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -1,0 +1,451 @@
+"""The HTTP API of a real server process, by the official client and by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from mlcbuild_runtime.text import Tokenizer
+
+from . import shared, toy
+from .shared import Server
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+def text_of(bundle: Path, prompt: list[int], count: int) -> str:
+    """What greedy decoding must answer."""
+    tokens = toy.expected(prompt, count)
+    if toy.EOS in tokens:
+        tokens = tokens[: tokens.index(toy.EOS)]
+    return Tokenizer.load(bundle).decode(tokens)
+
+
+def post(server: Server, path: str, body: object) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{server.url}{path}", content=content, timeout=shared.WAIT)
+
+
+def test_the_ready_line_tells_what_runs(server: Server) -> None:
+    assert server.ready.startswith("mlcbuild-serve: toy-q0f32-host is ready at http://127.0.0.1:")
+    assert "context 256, batch 4" in server.ready
+
+
+def test_models(client: openai.OpenAI, server: Server) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.owned_by) == (server.name, "mlcbuild")
+    assert client.models.retrieve(server.name) == model
+    with pytest.raises(openai.NotFoundError, match="the model 'other/one' is not here"):
+        client.models.retrieve("other/one")
+
+
+def test_health(server: Server) -> None:
+    found = server.wait_idle()
+    assert (found["status"], found["model"]) == ("ok", server.name)
+    assert found["free_pages"] == found["pages"] == 64
+
+
+def test_chat(client: openai.OpenAI, server: Server, toy_bundle: Path) -> None:
+    prompt = Tokenizer.load(toy_bundle).chat(HI)
+    reply = client.chat.completions.create(model=server.name, messages=HI, max_tokens=12)
+    assert reply.choices[0].message.content == text_of(toy_bundle, prompt, 12)
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), 12)
+    assert reply.usage.total_tokens == len(prompt) + 12
+
+
+def test_a_streamed_chat_is_the_same(client: openai.OpenAI, server: Server) -> None:
+    whole = client.chat.completions.create(model=server.name, messages=HI, max_completion_tokens=40)
+    chunks = list(
+        client.chat.completions.create(
+            model=server.name,
+            messages=HI,
+            max_completion_tokens=40,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_completions(client: openai.OpenAI, server: Server, toy_bundle: Path) -> None:
+    prompt = Tokenizer.load(toy_bundle).encode("once upon")
+    whole = client.completions.create(model=server.name, prompt="once upon")
+    assert whole.choices[0].text == text_of(toy_bundle, prompt, 16)
+    assert whole.usage is not None and whole.usage.completion_tokens == 16
+    by_tokens = client.completions.create(model=server.name, prompt=prompt, max_tokens=16)
+    in_list = client.completions.create(model=server.name, prompt=["once upon"], max_tokens=16)
+    assert by_tokens.choices[0].text == in_list.choices[0].text == whole.choices[0].text
+    stream = client.completions.create(model=server.name, prompt=[prompt], stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_the_end_token_stops(client: openai.OpenAI, server: Server, toy_bundle: Path) -> None:
+    prompt = next(p for i in range(256) if toy.expected(p := [i, 3], 60).count(toy.EOS))
+    place = toy.expected(prompt, 60).index(toy.EOS)
+    reply = client.completions.create(model=server.name, prompt=prompt, max_tokens=60)
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.choices[0].text == text_of(toy_bundle, prompt, 60)
+    assert reply.usage is not None and reply.usage.completion_tokens == place + 1
+
+
+def test_stop_strings(client: openai.OpenAI, server: Server, toy_bundle: Path) -> None:
+    whole = client.completions.create(model=server.name, prompt="stop", max_tokens=60).choices[0].text
+    stop = whole[30:33]
+    stopped = client.completions.create(model=server.name, prompt="stop", max_tokens=60, stop=stop)
+    assert stopped.choices[0].text == whole[: whole.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+    stream = client.completions.create(
+        model=server.name, prompt="stop", max_tokens=60, stop=["never seen", stop], stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole[: whole.index(stop)]
+
+
+def test_seeds(client: openai.OpenAI, server: Server) -> None:
+    def ask(seed: int | None) -> str:
+        reply = client.completions.create(
+            model=server.name, prompt="x", max_tokens=20, temperature=1.3, top_p=0.95, seed=seed
+        )
+        return reply.choices[0].text
+
+    assert ask(1) == ask(1)
+    assert len({ask(seed) for seed in range(4)}) == 4
+    assert ask(None) != ask(None)
+
+
+def test_logprobs(client: openai.OpenAI, server: Server) -> None:
+    reply = client.chat.completions.create(
+        model=server.name, messages=HI, max_tokens=3, logprobs=True, top_logprobs=2
+    )
+    assert reply.choices[0].logprobs is not None
+    content = reply.choices[0].logprobs.content
+    assert content is not None and len(content) == 3
+    assert all(
+        item.top_logprobs[0].logprob == item.logprob > item.top_logprobs[1].logprob for item in content
+    )
+    older = client.completions.create(model=server.name, prompt="x", max_tokens=3, logprobs=1)
+    found = older.choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and len(found.token_logprobs) == 3
+    assert found.text_offset is not None and found.text_offset[0] == 0
+
+
+def test_many_clients_get_the_text_they_get_alone(server: Server, toy_bundle: Path) -> None:
+    def ask(i: int) -> str:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            if i % 2:
+                stream = client.completions.create(
+                    model=server.name, prompt=f"number {i}", max_tokens=50, stream=True
+                )
+                return "".join(chunk.choices[0].text for chunk in stream)
+            reply = client.completions.create(model=server.name, prompt=f"number {i}", max_tokens=50)
+            return reply.choices[0].text
+
+    tokenizer = Tokenizer.load(toy_bundle)
+    expected = [text_of(toy_bundle, tokenizer.encode(f"number {i}"), 50) for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == expected
+
+
+LONG = {"prompt": [1], "max_tokens": 255, "stream": True}
+
+
+def test_a_client_that_leaves_a_stream_frees_its_pages(toy_bundle: Path) -> None:
+    with shared.serving(toy_bundle, "--max-batch", "1", "--max-pages", "16") as server:
+        for _ in range(3):
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG) as response:
+                next(response.iter_lines())
+        assert server.wait_idle()["free_pages"] == 16
+
+
+def test_a_client_that_leaves_without_a_stream_frees_its_pages(server: Server) -> None:
+    body = json.dumps({"prompt": [2], "max_tokens": 250}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    address = server.url.removeprefix("http://").split(":")
+    before = server.health()["answer_tokens"]
+    for _ in range(20):
+        with socket.create_connection((address[0], int(address[1]))) as connection:
+            connection.sendall(head + body)
+    found = server.wait_idle()
+    assert found["free_pages"] == found["pages"]
+    assert int(found["answer_tokens"]) - int(before) < 20 * 250
+
+
+def test_a_client_that_leaves_in_its_body_does_no_harm(server: Server) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    assert server.health()["status"] == "ok"
+
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+ERRORS: list[tuple[str, object, int, str | None, str]] = [
+    (COMPLETION, b"{", 400, None, "the body is not valid JSON"),
+    (COMPLETION, b"", 400, None, "the body is not valid JSON"),
+    (COMPLETION, b'{"prompt": "\xff"}', 400, None, "the body is not UTF-8: invalid start byte at byte 12"),
+    (COMPLETION, b'{"prompt": "x", "temperature": NaN}', 400, None, "NaN is not JSON"),
+    (COMPLETION, b'{"prompt": "x", "top_p": -Infinity}', 400, None, "-Infinity is not JSON"),
+    (COMPLETION, b'{"prompt": "x", "temperature": 1e999}', 400, "temperature", "from 0 to 2; found inf"),
+    (COMPLETION, b"[" * 100_000, 400, None, "nested too deeply"),
+    (COMPLETION, b'{"seed": ' + b"9" * 5000 + b"}", 400, None, "not valid JSON"),
+    (COMPLETION, [1], 400, None, "the body must be a JSON object"),
+    (COMPLETION, {}, 400, "prompt", "prompt must be one text or one list of tokens; it is missing"),
+    (COMPLETION, {"prompt": ["a", "b"]}, 400, "prompt", "must be one text or one list of tokens"),
+    (COMPLETION, {"prompt": []}, 400, "prompt", "the prompt has no tokens"),
+    (COMPLETION, {"prompt": [1, True]}, 400, "prompt", "must be one text or one list"),
+    (COMPLETION, {"prompt": [260]}, 400, "prompt", "token 260 is outside the vocabulary"),
+    (COMPLETION, {"prompt": "\ud800"}, 400, "prompt", "half of a surrogate pair"),
+    (COMPLETION, {"prompt": "x", "model": "other"}, 404, "model", "the model 'other' is not here"),
+    (COMPLETION, {"prompt": "x", "model": 3}, 404, "model", "the model 3 is not here"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "an integer from 1 to"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens", "found 1.5"),
+    (COMPLETION, {"prompt": "x", "max_tokens": True}, 400, "max_tokens", "found True"),
+    (COMPLETION, {"prompt": "x", "max_tokens": 255}, 400, None, "257 together, but the context has 256"),
+    (COMPLETION, {"prompt": [1] * 256}, 400, None, "256 tokens, but the context has 256"),
+    (COMPLETION, {"prompt": "x", "temperature": -0.1}, 400, "temperature", "a number from 0 to 2"),
+    (COMPLETION, {"prompt": "x", "temperature": "hot"}, 400, "temperature", "found 'hot'"),
+    (COMPLETION, {"prompt": "x", "top_p": 1.1}, 400, "top_p", "a number from 0 to 1"),
+    (COMPLETION, {"prompt": "x", "min_p": 2}, 400, "min_p", "a number from 0 to 1"),
+    (COMPLETION, {"prompt": "x", "top_k": -1}, 400, "top_k", "an integer from 0"),
+    (COMPLETION, {"prompt": "x", "seed": 1 << 63}, 400, "seed", "an integer from"),
+    (COMPLETION, {"prompt": "x", "stop": ""}, 400, "stop", "non-empty strings"),
+    (COMPLETION, {"prompt": "x", "stop": [1]}, 400, "stop", "non-empty strings"),
+    (COMPLETION, {"prompt": "x", "stop": ["a"] * 17}, 400, "stop", "at most 16 strings"),
+    (COMPLETION, {"prompt": "x", "stop": {}}, 400, "stop", "a string or a list"),
+    (COMPLETION, {"prompt": "x", "stream": 1}, 400, "stream", "true or false"),
+    (COMPLETION, {"prompt": "x", "stream_options": {}}, 400, "stream_options", "needs stream: true"),
+    (
+        COMPLETION,
+        {"prompt": "x", "stream": True, "stream_options": 1},
+        400,
+        "stream_options",
+        "an object such",
+    ),
+    (COMPLETION, {"prompt": "x", "logprobs": 21}, 400, "logprobs", "from 0 to 20"),
+    (COMPLETION, {"prompt": "x", "n": 2}, 400, "n", "n is 2, which this server cannot honour: .* or send 1"),
+    (COMPLETION, {"prompt": "x", "n": True}, 400, "n", "cannot honour"),
+    (COMPLETION, {"prompt": "x", "best_of": 2}, 400, "best_of", "cannot honour"),
+    (COMPLETION, {"prompt": "x", "echo": True}, 400, "echo", "leave it out or send false"),
+    (COMPLETION, {"prompt": "x", "suffix": "y"}, 400, "suffix", "cannot honour"),
+    (COMPLETION, {"prompt": "x", "presence_penalty": 1}, 400, "presence_penalty", "cannot honour"),
+    (COMPLETION, {"prompt": "x", "frequency_penalty": 1}, 400, "frequency_penalty", "cannot honour"),
+    (COMPLETION, {"prompt": "x", "logit_bias": {"1": 5}}, 400, "logit_bias", "cannot honour"),
+    (COMPLETION, {"prompt": "x", "temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
+    (COMPLETION, {"prompt": "x", "messages": []}, 400, "messages", "unknown field 'messages'"),
+    (CHAT, {}, 400, "messages", "a list of at least one message; it is missing"),
+    (CHAT, {"messages": []}, 400, "messages", "a list of at least one message"),
+    (CHAT, {"messages": ["hi"]}, 400, "messages[0]", "an object with role and content"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages[0].content", "a text or a list of parts"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role", "one of system"),
+    (CHAT, {"messages": [{"content": "x"}]}, 400, "messages[0].role", "it is missing"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages[0].content[0]",
+        "reads text only",
+    ),
+    (CHAT, {"messages": [{"role": "user", "content": "\udc00"}]}, 400, "messages[0].content", "surrogate"),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+        400,
+        "messages[0].tool_calls",
+        "cannot honour",
+    ),
+    (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools", "cannot honour"),
+    (CHAT, {"messages": HI, "tool_choice": "required"}, 400, "tool_choice", "cannot honour"),
+    (CHAT, {"messages": HI, "functions": [{}]}, 400, "functions", "cannot honour"),
+    (
+        CHAT,
+        {"messages": HI, "response_format": {"type": "json_object"}},
+        400,
+        "response_format",
+        "cannot honour",
+    ),
+    (CHAT, {"messages": HI, "modalities": ["audio"]}, 400, "modalities", "cannot honour"),
+    (CHAT, {"messages": HI, "audio": {}}, 400, "audio", "leave it out$"),
+    (
+        CHAT,
+        {"messages": HI, "max_tokens": 5, "max_completion_tokens": 6},
+        400,
+        "max_completion_tokens",
+        "send one of them",
+    ),
+    (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs: true"),
+    (CHAT, {"messages": HI, "chat_template_kwargs": 1}, 400, "chat_template_kwargs", "an object"),
+    ("/v1/embeddings", {}, 404, None, "Not Found"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "message"), ERRORS)
+def test_errors(
+    *, server: Server, path: str, body: object, status: int, param: str | None, message: str
+) -> None:
+    response = post(server, path, body)
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert re.search(message, error["message"]), error
+
+
+def test_a_developer_message_is_a_system_message(server: Server) -> None:
+    def ask(role: str) -> str:
+        messages = [{"role": role, "content": "be brief"}, *HI]
+        reply = post(server, CHAT, {"messages": messages, "max_tokens": 9}).json()
+        return str(reply["choices"][0]["message"]["content"])
+
+    assert ask("developer") == ask("system") != ask("user")
+
+
+def test_wrong_methods(server: Server) -> None:
+    response = httpx.get(f"{server.url}{CHAT}")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["message"].startswith("Method Not Allowed")
+    assert httpx.post(f"{server.url}/health").status_code == 405
+
+
+def test_a_huge_body_is_refused(server: Server) -> None:
+    body = b'{"prompt": "' + b"x" * (9 << 20) + b'"}'
+    response = post(server, COMPLETION, body)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    assert "more than 8388608 bytes" in response.json()["error"]["message"]
+
+
+def test_fields_that_ask_for_nothing_are_accepted(server: Server) -> None:
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "Ann"}],
+        "max_tokens": 2,
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "n": 1,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logprobs": None,
+        "stop": None,
+        "unheard_of": None,
+    }
+    assert post(server, CHAT, body).status_code == 200
+
+
+def with_template(bundle: Path, template: str | None) -> None:
+    """Replaces the chat template of a copy, and the digest in its manifest."""
+    config = {} if template is None else {"chat_template": template}
+    (bundle / "tokenizer_config.json").write_text(json.dumps(config))
+    found = json.loads((bundle / "bundle.json").read_bytes())
+    file = toy.describe(bundle / "tokenizer_config.json")
+    found["files"]["tokenizer_config.json"] = {"blake3": file.blake3, "size": file.size}
+    found["serving"]["temperature"] = 1.9
+    (bundle / "bundle.json").write_text(json.dumps(found))
+
+
+def test_a_template_that_refuses_and_defaults_of_the_manifest(toy_copy: Path) -> None:
+    with_template(toy_copy, "{{ raise_exception('not today') }}")
+    with shared.serving(toy_copy) as server:
+        response = post(server, CHAT, {"messages": HI})
+        assert response.status_code == 400
+        assert "refuses these messages: not today" in response.json()["error"]["message"]
+        answers = [post(server, COMPLETION, {"prompt": "a"}).json() for _ in range(3)]
+        assert len({answer["choices"][0]["text"] for answer in answers}) == 3  # the temperature is not 0
+
+
+def test_without_a_chat_template(toy_copy: Path) -> None:
+    with_template(toy_copy, None)
+    with shared.serving(toy_copy) as server:
+        response = post(server, CHAT, {"messages": HI})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "no_chat_template"
+        assert post(server, COMPLETION, {"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_within_two_seconds(toy_bundle: Path, number: signal.Signals) -> None:
+    with shared.serving(toy_bundle) as server:
+        assert server.stop(number)[0] == 0
+    with shared.serving(toy_bundle) as server, ThreadPoolExecutor(4) as pool:
+        end = time.monotonic() + 0.5
+        jobs = [pool.submit(_stream_until_the_end, server.url) for _ in range(4)]
+        while server.health()["running"] == 0 and time.monotonic() < end:
+            pass
+        code, seconds = server.stop(number)
+        assert code == 0
+        assert seconds < 2
+        last = {job.result(10) for job in jobs}
+        assert last <= {"the server is stopping", "[DONE]", "cut"}
+
+
+def _stream_until_the_end(url: str) -> str:
+    """Streams again and again until the server goes; how the last stream ended."""
+    last = "cut"
+    try:
+        while True:
+            with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as response:
+                for line in response.iter_lines():
+                    if "server is stopping" in line:
+                        return "the server is stopping"
+    except httpx.HTTPError:
+        return last
+
+
+def test_a_client_that_reads_nothing_does_not_delay_the_end(toy_bundle: Path) -> None:
+    with shared.serving(toy_bundle) as server:
+        address = server.url.removeprefix("http://").split(":")
+        body = json.dumps(LONG).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with socket.create_connection((address[0], int(address[1]))) as connection:
+            connection.sendall(head + body)
+            connection.recv(100)
+            code, seconds = server.stop()
+        assert code == 0
+        assert seconds < 2
+
+
+def test_a_port_in_use_is_one_sentence(toy_bundle: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--port", str(port))
+    assert done.returncode == 3
+    assert done.stderr == f"mlcbuild-serve: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+@pytest.mark.parametrize("option", [["--port", "70000"], ["--host", "no.such.host.invalid"]])
+def test_an_address_that_cannot_be(toy_bundle: Path, option: list[str]) -> None:
+    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), *option)
+    assert done.returncode == 3
+    assert done.stderr.startswith("mlcbuild-serve: cannot listen on")
+    assert done.stderr.count("\n") == 1
+
+
+def test_options_that_make_no_sense(toy_bundle: Path) -> None:
+    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--threads", "0")
+    assert done.returncode == 2
+    assert "must be at least 1, found 0" in done.stderr
+    done = shared.run("-m", "mlcbuild_runtime", "--help")
+    assert done.returncode == 0
+    assert "example: mlcbuild-serve" in done.stdout
