@@ -20,6 +20,8 @@ from mlcbuild.shards import Tensor, read_header, unique
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OTHER_KINDS = ("adapter", "consolidated")
+"""How files begin that hold something else, or the same weights in another naming."""
 HEAD = "lm_head.weight"
 LINES = 60
 """Problems that one error shows; the rest are counted."""
@@ -53,7 +55,8 @@ def locate(root: Path, config: ModelConfig) -> tuple[Source, ...]:
     """Where every parameter of the model is, in the order of `parameters(config)`.
 
     root: a directory with model.safetensors or, when that is absent, model.safetensors.index.json and the
-    files it names: the order in which transformers looks. It is only read.
+    files it names (the order in which transformers looks), or else safetensors files of any other names.
+    It is only read.
 
     Raises CheckpointError that lists every problem of every file and tensor.
     """
@@ -107,8 +110,11 @@ def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
     if (root / INDEX).is_file():
         index = _index(root / INDEX)
         return sorted(set(index.values())), index
-    hint = "convert its .bin files to safetensors" if list(root.glob("*.bin")) else "fetch the checkpoint"
-    raise CheckpointError(f"{root}: it has neither {SINGLE} nor {INDEX}; {hint}")
+    others = sorted(path.name for path in root.glob("*.safetensors") if not path.name.startswith(OTHER_KINDS))
+    if not others:
+        hint = "convert its .bin files to safetensors" if list(root.glob("*.bin")) else "fetch the checkpoint"
+        raise CheckpointError(f"{root}: it has no {SINGLE}, no {INDEX} and no other weights; {hint}")
+    return others, None
 
 
 def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:

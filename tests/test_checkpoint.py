@@ -66,6 +66,21 @@ def test_two_copies_of_a_tied_matrix(tmp_path: Path) -> None:
         locate(single(tmp_path / "c", {**tied, "lm_head.weight": ("BF16", other)}), TIED)
 
 
+def test_which_files_are_read(tmp_path: Path) -> None:
+    root = sharded(tmp_path / "hf", tensors())
+    save(root / "model-00004-of-00003.safetensors", {"stray": entry(ONES, "F16")})
+    assert locate(root, CONFIG)[0].pieces[0].path.name == "model-00001-of-00003.safetensors"
+    single(root, tensors())
+    assert {piece.path.name for source in locate(root, CONFIG) for piece in source.pieces} == {
+        "model.safetensors"
+    }
+    other = tmp_path / "other"
+    other.mkdir()
+    (root / "model.safetensors").rename(other / "weights.safetensors")
+    save(other / "adapter_model.safetensors", {"lora": entry(ONES, "F16")})
+    assert locate(other, CONFIG)[0].pieces[0].path.name == "weights.safetensors"
+
+
 def test_rotary_tables_are_left_out(tmp_path: Path) -> None:
     old = tensors()
     old["model.layers.0.self_attn.rotary_emb.inv_freq"] = ("F32", np.ones(4, np.float32))
@@ -114,7 +129,7 @@ ONES = np.ones((40, 72), np.float32)
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (
         emptied,
-        r"it has neither model.safetensors nor model.safetensors.index.json; fetch the checkpoint",
+        r"it has no model.safetensors, no model.safetensors.index.json and no other weights; fetch the checkpoint",
     ),
     "only pickles": (
         lambda root: (emptied(root) / "pytorch_model.bin").write_bytes(b""),
