@@ -152,10 +152,11 @@ def module_path(name: str) -> Path | None:
         return None
     if not spec.submodule_search_locations:
         return Path(spec.origin) if spec.origin and not rest else None
-    base = Path(next(iter(spec.submodule_search_locations)), *rest)
-    for candidate in (base / "__init__.py", base.with_suffix(".py")):
-        if candidate.is_file():
-            return candidate
+    for location in spec.submodule_search_locations:
+        base = Path(location, *rest)
+        for candidate in (base / "__init__.py", base.with_suffix(".py")):
+            if candidate.is_file():
+                return candidate
     return None
 
 

@@ -79,7 +79,10 @@ def _dot_text(name: str) -> str:
 
 
 def svg(graph: Graph, plan: Plan | None = None) -> str:
-    """A complete SVG document."""
+    """A complete SVG document. An edge that follows from others is left out: fetch -> bundle when there is
+    fetch -> weights -> bundle."""
+    import networkx
+
     boxes = layout(graph)
     states = _states(graph, plan)
     reasons = {step.name: step.reason for step in plan.steps} if plan is not None else {}
@@ -88,7 +91,8 @@ def svg(graph: Graph, plan: Plan | None = None) -> str:
     shown = [state for state in _WORDS if state in states.values()]
     legend = "".join(_key(index, state) for index, state in enumerate(shown)) if plan is not None else ""
     top = 36.0 if legend else 0.0
-    body = [_edge(boxes[name], boxes[user]) for name, users in graph.users.items() for user in users]
+    edges = networkx.transitive_reduction(graph.network).edges
+    body = [_edge(boxes[name], boxes[user]) for name, user in sorted(edges)]
     body += [_node(name, box, states[name], reasons.get(name, "")) for name, box in boxes.items()]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height + top:.0f}" '
@@ -166,7 +170,7 @@ def _untangle(layers: list[list[str]], graph: Graph) -> None:
             for name in layer:
                 side = [place[other] for other in near[name] if (layer_of[other] < index) == forward]
                 middle[name] = sum(side) / len(side) if side else place[name]
-            layer.sort(key=lambda name: (middle[name], name))  # noqa: B023 - used at once
+            layer.sort(key=lambda name: (middle[name], name))
             place.update({name: (spot + 0.5) / len(layer) for spot, name in enumerate(layer)})
 
 

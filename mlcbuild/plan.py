@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
 
-from mlcbuild.canon import Entry, Json, Tree, code_files, salt, step_key, tree_digest
+from mlcbuild.canon import Entry, Json, Tree, code_files, module_path, salt, step_key, tree_digest
 from mlcbuild.errors import SourceError, UsageError
 from mlcbuild.graph import Graph, Input, Source, Step, selected
 from mlcbuild.records import Preimage, Record
@@ -163,12 +164,11 @@ class Planner:
     def code(self, step: Step) -> dict[str, str]:
         module = step.action.partition(":")[0]
         if module not in self._code:
-            found = code_files(module)
-            if not found:
+            if module_path(module) is None:
                 raise UsageError(
                     f"step {step.name}: there is no module '{module}' for its action {step.action}"
                 )
-            self._code[module] = found
+            self._code[module] = code_files(module)
         return self._code[module]
 
     def explain(self, step: Step) -> tuple[Change, ...]:
@@ -176,7 +176,11 @@ class Planner:
         image = self.preimage(step)
         key = image.key()
         recent = (self.store.record(old) for old in self.store.cache.keys(step.name) if old != key)
-        found = [compare(old.made.preimage, image, step.labels) for old in recent if old is not None]
+        found = []
+        for old in recent:
+            with suppress(ValueError):  # a record may be damaged in the part that only this reads
+                if old is not None:
+                    found.append(compare(old.made.preimage, image, step.labels))
         return min(found, key=len, default=())
 
     def _digest(self, item: Input) -> str:
@@ -203,7 +207,7 @@ class Planner:
             return gone, None
         if key in self.store.cache.keys(step.name) and key != latest.key:
             return "its record is gone from the store", latest
-        return summary(self.explain(step)), latest
+        return summary(self.explain(step)) or "its earlier record cannot be read", latest
 
     def _read(self, source: Source) -> list[str]:
         entries, problems = [], []
@@ -236,7 +240,7 @@ def summary(changes: tuple[Change, ...], shown: int = 3) -> str:
     words = [str(change) for change in changes[:shown]]
     if len(changes) > shown:
         words.append(f"and {len(changes) - shown} more")
-    return "; ".join(words) or "nothing that is known changed"
+    return "; ".join(words)
 
 
 def compare(before: Preimage, after: Preimage, labels: Mapping[str, str]) -> tuple[Change, ...]:

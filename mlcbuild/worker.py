@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -213,7 +213,14 @@ def _logged(log: Path) -> Iterator[None]:
     os.dup2(target, 2)
     os.close(target)
     try:
-        yield
+        # Python's own streams may be something else than descriptors 1 and 2, as under a test runner.
+        with (
+            open(1, "w", closefd=False) as out,
+            open(2, "w", closefd=False) as err,
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            yield
     finally:
         _flush()
         for descriptor, old in enumerate(saved, start=1):

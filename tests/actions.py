@@ -1,0 +1,176 @@
+"""Small actions for the tests of the build half. Each follows the one signature of actions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlcbuild import progress
+from mlcbuild.canon import Json
+from mlcbuild.errors import CheckpointError, InputError, Problem
+from mlcbuild.links import link_or_copy
+
+Params = Mapping[str, Json]
+Inputs = Mapping[str, Path]
+
+
+def text(params: Params, inputs: Inputs, out: Path) -> None:
+    """Writes params.text and everything in the inputs to text.txt; sleeps and counts its runs on request."""
+    if "count" in params:
+        with Path(str(params["count"])).open("a") as file:
+            file.write(f"{params.get('text')}\n")
+    time.sleep(int(str(params.get("sleep_ms", 0))) / 1000)
+    parts = [str(params.get("text", ""))]
+    for argument in sorted(inputs):
+        parts += [path.read_text() for path in sorted(inputs[argument].rglob("*")) if path.is_file()]
+    (out / "text.txt").write_text("\n".join(parts))
+
+
+def first_letter(params: Params, inputs: Inputs, out: Path) -> None:
+    """Keeps so little of its input that most changes of it do not show."""
+    (out / "letter.txt").write_text((inputs["of"] / "text.txt").read_text()[:1])
+
+
+def files(params: Params, inputs: Inputs, out: Path) -> None:
+    """Writes the files that params.files maps to their text."""
+    listed = params["files"]
+    assert isinstance(listed, dict)
+    for name, content in listed.items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(content))
+
+
+def names(params: Params, inputs: Inputs, out: Path) -> None:
+    """Lists the files of its inputs."""
+    found = [f"{a}/{p.relative_to(d)}" for a, d in inputs.items() for p in d.rglob("*") if p.is_file()]
+    (out / "names.txt").write_text("\n".join(sorted(found)))
+
+
+def link(params: Params, inputs: Inputs, out: Path) -> None:
+    """Passes every file of every input on, as an assembling action does."""
+    for directory in inputs.values():
+        for path in directory.iterdir():
+            link_or_copy(path, out / path.name)
+
+
+def random(params: Params, inputs: Inputs, out: Path) -> None:
+    (out / "random.txt").write_text(os.urandom(16).hex())
+
+
+def fail(params: Params, inputs: Inputs, out: Path) -> None:
+    """Ends in the way that params.how names."""
+    how = params["how"]
+    sys.stdout.write("a line before the end\n")
+    sys.stdout.flush()
+    if how == "own error":
+        raise CheckpointError("model.safetensors: tensor a is missing")
+    if how == "input error":
+        raise InputError([Problem("recipe.yaml", 3, 5, "wrong")])
+    if how == "python error":
+        raise KeyError("no such thing")
+    if how == "exit":
+        os._exit(7)
+    if how == "sys.exit":
+        sys.exit(2)
+    os.kill(os.getpid(), int(str(how)))
+    time.sleep(30)
+
+
+def segfault(params: Params, inputs: Inputs, out: Path) -> None:
+    ctypes.string_at(0)
+
+
+def symlink(params: Params, inputs: Inputs, out: Path) -> None:
+    (out / "link").symlink_to("elsewhere")
+
+
+def outside_link(params: Params, inputs: Inputs, out: Path) -> None:
+    """Hard links a file of the user's into its output."""
+    (out / "linked").hardlink_to(str(params["path"]))
+
+
+def spoil_input(params: Params, inputs: Inputs, out: Path) -> None:
+    path = inputs["of"] / "text.txt"
+    path.unlink()
+    path.write_text("spoilt")
+
+
+def spoil_source(params: Params, inputs: Inputs, out: Path) -> None:
+    Path(str(params["path"])).write_text("changed while it was read")
+
+
+def big(params: Params, inputs: Inputs, out: Path) -> None:
+    """Writes params.bytes bytes."""
+    (out / "big.bin").write_bytes(b"x" * int(str(params["bytes"])))
+
+
+def noisy(params: Params, inputs: Inputs, out: Path) -> None:
+    """Prints from Python, from C, and from a process of its own."""
+    sys.stdout.write("from python\n")
+    ctypes.CDLL(None).puts(b"from native code")
+    subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+    (out / "done").write_text("")
+
+
+def environment(params: Params, inputs: Inputs, out: Path) -> None:
+    names = ("MLCBUILD_CORES", "PYTHONHASHSEED")
+    (out / "environment.txt").write_text(" ".join(os.environ.get(name, "-") for name in names))
+
+
+def leave_rubbish(params: Params, inputs: Inputs, out: Path) -> None:
+    """Leaves a read-only directory with a file in the directory for temporary files."""
+    import tempfile
+
+    place = Path(tempfile.mkdtemp())
+    (place / "rubbish").write_text("x")
+    place.chmod(0o555)
+    (out / "where.txt").write_text("x")
+    Path(str(params["note"])).write_text(str(place))
+
+
+def hold(params: Params, inputs: Inputs, out: Path) -> None:
+    """Starts a child, writes both process ids to params.note, then is busy in Python for long."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    note = Path(str(params["note"]))
+    part = note.with_suffix(".part")
+    part.write_text(f"{os.getpid()} {child.pid}")
+    part.replace(note)
+    end = time.monotonic() + 120
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def slow_progress(params: Params, inputs: Inputs, out: Path) -> None:
+    for done in range(4):
+        progress.report(done, 3, "layers")
+        time.sleep(0.25)
+    (out / "done").write_text("")
+
+
+def memory(params: Params, inputs: Inputs, out: Path) -> None:
+    """Holds params.bytes bytes."""
+    held = bytearray(int(str(params["bytes"])))
+    held[::4096] = b"x" * len(held[::4096])
+    (out / "size.txt").write_text(str(len(held)))
+
+
+def interval(params: Params, inputs: Inputs, out: Path) -> None:
+    """Appends when it started and ended to params.log."""
+    started = time.monotonic()
+    time.sleep(0.15)
+    with Path(str(params["log"])).open("a") as file:
+        file.write(f"{started} {time.monotonic()}\n")
+    (out / "done").write_text(str(params.get("text")))
+
+
+def send_signal(params: Params, inputs: Inputs, out: Path) -> None:
+    """Sends SIGTERM to this very process: what an inline run must survive."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(30)

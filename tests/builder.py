@@ -1,0 +1,57 @@
+"""A build of a known graph as a process of its own: `python -m tests.builder STORE GRAPH [NOTE]`.
+
+Prints one JSON document; what is reported goes to standard error as plain lines.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from mlcbuild.canon import Json
+from mlcbuild.execute import Options, execute
+from mlcbuild.graph import Graph, Input, Node, Step
+from mlcbuild.report import document, reporting
+from mlcbuild.store import Store
+
+TEXT = "tests.actions:text"
+
+
+def chain(note: str) -> list[Node]:
+    """Twelve short steps in three layers, each leaving a line in the file `note`."""
+    nodes: list[Node] = []
+    for layer in range(3):
+        for index in range(4):
+            needs = {f"in{n}": Input(f"{layer - 1}/{n}") for n in range(4)} if layer else {}
+            params: dict[str, Json] = {"text": f"{layer}/{index}", "sleep_ms": 15, "count": note}
+            nodes.append(Step(f"{layer}/{index}", TEXT, params, needs))
+    return nodes
+
+
+def shared(note: str) -> list[Node]:
+    """Steps slow enough for two processes to meet."""
+    first: list[Node] = [
+        Step(f"a{n}", TEXT, {"text": f"a{n}", "sleep_ms": 600, "count": note}, {}) for n in range(2)
+    ]
+    return [*first, Step("b", TEXT, {"text": "b", "count": note}, {"x": Input("a0"), "y": Input("a1")})]
+
+
+def holding(note: str) -> list[Node]:
+    """One step that is kept, then one that is busy until it is killed."""
+    return [
+        Step("quick", TEXT, {"text": "quick"}, {}),
+        Step("held", "tests.actions:hold", {"note": note}, {"x": Input("quick")}),
+    ]
+
+
+def main(store: str, graph: str, note: str = "") -> int:
+    nodes = {"chain": chain, "shared": shared, "holding": holding}[graph](note)
+    with reporting(sys.stderr, plain=True) as report:
+        result = execute(Graph(nodes), Store(Path(store)), Options(jobs=2), report)
+    sys.stdout.write(json.dumps(document(result)) + "\n")
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
