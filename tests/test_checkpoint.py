@@ -81,6 +81,16 @@ def test_which_files_are_read(tmp_path: Path) -> None:
     assert locate(other, CONFIG)[0].pieces[0].path.name == "weights.safetensors"
 
 
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\); check its permissions"):
+        shards.read_header(tmp_path)
+    root = single(tmp_path / "hf", tensors())
+    found = weights.checkpoint(root, CONFIG)
+    (root / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read \(No such file or directory\); run again"):
+        found["norm.weight"]
+
+
 def test_rotary_tables_are_left_out(tmp_path: Path) -> None:
     old = tensors()
     old["model.layers.0.self_attn.rotary_emb.inv_freq"] = ("F32", np.ones(4, np.float32))
@@ -129,7 +139,7 @@ ONES = np.ones((40, 72), np.float32)
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (
         emptied,
-        r"it has no model.safetensors, no model.safetensors.index.json and no other weights; fetch the checkpoint",
+        r"it has no model.safetensors, no model.safetensors.index.json and no other weights; fetch the",
     ),
     "only pickles": (
         lambda root: (emptied(root) / "pytorch_model.bin").write_bytes(b""),
