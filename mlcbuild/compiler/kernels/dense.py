@@ -14,15 +14,16 @@ from mlcbuild.compiler.kernels.vectors import argument, fetch_rows, i64, load_f3
 
 @dataclass(frozen=True)
 class DenseRows:
-    """The RowFormat (see float_product) of a plain matrix: a block is one vector of consecutive values."""
+    """The RowFormat (see float_product) of a plain matrix: a block is 1, 2 or 4 vectors of consecutive
+    values, as many as divide a row."""
 
     isa: ISA
     n: int
     k: int
     dtype: str
 
-    planes = 1
     offset = 0.0
+    lane_step = 1
 
     @property
     def name(self) -> str:
@@ -34,8 +35,16 @@ class DenseRows:
         return min(self.isa.lanes, 1 << (self.k.bit_length() - 1))
 
     @property
+    def planes(self) -> int:
+        return next(planes for planes in (4, 2, 1) if planes == 1 or self.k % (planes * self.lanes) == 0)
+
+    @property
+    def plane_step(self) -> int:
+        return self.lanes
+
+    @property
     def blocks(self) -> int:
-        return -(-self.k // self.lanes)
+        return -(-self.k // (self.planes * self.lanes))
 
     @property
     def row_bytes(self) -> int:
@@ -49,11 +58,12 @@ class DenseRows:
 
     def start(self, block: Expr) -> Expr:
         if self.k % self.lanes == 0:
-            return block * self.lanes
+            return block * (self.planes * self.lanes)
         return T.min(block * self.lanes, i64(self.k - self.lanes))
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]:
-        return (T.bind(load_f32(self.isa, weights[0], (row, self.start(block)), self.lanes)),)
+        places = [(row, self.start(block) + plane * self.lanes) for plane in range(self.planes)]
+        return tuple(load_f32(self.isa, weights[0], place, self.lanes) for place in places)
 
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
         return loaded[plane]
@@ -65,4 +75,7 @@ class DenseRows:
         return loaded[plane]
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
-        fetch_rows(weights[0], row, block * self.lanes, self.row_bytes)
+        values = self.planes * self.lanes
+        line = 64 * self.k // self.row_bytes
+        for first in range(0, values, line):
+            fetch_rows(weights[0], row, block * values + first, self.row_bytes)

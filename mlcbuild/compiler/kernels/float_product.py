@@ -66,9 +66,13 @@ class RowFormat(Protocol):
     def lanes(self) -> int: ...
     @property
     def planes(self) -> int:
-        """Vectors in a block; vector p, lane l of a block stands for k = start + l * planes + p."""
+        """Vectors in a block; vector p, lane l is at k = start + l * lane_step + p * plane_step."""
         ...
 
+    @property
+    def lane_step(self) -> int: ...
+    @property
+    def plane_step(self) -> int: ...
     @property
     def blocks(self) -> int: ...
     @property
@@ -202,7 +206,7 @@ def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
     def pack_lane(block: Expr, lane: Expr, checked: bool) -> None:
         total: Expr = f32(0)
         for plane in range(form.planes):
-            k = form.start(block) + lane * form.planes + plane
+            k = form.start(block) + lane * form.lane_step + plane * form.plane_step
             value = x[row, k]
             if checked:
                 fresh = T.And(k >= whole * form.lanes * form.planes, k < form.k)

@@ -70,6 +70,6 @@ def _rows(of: Linear) -> float_product.RowFormat | None:
 
 @cache
 def kernel(of: Linear, bias: bool) -> PrimFunc:
-    """The function (x, stored tensors, bias if asked for, out) behind a product; one object for equal ones."""
+    """The function (x, stored tensors, bias if asked for, out) behind a product; one object for equals."""
     rows = _rows(of)
     return float_product.product(rows, bias) if rows else w4a8.product(of.isa, of.n, of.k, bias)

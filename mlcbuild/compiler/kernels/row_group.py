@@ -63,6 +63,14 @@ class GroupRows:
         return 32 // self.bits
 
     @property
+    def lane_step(self) -> int:
+        return self.planes
+
+    @property
+    def plane_step(self) -> int:
+        return 1
+
+    @property
     def blocks(self) -> int:
         return -(-self.words // self.lanes)
 
