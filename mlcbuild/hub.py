@@ -157,7 +157,7 @@ def download(
     """
     from huggingface_hub import hf_hub_download
 
-    with explained(source, name):
+    def get() -> Path:
         path = hf_hub_download(
             source.repo,
             name,
@@ -166,6 +166,8 @@ def download(
             tqdm_class=_counting(count),
         )
         return Path(path).resolve()
+
+    return _patiently(source, name, get)
 
 
 def _counting(count: Callable[[int], None] | None) -> type:
@@ -281,7 +283,7 @@ def _network_failure(error: Exception) -> _Found:
         ),
         (
             {"XetError"},
-            UnreachableError,
+            SourceError,  # it has tried for minutes already
             "the hub's Xet storage failed ({reason}); try again, or set HF_HUB_DISABLE_XET=1",
         ),
         (
