@@ -32,7 +32,7 @@ from mlcbuild.executors import Executor, Inline, Pool
 from mlcbuild.graph import Graph, Source, Step
 from mlcbuild.locks import Lock
 from mlcbuild.plan import Planned, Planner
-from mlcbuild.staging import Session
+from mlcbuild.staging import Session, remove_tree
 from mlcbuild.store import Store
 from mlcbuild.worker import Given, Job, Outcome
 
@@ -91,6 +91,7 @@ class _Running:
     lock: Lock
     cores: int
     log: Path
+    area: Path | None = None
     started: float = field(default_factory=time.monotonic)
 
 
@@ -248,7 +249,7 @@ class _Run:
         self.report(StepStarted(step.name, planned.reason, _estimate(planned), running.log))
         try:
             with self.store.writing():
-                area = self.session.area()
+                area = running.area = self.session.area()
         except StoreError as error:
             self._end(Outcome(step.name, error=error))
             return
@@ -281,6 +282,8 @@ class _Run:
 
     def _end(self, outcome: Outcome) -> None:
         running = self.running.pop(outcome.name)
+        if running.area is not None:
+            remove_tree(running.area)  # there still when its worker was killed
         running.lock.release()
         self.free_cores += running.cores
         self.free_memory += running.step.memory

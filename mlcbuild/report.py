@@ -66,8 +66,8 @@ class Tally:
                 self.total, self.done = event.steps, event.reused
             case StepStarted():
                 self.waiting.pop(event.name, None)
-                self.running[event.name] = event
                 self.started[event.name] = time.monotonic()
+                self.running[event.name] = event
             case StepProgress():
                 self.progress[event.name] = event
             case StepWaiting():
@@ -81,8 +81,11 @@ class Tally:
 
     def left(self, name: str) -> float | None:
         """Seconds a running step still needs, where progress or its last run allows a guess."""
-        elapsed = time.monotonic() - self.started[name]
-        progress, estimate = self.progress.get(name), self.running[name].estimate
+        step = self.running.get(name)
+        if step is None:
+            return None
+        elapsed = time.monotonic() - self.started.get(name, 0.0)
+        progress, estimate = self.progress.get(name), step.estimate
         if progress is not None and progress.total > 0 and 0 < progress.done <= progress.total:
             guess = elapsed * (progress.total - progress.done) / progress.done
         elif estimate is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,6 +87,11 @@ class StatCache:
         """Writes what is new. Silent when the file cannot be written: see the module's docstring."""
         if not self._new_files and not self._new_keys:
             return
+        if (
+            self._new_files
+        ):  # a plan before the first run has hashed sources already: that is worth a directory
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
         day = time.time_ns() // 86_400_000_000_000
         files = [(*_signed(place), *row[:3], day, row[3]) for place, row in self._new_files.items()]
         keys = [(name, " ".join(keys)) for name, keys in self._new_keys.items()]

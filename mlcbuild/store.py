@@ -79,6 +79,7 @@ class Store:
         self._ac = f"{self.root}/ac/"
         self._cas = f"{self.root}/cas/"
         self._warnings: list[str] = []
+        self._told: set[str] = set()
         marker = self.root / "store.json"
         if marker.exists():
             with self.writing():
@@ -100,8 +101,10 @@ class Store:
         return StatCache(self.root / "index.sqlite")
 
     def take_warnings(self) -> list[str]:
-        """Sentences about damage met since the last call."""
-        found, self._warnings = self._warnings, []
+        """Sentences about damage met since the last call, each only once in the life of this object."""
+        found = [sentence for sentence in dict.fromkeys(self._warnings) if sentence not in self._told]
+        self._told.update(found)
+        self._warnings = []
         return found
 
     # Reading

@@ -161,6 +161,15 @@ def memory(params: Params, inputs: Inputs, out: Path) -> None:
     (out / "size.txt").write_text(str(len(held)))
 
 
+def grow(params: Params, inputs: Inputs, out: Path) -> None:
+    """Keeps params.bytes bytes after its end, and writes its process id."""
+    _kept.append(b"x" * int(str(params["bytes"])))
+    (out / "pid.txt").write_text(str(os.getpid()))
+
+
+_kept: list[bytes] = []
+
+
 def interval(params: Params, inputs: Inputs, out: Path) -> None:
     """Appends when it started and ended to params.log."""
     started = time.monotonic()

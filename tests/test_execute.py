@@ -402,6 +402,13 @@ def test_peak_memory_and_time_are_recorded_and_estimated(store: Store) -> None:
     assert started.estimate is not None and started.estimate >= 0.12
 
 
+def test_workers_are_kept_but_not_one_that_holds_much_memory(store: Store) -> None:
+    large = step("b", "grow", "a", bytes=(1 << 30) + 1)
+    result = execute(Graph([step("a", "grow", bytes=1), large, step("c", "grow", "b", bytes=1)]), store)
+    pids = [content(store, result, name) for name in "abc"]
+    assert pids[0] == pids[1] != pids[2]
+
+
 def test_this_machine_has_something_to_share() -> None:
     assert machine.cores() >= 1
     assert machine.memory() > 100 << 20

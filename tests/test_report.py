@@ -211,7 +211,8 @@ from mlcbuild.execute import execute
 from mlcbuild.graph import Graph, Input, Step
 from mlcbuild.report import reporting
 from mlcbuild.store import Store
-steps = [Step("a", "tests.actions:slow_progress", {}, {}), Step("b", "tests.actions:text", {}, {"x": Input("a")})]
+first = Step("a", "tests.actions:slow_progress", {}, {})
+steps = [first, Step("b", "tests.actions:text", {}, {"x": Input("a")})]
 with reporting(sys.stdout) as report:
     execute(Graph(steps), Store(Path(sys.argv[1])), None, report)
 print("rich" in sys.modules)

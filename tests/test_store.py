@@ -445,7 +445,9 @@ def test_a_broken_index_is_replaced(tmp_path: Path, data: bytes) -> None:
 
 
 def test_an_index_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
-    cache = StatCache(tmp_path / "absent" / "index")
+    (tmp_path / "file").write_text("")
+    cache = StatCache(tmp_path / "file" / "index")
+    cache._new_files[1, 2] = (1, 2, 3, "digest")
     cache.remember({"a": "key"})
     cache.save()
     assert cache.keys("a") == ["key"]
