@@ -115,8 +115,9 @@ def _options(linker: Linker, target: Target) -> list[str]:
         ]
     if target.output == "object":
         return ["-r", "-nostdlib"]
-    plain = ["-Wl,-no_uuid", "-Wl,-S", "-Wl,-install_name,@rpath/model.dylib"]
-    return ["-dynamiclib", "-undefined", "dynamic_lookup", *plain]
+    # zig's linker makes its identifier from the content; Apple's can only leave it out.
+    plain = ["-s"] if "zig" in linker.name else ["-Wl,-no_uuid", "-Wl,-S"]
+    return ["-dynamiclib", "-undefined", "dynamic_lookup", "-install_name", "@rpath/model.dylib", *plain]
 
 
 def _macos_version(target: Target) -> str:
