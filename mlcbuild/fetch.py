@@ -168,8 +168,8 @@ def _counter(total: int) -> Callable[[int], None]:
     def count(size: int) -> None:
         nonlocal done
         with lock:
-            done = min(total, done + size)
-            progress.report(done, total, "B")
+            done += size
+            progress.report(min(done, total), total, "B")
 
     return count
 
@@ -178,9 +178,16 @@ def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Calla
     """One file: download or find in the cache, place, verify. A damaged cached copy is replaced once."""
     target = out / name
     fault = ""
+    heard = 0
+
+    def hear(size: int) -> None:
+        nonlocal heard
+        heard += size
+        count(size)
+
     for again in (False, True):
         try:
-            cached = download(source, name, again=again, count=count)
+            cached = download(source, name, again=again, count=hear)
         except SourceError:
             if not again:
                 raise
@@ -191,6 +198,7 @@ def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Calla
             _place(cached, target)
             fault = _difference(target, pinned)
         if not fault:
+            count(pinned.size - heard)  # what was cached, less what came twice
             return
     target.unlink()
     raise SourceError(

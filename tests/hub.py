@@ -341,6 +341,7 @@ def do_fetch(repo: str, commit: str, files: dict[str, object], out: str) -> list
     progress.listen(lambda done, total, unit: seen.append((done, total)))
     fetch({"repo": repo, "commit": commit, "files": files}, {}, Path(out))  # type: ignore[dict-item]
     assert all(0 <= done <= total for done, total in seen)
+    assert seen[-1][0] == seen[-1][1], "progress ends at the whole"
     return sorted(path.relative_to(out).as_posix() for path in Path(out).rglob("*") if path.is_file())
 
 
