@@ -280,6 +280,15 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         HEAD + "matrix: {model: [tiny, tiny]}\n",
         ["5:24: 'tiny' stands twice in 'model': it is item 1 too"],
     ),
+    "matrix of a million": (
+        changed(
+            models=f"{{{', '.join(f'm{i}: models/tiny' for i in range(500))}}}",
+            quantizations=f"{{{', '.join(f'q{i}: q0f32' for i in range(100))}}}",
+            targets=f"{{{', '.join(f't{i}: x86-64-v2' for i in range(20))}}}",
+        )
+        + "matrix: {}\n",
+        ["5:1: the matrix has 1000000 combinations; at most 100000 are allowed"],
+    ),
     "empty matrix": (
         HEAD + "matrix: {exclude: [{model: tiny}]}\n",
         ["5:1: the matrix is empty: nothing would be built"],
@@ -370,6 +379,14 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         ["5:23: item 2 of 'prompts' must not be empty", "5:36: 'max_kl' must be a number, not '.nan'"],
     ),
     # outputs and paths
+    "endless paths": (
+        changed(models=f"{{a: {'x/' * 600}, b: {{source: {'y/' * 600}}}}}") + f"lock: {'z/' * 600}\n",
+        [
+            f"2:13: 'a' must have at most 1024 characters, not '{('x/' * 600)[:57]}...'",
+            f"2:1227: 'source' must have at most 1024 characters, not '{('y/' * 600)[:57]}...'",
+            f"5:7: 'lock' must have at most 1024 characters, not '{('z/' * 600)[:57]}...'",
+        ],
+    ),
     "unknown placeholder": (
         HEAD + "bundle: {output: 'dist/{modle}-{quantisation}'}\n",
         [
@@ -414,7 +431,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     ),
     "output inside a model": (
         HEAD + "bundle: {output: 'models/tiny/{target}'}\n",
-        ["5:18: the output 'models/tiny/x86-64-v3' lies in the model 'tiny'"],
+        ["5:18: the output 'models/tiny/x86-64-v3' lies in the model 'tiny'; choose one outside"],
     ),
     "output is the recipe's directory": (
         HEAD + "bundle: {output: '.'}\n",

@@ -21,8 +21,8 @@ __all__ = ["project"]
 _TEXT = """
 version models quantizations targets matrix include exclude model quantization target compile verify bundle
 output vars lock context_window prefill_chunk max_batch prompts max_kl source scheme overrides match
-name extends triple cpu features tiny q4f16_1 x86-64-v3 host models/tiny hf://a/b ${x} ${ a/../b ~ . .. {model}
-dist
+name extends triple cpu features tiny q4f16_1 x86-64-v3 host models/tiny hf://a/b ${x} ${ a/../b
+~ . .. {model} dist
 """
 _WORDS = st.sampled_from(_TEXT.split())
 _VALUES = st.recursive(

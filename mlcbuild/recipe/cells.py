@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from mlcbuild.document import Where
 from mlcbuild.errors import did_you_mean
 from mlcbuild.recipe.matrix import AXES, Cell, Entry, Expansion, Names, expand
 from mlcbuild.recipe.reading import Reading
+
+LARGEST = 100_000
+"""Combinations of a product: more are a mistake, and would take minutes to plan."""
 
 _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targets"}
 
@@ -21,6 +25,12 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
     axes = [_axis(reading, axis, places[axis]) for axis in AXES]
     exclude, include = (_entries(reading, key, places) for key in ("exclude", "include"))
     if not all(places.values()):
+        return ()
+    size = prod(len(names) for names in axes)
+    if size > LARGEST:
+        reading.report(
+            ("matrix",), f"the matrix has {size} combinations; at most {LARGEST} are allowed", True
+        )
         return ()
     expansion = expand(axes, exclude, include)
     _report_entries(reading, expansion)

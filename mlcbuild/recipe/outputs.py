@@ -81,7 +81,11 @@ def _check_protected(
         if path in holding:
             found.append(f"the output '{output}' would replace {holding[path]}")
         else:
-            found.extend(f"the output '{output}' lies in {inside[p]}" for p in path.parents if p in inside)
+            found.extend(
+                f"the output '{output}' lies in {inside[p]}; choose one outside"
+                for p in path.parents
+                if p in inside
+            )
     _report(reading, found, "")
 
 

@@ -237,12 +237,12 @@ def _unknown_keys(where: Where, value: Mapping[str, Data], known: Schema) -> Ite
 
 
 def _repeated(where: Where, items: list[Data]) -> Iterator[Finding]:
+    seen: dict[str, int] = {}
     for i, item in enumerate(items):
-        if item in items[:i]:
-            first = items.index(item) + 1
-            yield Finding(
-                (*where, i), f"{described(item)} stands twice in {_label(where)}: it is item {first} too"
-            )
+        first = seen.setdefault(repr(item), i) + 1
+        if first <= i:
+            message = f"{described(item)} stands twice in {_label(where)}: it is item {first} too"
+            yield Finding((*where, i), message)
 
 
 def _hint(value: object, rule: Schema) -> str:
@@ -257,4 +257,4 @@ def _hint(value: object, rule: Schema) -> str:
         return ""
     if not isinstance(scalar(value), str):
         return " (remove the quotes)"
-    return f" (write {digits})" if digits.isdecimal() and digits.isascii() and digits != value else ""
+    return f" (write {digits})" if digits != value and isinstance(scalar(digits), int) and digits else ""
