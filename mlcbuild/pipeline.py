@@ -3,7 +3,7 @@
 fetch/<model>                              the checkpoint: a directory of the user, or a download
 config/<model>                             config.json, normalised
 tokenizer/<model>                          tokenizer, template, serving defaults
-reference/<model>[/<prompts>]              logits of the prompts, in NumPy
+reference/<model>                          logits of the prompts, in NumPy
 weights/<model>/<scheme>/<layout>          packed weights
 library/<config>/<scheme>/<target>         compiled code; no weights and no model's name enter it
 bundle/<variant>                           all of it together
@@ -13,8 +13,9 @@ verify/<variant>                           the bundle against the reference
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +29,7 @@ from mlcbuild.hub import HubSource
 from mlcbuild.lock import Lock
 from mlcbuild.models import ModelConfig, config_digest, context_window, parameters, parse
 from mlcbuild.models.action import read_json
-from mlcbuild.recipe import Limits, LocalSource, Model, Recipe, Variant, Verify, expand
+from mlcbuild.recipe import LocalSource, Model, Recipe, Variant, Verify, expand
 from mlcbuild.verify import PROMPTS, THRESHOLDS
 
 TENSORS = ("*.safetensors", "*.safetensors.index.json")
@@ -108,7 +109,9 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
         problems += [problem for variant in variants for problem in _misfits(variant, checkpoints)]
     if problems:
         raise InputError(problems)
-    assembly = _Assembly({name: item for name, item in checkpoints.items() if item is not None})
+    assembly = _Assembly(
+        recipe.directory, {name: item for name, item in checkpoints.items() if item is not None}
+    )
     products = tuple(assembly.add(variant) for variant in variants)
     if assembly.missing:
         raise SetupError("\n".join(dict.fromkeys(assembly.missing)))
@@ -161,6 +164,8 @@ def _misfits(variant: Variant, checkpoints: Mapping[str, _Checkpoint | None]) ->
 class _Assembly:
     """Collects nodes by name, each once."""
 
+    directory: Path
+    """The recipe's."""
     checkpoints: Mapping[str, _Checkpoint]
     nodes: dict[str, Node] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -200,23 +205,28 @@ class _Assembly:
         self.nodes.setdefault(node.name, node)
         return node.name
 
+    def _keep_apart(self, step: Step) -> str:
+        """As _keep; a step that differs from the one which has its name gets a longer name.
+
+        The plain name stays with what is usual, so that a change is told as a change and not as new.
+        """
+        if self.nodes.get(step.name, step) == step:
+            return self._keep(step)
+        inputs = {argument: [item.node, *item.select] for argument, item in step.inputs.items()}
+        return self._keep(replace(step, name=f"{step.name}/{digest('step/1', [step.params, inputs])[:8]}"))
+
     def _library(self, variant: Variant, checkpoint: _Checkpoint, config: str) -> str:
         from mlcbuild.compiler.versions import tools
 
-        limits: dict[str, Json] = dict(vars(variant.limits))
-        name = f"library/{checkpoint.label}/{variant.quantization}/{variant.target.name}"
-        if limits != vars(Limits()):
-            name += f"/{digest('limits/1', limits)[:8]}"
-        if name in self.nodes:
-            return name
         try:
             found = tools(variant.target)
         except SetupError as error:
             self.missing.append(str(error))
             found = {}
-        return self._keep(
+        limits: dict[str, Json] = dict(vars(variant.limits))
+        return self._keep_apart(
             Step(
-                name,
+                f"library/{checkpoint.label}/{variant.quantization}/{variant.target.name}",
                 "mlcbuild.compiler:compile_library",
                 {
                     "scheme": quant.to_json(variant.scheme),
@@ -256,21 +266,18 @@ class _Assembly:
             "tokenizer": Input(tokenizer),
             "checkpoint": Input(checkpoint.node.name, TENSORS),
         }
-        prompts: Json = list(PROMPTS)
-        label = ""
-        if variant.verify is not None:
-            wanted = variant.verify.prompts
-            label = str(wanted)
-            prompts = None if isinstance(wanted, Path) else list(wanted)
-            if isinstance(wanted, Path):
-                name = f"prompts/{digest('prompts/1', label)[:8]}/{wanted.name}"
-                inputs["prompts"] = Input(self._keep(Source(name, wanted.parent, (wanted.name,))))
-        params: dict[str, Json] = {"prompts": prompts, "context_window": variant.limits.context_window}
-        return self._keep(
+        wanted = variant.verify.prompts if variant.verify is not None else PROMPTS
+        if isinstance(wanted, Path):
+            name = f"prompts/{Path(os.path.relpath(wanted, self.directory)).as_posix()}"
+            inputs["prompts"] = Input(self._keep(Source(name, wanted.parent, (wanted.name,))))
+        return self._keep_apart(
             Step(
-                f"reference/{checkpoint.name}/{digest('reference/1', [params, label])[:8]}",
+                f"reference/{checkpoint.name}",
                 "mlcbuild.verify:reference",
-                params,
+                {
+                    "prompts": None if isinstance(wanted, Path) else list(wanted),
+                    "context_window": variant.limits.context_window,
+                },
                 inputs,
                 cores=MANY_CORES,
                 memory=_largest(checkpoint) * 3 + (1 << 30),

@@ -1,0 +1,87 @@
+"""What many tests build on: bundles of the embedded model, made once for all test processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "recipes" / "models" / "tiny"
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def mlcbuild(*arguments: str | Path, store: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The command line as a user runs it: a process of its own, no terminal."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
+    return subprocess.run(
+        [sys.executable, "-m", "mlcbuild", *map(str, arguments)],
+        cwd=cwd,
+        env={**environment, "MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def checked(done: subprocess.CompletedProcess[str]) -> str:
+    """stdout of a command that must succeed."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def project(directory: Path, recipe: str, models: Sequence[Path] = (TINY,)) -> Path:
+    """A recipe beside copies of checkpoints, each under the name of its directory."""
+    for model in models:
+        shutil.copytree(model, directory / model.name)
+    path = directory / "recipe.yaml"
+    path.write_text(recipe)
+    return path
+
+
+@pytest.fixture(scope="session")
+def common_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One store for all tests of a session, in every test process: the store makes each step run once."""
+    return tmp_path_factory.getbasetemp().parent / "common-store"
+
+
+QUICKSTART = """\
+version: 1
+name: quickstart
+models: {tiny: ./tiny}
+quantizations: [q0f32, q4f16_1, q4a8_1]
+targets: [host]
+compile: {context_window: 256, prefill_chunk: 128, max_batch: 8}
+verify: {prompts: prompts.txt, max_kl: 0.1, min_top1: 0.9}
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_bundles(tmp_path_factory: pytest.TempPathFactory, common_store: Path) -> Path:
+    """A directory with the recipe `recipe.yaml`, built: `dist/tiny-<scheme>-host`. Read only."""
+    directory = tmp_path_factory.mktemp("quickstart")
+    recipe = project(directory, QUICKSTART)
+    shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", directory / "prompts.txt")
+    checked(mlcbuild("run", recipe, store=common_store))
+    return directory
+
+
+@pytest.fixture
+def bundle_copy(tiny_bundles: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Copies of bundles to do damage to: real files, no links."""
+
+    def copy(scheme: str) -> Path:
+        target = tmp_path / f"copy-{scheme}"
+        shutil.copytree(tiny_bundles / "dist" / f"tiny-{scheme}-host", target)
+        for path in target.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        return target
+
+    return copy

@@ -1,0 +1,221 @@
+"""The direction of imports, as a table, and what a light command may load."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILDER, RUNTIME = ROOT / "mlcbuild", ROOT / "runtime" / "mlcbuild_runtime"
+
+# What each module may import of ours. A package (models, recipe, compiler ...) is one module here; its parts
+# import each other freely, without circles. Everyone may import errors and canon.
+BUILDER_TABLE: Mapping[str, str] = {
+    "errors": "",
+    "canon": "",
+    "progress": "",
+    "machine": "",
+    "host": "",
+    "hub": "",
+    # describing a build
+    "models": "",
+    "quant": "models",
+    "document": "",
+    "schema": "document",
+    "targets": "document host schema",
+    "recipe": "document hub quant schema targets",
+    # running one; knows nothing of models
+    "graph": "",
+    "links": "",
+    "locks": "",
+    "staging": "locks",
+    "records": "",
+    "statcache": "",
+    "store": "links locks records staging statcache",
+    "upkeep": "links locks records store",
+    "export": "links locks records staging store",
+    "plan": "graph records store",
+    "picture": "graph plan",
+    "events": "records",
+    "report": "events",
+    "worker": "links progress records staging store",
+    "executors": "events worker",
+    "execute": "events executors graph locks machine plan staging store worker",
+    # the work itself; knows nothing of graphs and stores
+    "fetch": "hub progress",
+    "lock": "document fetch hub",
+    "shards": "quant",
+    "checkpoint": "models quant shards",
+    "weights": "checkpoint models progress quant shards",
+    "reference": "models",
+    "compiler": "models quant targets",
+    "bundle": "",
+    "verify": "models reference weights",
+    "footprint": "",
+    # both together
+    "pipeline": "bundle compiler fetch graph hub lock models quant recipe targets verify",
+    "emit": "bundle events export graph pipeline records store",
+    "cli": (
+        "bundle compiler emit events execute footprint lock machine models picture pipeline plan quant recipe "
+        "report schema store targets upkeep"
+    ),
+    "__main__": "cli",
+}
+RUNTIME_TABLE: Mapping[str, str] = {
+    "errors": "",
+    "fields": "",
+    "signature": "",
+    "binary": "",
+    "sampling": "",
+    "weights": "fields",
+    "bundle": "binary fields signature weights",
+    "library": "bundle fields signature",
+    "machine": "bundle",
+    "tensors": "signature weights",
+    "vm": "binary bundle library machine tensors",
+    "template": "fields",
+    "vocabulary": "fields",
+    "text": "bundle fields template vocabulary",
+    "engine": "sampling text vm",
+    "api": "bundle fields sampling template",
+    "replies": "engine fields sampling vocabulary",
+    "server": "api engine fields replies",
+    "serve": "engine server text vm",
+    "chat": "api engine fields text vm",
+    "__main__": "serve",
+}
+SHARED = {"errors", "canon"}
+"""Anyone's."""
+FORMAT_USERS = {"bundle", "compiler", "weights", "verify", "footprint", "cli"}
+"""Modules of the builder that may import the runtime: they write or load what it reads."""
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """Dotted name below the package -> file."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every name that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute here"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def top_level_uses(package: Path, of: str) -> dict[str, set[str]]:
+    """First part of each module's name -> first parts of the modules of package `of` that it imports."""
+    known = {name.partition(".")[0] for name in modules(package if package.name == of else RUNTIME)}
+    uses: dict[str, set[str]] = {}
+    for name, path in modules(package).items():
+        first = name.partition(".")[0]
+        found = {item.split(".")[1] for item in imports(path) if item.split(".")[0] == of and "." in item}
+        uses.setdefault(first, set()).update(found & known - {first})
+    return uses
+
+
+@pytest.mark.parametrize(("package", "table"), [(BUILDER, BUILDER_TABLE), (RUNTIME, RUNTIME_TABLE)])
+def test_imports_follow_the_table(package: Path, table: Mapping[str, str]) -> None:
+    allowed = {name: set(text.split()) | SHARED for name, text in table.items()}
+    uses = top_level_uses(package, package.name)
+    uses.pop("", None)
+    assert set(uses) == set(table), "the table lists exactly the modules that exist"
+    wrong = {name: found - allowed[name] for name, found in uses.items() if found - allowed[name]}
+    assert not wrong
+    unused = {name: set(text.split()) - uses[name] for name, text in table.items()}
+    assert not {name: extra for name, extra in unused.items() if extra}, (
+        "the table allows no more than is used"
+    )
+
+
+@pytest.mark.parametrize("package", [BUILDER, RUNTIME])
+def test_imports_have_no_circles(package: Path) -> None:
+    known = modules(package)
+    edges: dict[str, set[str]] = {}
+    for name, path in known.items():
+        parts = (item.split(".", 1) for item in imports(path))
+        found = {rest[0] for top, *rest in parts if top == package.name and rest}
+        # `from package import name` names a module, or something inside one.
+        edges[name] = {item if item in known else item.rpartition(".")[0] for item in found} - {name, ""}
+    list(TopologicalSorter(edges).static_order())
+
+
+def test_only_the_right_modules_know_the_runtime() -> None:
+    users = {name for name, found in top_level_uses(BUILDER, "mlcbuild_runtime").items() if found}
+    assert users == FORMAT_USERS
+
+
+def test_the_runtime_knows_no_builder_and_no_compiler() -> None:
+    for path in modules(RUNTIME).values():
+        assert not {"mlcbuild", "tvm", "torch"} & {name.split(".")[0] for name in imports(path)}, path
+
+
+def test_tvm_is_imported_only_by_the_compiler() -> None:
+    for name, path in modules(BUILDER).items():
+        if not name.startswith("compiler"):
+            assert not {"tvm", "tvm_ffi"} & {item.split(".")[0] for item in imports(path)}, path
+
+
+def test_tvm_ffi_is_imported_only_by_vm() -> None:
+    users = [
+        name for name, path in modules(RUNTIME).items() if any(i.startswith("tvm_ffi") for i in imports(path))
+    ]
+    assert users == ["vm"]
+
+
+def loaded_by(*command: str) -> set[str]:
+    """Top-level packages that a fresh interpreter holds after a command line of ours."""
+    code = (
+        "import json, sys; from mlcbuild.cli import main; code = main(sys.argv[1:]);"
+        "print(json.dumps([code, sorted(name for name in sys.modules if '.' not in name)]), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=True)
+    code_and_names = json.loads(done.stderr.splitlines()[-1])
+    return set(code_and_names[1])
+
+
+HEAVY = {
+    "tvm",
+    "tvm_ffi",
+    "numpy",
+    "networkx",
+    "dask",
+    "rich",
+    "huggingface_hub",
+    "sentencepiece",
+    "starlette",
+}
+
+
+@pytest.mark.parametrize("command", [[], ["--help"], ["run", "--help"], ["rnu"], ["publish"]])
+def test_light_commands_load_nothing_heavy(command: list[str]) -> None:
+    assert not HEAVY & loaded_by(*command)
+
+
+def test_a_wrong_recipe_is_answered_without_heavy_packages(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("version: 1\nmodels: {a: ./nowhere}\nquantizations: [q4f61]\ntargets: [host]\n")
+    assert not HEAVY & loaded_by("validate", str(recipe))
+
+
+def test_files_stay_small() -> None:
+    long = {
+        str(path.relative_to(ROOT)): count
+        for package in (BUILDER, RUNTIME)
+        for path in package.rglob("*.py")
+        if (count := len(path.read_text().splitlines())) > 400
+    }
+    assert set(long) <= {"mlcbuild/store.py"}, "a longer file needs a reason here"

@@ -1,0 +1,238 @@
+"""From a recipe to bundles, with the real command line, compiler and runtime."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blake3 import blake3
+
+from tests.conftest import QUICKSTART, ROOT, TINY, checked, mlcbuild, project
+
+STORY = ROOT.parent / "shared" / "models" / "story"
+
+SMALL = """\
+version: 1
+models: {tiny: ./tiny}
+quantizations: [q0f32]
+targets: [host]
+compile: {context_window: 256, prefill_chunk: 128, max_batch: 8}
+"""
+
+
+def run_json(recipe: Path, store: Path, *more: str) -> dict[str, dict[str, str]]:
+    """Step name -> what `run --json` says of it; "" -> the variants' statuses."""
+    document = json.loads(checked(mlcbuild("run", recipe, "--json", *more, store=store)))
+    assert set(document) == {"variants", "steps", "seconds"}
+    found = {step["name"]: step for step in document["steps"]}
+    found[""] = {variant["name"]: variant["status"] for variant in document["variants"]}
+    return found
+
+
+def statuses(found: dict[str, dict[str, str]], kind: str) -> set[str]:
+    return {step["status"] for name, step in found.items() if name.startswith(kind + "/")}
+
+
+def test_a_second_run_reuses_everything(tiny_bundles: Path, common_store: Path) -> None:
+    started = time.process_time()
+    found = run_json(tiny_bundles / "recipe.yaml", common_store)
+    assert {step["status"] for name, step in found.items() if name} == {"reused"}
+    assert set(found[""].values()) == {"reused"}
+    assert time.process_time() - started < 1
+
+
+def test_the_last_line_says_what_and_where(tiny_bundles: Path, common_store: Path) -> None:
+    last = checked(mlcbuild("run", "recipe.yaml", store=common_store, cwd=tiny_bundles)).splitlines()[-1]
+    assert last.startswith("0 built, ")
+    assert last.endswith("; 3 bundles in dist")
+
+
+def test_a_bundle_holds_what_its_manifest_says(tiny_bundles: Path) -> None:
+    for bundle in (tiny_bundles / "dist").glob("tiny-*"):
+        manifest = json.loads((bundle / "bundle.json").read_bytes())
+        present = {path.relative_to(bundle).as_posix() for path in bundle.rglob("*") if path.is_file()}
+        assert present == {*manifest["files"], "bundle.json", "provenance.json"}
+        for name, file in manifest["files"].items():
+            assert blake3((bundle / name).read_bytes()).hexdigest() == file["blake3"]
+
+
+def test_provenance_vouches_for_the_manifest_and_names_sources(tiny_bundles: Path) -> None:
+    bundle = tiny_bundles / "dist" / "tiny-q4a8_1-host"
+    statement = json.loads((bundle / "provenance.json").read_bytes())
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
+    digest = hashlib.sha256((bundle / "bundle.json").read_bytes()).hexdigest()
+    assert statement["subject"] == [{"name": "bundle.json", "digest": {"sha256": digest}}]
+    definition = statement["predicate"]["buildDefinition"]
+    sources = {item["name"]: item["digest"]["blake3"] for item in definition["resolvedDependencies"]}
+    weights = blake3((TINY / "model.safetensors").read_bytes()).hexdigest()
+    assert sources["fetch/tiny/model.safetensors"] == weights
+    steps = definition["internalParameters"]["steps"]
+    assert {"bundle/tiny-q4a8_1-host", "verify/tiny-q4a8_1-host"} <= set(steps)
+    assert str(tiny_bundles) not in json.dumps(statement), "no path of this machine"
+
+
+def test_verification_figures_are_in_the_manifest(tiny_bundles: Path) -> None:
+    figures = {}
+    for scheme in ("q0f32", "q4f16_1", "q4a8_1"):
+        path = tiny_bundles / "dist" / f"tiny-{scheme}-host" / "bundle.json"
+        figures[scheme] = json.loads(path.read_bytes())["verification"]
+    exact = figures["q0f32"]
+    assert exact["kl_mean"] < 1e-9
+    assert exact["top1_agreement"] == 1
+    assert exact["decode_error"] < 1e-3
+    assert exact["perplexity"] == pytest.approx(exact["reference_perplexity"], rel=1e-4)
+    for scheme in ("q4f16_1", "q4a8_1"):
+        assert 1e-5 < figures[scheme]["kl_mean"] < 0.1, "a real loss, and a bearable one"
+
+
+def test_a_variant_beyond_its_threshold_fails_and_says_by_how_much(
+    tmp_path: Path, common_store: Path
+) -> None:
+    recipe = project(tmp_path, QUICKSTART.replace("max_kl: 0.1", "max_kl: 0.000001").replace("q0f32, ", ""))
+    shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", tmp_path / "prompts.txt")
+    done = mlcbuild("run", recipe, "--keep-going", store=common_store)
+    assert done.returncode == 1
+    assert "the mean KL divergence is 0.0" in done.stdout
+    assert "max_kl is 1e-06" in done.stdout
+    assert not (tmp_path / "dist").exists(), "an unproven bundle is not emitted"
+
+
+def test_a_fine_tune_reuses_the_library(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
+    """Same config, other weights: everything but the library is done anew."""
+    recipe = project(tmp_path, SMALL)
+    path = tmp_path / "tiny" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    values = np.frombuffer(data, np.float32, offset=start).copy() * np.float32(1.01)
+    path.write_bytes(bytes(data[:start]) + values.tobytes())
+    config = tmp_path / "tiny" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_bytes()), "_name_or_path": "another"}))
+    found = run_json(recipe, common_store)
+    assert statuses(found, "library") == {"reused"}
+    assert statuses(found, "weights") == {"built"}
+    assert found[""] == {"tiny-q0f32-host": "built"}
+
+
+def test_changes_re_run_what_depends_on_them(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
+    recipe = project(tmp_path, QUICKSTART.replace("verify:", "#"))
+    run_json(recipe, common_store)
+    recipe.write_text(recipe.read_text().replace("q4a8_1", "q8f16_1"))
+    found = run_json(recipe, common_store)
+    assert {name for name, step in found.items() if name and step["status"] == "built"} == {
+        name for name in found if "q8f16_1" in name
+    }
+    recipe.write_text(recipe.read_text() + "verify: {prompts: ['What is 1 + 2?', 'copy abc']}\n")
+    found = run_json(recipe, common_store)
+    assert {name.split("/")[0] for name, step in found.items() if name and step["status"] == "built"} == {
+        "reference",
+        "verify",
+    }
+    assert all("prompts" in step["reason"] for name, step in found.items() if name.startswith("reference/"))
+
+
+def test_plan_and_explain_say_why(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
+    recipe = project(tmp_path, QUICKSTART.replace("verify:", "#"))
+    run_json(recipe, common_store)
+    text = recipe.read_text().replace(
+        "quantizations: [q0f32, q4f16_1, q4a8_1]", "quantizations: {q0f32: q0f16}"
+    )
+    recipe.write_text(text)
+    words = checked(mlcbuild("plan", recipe, store=common_store))
+    assert "scheme q0f32: dtype float32 -> float16" in words
+    assert "memory tiny-q0f32-host:" in words
+    explained = checked(mlcbuild("explain", recipe, "weights/tiny/q0f32/plain", store=common_store))
+    assert "- float32" in explained
+    assert "+ float16" in explained
+    wrong = mlcbuild("explain", recipe, "weights/tiny/q0f32", store=common_store)
+    assert wrong.returncode == 2
+    assert "did you mean 'weights/tiny/q0f32/plain'?" in wrong.stderr
+
+
+def test_a_copied_store_serves_another_place(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
+    recipe = project(tmp_path / "a", QUICKSTART)
+    shutil.copy(tiny_bundles / "prompts.txt", tmp_path / "a" / "prompts.txt")
+    shutil.copytree(common_store, tmp_path / "store")
+    found = run_json(recipe, tmp_path / "store")
+    assert {step["status"] for name, step in found.items() if name} == {"reused"}
+    assert checked(mlcbuild("cache", "verify", store=tmp_path / "store"))
+
+
+def test_two_builds_in_different_directories_are_the_same_bytes(tmp_path: Path, tiny_bundles: Path) -> None:
+    """The one in `tiny_bundles` was made in another store, from another directory."""
+    recipe = project(tmp_path, QUICKSTART.replace("q0f32, q4f16_1, ", ""))
+    shutil.copy(tiny_bundles / "prompts.txt", tmp_path / "prompts.txt")
+    checked(mlcbuild("run", recipe, store=tmp_path / "store"))
+    first, second = (base / "dist" / "tiny-q4a8_1-host" for base in (tiny_bundles, tmp_path))
+    for path in first.rglob("*"):
+        # The statement names the recipe by its text, which differs here.
+        if path.is_file() and path.name != "provenance.json":
+            assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path.name
+
+
+def test_a_target_of_another_machine_is_built_and_not_verified(
+    tmp_path: Path, tiny_bundles: Path, common_store: Path
+) -> None:
+    if not (shutil.which("aarch64-linux-gnu-ld") or shutil.which("aarch64-linux-gnu-gcc")):
+        pytest.skip("no linker for aarch64 here")
+    recipe = project(tmp_path, SMALL.replace("[host]", "[aarch64-linux]"))
+    last = checked(mlcbuild("run", recipe, store=common_store)).splitlines()[-2]
+    assert "not verified: this is for linux aarch64" in last
+    bundle = tmp_path / "dist" / "tiny-q0f32-aarch64-linux"
+    assert json.loads((bundle / "bundle.json").read_bytes())["verification"] is None
+    assert not (bundle / "lib").exists()
+
+
+def test_an_output_with_files_of_the_user_is_left_alone(
+    tmp_path: Path, tiny_bundles: Path, common_store: Path
+) -> None:
+    recipe = project(tmp_path, SMALL)
+    mine = tmp_path / "dist" / "tiny-q0f32-host" / "notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    done = mlcbuild("run", recipe, store=common_store)
+    assert done.returncode == 2
+    assert "holds files that were not written by mlcbuild" in done.stdout
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.skipif(not STORY.is_dir(), reason="the checkpoint `story` is not on this machine")
+def test_a_recipe_for_another_checkpoint(tmp_path: Path, common_store: Path) -> None:
+    text = (
+        "version: 1\nmodels: {story: ./story}\nquantizations: [q0f32, q4a8_1]\ntargets: [host, x86-64-v3]\n"
+    )
+    recipe = project(tmp_path, text, [STORY])
+    found = run_json(recipe, common_store)
+    assert set(found[""]) == {f"story-{q}-{t}" for q in ("q0f32", "q4a8_1") for t in ("host", "x86-64-v3")}
+    exact = json.loads((tmp_path / "dist" / "story-q0f32-x86-64-v3" / "bundle.json").read_bytes())
+    assert exact["verification"]["kl_mean"] < 1e-9
+
+
+def test_killed_anywhere_a_run_completes_the_next_time(tmp_path: Path) -> None:
+    """SIGKILL to the whole process group at random moments, until one run gets through."""
+    recipe = project(tmp_path, QUICKSTART.replace("q0f32, q4f16_1, ", "").replace("verify:", "#"))
+    store = tmp_path / "store"
+    rng = random.Random(7)
+    command = [sys.executable, "-m", "mlcbuild", "run", str(recipe), "--store", str(store)]
+    for attempt in range(20):
+        process = subprocess.Popen(
+            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(rng.uniform(0.2, 1.5) if attempt % 4 else rng.uniform(2, 5))
+        # The workers are in groups of their own, as a user's `kill -9` of the one process finds them.
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not list((tmp_path / "dist").glob("tiny-*/bundle.json.*"))
+    checked(mlcbuild("run", recipe, store=store))
+    checked(mlcbuild("cache", "verify", store=store))
+    assert not list((store / "tmp").glob("*/*")), "nothing is left behind"
+    assert (tmp_path / "dist" / "tiny-q4a8_1-host" / "bundle.json").is_file()
