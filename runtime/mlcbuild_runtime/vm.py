@@ -95,15 +95,27 @@ class Model:
         """Use `load`."""
         self.path, self.manifest, self.threads, self.pages = path, manifest, threads, pages
         self._vm = _open(path / manifest.library)
-        metadata = library.read_metadata(str(self._vm["_metadata"]()), manifest)
+        metadata = library.read_metadata(str(self._function("_metadata")()), manifest)
         self._weights = tensors.load(path, manifest.weights, metadata.params)
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
-        self._embed = self._vm["embed"]
-        self._forward: dict[tuple[bool, bool], Callable[..., tvm_ffi.Tensor]] = {
-            (decode, single): self._vm[("" if single else "batch_") + ("decode" if decode else "prefill")]
+        self._embed = self._function("embed")
+        self._create_cache = self._function("create_paged_kv_cache")
+        self._forward = {
+            (decode, single): self._function(
+                ("" if single else "batch_") + ("decode" if decode else "prefill")
+            )
             for decode in (False, True)
             for single in (False, True)
         }
+
+    def _function(self, name: str) -> Callable[..., tvm_ffi.Tensor]:
+        """A handle, looked up once: a lookup costs as much as a small call. Raises BundleError."""
+        try:
+            found: Callable[..., tvm_ffi.Tensor] = self._vm[name]
+        except AttributeError:
+            library_name = self.manifest.library
+            raise BundleError(f"{library_name} has no function '{name}': build the bundle again") from None
+        return found
 
     @classmethod
     def load(cls, path: Path | str, threads: int | None = None, max_pages: int | None = None) -> Model:
@@ -130,7 +142,7 @@ class Model:
     @cached_property
     def _cache(self) -> tvm_ffi.Tensor:
         """Allocated at the first call, by the thread that calls; the system backs pages as they are used."""
-        return self._vm["create_paged_kv_cache"](tvm_ffi.Shape([self.pages]))
+        return self._create_cache(tvm_ffi.Shape([self.pages]))
 
     def forward(self, step: Step) -> Floats:
         """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens.

@@ -142,7 +142,8 @@ class PieceVocabulary:
         self._added = _added_tokens(config)
         self._special = {token for token in range(self._size) if self._model.is_control(token)}
         self._special |= {token for token, (_, is_special) in self._added.items() if is_special}
-        self._special |= {found for name in special.values() if (found := self.token_id(name)) is not None}
+        names = [*special.values(), *_names(config.get("additional_special_tokens"))]
+        self._special |= {found for name in names if (found := self.token_id(name)) is not None}
         self._legacy = config.get("legacy") is not False
         self.leading_space = self._model.encode("a") != self._bare.encode("a")
 
@@ -190,6 +191,13 @@ class PieceVocabulary:
                 return token
         found = int(self._model.piece_to_id(name))
         return None if self._model.is_unknown(found) and self._model.id_to_piece(found) != name else found
+
+
+def _names(listed: Json) -> list[str]:
+    """Contents of a list of tokens, each a text or an object."""
+    entries = listed if isinstance(listed, list) else []
+    contents = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
+    return [content for content in contents if isinstance(content, str)]
 
 
 def _added_tokens(config: Mapping[str, Json]) -> dict[int, tuple[str, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,19 @@ def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run([sys.executable, str(script), str(out)], check=True, env=shared.environment())
 
     return shared.once(tmp_path_factory, "toy", build)
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model, compiled for this machine with 4-bit weights. Read only."""
+
+    def build(out: Path) -> None:
+        script = Path(__file__).with_name("real.py")
+        path = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
+        command = [sys.executable, str(script), "q4f16_1", str(out)]
+        subprocess.run(command, check=True, env=shared.environment(path))
+
+    return shared.once(tmp_path_factory, "tiny", build)
 
 
 @pytest.fixture

@@ -1,0 +1,47 @@
+"""Builds the bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY`.
+
+A program of its own, because the tests of the runtime do not load the builder.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from mlcbuild import bundle, compiler, quant, targets, weights
+from mlcbuild.canon import Json
+from mlcbuild.models.action import normalise
+
+CHECKPOINT = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tiny"
+LIMITS: dict[str, Json] = {"context_window": 256, "prefill_chunk": 64, "max_batch": 8}
+
+
+def build(scheme: str, out: Path) -> None:
+    """Every step's action, one after the other."""
+    scheme_json = quant.to_json(quant.SCHEMES[scheme])
+    target = targets.to_json(targets.resolve(targets.HOST))
+    compiled: dict[str, Json] = {"scheme": scheme_json, "target": target, "limits": LIMITS}
+    shown: dict[str, Json] = {
+        "name": f"tiny-{scheme}",
+        "model": "tiny",
+        "scheme": scheme_json,
+        "target": target,
+    }
+    with tempfile.TemporaryDirectory() as area:
+        parts = {name: Path(area, name) for name in ("config", "weights", "library", "tokenizer", "runtime")}
+        for part in (*parts.values(), out):
+            part.mkdir()
+        runtime = bundle.tvm_runtime()
+        assert runtime is not None
+        (parts["runtime"] / runtime.name).symlink_to(runtime)
+        inputs = {"config": parts["config"], "checkpoint": CHECKPOINT}
+        normalise({}, inputs, parts["config"])
+        weights.convert({"scheme": scheme_json}, inputs, parts["weights"])
+        compiler.compile_library(compiled, inputs, parts["library"])
+        bundle.tokenizer({}, inputs, parts["tokenizer"])
+        bundle.assemble(shown, parts, out)
+
+
+if __name__ == "__main__":
+    build(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,182 @@
+"""The terminal chat, piped and on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from . import shared
+
+PROGRAM = "import sys; from mlcbuild_runtime.chat import chat; sys.exit(chat(sys.argv[1]))"
+
+
+def talk(bundle: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    return shared.run("-c", PROGRAM, str(bundle), stdin="".join(f"{line}\n" for line in lines))
+
+
+def test_a_conversation_by_pipe(tiny_bundle: Path) -> None:
+    done = talk(
+        tiny_bundle, "/set temperature=0", "What is 2 + 3?", "/reset", "", "What is 2 + 3?", "/exit", "never"
+    )
+    assert done.returncode == 0, done
+    lines = done.stdout.splitlines()
+    assert lines[0] == "temperature = 0"
+    assert lines[2] == "the conversation is forgotten"
+    assert lines[1] == lines[3] != ""
+    assert len(lines) == 4
+    assert done.stderr == ""
+
+
+def test_commands(toy_bundle: Path) -> None:
+    done = talk(
+        toy_bundle,
+        *("/stats", "/set max_tokens=3", "hi", "/stats", "/help", "/nonsense", "/set", "/set temperature=9"),
+        *(
+            "/set colour=red",
+            "/set stream=true",
+            "/set stop=x",
+            "/set seed=",
+            "/set system=Be kind",
+            "/set system=",
+        ),
+    )
+    assert done.returncode == 0, done
+    text = done.stdout
+    assert text.startswith("no answer yet\nmax_tokens = 3\n")
+    assert re.search(r"prompt 6 tokens, first token after [\d.]+ s \(\d+ tok/s\); answer 3 tokens \(", text)
+    assert "; 3 tokens answered in all" in text
+    assert "/reset             forget the conversation" in text
+    assert "unknown command /nonsense; /help lists them" in text
+    assert "usage: /set name=value" in text
+    assert "temperature must be a number from 0 to 2; found 9" in text
+    assert "unknown field 'colour'" in text
+    assert "stream cannot be set here" in text
+    assert 'stop = "x"\nseed = null\nsystem message set\nsystem message removed\n' in text
+
+
+def test_settings_count(toy_bundle: Path) -> None:
+    def answer(*lines: str) -> str:
+        return talk(toy_bundle, "/set max_tokens=9", *lines, "hi").stdout.splitlines()[-1]
+
+    assert answer("/set system=Be kind") != answer() == answer("/set temperature=0")
+    assert (
+        answer("/set temperature=2", "/set seed=1") == answer("/set temperature=2", "/set seed=1") != answer()
+    )
+
+
+def test_a_message_that_cannot_be_answered(toy_bundle: Path) -> None:
+    done = talk(toy_bundle, "x" * 300, "/set max_tokens=1", "hi")
+    assert done.returncode == 1
+    assert re.fullmatch(r"the prompt has 304 tokens, but the context has 256, .*\n", done.stderr)
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_a_bundle_that_cannot_be_loaded(tmp_path: Path) -> None:
+    done = talk(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == f"mlcbuild chat: {tmp_path}: there is no bundle.json in it, so it is not a bundle\n"
+
+
+def test_a_reader_that_leaves_is_no_fault(toy_bundle: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(toy_bundle)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=shared.environment(),
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        process.stdin.write(b"hi\nhi\n")
+        process.stdin.close()
+        assert process.wait(shared.WAIT) == 1
+        assert process.stderr.read() == b""
+
+
+class Terminal:
+    """A child process on a terminal of its own."""
+
+    def __init__(self, *command: str) -> None:
+        self.pid, self.file = pty.fork()
+        if self.pid == 0:
+            os.execvpe(command[0], list(command), shared.environment())
+        self.seen = ""
+
+    def send(self, text: str) -> None:
+        os.write(self.file, text.encode())
+
+    def wait_for(self, text: str) -> str:
+        """Reads until `text` has come; returns all up to it, and forgets that."""
+        end = time.monotonic() + shared.WAIT
+        while text not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.file], [], [], 0.1)[0]:
+                self.seen += os.read(self.file, 4096).decode(errors="replace")
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def exit_code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_control_c_interrupts_an_answer_and_not_the_program(toy_bundle: Path) -> None:
+    """The model is slowed so that there is time to interrupt it."""
+    slow = (
+        "import sys, time\nfrom mlcbuild_runtime import vm, chat\nforward = vm.Model.forward\n"
+        "def slowly(self, step):\n    time.sleep(0.1)\n    return forward(self, step)\n"
+        "vm.Model.forward = slowly\nsys.exit(chat.chat(sys.argv[1]))"
+    )
+    terminal = Terminal(sys.executable, "-c", slow, str(toy_bundle))
+    terminal.wait_for("toy-q0f32-host: /help lists the commands")
+    terminal.wait_for("> ")
+    terminal.send("hi\n")
+    time.sleep(0.5)
+    terminal.send("\x03")
+    terminal.wait_for("(interrupted)")
+    terminal.wait_for("> ")
+    terminal.send("\x03")
+    terminal.wait_for("> ")
+    terminal.send("/set max_tokens=1\n")
+    terminal.wait_for("max_tokens = 1")
+    terminal.wait_for("> ")
+    terminal.send("\x04")
+    assert terminal.exit_code() == 0
+
+
+def test_a_signal_ends_a_piped_chat(toy_bundle: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(toy_bundle)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=shared.environment(),
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        process.stdin.write(b"/set max_tokens=1\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"max_tokens = 1\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(shared.WAIT) == 130
+        assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\n"])
+def test_input_that_is_no_text(toy_bundle: Path, text: bytes) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(toy_bundle)]
+    extra = {"PYTHONUTF8": "1"}
+    done = subprocess.run(
+        command, input=text + b"/stats\n", capture_output=True, env=shared.environment(extra), check=False
+    )
+    assert b"Traceback" not in done.stderr
+    assert done.stdout.endswith(b"answered in all\n") or b"no answer yet" in done.stdout

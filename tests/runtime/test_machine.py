@@ -1,0 +1,127 @@
+"""This machine against targets: other systems, architectures and processors are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mlcbuild_runtime import machine
+from mlcbuild_runtime.bundle import Machine
+from mlcbuild_runtime.fields import Json
+
+from . import shared, toy
+
+HERE = Machine(str(toy.TARGET["triple"]), str(toy.TARGET["cpu"]), (), "cpu", "shared")
+LAPTOP = frozenset(
+    [
+        "cx16",
+        "popcnt",
+        "sahf",
+        "sse3",
+        "ssse3",
+        "sse4.1",
+        "sse4.2",
+        "avx",
+        "avx2",
+        "bmi",
+        "bmi2",
+        "f16c",
+        "fma",
+        "lzcnt",
+        "movbe",
+        "xsave",
+    ]
+)
+
+
+def test_this_machine_runs_what_is_made_for_it() -> None:
+    assert machine.refusal(HERE) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (
+            replace(HERE, device="cuda"),
+            "the bundle is for the device 'cuda', but this runtime runs CPUs only",
+        ),
+        (replace(HERE, output="object"), "the bundle holds an 'object' to be linked elsewhere"),
+        (replace(HERE, triple="riscv64-unknown-linux-gnu"), "the bundle is for riscv64 on linux"),
+        (replace(HERE, triple=f"{platform.machine()}-pc-windows-msvc"), "on win32 "),
+        (replace(HERE, triple="thumbv7em-none-eabi"), "on a machine without a system"),
+    ],
+)
+def test_refusals(target: Machine, reason: str) -> None:
+    found = machine.refusal(target)
+    assert found is not None and reason in found and "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("cpu", "features", "missing"),
+    [
+        ("x86-64", (), []),
+        ("x86-64-v3", (), []),
+        ("haswell", (), []),
+        ("x86-64-v3", ("+avxvnni",), ["avxvnni"]),
+        ("x86-64-v4", (), ["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"]),
+        ("x86-64-v4", ("-avx512cd", "-avx512dq"), ["avx512bw", "avx512f", "avx512vl"]),
+        ("cascadelake", (), ["avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl", "avx512vnni"]),
+        ("a-name-of-the-future", ("+avx2", "+prefer-256-bit"), []),
+        ("a-name-of-the-future", ("+avx512f",), ["avx512f"]),
+    ],
+)
+def test_missing_features(cpu: str, features: tuple[str, ...], missing: list[str]) -> None:
+    target = Machine("x86_64-unknown-linux-gnu", cpu, features, "cpu", "shared")
+    assert machine.missing_features(target, LAPTOP) == missing
+
+
+def test_features_of_this_processor() -> None:
+    found = machine.features()
+    assert found is not None
+    assert ("sse4.2" if machine.architecture(platform.machine()) == "x86_64" else "neon") in found
+
+
+def test_one_spelling_of_architectures() -> None:
+    assert [machine.architecture(name) for name in ("arm64", "AMD64", "x86_64")] == [
+        "aarch64",
+        "x86_64",
+        "x86_64",
+    ]
+
+
+def test_threads_fit_what_is_allowed() -> None:
+    assert 1 <= machine.default_threads() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"triple": "riscv64-unknown-linux-gnu"}, "the bundle is for riscv64 on linux"),
+        (
+            {"features": ["+sve2"] if platform.machine() == "x86_64" else ["+avx2"]},
+            "this machine's processor lacks",
+        ),
+    ],
+)
+def test_a_bundle_for_another_machine_is_refused(
+    toy_copy: Path, changes: dict[str, Json], reason: str
+) -> None:
+    document = json.loads((toy_copy / "bundle.json").read_bytes())
+    document["target"].update(changes)
+    (toy_copy / "bundle.json").write_text(json.dumps(document))
+    done = shared.run("-m", "mlcbuild_runtime", str(toy_copy), "--port", "0")
+    assert done.returncode == 1
+    assert reason in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups and affinity are Linux's")
+def test_affinity_limits_threads() -> None:
+    program = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
+    program += "from mlcbuild_runtime.machine import default_threads; print(default_threads())"
+    assert shared.run("-c", program).stdout == "1\n"

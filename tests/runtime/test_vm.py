@@ -1,0 +1,183 @@
+"""Loading and calling libraries: the toy library exactly, a compiled model against itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlcbuild_runtime import tensors
+from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.vm import Model, Step
+
+from . import shared, toy
+
+
+@pytest.fixture(scope="module")
+def model(toy_bundle: Path) -> Model:
+    return Model.load(toy_bundle)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_bundle: Path) -> Model:
+    return Model.load(tiny_bundle)
+
+
+def test_a_step_says_where_tokens_go() -> None:
+    step = Step.of([([7, 8, 9], 18, [5, 2]), ([4], 1, [0])])
+    assert step.tokens.tolist() == [7, 8, 9, 4]
+    assert step.indptr.tolist() == [0, 3, 4]
+    assert step.rows.tolist() == [2, 3]
+    positions = step.positions()
+    assert positions.tolist() == [15, 16, 17, 0]
+    assert step.slots(positions, 16).tolist() == [5 * 16 + 15, 2 * 16, 2 * 16 + 1, 0]
+    assert not step.is_decode
+    assert Step.of([([1], 3, [0]), ([2], 9, [1])]).is_decode
+
+
+def test_score_gives_every_position(model: Model) -> None:
+    prompt = [(7 * i) % 256 for i in range(100)]
+    logits = model.score(prompt)
+    assert logits.shape == (100, toy.VOCAB)
+    expected = [toy.expected(prompt[: i + 1], 1)[0] for i in range(100)]
+    assert logits.argmax(-1).tolist() == expected
+    assert (model.score(prompt, chunk=1) == logits).all()
+    assert (model.score(prompt, chunk=7) == logits).all()
+
+
+@pytest.mark.parametrize("tokens", [[], [1] * 257])
+def test_sequences_that_do_not_fit(model: Model, tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="do not fit a context of 256"):
+        model.score(tokens)
+
+
+def test_tokens_outside_the_vocabulary(model: Model) -> None:
+    with pytest.raises(ValueError, match="token 260 is outside the vocabulary of 260 tokens"):
+        model.score([1, 260])
+
+
+def test_logits_stay_after_later_calls(model: Model) -> None:
+    first = model.forward(Step.of([([1, 2], 2, [0])]))
+    kept = first.copy()
+    for i in range(5):
+        model.forward(Step.of([([i, 3], 2, [1])]))
+    assert (first == kept).all()
+
+
+def test_weights_that_are_not_aligned_are_copied(toy_copy: Path) -> None:
+    path = toy_copy / "weights-00001-of-00001.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip() + b" " * 5
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    document = json.loads((toy_copy / "bundle.json").read_bytes())
+    file = toy.describe(path)
+    document["files"][path.name] = {"blake3": file.blake3, "size": file.size}
+    (toy_copy / "bundle.json").write_text(json.dumps(document))
+    prompt = [3, 1, 4, 1, 5]
+    assert Model.load(toy_copy).score(prompt).argmax(-1)[-1] == toy.expected(prompt, 1)[0]
+
+
+def test_aligned() -> None:
+    room = np.zeros(1000, np.uint8)
+    for start in range(64):
+        found = tensors.aligned(room[start : start + 400])
+        assert found.ctypes.data % 64 == 0
+        assert np.shares_memory(found, room) == (room[start:].ctypes.data % 64 == 0)
+
+
+def test_the_cache_can_be_smaller(toy_bundle: Path) -> None:
+    model = Model.load(toy_bundle, max_pages=3)
+    assert model.pages == 3
+    with pytest.raises(ValueError, match="49 tokens do not fit"):
+        model.score([1] * 49)
+
+
+PROGRAM = """
+import sys
+from mlcbuild_runtime.vm import Model
+try:
+    model = Model.load(sys.argv[1], threads=int(sys.argv[2]) if len(sys.argv) > 2 else None)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+print(model.threads, *(name for name in ("tvm", "torch", "mlcbuild") if name in sys.modules))
+"""
+
+
+def load(bundle: Path, *arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    return shared.run("-c", PROGRAM, str(bundle), *arguments, extra=extra)
+
+
+def test_threads(toy_bundle: Path) -> None:
+    assert load(toy_bundle, "3").stdout == "3\n"
+    assert load(toy_bundle, TVM_NUM_THREADS="5").stdout == "5\n"
+    assert int(load(toy_bundle).stdout) >= 1
+
+
+def test_where_the_tvm_runtime_comes_from(toy_bundle: Path, toy_copy: Path, tmp_path: Path) -> None:
+    name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
+    done = load(toy_bundle, MLCBUILD_TVM_RUNTIME="/no/such/file")
+    assert done.stderr == "SetupError: MLCBUILD_TVM_RUNTIME is '/no/such/file', which is not a file\n"
+    spec = find_spec("tvm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    original = Path(spec.submodule_search_locations[0], "lib", name)
+    assert load(toy_bundle, MLCBUILD_TVM_RUNTIME=str(original)).returncode == 0
+    (tmp_path / name).write_bytes(original.read_bytes()[:100_000])
+    done = load(toy_bundle, MLCBUILD_TVM_RUNTIME=str(tmp_path / name))
+    assert "not a whole shared library (it is truncated)" in done.stderr
+    (toy_copy / "lib").mkdir()
+    shutil.copy(original, toy_copy / "lib")
+    document = json.loads((toy_copy / "bundle.json").read_bytes())
+    file = toy.describe(original)
+    document["files"][f"lib/{name}"] = {"blake3": file.blake3, "size": file.size}
+    (toy_copy / "bundle.json").write_text(json.dumps(document))
+    assert load(toy_copy, MLCBUILD_TVM_RUNTIME="/no/such/file").returncode == 0
+
+
+def test_a_library_without_its_functions(toy_copy: Path) -> None:
+    data = (toy_copy / "model.so").read_bytes().replace(b"batch_decode", b"batch_decoy2")
+    (toy_copy / "model.so").write_bytes(data)
+    document = json.loads((toy_copy / "bundle.json").read_bytes())
+    file = toy.describe(toy_copy / "model.so")
+    document["files"]["model.so"] = {"blake3": file.blake3, "size": file.size}
+    (toy_copy / "bundle.json").write_text(json.dumps(document))
+    with pytest.raises(BundleError, match="has no function 'batch_decode'"):
+        Model.load(toy_copy)
+
+
+def test_decoding_and_prefill_agree(tiny: Model) -> None:
+    tokens = [1, *range(20, 120)]
+    logits = tiny.score(tokens)
+    assert np.isfinite(logits).all()
+    scale = np.abs(logits).max()
+    assert np.abs(tiny.score(tokens, chunk=1) - logits).max() < 0.02 * scale
+    assert np.abs(tiny.score(tokens, chunk=13) - logits).max() < 0.02 * scale
+
+
+def test_a_batch_gives_what_each_gives_alone(tiny: Model) -> None:
+    """Ragged prefill on scattered pages, then decoding in another order."""
+    prompts = [[1, *range(30 + 9 * i, 41 + 20 * i)] for i in range(4)]
+    pages = [[20 + i, 3 * i, 40 - i, 12 + i, 60 + i, 80 + i] for i in range(4)]
+    alone = [tiny.score([*prompt, 25])[-2:] for prompt in prompts]
+    parts = [(prompt, len(prompt), pages[i]) for i, prompt in enumerate(prompts)]
+    assert sum(len(prompt) for prompt in prompts[:2]) <= tiny.limits.prefill_chunk
+    first = np.concatenate([tiny.forward(Step.of(parts[:2])), tiny.forward(Step.of(parts[2:3])),
+                            tiny.forward(Step.of(parts[3:]))])  # fmt: skip
+    order = [2, 0, 3, 1]
+    second = tiny.forward(Step.of([([25], len(prompts[i]) + 1, pages[i]) for i in order]))
+    for i, expected in enumerate(alone):
+        scale = np.abs(expected).max()
+        assert np.abs(first[i] - expected[0]).max() < 0.02 * scale
+        assert np.abs(second[order.index(i)] - expected[1]).max() < 0.02 * scale
+
+
+def test_weights_are_mapped_and_not_copied(tiny_bundle: Path) -> None:
+    model = Model.load(tiny_bundle)
+    first = model._weights.arrays[0]
+    ranges = [np.frombuffer(mapped, np.uint8) for mapped in model._weights.maps]
+    assert any(np.shares_memory(first, part) for part in ranges)
