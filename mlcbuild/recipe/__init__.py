@@ -88,6 +88,7 @@ class Variant:
     """Its `name` is the recipe's."""
     limits: Limits
     verify: Verify | None
+    """None: the recipe asks for nothing in particular."""
     output: Path
     """Directory of the bundle, absolute."""
 
