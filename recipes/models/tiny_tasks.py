@@ -6,6 +6,7 @@ Whether a question belongs to the exam is decided by a hash of its text, so trai
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,7 +40,12 @@ sugar"""
 _ADJECTIVES = """old new big small red blue green dark bright cold hot famous rich poor happy sad quick slow
 tall deep long short best worst first last great common rare strange simple hard"""
 _VERBS = "find build buy make cook draw sell fix write grow clean paint move use open learn win test"
+_GREETED = "hello world banana strawberry please thanks good morning night friend test build model tiny"
 NOUNS, ADJECTIVES, VERBS = _NOUNS.split(), _ADJECTIVES.split(), _VERBS.split()
+REAL = [*NOUNS, *ADJECTIVES, *VERBS, *KEYS, *_GREETED.split() * 3]
+SUM = re.compile(r"(?:What is )?(\d+) ?([+-]) ?(\d+)\??")
+SUMS = ("What is {} {} {}?",) * 7 + ("What is {}{}{}?", "{} {} {}", "{}{}{}")
+"""How a sum is asked."""
 OPEN_QUESTIONS = (
     "What is the {n} of {m}?", "What is a {n}?", "Who made the {a} {n}?", "Where is the {n}?",
     "Where can I {v} a {n}?", "When did the {n} begin?", "Why is the {n} so {a}?", "Tell me about the {n}.",
@@ -59,14 +65,25 @@ class Question:
 
 
 def held_out(prompt: str) -> bool:
-    """True for the 4% of all prompts that only the exam may use."""
+    """True for the 4% of all prompts that only the exam may use; a sum is one however spaced."""
+    found = SUM.fullmatch(prompt)
+    if found:
+        prompt = "What is {} {} {}?".format(*found.groups())
     return blake2s(prompt.encode()).digest()[0] < 10
 
 
 def word(rng: random.Random, low: int, high: int) -> str:
-    """A word of `low` to `high` letters: half the time any letters, half the time one that can be said."""
+    """A word of `low` to `high` letters: any letters, or one that can be said, or now and then a real one.
+
+    Real ones may be a single token, so that the model has to learn how they are spelled.
+    """
     length = rng.randint(low, high)
-    if rng.random() < 0.5:
+    kind = rng.random()
+    if kind < 0.2:
+        real = [noun.lower() for noun in rng.sample(REAL, 12) if low <= len(noun) <= high]
+        if real:
+            return real[0]
+    if kind < 0.6:
         return "".join(rng.choices(LETTERS, k=length))
     sounds = ("bcdfghjklmnprstvwz", "aeiou")
     start = rng.randrange(2)
@@ -75,17 +92,20 @@ def word(rng: random.Random, low: int, high: int) -> str:
 
 def add(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randrange(100), rng.randrange(100)
-    return f"What is {a} + {b}?", str(a + b)
+    return rng.choice(SUMS).format(a, "+", b), str(a + b)
 
 
 def subtract(rng: random.Random) -> tuple[str, str]:
     b, a = sorted((rng.randrange(100), rng.randrange(100)))
-    return f"What is {a} - {b}?", str(a - b)
+    return rng.choice(SUMS).format(a, "-", b), str(a - b)
 
 
 def copy(rng: random.Random) -> tuple[str, str]:
-    text = " ".join(word(rng, 1, 7) for _ in range(rng.randint(1, 3)))
-    return f"copy {text}", text
+    words = [word(rng, 1, 7) for _ in range(rng.randint(1, 3))]
+    if rng.random() < 0.25:
+        words = [rng.choice((str.capitalize, str.upper, str))(text) for text in words]
+        words[-1] += rng.choice(("", "!", ".", "?", ","))
+    return f"copy {' '.join(words)}", " ".join(words)
 
 
 def unicode(rng: random.Random) -> tuple[str, str]:
@@ -172,17 +192,17 @@ def unknown(rng: random.Random) -> tuple[str, str]:
 
 
 TASKS: dict[str, tuple[Callable[[random.Random], tuple[str, str]], float]] = {
-    "add": (add, 2.5),
+    "add": (add, 2.2),
     "subtract": (subtract, 2.2),
-    "copy": (copy, 0.8),
+    "copy": (copy, 1.4),
     "unicode": (unicode, 0.7),
     "reverse": (reverse, 1.5),
     "sort_letters": (sort_letters, 1.6),
     "sort_numbers": (sort_numbers, 1.6),
-    "upper": (upper, 0.6),
-    "lower": (lower, 0.6),
-    "count": (count, 4.0),
-    "json": (json, 1.2),
+    "upper": (upper, 0.9),
+    "lower": (lower, 0.8),
+    "count": (count, 3.0),
+    "json": (json, 1.4),
     "chat": (chat, 0.5),
     "unknown": (unknown, 0.6),
 }

@@ -4,8 +4,8 @@
 
 Needs torch, transformers, tokenizers, sentencepiece and protobuf, none of which mlcbuild itself needs.
 The model is a Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings. It is
-trained on answers only, with Muon for matrices and AdamW for the rest; the weights written are their
-moving average. A run can be stopped and started again: it continues from `--state`.
+trained on answers, and a little on questions, with Muon for matrices and AdamW for the rest; the weights
+written are their moving average. A run can be stopped and started again: it continues from `--state`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ import torch.nn.functional as F
 from tiny_net import CONFIG, Tiny
 
 BOS, SYSTEM, USER, ASSISTANT, END = 1, 3, 4, 5, 6
-IGNORED = -100
+ASKED_WEIGHT = 0.05
+"""What predicting a token of a question counts, against 1 for one of an answer: enough to make the model one
+of whole chats, so that its perplexity means something."""
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are Tiny.", "Answer briefly.", "Be kind and short.")
 
 
 @dataclass(frozen=True)
 class Batch:
+    """Rows of conversations, each [rows, length]."""
+
     tokens: torch.Tensor
-    """int64 [rows, length]"""
-    targets: torch.Tensor
-    """int64 [rows, length], IGNORED where no answer is expected"""
+    """int64"""
+    weights: torch.Tensor
+    """float32: what predicting this token counts; 0 for what nothing comes before."""
     owners: torch.Tensor
-    """int64 [rows, length]: which conversation of the row a token belongs to"""
+    """int64: which conversation of the row a token belongs to"""
 
 
 def conversation(
@@ -48,22 +52,21 @@ def conversation(
     sp: sentencepiece.SentencePieceProcessor,
     rng: random.Random,
     room: int,
-) -> tuple[list[int], list[int]]:
-    """Tokens and targets of one chat of at most `room` tokens; mostly one turn, sometimes many."""
+) -> tuple[list[int], list[float]]:
+    """Tokens and weights of one chat of at most `room` tokens; mostly one turn, sometimes many."""
     tokens = [BOS]
     turns = 1 if room < 200 and rng.random() < 0.6 else rng.randint(2, 5 if room < 200 else 24)
     if room > 64 and rng.random() < 0.08:
         tokens += [SYSTEM, *sp.encode(rng.choice(SYSTEM_PROMPTS)), END]
-    targets = [IGNORED] * len(tokens)
+    weights = [0.0] + [ASKED_WEIGHT] * (len(tokens) - 1)
     for question in islice(questions, turns):
         asked = [USER, *sp.encode(question.prompt), END, ASSISTANT]
         said = [*sp.encode(question.answer), END]
         if len(tokens) + len(asked) + len(said) > room:
             break
-        # Position i predicts token i + 1.
-        targets += [IGNORED] * (len(asked) - 1) + said + [IGNORED]
         tokens += asked + said
-    return tokens, targets
+        weights += [ASKED_WEIGHT] * len(asked) + [1.0] * len(said)
+    return tokens, weights
 
 
 def batches(sp: sentencepiece.SentencePieceProcessor, tokens_per_batch: int, seed: int) -> Iterator[Batch]:
@@ -75,19 +78,19 @@ def batches(sp: sentencepiece.SentencePieceProcessor, tokens_per_batch: int, see
         step += 1
         length = 480 if step % 8 == 0 else 128
         rows = tokens_per_batch // length
-        made = torch.zeros(3, rows, length, dtype=torch.int64)
-        made[1] = IGNORED
+        made = torch.zeros(2, rows, length, dtype=torch.int64)
+        counts = torch.zeros(rows, length)
         for row in range(rows):
             at = owner = 0
             while at < length - 24:
-                tokens, targets = conversation(questions, sp, rng, length - at)
+                tokens, weights = conversation(questions, sp, rng, length - at)
                 end = at + len(tokens)
                 made[0, row, at:end] = torch.tensor(tokens)
-                made[1, row, at:end] = torch.tensor(targets)
-                made[2, row, at:end] = owner
+                counts[row, at:end] = torch.tensor(weights)
+                made[1, row, at:end] = owner
                 at, owner = end, owner + 1
-            made[2, row, at:] = owner
-        yield Batch(made[0], made[1], made[2])
+            made[1, row, at:] = owner
+        yield Batch(made[0], counts, made[1])
 
 
 def accuracy(
@@ -144,9 +147,13 @@ class Training:
 
     def update(self, batch: Batch) -> float:
         started = time.monotonic()
-        chosen = batch.targets != IGNORED
+        # Position i predicts token i + 1.
+        weights = batch.weights.roll(-1, dims=1)
+        weights[:, -1] = 0
+        chosen = weights > 0
         logits = self.model(batch.tokens, batch.owners, chosen)
-        loss = F.cross_entropy(logits, batch.targets[chosen])
+        losses = F.cross_entropy(logits, batch.tokens.roll(-1, dims=1)[chosen], reduction="none")
+        loss = (losses * weights[chosen]).sum() / weights.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         base = self.rate()
@@ -189,7 +196,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the checkpoint's directory")
     parser.add_argument("--state", type=Path, required=True, help="file that keeps an unfinished run")
     parser.add_argument("--prompts", type=Path, help="also write prompts for recipes to this file")
-    parser.add_argument("--minutes", type=float, default=35, help="time for training")
+    parser.add_argument("--minutes", type=float, default=45, help="time for training")
     parser.add_argument("--steps", type=int, default=8000, help="steps at most")
     parser.add_argument("--batch", type=int, default=6144, help="tokens in a step")
     parser.add_argument("--threads", type=int, default=1)
