@@ -58,6 +58,14 @@ class RunResult:
 
 
 @dataclass(frozen=True)
+class SourceRead:
+    """A large file of a source is about to be hashed, because it is new or was changed."""
+
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True)
 class RunStarted:
     steps: int
     reused: int
@@ -110,7 +118,9 @@ class RunFinished:
     result: RunResult
 
 
-Event: TypeAlias = RunStarted | StepStarted | StepWaiting | StepProgress | StepFinished | Warned | RunFinished
+Event: TypeAlias = (
+    SourceRead | RunStarted | StepStarted | StepWaiting | StepProgress | StepFinished | Warned | RunFinished
+)
 Reporter: TypeAlias = Callable[[Event], None]
 
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
-from types import FrameType
 from typing import Literal
 
 from mlcbuild import machine
@@ -32,6 +27,7 @@ from mlcbuild.executors import Executor, Inline, Pool
 from mlcbuild.graph import Graph, Source, Step
 from mlcbuild.locks import Lock
 from mlcbuild.plan import Planned, Planner
+from mlcbuild.signals import caught
 from mlcbuild.staging import Session, remove_tree
 from mlcbuild.store import Store
 from mlcbuild.worker import Given, Job, Outcome
@@ -42,7 +38,6 @@ _POLL = 0.1
 """Seconds between two looks at a step that another process builds."""
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 _SAVE_SECONDS = 2.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,8 @@ def execute(
     """
     options = options or Options()
     started = time.monotonic()
-    planner = Planner(graph, store, force=graph.match(options.force), only=graph.match(options.only))
+    force, only = graph.match(options.force), graph.match(options.only)
+    planner = Planner(graph, store, force=force, only=only, report=report)
     run = _Run(planner, options, report)
     run.begin()
     if run.left:
@@ -159,7 +155,7 @@ class _Run:
         self.session: Session = stack.enter_context(self.store.session())
         self.executor: Executor = Inline() if inline else Pool(self.free_cores)
         stack.callback(self._finish)
-        self.wake = stack.enter_context(_signals(self._interrupt, inline))
+        self.wake = stack.enter_context(caught(self._interrupt, inline))
 
     def _interrupt(self, name: str) -> None:
         self.interrupted = self.interrupted or name
@@ -374,25 +370,3 @@ def _tail(log: Path | None) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
-
-
-@contextmanager
-def _signals(interrupt: Callable[[str], None], inline: bool) -> Iterator[int]:
-    """A descriptor that becomes readable on SIGINT or SIGTERM, after `interrupt` was told its name."""
-    reading, writing = os.pipe()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        interrupt(signal.Signals(number).name)
-        os.write(writing, b"\0")
-        if inline:  # the action runs in this very thread
-            raise KeyboardInterrupt
-
-    mine = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, handle) for number in _SIGNALS} if mine else {}
-    try:
-        yield reading
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-        os.close(reading)
-        os.close(writing)

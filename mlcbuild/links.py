@@ -38,7 +38,7 @@ def link_or_copy(source: Path, destination: Path) -> None:
     recognised when the output is published, and not hashed again.
     """
     try:
-        os.link(source, destination, follow_symlinks=True)
+        os.link(source, destination)
     except OSError as error:
         if error.errno not in _NO_LINK:
             raise

@@ -7,15 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from mlcbuild.canon import Entry, Json, Tree, code_files, module_path, salt, step_key, tree_digest
 from mlcbuild.errors import SourceError, UsageError
+from mlcbuild.events import Reporter, SourceRead, silent
 from mlcbuild.graph import Graph, Input, Source, Step, selected
 from mlcbuild.records import Preimage, Record
 from mlcbuild.store import Store
 
 State: TypeAlias = Literal["hit", "run", "pending"]
+
+_LARGE = 256 << 20
+"""Bytes from which reading a source file takes long enough to be told."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +74,20 @@ class Plan:
         return sum(step.state == state for step in self.steps)
 
 
-def plan(graph: Graph, store: Store, *, force: Iterable[str] = (), only: Iterable[str] = ()) -> Plan:
+def plan(
+    graph: Graph,
+    store: Store,
+    *,
+    force: Iterable[str] = (),
+    only: Iterable[str] = (),
+    report: Reporter = silent,
+) -> Plan:
     """The plan of a run: `force` names or globs of steps to run anyway, `only` of the steps wanted.
 
     Reads sources (through the stat cache) and records, writes nothing but the stat cache. Raises
     UsageError for a name that means no step, SourceError for a source that cannot be read, StoreError.
     """
-    planner = Planner(graph, store, force=graph.match(force), only=graph.match(only))
+    planner = Planner(graph, store, force=graph.match(force), only=graph.match(only), report=report)
     planned = Plan(tuple(planner.all()))
     store.cache.save()
     return planned
@@ -95,6 +107,7 @@ class Planner:
         *,
         force: frozenset[str] = frozenset(),
         only: frozenset[str] = frozenset(),
+        report: Reporter = silent,
     ) -> None:
         self.graph = graph
         self.store = store
@@ -105,6 +118,7 @@ class Planner:
         """What is known of each node: the tree of a source, the record of a step."""
         self.stats: dict[str, dict[str, tuple[int, int]]] = {}
         """Source -> file -> (size, mtime_ns) that its digest belongs to."""
+        self._report = report
         self._code: dict[str, dict[str, str]] = {}
         self._salts: dict[tuple[object, ...], str] = {}
         self._selections: dict[tuple[str, tuple[str, ...]], Tree] = {}
@@ -209,12 +223,16 @@ class Planner:
             return "its record is gone from the store", latest
         return summary(self.explain(step)) or "its earlier record cannot be read", latest
 
+    def _announce(self, path: Path, size: int) -> None:
+        if size >= _LARGE:
+            self._report(SourceRead(path, size))
+
     def _read(self, source: Source) -> list[str]:
         entries, problems = [], []
         stats = self.stats[source.name] = {}
         for name in source.files:
             try:
-                digest, found = self.store.cache.digest(source.root / name)
+                digest, found = self.store.cache.digest(source.root / name, self._announce)
             except OSError as error:
                 problems.append(f"{source.name}: {source.root / name}: {error.strerror or error}")
                 continue

@@ -17,6 +17,7 @@ from mlcbuild.events import (
     RunFinished,
     RunResult,
     RunStarted,
+    SourceRead,
     StepFinished,
     StepProgress,
     StepResult,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+_STYLES = {"built": "green", "failed": "red", "reused": "dim", "skipped": "yellow"}
 _ETA_FROM = 3.0
 """Seconds a step must be expected to take before a guess of what is left helps."""
 
@@ -110,20 +112,24 @@ class Lines:
 
 
 def _lines(event: Event, tally: Tally) -> list[str]:
+    lines: list[str] = []
     match event:
+        case SourceRead():
+            lines = [f"read    {event.path} ({size(event.size)})"]
         case StepStarted():
             guess = f", {duration(event.estimate)} last time" if event.estimate else ""
-            return [f"start   {event.name} ({event.reason}{guess})"]
+            lines = [f"start   {event.name} ({event.reason}{guess})"]
         case StepWaiting():
-            return [f"wait    {event.name}: waiting for another mlcbuild ({event.holder})"]
+            lines = [f"wait    {event.name}: waiting for another mlcbuild ({event.holder})"]
         case StepFinished():
-            return finished(event, f"[{tally.done}/{tally.total}] ")
+            lines = finished(event, f"[{tally.done}/{tally.total}] ")
         case Warned():
-            return [f"warning {event.message}"]
+            lines = [f"warning {event.message}"]
         case RunFinished():
-            return [summary(event.result)]
+            lines = [summary(event.result)]
         case _:
-            return []
+            pass
+    return lines
 
 
 def finished(event: StepFinished, count: str = "") -> list[str]:
@@ -163,15 +169,13 @@ class View:
         self._tally.note(event)
         match event:
             case StepFinished():
-                style = {"built": "green", "failed": "red", "reused": "dim", "skipped": "yellow"}
                 first, *rest = finished(event)
-                self._print(first, style[event.result.status])
+                self._print(first, _STYLES[event.result.status])
                 for line in rest:
                     self._print(line, "dim")
-            case Warned() | RunFinished():
-                self._print(
-                    "\n".join(_lines(event, self._tally)), "yellow" if isinstance(event, Warned) else "bold"
-                )
+            case SourceRead() | Warned() | RunFinished():
+                style = "yellow" if isinstance(event, Warned) else "bold"
+                self._print("\n".join(_lines(event, self._tally)), style)
             case _:
                 pass
 

@@ -10,18 +10,23 @@ again within one tick of the filesystem's clock, with nothing to show for it (gi
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from mlcbuild.canon import file_digest
 from mlcbuild.errors import SourceError
 
 if TYPE_CHECKING:
     import sqlite3
+
+Hashing: TypeAlias = Callable[[Path, int], None]
+"""Is told a file and its size in bytes."""
 
 RACY_NS = 2_000_000_000
 """Two seconds: the coarsest clock in use (FAT), and slack for a file server's clock."""
@@ -48,10 +53,11 @@ class StatCache:
         self._new_files: dict[tuple[int, int], tuple[int, int, int, str]] = {}
         self._new_keys: dict[str, list[str]] = {}
 
-    def digest(self, path: Path) -> tuple[str, os.stat_result]:
+    def digest(self, path: Path, hashing: Hashing | None = None) -> tuple[str, os.stat_result]:
         """BLAKE3 of a file, from memory when it is unchanged, and the stat that the digest belongs to.
 
-        Raises SourceError when the file changes while it is read; OSError.
+        `hashing` is called before a file is read. Raises SourceError when the file changes meanwhile;
+        OSError, also for what is no regular file.
         """
         for _ in range(3):
             before = path.stat()
@@ -59,6 +65,10 @@ class StatCache:
             seen = (before.st_size, before.st_mtime_ns, before.st_ctime_ns)
             if known is not None and known[:3] == seen:
                 return known[3], before
+            if not stat.S_ISREG(before.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            if hashing is not None:
+                hashing(path, before.st_size)
             started = time.time_ns()
             found = file_digest(path)
             after = path.stat()

@@ -21,11 +21,13 @@ Inputs = Mapping[str, Path]
 
 
 def text(params: Params, inputs: Inputs, out: Path) -> None:
-    """Writes params.text and everything in the inputs to text.txt; sleeps and counts its runs on request."""
+    """Writes params.text and all of the inputs to text.txt; counts its runs, sleeps, waits on request."""
     if "count" in params:
         with Path(str(params["count"])).open("a") as file:
             file.write(f"{params.get('text')}\n")
     time.sleep(int(str(params.get("sleep_ms", 0))) / 1000)
+    while "gate" in params and not Path(str(params["gate"])).exists():
+        time.sleep(0.02)
     parts = [str(params.get("text", ""))]
     for argument in sorted(inputs):
         parts += [path.read_text() for path in sorted(inputs[argument].rglob("*")) if path.is_file()]

@@ -30,10 +30,9 @@ def chain(note: str) -> list[Node]:
 
 
 def shared(note: str) -> list[Node]:
-    """Steps slow enough for two processes to meet."""
-    first: list[Node] = [
-        Step(f"a{n}", TEXT, {"text": f"a{n}", "sleep_ms": 600, "count": note}, {}) for n in range(2)
-    ]
+    """Two steps that wait for the file `<note>.gate`, so that two processes surely meet, and one more."""
+    params: dict[str, Json] = {"count": note, "gate": f"{note}.gate"}
+    first: list[Node] = [Step(f"a{n}", TEXT, {"text": f"a{n}", **params}, {}) for n in range(2)]
     return [*first, Step("b", TEXT, {"text": "b", "count": note}, {"x": Input("a0"), "y": Input("a1")})]
 
 

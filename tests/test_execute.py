@@ -460,15 +460,18 @@ def gone(pid: int) -> bool:
 def test_two_processes_build_each_step_once(tmp_path: Path) -> None:
     note, store = tmp_path / "note", tmp_path / "store"
     with build(store, "shared", note) as one:
-        wait_for(note.exists)
+        wait_for(lambda: note.exists() and len(note.read_text().split()) == 2)
         with build(store, "shared", note) as other:
+            assert other.stderr is not None
+            line = other.stderr.readline()
+            (tmp_path / "note.gate").write_text("")
             outputs = [one.communicate(), other.communicate()]
+    assert line.startswith("wait    a") and line.endswith(f"waiting for another mlcbuild (pid {one.pid})\n")
     assert (one.returncode, other.returncode) == (0, 0)
     assert sorted(note.read_text().split()) == ["a0", "a1", "b"]
     steps = [json.loads(out)["steps"] for out, _ in outputs]
     built = [step["name"] for run in steps for step in run if step["status"] == "built"]
     assert sorted(built) == ["a0", "a1", "b"]
-    assert f"waiting for another mlcbuild (pid {one.pid})" in outputs[1][1]
     clean(Store(store))
 
 

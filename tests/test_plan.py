@@ -10,6 +10,7 @@ import pytest
 
 from mlcbuild.canon import Json, Tree, code_files, salt, step_key
 from mlcbuild.errors import SourceError, UsageError
+from mlcbuild.events import Event, SourceRead
 from mlcbuild.execute import Options, execute
 from mlcbuild.graph import Graph, Input, Node, Source, Step
 from mlcbuild.plan import Change, explain, plan
@@ -177,9 +178,10 @@ def test_force_and_only(store: Store) -> None:
         ("b", "pending", "waits for a"),
     ]
     assert [step.name for step in plan(graph, store, only=["b"]).steps] == ["a", "b"]
-    for option in ({"force": ["x"]}, {"only": ["x"]}):
-        with pytest.raises(UsageError, match="no step is called 'x'"):
-            plan(graph, store, **option)
+    with pytest.raises(UsageError, match="no step is called 'x'"):
+        plan(graph, store, force=["x"])
+    with pytest.raises(UsageError, match="no step is called 'x'"):
+        plan(graph, store, only=["x"])
 
 
 def test_several_waits_are_counted(store: Store) -> None:
@@ -213,6 +215,31 @@ def test_every_unreadable_source_file_is_named(store: Store, tmp_path: Path) -> 
         f"fetch/tiny: {tmp_path}/no.json: No such file or directory",
         f"fetch/tiny: {tmp_path}/none.bin: No such file or directory",
     ]
+
+
+def test_a_source_file_must_be_a_file(store: Store, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(SourceError) as caught:
+        plan(Graph([Source("s", tmp_path, ("pipe", "directory"))]), store)
+    assert str(caught.value).splitlines() == [
+        f"s: {tmp_path}/pipe: not a regular file",
+        f"s: {tmp_path}/directory: not a regular file",
+    ]
+
+
+def test_reading_a_large_source_is_told_once(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlcbuild.plan._LARGE", 2)
+    monkeypatch.setattr("mlcbuild.statcache.RACY_NS", -(10**12))
+    for name in ("large", "x"):
+        (tmp_path / name).write_text(name)
+    graph = Graph([Source("s", tmp_path, ("large", "x"))])
+    events: list[Event] = []
+    for _ in range(2):
+        plan(graph, Store(store.root), report=events.append)
+    assert events == [SourceRead(tmp_path / "large", 5)]
 
 
 def test_an_action_whose_module_is_absent_is_refused(store: Store) -> None:

@@ -21,6 +21,7 @@ from mlcbuild.events import (
     RunFinished,
     RunResult,
     RunStarted,
+    SourceRead,
     StepFinished,
     StepProgress,
     StepResult,
@@ -54,6 +55,7 @@ SKIPPED = StepResult("after", "skipped", reason="needs bad, which failed")
 REUSED = StepResult("library/a", "reused", "33" * 32, record=RECORD)
 RESULT = RunResult((REUSED, BUILT, FAILED, SKIPPED), 80.0)
 EVENTS: list[Event] = [
+    SourceRead(Path("model.safetensors"), 5_000_000_000),
     RunStarted(4, 1),
     StepStarted("weights/a", "scheme: bits 4 -> 8", 61.0, LOG),
     StepStarted("bad", "never built", None, LOG),
@@ -76,6 +78,7 @@ def test_plain_lines_are_exactly_these() -> None:
     assert (
         stream.getvalue()
         == """\
+read    model.safetensors (5.0 GB)
 start   weights/a (scheme: bits 4 -> 8, 1 min 01 s last time)
 start   bad (never built)
 wait    other: waiting for another mlcbuild (pid 42)
@@ -94,7 +97,7 @@ skipped [4/4] after: needs bad, which failed
 def test_the_live_view_shows_running_steps_and_keeps_finished_ones() -> None:
     stream = io.StringIO()
     view = View(Console(file=stream, force_terminal=True, width=100, color_system=None))
-    for event in EVENTS[:6]:
+    for event in EVENTS[:7]:
         view(event)
     time.sleep(0.01)
     view.console.print(view.render())
@@ -103,7 +106,7 @@ def test_the_live_view_shows_running_steps_and_keeps_finished_ones() -> None:
     assert "1.0 MB of 4.0 MB" in shown
     assert "other" in shown and "for another mlcbuild (pid 42)" in shown
     assert "1 of 4 steps" in shown and "2 running" in shown
-    for event in EVENTS[6:]:
+    for event in EVENTS[7:]:
         view(event)
     lines = stream.getvalue()
     assert "built   weights/a in 1 min 15 s, 2.5 MB" in lines
@@ -132,8 +135,8 @@ def test_time_left_comes_from_progress_or_the_last_run(monkeypatch: pytest.Monke
 def test_the_summary_of_an_interrupted_run_says_what_was_kept() -> None:
     result = RunResult((BUILT, SKIPPED), 3.0, "SIGINT", ("after",))
     assert summary(result) == (
-        "interrupted by SIGINT: 1 built, 0 reused, 1 skipped in 3.0 s; stopped: after. What was built is kept; "
-        "run again to go on"
+        "interrupted by SIGINT: 1 built, 0 reused, 1 skipped in 3.0 s; stopped: after. "
+        "What was built is kept; run again to go on"
     )
     assert result.exit_code == 130 and not result.ok
 
