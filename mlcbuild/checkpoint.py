@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Param, parameters, sources, surplus
-from mlcbuild.packing import Array, widen
+from mlcbuild.quant.packing import Array, widen
 from mlcbuild.shards import Tensor, read_header, unique
 
 SINGLE = "model.safetensors"

@@ -27,7 +27,6 @@ from mlcbuild.canon import Json
 from mlcbuild.checkpoint import Rows, Source, fail, locate
 from mlcbuild.errors import CheckpointError, StepError, UsageError
 from mlcbuild.models import ModelConfig, parameters
-from mlcbuild.packing import TILE, Array, Packer, narrow
 from mlcbuild.quant import (
     Scheme,
     StoredTensor,
@@ -36,8 +35,8 @@ from mlcbuild.quant import (
     scheme_for,
     stored,
     stored_parameters,
-    unpack,
 )
+from mlcbuild.quant.packing import TILE, Array, Packer, narrow, unpack
 from mlcbuild.shards import ALIGNMENT, CODES, Shard, Tensor, lay_out, read_header, stored_size
 
 FORMAT = "mlcbuild-weights/1"

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from mlcbuild import packing, quant
+from mlcbuild import quant
 from mlcbuild.canon import Json, canonical
 from mlcbuild.errors import CheckpointError, UsageError
 from mlcbuild.models.config import Param
-from mlcbuild.packing import Array
-from mlcbuild.quant import SCHEMES, Scheme
+from mlcbuild.quant import SCHEMES, Scheme, packing
+from mlcbuild.quant.packing import Array
 
 QUANTIZED = [scheme for scheme in SCHEMES.values() if scheme.bits]
 EVERY = pytest.mark.parametrize("scheme", QUANTIZED, ids=lambda scheme: scheme.name)

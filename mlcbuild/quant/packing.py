@@ -1,4 +1,4 @@
-"""The numerics of quant.pack and quant.unpack, in blocks that stay in a core's cache.
+"""The definition of every format, pack() and unpack(), in blocks that stay in a core's cache.
 
 A block of rows is rearranged so that consecutive groups lie side by side and the eight quads (four
 consecutive weights) of a group lie in eight planes. Every step is then one NumPy call over long contiguous
@@ -8,15 +8,13 @@ rows, in memory that is reused, and the scales of a whole plane are one broadcas
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlcbuild.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from mlcbuild.quant import Scheme
+from mlcbuild.quant.scheme import Scheme
 
 Array: TypeAlias = NDArray[np.float32 | np.float16 | np.uint32 | np.uint16 | np.uint8]
 """A tensor of a checkpoint or of a weights file. uint16 holds the bits of bfloat16."""
@@ -103,8 +101,25 @@ def _overflow(name: str, largest: float, what: str) -> CheckpointError:
     )
 
 
-def pack(weight: Array, scheme: Scheme, name: str) -> tuple[Array, Array]:
-    """See quant.pack."""
+def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Array]:
+    """(q_weight, q_scale) of a float matrix [N, K], with the shapes and dtypes that stored() states.
+
+    weight: float32, float16, or bfloat16 as its bits in uint16. K is padded with zeros to whole groups, and
+    the rows of x16 to whole tiles. Arithmetic is float32, each step rounded to nearest even:
+
+        row   scale = max|w| / (2**(bits-1) - 1), rounded to the scheme's dtype
+              q = clip(rint(w / scale + zero), 0, 2 * zero), zero = 2**(bits-1) - 1
+        x16   scale = extreme / -8, rounded to float16; extreme is the weight of largest magnitude with its
+              sign, the positive one of two equal ones
+              q = clip(rint(w / scale + 8), 0, 15)
+
+    A group whose scale rounds to zero is stored as zeros: all its weights are below 2**-22 for float16.
+    q4f32_1 and q8f32_1 have the same bytes as mlc-llm's where K is a multiple of 32. q4f16_1 and q8f16_1 have
+    the same layout, meaning and scales; mlc-llm also rounds w / scale to float16, so about 0.3% of its 4-bit
+    values are the other neighbour of a weight that lies almost half-way.
+
+    Raises CheckpointError, naming `name`, when a weight is infinite or NaN or a scale overflows float16.
+    """
     rows, columns = weight.shape
     if weight.dtype not in (np.float32, np.float16, np.uint16):
         raise TypeError(f"cannot pack {weight.dtype}: give float32, float16, or bfloat16 bits in uint16")
@@ -143,7 +158,7 @@ class Packer:
         return np.empty((rows, words), np.uint32), np.empty((rows, self._groups), scheme.dtype)
 
     def pack(self, weight: Array, q_weight: Array, q_scale: Array, name: str) -> None:
-        """Packs weight [rows, K] into arrays as empty(rows) makes them. See quant.pack."""
+        """Packs weight [rows, K] into arrays as empty(rows) makes them. See pack()."""
         self._name = name
         rows = weight.shape[0]
         for start in range(0, rows, self._rows):
@@ -245,7 +260,7 @@ def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.f
 
 
 def unpack(q_weight: Array, q_scale: Array, scheme: Scheme, shape: tuple[int, int]) -> NDArray[np.float32]:
-    """See quant.unpack."""
+    """The matrix [N, K] that pack()'s tensors stand for: (q - zero) * scale in float32, padding cut off."""
     rows, columns = shape
     scale = q_scale.astype(np.float32)
     if scheme.layout == "x16":

@@ -1,8 +1,4 @@
-"""Quantization schemes: their names, their JSON, what they store, and the definition of every format.
-
-Values only; the numerics behind pack() and unpack() are in packing.py, so that importing this module
-loads no NumPy.
-"""
+"""Quantization schemes as values: their names, their JSON, and the tensors that they store."""
 
 from __future__ import annotations
 
@@ -10,17 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError, did_you_mean
 from mlcbuild.models.config import Param
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from mlcbuild.packing import Array
 
 Layout = Literal["plain", "row", "x16"]
 
@@ -74,6 +64,14 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     layout: Layout
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+_ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -144,14 +142,9 @@ def check_overrides(scheme: Scheme, params: Sequence[Param]) -> tuple[str, ...]:
     return tuple(problems)
 
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
-
-
 def stored_bytes(params: Sequence[Param], scheme: Scheme) -> int:
     """Bytes of all tensors of a model as stored, without file headers."""
-    return sum(
-        math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype] for tensor in stored_parameters(params, scheme)
-    )
+    return sum(tensor.size for tensor in stored_parameters(params, scheme))
 
 
 def bits_per_weight(params: Sequence[Param], scheme: Scheme) -> float:
@@ -220,34 +213,3 @@ def _override(scheme: str, item: Json) -> tuple[str, Scheme]:
             f"scheme {scheme}: the override '{item['match']}' has overrides of its own; flatten them"
         )
     return item["match"], other
-
-
-def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Array]:
-    """(q_weight, q_scale) of a float matrix [N, K], with the shapes and dtypes that stored() states.
-
-    weight: float32, float16, or bfloat16 as its bits in uint16. K is padded with zeros to whole groups, and
-    the rows of x16 to whole tiles. Arithmetic is float32, each step rounded to nearest even:
-
-        row   scale = max|w| / (2**(bits-1) - 1), rounded to the scheme's dtype
-              q = clip(rint(w / scale + zero), 0, 2 * zero), zero = 2**(bits-1) - 1
-        x16   scale = extreme / -8, rounded to float16; extreme is the weight of largest magnitude with its
-              sign, the positive one of two equal ones
-              q = clip(rint(w / scale + 8), 0, 15)
-
-    A group whose scale rounds to zero is stored as zeros: all its weights are below 2**-22 for float16.
-    q4f32_1 and q8f32_1 have the same bytes as mlc-llm's where K is a multiple of 32. q4f16_1 and q8f16_1 have
-    the same layout, meaning and scales; mlc-llm also rounds w / scale to float16, so about 0.3% of its 4-bit
-    values are the other neighbour of a weight that lies almost half-way.
-
-    Raises CheckpointError, naming `name`, when a weight is infinite or NaN or a scale overflows float16.
-    """
-    from mlcbuild import packing
-
-    return packing.pack(weight, scheme, name)
-
-
-def unpack(q_weight: Array, q_scale: Array, scheme: Scheme, shape: tuple[int, int]) -> NDArray[np.float32]:
-    """The matrix [N, K] that pack()'s tensors stand for: (q - zero) * scale in float32, padding cut off."""
-    from mlcbuild import packing
-
-    return packing.unpack(q_weight, q_scale, scheme, shape)
