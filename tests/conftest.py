@@ -17,9 +17,12 @@ TINY = ROOT / "recipes" / "models" / "tiny"
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def mlcbuild(*arguments: str | Path, store: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """The command line as a user runs it: a process of its own, no terminal."""
+def mlcbuild(
+    *arguments: str | Path, store: Path, cwd: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The command line as a user runs it: a process of its own, no terminal, more environment variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
+    environment |= variables
     return subprocess.run(
         [sys.executable, "-m", "mlcbuild", *map(str, arguments)],
         cwd=cwd,

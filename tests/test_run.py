@@ -10,13 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 from blake3 import blake3
 
 from tests.conftest import QUICKSTART, ROOT, TINY, checked, mlcbuild, project
+from tests.hub import Hub
+from tests.runtime.shared import serving
 
 STORY = ROOT.parent / "shared" / "models" / "story"
 
@@ -141,21 +145,19 @@ def test_changes_re_run_what_depends_on_them(tmp_path: Path, tiny_bundles: Path,
 
 
 def test_plan_and_explain_say_why(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
-    recipe = project(tmp_path, QUICKSTART.replace("verify:", "#"))
+    text = QUICKSTART.replace("verify:", "#")
+    recipe = project(tmp_path, text.replace("[q0f32, q4f16_1, q4a8_1]", "{exact: q0f32}"))
     run_json(recipe, common_store)
-    text = recipe.read_text().replace(
-        "quantizations: [q0f32, q4f16_1, q4a8_1]", "quantizations: {q0f32: q0f16}"
-    )
-    recipe.write_text(text)
+    recipe.write_text(text.replace("[q0f32, q4f16_1, q4a8_1]", "{exact: q0f16}"))
     words = checked(mlcbuild("plan", recipe, store=common_store))
-    assert "scheme q0f32: dtype float32 -> float16" in words
-    assert "memory tiny-q0f32-host:" in words
-    explained = checked(mlcbuild("explain", recipe, "weights/tiny/q0f32/plain", store=common_store))
+    assert "scheme exact: dtype float32 -> float16" in words
+    assert "memory tiny-exact-host:" in words
+    explained = checked(mlcbuild("explain", recipe, "weights/tiny/exact/plain", store=common_store))
     assert "- float32" in explained
     assert "+ float16" in explained
-    wrong = mlcbuild("explain", recipe, "weights/tiny/q0f32", store=common_store)
+    wrong = mlcbuild("explain", recipe, "weights/tiny/exact", store=common_store)
     assert wrong.returncode == 2
-    assert "did you mean 'weights/tiny/q0f32/plain'?" in wrong.stderr
+    assert "did you mean 'weights/tiny/exact/plain'?" in wrong.stderr
 
 
 def test_a_copied_store_serves_another_place(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
@@ -203,6 +205,66 @@ def test_an_output_with_files_of_the_user_is_left_alone(
     assert done.returncode == 2
     assert "holds files that were not written by mlcbuild" in done.stdout
     assert mine.read_text() == "mine"
+
+
+def test_a_hub_model_is_locked_fetched_and_built(
+    tmp_path: Path, tiny_bundles: Path, common_store: Path
+) -> None:
+    """The embedded model from a hub: the same steps as from its directory, once it is here."""
+    files = {path.name: path.read_bytes() for path in TINY.iterdir()}
+    recipe = project(tmp_path, SMALL.replace("./tiny", "hf://org/tiny@main"), [])
+    with Hub() as hub:
+        hub.add("org/tiny", files)
+        there = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+        done = mlcbuild("run", recipe, store=common_store, **there)
+        assert done.returncode == 2
+        assert "hf://org/tiny@main must be pinned before it is used: run `mlcbuild lock" in done.stderr
+        checked(mlcbuild("lock", recipe, store=common_store, **there))
+        assert "config.json: {size: " in (tmp_path / "recipe.lock").read_text().replace('"', "")
+        checked(mlcbuild("run", recipe, store=common_store, **there))
+        hub.add("org/tiny", {**files, "config.json": files["config.json"] + b" "})
+        stale = mlcbuild("lock", recipe, "--check", store=common_store, **there)
+        assert stale.returncode == 2
+        assert "hf://org/tiny@main: now at" in stale.stderr
+    # The hub is gone: everything is in the store.
+    found = json.loads(checked(mlcbuild("run", recipe, "--json", store=common_store, **there)))
+    assert {step["status"] for step in found["steps"]} == {"reused"}
+    statement = json.loads((tmp_path / "dist" / "tiny-q0f32-host" / "provenance.json").read_bytes())
+    sources = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
+    weights = next(item for item in sources if item["name"] == "model.safetensors")
+    assert weights["uri"].startswith("hf://org/tiny@")
+    assert weights["digest"]["sha256"] == hashlib.sha256(files["model.safetensors"]).hexdigest()
+
+
+@pytest.mark.parametrize("scheme", ["q0f32", "q4f16_1", "q4a8_1"])
+def test_bundles_answer_the_held_out_questions(scheme: str, tiny_bundles: Path) -> None:
+    """q0f32 gives the stated accuracy, question for question in sum; quantized ones lose little."""
+    bundle = tiny_bundles / "dist" / f"tiny-{scheme}-host"
+    questions = [json.loads(line) for line in (TINY / "heldout.jsonl").read_text().splitlines()]
+    stated = json.loads((TINY / "accuracy.json").read_bytes())
+    right = sum(answers(bundle, questions))
+    if scheme == "q0f32":
+        assert right == stated["right"]
+    else:
+        assert right >= stated["right"] - 0.1 * len(questions)
+
+
+def answers(bundle: Path, questions: list[dict[str, str]]) -> list[bool]:
+    """Which questions a server of the bundle answers right, greedily, asked by eight clients at once."""
+    with serving(bundle) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+
+        def ask(question: dict[str, str]) -> bool:
+            reply = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": question["prompt"]}],
+                temperature=0,
+                max_tokens=64,
+            )
+            choice = reply.choices[0]
+            return choice.message.content == question["answer"] and choice.finish_reason == "stop"
+
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(ask, questions))
 
 
 @pytest.mark.skipif(not STORY.is_dir(), reason="the checkpoint `story` is not on this machine")
