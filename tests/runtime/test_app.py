@@ -1,0 +1,132 @@
+"""What the application answers when the model or the engine fails, without a socket between."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from mlcbuild_runtime.engine import Engine
+from mlcbuild_runtime.sampling import Floats
+from mlcbuild_runtime.server import create_app
+from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.vm import Model, Step
+
+from . import shared
+
+POISON = 111
+
+
+class Faulty(Model):
+    """Fails on one token at once, and on any other when the context has grown."""
+
+    def forward(self, step: Step) -> Floats:
+        if POISON in step.tokens or (step.is_decode and (step.lengths == 4).any()):
+            raise RuntimeError("a kernel has failed")
+        return super().forward(step)
+
+
+@pytest.fixture
+def engine(toy_bundle: Path) -> Iterator[Engine]:
+    model = Faulty.load(toy_bundle)
+    running = Engine(model, Tokenizer.load(toy_bundle, model.manifest.serving)).start()
+    yield running
+    running.close()
+
+
+def send(engine: Engine, requests: Sequence[tuple[str, str, object]]) -> list[httpx.Response]:
+    """(method, path, body) of each, one after the other."""
+
+    async def talk() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(create_app(engine), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return [await client.request(method, path, json=body) for method, path, body in requests]
+
+    return asyncio.run(talk())
+
+
+def complete(engine: Engine, body: object) -> httpx.Response:
+    return send(engine, [("POST", "/v1/completions", body)])[0]
+
+
+def test_a_failing_model_is_a_500_and_others_go_on(engine: Engine) -> None:
+    response = complete(engine, {"prompt": [POISON]})
+    assert response.status_code == 500
+    assert response.json() == {
+        "error": {
+            "message": "the model has failed: a kernel has failed",
+            "type": "server_error",
+            "param": None,
+            "code": None,
+        }
+    }
+    assert complete(engine, {"prompt": [1], "max_tokens": 1}).status_code == 200
+
+
+def test_a_failure_within_a_stream_is_an_event(engine: Engine) -> None:
+    response = complete(engine, {"prompt": [112], "stream": True})
+    assert response.status_code == 200
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    assert "error" not in json.loads(events[0])
+    assert json.loads(events[-2])["error"]["message"] == "the model has failed: a kernel has failed"
+    assert events[-1] == "[DONE]"
+
+
+def test_a_defect_is_a_500_without_details(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(text: str) -> list[int]:
+        raise ZeroDivisionError("a secret of the server")
+
+    monkeypatch.setattr(engine.tokenizer, "encode", broken)
+    response = complete(engine, {"prompt": "x"})
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "the server has failed: see its log"
+
+
+def test_after_the_end_of_the_engine(engine: Engine) -> None:
+    engine.close()
+    health, answer = send(engine, [("GET", "/health", None), ("POST", "/v1/completions", {"prompt": [1]})])
+    assert (health.status_code, health.json()["status"]) == (503, "stopped")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the engine is stopped"
+
+
+def test_too_many_requests_are_a_503(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlcbuild_runtime.engine.MAX_WAITING", 0)
+    response = complete(engine, {"prompt": [1]})
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "overloaded"
+    assert response.json()["error"]["type"] == "server_error"
+
+
+SLOW = """
+import sys, time
+from mlcbuild_runtime import serve, vm
+def slowly(self, step):
+    print("working", flush=True)
+    time.sleep(20)
+vm.Model.forward = slowly
+sys.exit(serve.serve(sys.argv[1], serve.Options(port=0)))
+"""
+
+
+def test_a_signal_does_not_wait_for_a_long_step(toy_bundle: Path) -> None:
+    command = [sys.executable, "-c", SLOW, str(toy_bundle)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=shared.environment()) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[5]
+            with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": [1], "stream": True}):
+                assert process.stdout.readline() == "working\n"
+                start = time.monotonic()
+                process.send_signal(signal.SIGINT)
+                assert process.wait(shared.WAIT) == 0
+                assert time.monotonic() - start < 2
+        finally:
+            process.kill()
