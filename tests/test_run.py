@@ -255,7 +255,7 @@ def answers(bundle: Path, questions: list[dict[str, str]]) -> list[bool]:
 
         def ask(question: dict[str, str]) -> bool:
             reply = client.chat.completions.create(
-                model="tiny",
+                model=server.name,
                 messages=[{"role": "user", "content": question["prompt"]}],
                 temperature=0,
                 max_tokens=64,
