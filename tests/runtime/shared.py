@@ -45,9 +45,10 @@ def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Non
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """For a child process that uses the runtime of this checkout."""
+    """For a child process that uses the runtime of this checkout, with one thread: others test, too."""
     found = {key: value for key, value in os.environ.items() if not key.startswith("TVM_")}
-    return {**found, "PYTHONPATH": str(ROOT / "runtime"), "PYTHONUNBUFFERED": "1", **(extra or {})}
+    own = {"PYTHONPATH": str(ROOT / "runtime"), "PYTHONUNBUFFERED": "1", "TVM_NUM_THREADS": "1"}
+    return {**found, **own, **(extra or {})}
 
 
 def run(

@@ -64,13 +64,20 @@ def test_commands(toy_bundle: Path) -> None:
 
 
 def test_settings_count(toy_bundle: Path) -> None:
-    def answer(*lines: str) -> str:
-        return talk(toy_bundle, "/set max_tokens=9", *lines, "hi").stdout.splitlines()[-1]
-
-    assert answer("/set system=Be kind") != answer() == answer("/set temperature=0")
-    assert (
-        answer("/set temperature=2", "/set seed=1") == answer("/set temperature=2", "/set seed=1") != answer()
+    ask = ("hi", "/reset")
+    done = talk(
+        toy_bundle,
+        *("/set max_tokens=9", *ask),
+        *("/set system=Be kind", *ask, "/set system=", *ask),
+        *("/set temperature=2", "/set seed=1", *ask, *ask, "/set seed=2", *ask),
     )
+    said = done.stdout.split("the conversation is forgotten\n")
+    plain, kind, again, first, second, third = (
+        text.removesuffix("\n").rpartition("\n")[2] for text in said[:6]
+    )
+    assert plain == again != kind
+    assert first == second != third
+    assert plain not in (first, third)
 
 
 def test_a_message_that_cannot_be_answered(toy_bundle: Path) -> None:

@@ -32,37 +32,42 @@ def tiny_server(tiny_bundle: Path) -> Iterator[Server]:
         yield running
 
 
-def ask(server: Server, prompt: str, **options: int) -> str:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        stream = client.chat.completions.create(
-            model=server.name,
-            messages=[{"role": "user", "content": prompt}],
-            temperature=options.get("temperature", 0),
-            seed=options.get("seed"),
-            stream=True,
-        )
-        return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+@pytest.fixture(scope="module")
+def tiny_client(tiny_server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
 
 
-def test_it_answers_rightly(tiny_server: Server) -> None:
-    found = [(ask(tiny_server, prompt), answer) for prompt, answer in questions(40)]
-    assert sum(text == answer for text, answer in found) >= 30, found
+def ask(client: openai.OpenAI, prompt: str, temperature: float = 0, seed: int | None = None) -> str:
+    stream = client.chat.completions.create(
+        model="tiny-q4f16_1",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=temperature,
+        seed=seed,
+        stream=True,
+    )
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
 
-def test_eight_clients_get_what_each_gets_alone(tiny_server: Server) -> None:
-    prompts = [prompt for prompt, _ in questions(24)]
-    alone = [ask(tiny_server, prompt) for prompt in prompts]
+def test_it_answers_rightly(tiny_client: openai.OpenAI) -> None:
+    found = [(ask(tiny_client, prompt), answer) for prompt, answer in questions(24)]
+    assert sum(text == answer for text, answer in found) >= 18, found
+
+
+def test_eight_clients_get_what_each_gets_alone(tiny_server: Server, tiny_client: openai.OpenAI) -> None:
+    prompts = [prompt for prompt, _ in questions(16)]
+    alone = [ask(tiny_client, prompt) for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda prompt: ask(tiny_server, prompt), prompts)) == alone
+        assert list(pool.map(lambda prompt: ask(tiny_client, prompt), prompts)) == alone
     health = tiny_server.wait_idle()
     assert health["free_pages"] == health["pages"]
 
 
-def test_seeds_hold_among_others(tiny_server: Server) -> None:
+def test_seeds_hold_among_others(tiny_client: openai.OpenAI) -> None:
     prompts = [prompt for prompt, _ in questions(8)]
-    alone = [ask(tiny_server, prompt, temperature=1, seed=3) for prompt in prompts]
+    alone = [ask(tiny_client, prompt, temperature=1, seed=3) for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda prompt: ask(tiny_server, prompt, temperature=1, seed=3), prompts))
+        together = list(pool.map(lambda prompt: ask(tiny_client, prompt, temperature=1, seed=3), prompts))
     assert together == alone
 
 

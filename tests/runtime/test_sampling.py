@@ -11,7 +11,7 @@ from mlcbuild_runtime.sampling import Floats, Sampling, choose, generator, logpr
 from numpy.typing import NDArray
 
 
-def frequencies(logits: Floats, sampling: Sampling, count: int = 20_000) -> NDArray[np.float64]:
+def frequencies(logits: Floats, sampling: Sampling, count: int = 5_000) -> NDArray[np.float64]:
     random = generator(sampling)
     found = [choose(logits, sampling, random) for _ in range(count)]
     return np.bincount(found, minlength=len(logits)) / count
@@ -41,10 +41,10 @@ def test_temperature_zero_takes_the_most_likely() -> None:
 def test_frequencies_follow_the_softmax() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     found = frequencies(logits, Sampling(seed=1))
-    assert np.abs(found - [0.5, 0.3, 0.15, 0.05]).max() < 0.015
+    assert np.abs(found - [0.5, 0.3, 0.15, 0.05]).max() < 0.03
     cooler = frequencies(logits, Sampling(temperature=0.5, seed=1))
     squares = np.array([0.25, 0.09, 0.0225, 0.0025])
-    assert np.abs(cooler - squares / squares.sum()).max() < 0.015
+    assert np.abs(cooler - squares / squares.sum()).max() < 0.03
 
 
 @given(
@@ -71,7 +71,7 @@ def test_every_kept_token_can_be_chosen() -> None:
     assert (frequencies(logits, Sampling(top_k=3, seed=3)) > 0).tolist() == [True, True, True, False]
     assert (frequencies(logits, Sampling(min_p=0.45, seed=3)) > 0).tolist() == [True, True, True, False]
     found = frequencies(logits, Sampling(top_p=0.65, seed=3))
-    assert abs(found[0] - 4 / 7) < 0.015
+    assert abs(found[0] - 4 / 7) < 0.03
 
 
 def test_a_seed_gives_the_same_tokens_again() -> None:
