@@ -8,13 +8,18 @@ is called.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
+
+from mlcbuild_runtime.errors import ServingError
 
 from mlcbuild.errors import MlcbuildError, UsageError, did_you_mean
 
@@ -90,16 +95,25 @@ def _step(parser: argparse.ArgumentParser) -> None:
 
 
 def _graph(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=("mermaid", "dot", "svg", "html"), default="mermaid")
-    parser.add_argument("--output", "-o", metavar="FILE", help="default: stdout")
+    parser.add_argument(
+        "--format",
+        choices=("mermaid", "dot", "svg", "html"),
+        default="mermaid",
+        help="what to write (default: mermaid)",
+    )
+    parser.add_argument("--output", "-o", metavar="FILE", help="where to (default: stdout)")
 
 
 def _cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=("status", "verify"), help="what to do with the store")
+    parser.add_argument(
+        "action", choices=("status", "verify"), help="say what is in it, or hash all of it again"
+    )
 
 
 def _init(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", nargs="?", default=".", help="where recipe.yaml is written")
+    parser.add_argument(
+        "directory", nargs="?", default=".", help="where recipe.yaml is written (default: here)"
+    )
 
 
 def _bundle(parser: argparse.ArgumentParser) -> None:
@@ -113,24 +127,27 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--threads", type=_positive, help="default: every core this process may use")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    _threads(parser)
 
 
-def _chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=_positive, help="default: every core this process may use")
+def _threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=_positive, metavar="N", help="for the model (default: every physical core)"
+    )
 
 
 def _schema(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("recipe", "target"), nargs="?", default="recipe")
+    parser.add_argument(
+        "kind", choices=("recipe", "target"), nargs="?", default="recipe", help="default: recipe"
+    )
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found '{text}'")
+    return int(text)
 
 
 VERBS: dict[str, Verb] = {
@@ -197,7 +214,7 @@ VERBS: dict[str, Verb] = {
         (_bundle, _serve),
     ),
     "chat": Verb(
-        "bundles", "chat", "talk to a bundle", "mlcbuild chat dist/tiny-q4f16_1-host", (_bundle, _chat)
+        "bundles", "chat", "talk to a bundle", "mlcbuild chat dist/tiny-q4f16_1-host", (_bundle, _threads)
     ),
     "doctor": Verb("facts", "doctor", "check this machine", "mlcbuild doctor", (_store, _json)),
     "schema": Verb(
@@ -220,6 +237,7 @@ def parser() -> argparse.ArgumentParser:
         prog="mlcbuild",
         description="Builds LLM artifacts from a recipe: models x quantizations x targets.",
         epilog="example: mlcbuild run recipe.yaml",
+        allow_abbrev=False,
     )
     top.add_argument("--version", action="version", version=f"mlcbuild {version('mlcbuild')}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -229,6 +247,7 @@ def parser() -> argparse.ArgumentParser:
             help=verb.help,
             description=f"{verb.help[0].upper()}{verb.help[1:]}.",
             epilog=f"example: {verb.example}",
+            allow_abbrev=False,
         )
         for configure in verb.configure:
             configure(sub)
@@ -238,44 +257,97 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; never lets an expected failure show a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
-        _check_verb(arguments)
-        parsed = parser().parse_args(arguments)
-        verb = VERBS[parsed.verb]
-        function: Callable[[argparse.Namespace], int] = getattr(
-            import_module(f"mlcbuild.cli.{verb.module}"), verb.function
-        )
-        return function(parsed)
-    except SystemExit as stop:  # argparse: --help, --version, bad usage
-        return stop.code if isinstance(stop.code, int) else 2
-    except MlcbuildError as error:
+        code = _command(arguments)
+    except (MlcbuildError, ServingError) as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("mlcbuild: interrupted", INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output left, as `head` does. Nothing more can be said to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        _silence()
+        # The reader of our output left, as `head` does. That is its right, but it ends a run early.
+        return 1 if arguments[:1] == ["run"] else 0
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = f"{error.filename}: " if error.filename else ""
+            return _fail(f"mlcbuild: {where}nothing more can be written: {error.strerror}", 1)
         if os.environ.get("MLCBUILD_DEBUG"):
             traceback.print_exc()
+        what = " ".join(f"{type(error).__name__}: {error}".split())
         return _fail(
-            f"mlcbuild: a defect of mlcbuild, please report it: {type(error).__name__}: {error} "
-            "(MLCBUILD_DEBUG=1 shows where)",
-            1,
+            f"mlcbuild: a defect of mlcbuild, please report it: {what} (MLCBUILD_DEBUG=1 shows where)", 1
         )
+    return code if _flushed() else 1
+
+
+def _command(arguments: Sequence[str]) -> int:
+    if not arguments:
+        parser().print_help(sys.stderr)
+        return 2
+    _check_verb(arguments)
+    try:
+        parsed, rest = parser().parse_known_args(arguments)
+    except SystemExit as stop:  # argparse: --help, --version, bad usage
+        return stop.code if isinstance(stop.code, int) else 2
+    if rest:
+        raise UsageError(_unknown(parsed.verb, rest))
+    verb = VERBS[parsed.verb]
+    function: Callable[[argparse.Namespace], int] = getattr(
+        import_module(f"mlcbuild.cli.{verb.module}"), verb.function
+    )
+    return function(parsed)
 
 
 def _check_verb(arguments: Sequence[str]) -> None:
-    name = next((item for item in arguments if not item.startswith("-")), None)
-    if name is None or name in VERBS or arguments[0] in ("-h", "--help", "--version"):
+    name = arguments[0]
+    if name in VERBS or name in ("-h", "--help", "--version"):
         return
+    if name.startswith("-"):
+        raise UsageError(f"mlcbuild: '{name}' stands before the verb: write mlcbuild VERB [OPTIONS]")
     if name in LATER:
         raise UsageError(f"mlcbuild: '{name}' ({LATER[name]}) is not in this version")
     raise UsageError(f"mlcbuild: '{name}' is not a verb; {did_you_mean(name, VERBS)}")
 
 
+def _unknown(name: str, rest: Sequence[str]) -> str:
+    """A sentence about the first argument that a verb does not take."""
+    found = rest[0].partition("=")[0]
+    if not found.startswith("-"):
+        return f"mlcbuild {name}: '{found}' is one argument too many; see mlcbuild {name} --help"
+    alone = argparse.ArgumentParser()
+    for configure in VERBS[name].configure:
+        configure(alone)
+    options = set(re.findall(r"--[a-z-]+", alone.format_help()))
+    return f"mlcbuild {name}: '{found}' is not an option; {did_you_mean(found, options)}"
+
+
+def _open_streams() -> None:
+    """A stream that was closed by the caller is None; what is said to it is dropped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115: open until the end
+            setattr(sys, name, nowhere)
+
+
+def _flushed() -> bool:
+    """Whether everything that was printed has arrived; says so where it has not."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _silence()
+        if not isinstance(error, BrokenPipeError):
+            print(f"mlcbuild: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return isinstance(error, BrokenPipeError)
+    return True
+
+
+def _silence() -> None:
+    """Nothing more can be said to stdout, also not by the interpreter when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str, code: int) -> int:
-    sys.stdout.flush()
+    _flushed()
     print(message, file=sys.stderr)
     return code

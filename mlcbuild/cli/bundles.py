@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mlcbuild_runtime import bundle as form
 from mlcbuild_runtime.bundle import Manifest
+from mlcbuild_runtime.errors import BundleError
 
 from mlcbuild.bundle import LIBRARY
 from mlcbuild.cli.facts import show, table
@@ -18,9 +19,9 @@ from mlcbuild.report import size
 def inspect(arguments: argparse.Namespace) -> int:
     path = Path(arguments.bundle)
     manifest = form.read(path)
-    library = json.loads((path / LIBRARY).read_bytes()) if LIBRARY in manifest.files else {}
-    document: dict[str, object] = {**manifest.to_json(), "kernels": library.get("kernels")}
-    lines = [*table(_facts(manifest)), *_kernels(library)]
+    kernels = _kernels(path / LIBRARY) if LIBRARY in manifest.files else {}
+    document: dict[str, object] = {**manifest.to_json(), "kernels": kernels}
+    lines = table([*_facts(manifest), *_uses(kernels)])
     if arguments.measure:
         from mlcbuild.footprint import measure
 
@@ -68,8 +69,21 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
     ]
 
 
-def _kernels(library: Mapping[str, object]) -> list[str]:
-    return [f"kernels {json.dumps(library.get('kernels'))}"]
+def _kernels(library: Path) -> dict[str, str]:
+    """Which kernel does what. Raises BundleError."""
+    try:
+        return {str(use): str(name) for use, name in json.loads(library.read_bytes())["kernels"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise BundleError(f"{library}: does not describe a library: build the bundle again") from None
+
+
+def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
+    """A row for each kernel, with all that it is used for."""
+    rows = []
+    for name in sorted(set(kernels.values())):
+        uses = sorted(use.removesuffix(".weight") for use, chosen in kernels.items() if chosen == name)
+        rows.append(("kernel", f"{name} for {', '.join(uses)}"))
+    return rows
 
 
 def _compared(manifest: Manifest, peak: int) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mlcbuild import machine
-from mlcbuild.errors import MlcbuildError
+from mlcbuild.errors import MlcbuildError, StoreError
 
 
 def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
@@ -159,8 +159,13 @@ def _store(arguments: argparse.Namespace) -> str:
     place = root
     while not place.exists():
         place = place.parent
-    if not os.access(place, os.W_OK):
-        raise PermissionError(f"{root}: cannot be written; set MLCBUILD_STORE to a directory of yours")
+    try:
+        # Tried and not asked: a file system may refuse what permissions allow.
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        why = f"{root}: cannot be written ({error.strerror})"
+        raise StoreError(f"{why}; set MLCBUILD_STORE to a directory of yours") from None
     return f"{root} ({shutil.disk_usage(place).free / 2**30:.1f} GiB free)"
 
 

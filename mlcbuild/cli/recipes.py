@@ -63,9 +63,12 @@ def init(arguments: argparse.Namespace) -> int:
     path = directory / "recipe.yaml"
     if path.exists():
         raise UsageError(f"{path}: it exists already; it was not changed")
-    directory.mkdir(parents=True, exist_ok=True)
     published = Path(mlcbuild.schema.__file__).with_name("recipe.schema.json")
-    path.write_text(FIRST.format(schema=published.as_uri()), encoding="utf-8")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(FIRST.format(schema=published.as_uri()), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
     print(f"{path}: put a checkpoint into {directory / 'model'}, then run `mlcbuild run {path}`")
     return 0
 
@@ -84,9 +87,8 @@ def validate(arguments: argparse.Namespace) -> int:
         document = {"problems": [], "variants": [{"name": v.name, "bundle": str(v.output)} for v in variants]}
         print(json.dumps(document, indent=2))
     else:
-        print(
-            "\n".join([*(variant.name for variant in variants), f"{recipe.path}: {len(variants)} variants"])
-        )
+        count = f"{len(variants)} variant{'s' if len(variants) != 1 else ''}"
+        print("\n".join([*(variant.name for variant in variants), f"{recipe.path}: {count}"]))
     return 0
 
 
