@@ -326,7 +326,8 @@ def _open_streams() -> None:
     """A stream that was closed by the caller is None; what is said to it is dropped."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115: open until the end
+            # Open until the interpreter ends.
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
             setattr(sys, name, nowhere)
 
 
