@@ -148,7 +148,6 @@ class _Body:
     def _sampling(self, serving: Serving) -> Sampling:
         temperature, top_p = self._number("temperature", 0, 2), self._number("top_p", 0, 1)
         top_k, min_p = self.integer("top_k", 0), self._number("min_p", 0, 1)
-        # A request that chooses its own temperature or top_p has left the model's defaults behind.
         if temperature is None:
             temperature = 1.0 if serving.temperature is None else serving.temperature
         if top_p is None:

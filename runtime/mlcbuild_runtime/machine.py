@@ -160,7 +160,7 @@ def _macos_features() -> frozenset[str] | None:
         # Every Apple processor has these; older systems do not list them.
         return frozenset(name for key, name in _APPLE.items() if key in on) | {"neon", "fp-armv8", "crc"}
     flags = " ".join(line.partition(":")[2] for line in lines if "features" in line).lower().split()
-    apple = {"avx1.0": "avx", "bmi1": "bmi", "avx512vnni": "avx512vnni"}
+    apple = {"avx1.0": "avx", "bmi1": "bmi", "lahf": "sahf"}
     return frozenset(apple.get(flag, flag) for flag in flags) or None
 
 

@@ -46,7 +46,8 @@ def choose(logits: Floats, sampling: Sampling, random: np.random.Generator) -> i
         raise EngineError(f"the model's logits are not numbers (the largest is {highest})")
     if sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0:
         return best
-    scaled = (logits.astype(np.float64) - np.float64(highest)) / sampling.temperature
+    with np.errstate(over="ignore"):  # a tiny temperature: all but the best become impossible
+        scaled = (logits.astype(np.float64) - np.float64(highest)) / sampling.temperature
     tokens, weights = _candidates(np.exp(scaled), sampling)
     sums = np.cumsum(weights)
     place = int(np.searchsorted(sums, random.random() * sums[-1], side="right"))

@@ -202,20 +202,21 @@ def _tensor(array: Ints) -> tvm_ffi.Tensor:
 
 def _load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
     """Loads TVM's runtime library into this process, once; returns the threads it works with."""
-    os.environ.setdefault("TVM_BIND_THREADS", "0")
-    if threads is not None:
-        os.environ["TVM_NUM_THREADS"] = str(threads)
-    os.environ.setdefault("TVM_NUM_THREADS", str(machine.default_threads()))
-    _load_once(_find_runtime(path, manifest))
+    if not _loaded:
+        os.environ.setdefault("TVM_BIND_THREADS", "0")
+        if threads is not None:
+            os.environ["TVM_NUM_THREADS"] = str(threads)
+        wanted = os.environ.setdefault("TVM_NUM_THREADS", str(machine.default_threads()))
+        if not wanted.isdecimal() or int(wanted) < 1:
+            raise SetupError(f"TVM_NUM_THREADS is '{wanted}', which is not a number of at least 1")
+        _load_library(_find_runtime(path, manifest))
     return int(os.environ["TVM_NUM_THREADS"])
 
 
 _loaded: list[ctypes.CDLL] = []
 
 
-def _load_once(path: Path) -> None:
-    if _loaded:
-        return
+def _load_library(path: Path) -> None:
     binary.check(path)
     try:
         _loaded.append(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))

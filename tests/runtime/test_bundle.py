@@ -120,8 +120,11 @@ def other_model(path: Path) -> None:
 def elf_with_far_segment(path: Path) -> None:
     """Headers that promise more than the file holds: mapping it would end the process by SIGBUS."""
     data = bytearray((path / "model.so").read_bytes())
-    (programs,) = struct.unpack_from("<Q", data, 32)
-    struct.pack_into("<Q", data, programs + 32, 1 << 40)
+    if data[:4] != b"\x7fELF":  # another system's library: cutting it is the same promise
+        del data[len(data) // 2 :]
+    else:
+        (programs,) = struct.unpack_from("<Q", data, 32)
+        struct.pack_into("<Q", data, programs + 32, 1 << 40)
     (path / "model.so").write_bytes(data)
     reseal(path)
 

@@ -38,6 +38,11 @@ def test_temperature_zero_takes_the_most_likely() -> None:
     assert choose(logits, Sampling(temperature=0), generator(Sampling())) == 1
 
 
+def test_tiny_temperatures_are_as_zero() -> None:
+    logits = np.array([0.0, 3.0, 2.9], np.float32)
+    assert frequencies(logits, Sampling(temperature=5e-324), 20)[1] == 1
+
+
 def test_frequencies_follow_the_softmax() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     found = frequencies(logits, Sampling(seed=1))

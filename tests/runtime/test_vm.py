@@ -116,7 +116,12 @@ def load(bundle: Path, *arguments: str, **extra: str) -> subprocess.CompletedPro
 def test_threads(toy_bundle: Path) -> None:
     assert load(toy_bundle, "3").stdout == "3\n"
     assert load(toy_bundle, TVM_NUM_THREADS="5").stdout == "5\n"
-    assert int(load(toy_bundle).stdout) >= 1
+    assert load(toy_bundle, TVM_NUM_THREADS="many").stderr.startswith("SetupError: TVM_NUM_THREADS is 'many'")
+
+
+def test_the_first_load_decides_the_threads(toy_bundle: Path) -> None:
+    threads = Model.load(toy_bundle).threads
+    assert Model.load(toy_bundle, threads=threads + 1).threads == threads
 
 
 def test_where_the_tvm_runtime_comes_from(toy_bundle: Path, toy_copy: Path, tmp_path: Path) -> None:
