@@ -38,6 +38,16 @@ def workers(parent: int) -> list[int]:
     return [int(pid) for pid, owner in rows if int(owner) == parent]
 
 
+def wait_for_session(store: Path, process: subprocess.Popen[str]) -> None:
+    """Returns when a builder has made its directory, so that kills do not only meet its start."""
+    before = set(store.glob("tmp/*.lock"))
+    end = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < end:
+        if set(store.glob("tmp/*.lock")) - before:
+            return
+        time.sleep(0.01)
+
+
 def files(store: Path) -> set[str]:
     """Names of all files but the index, whose write-ahead log a killed process may leave to the next one."""
     return {
@@ -66,7 +76,8 @@ def test_killed_builders_leave_a_store_that_a_rerun_completes(
     store = tmp_path / "store"
     for _ in range(3):
         process = build(store, Path("/dev/null"))
-        time.sleep(moments.uniform(0.1, 0.5))
+        wait_for_session(store, process)
+        time.sleep(moments.uniform(0.0, 0.35))
         process.kill()
         process.communicate()
         if store.exists():
