@@ -44,8 +44,8 @@ class Embedding:
         """tokens int32 [n], each in 0 .. vocab - 1 (not checked), the table's tensors in stored order ->
         float32 [n, hidden]."""
         out = Tensor.placeholder([tokens.shape[0], self.hidden], "float32")
-        kernel = _kernel(self)
-        return tensor_ir_op(kernel, str(kernel.attrs["global_symbol"]), [tokens, *weights], out)
+        made = kernel(self)
+        return tensor_ir_op(made, str(made.attrs["global_symbol"]), [tokens, *weights], out)
 
 
 def embedding(isa: ISA, scheme: Scheme, vocab: int, hidden: int) -> Embedding:
@@ -75,7 +75,8 @@ class _Lookup:
 
 
 @cache
-def _kernel(of: Embedding) -> PrimFunc:
+def kernel(of: Embedding) -> PrimFunc:
+    """The function (tokens, stored tensors, out) behind a lookup; one object for equal ones."""
     scheme = of.scheme
     copy = {"plain": _copy_plain, "row": _copy_row, "x16": _copy_x16}[scheme.layout]
     kind = scheme.dtype if scheme.bits == 0 else f"{scheme.layout}{scheme.bits}_{scheme.dtype}"

@@ -43,10 +43,8 @@ COLUMNS = 4
 """Weight rows in a register tile; their lane sums make one vector of the output."""
 STREAMED_ROWS = 16
 """Up to this many rows of x, weights are not unpacked into a buffer first."""
-BLOCK_ROWS = 32
-"""Weight rows unpacked at a time when there are many rows of x."""
 BLOCK_VALUES = 1024
-"""Most weights of one row unpacked at a time: 32 rows of them are 128 KiB, half of a small L2."""
+"""Most weights of one row unpacked at a time."""
 SERIAL_BYTES = 48 << 10
 """A matrix smaller than this is not split over threads for one row of x: waking them costs more."""
 
@@ -134,9 +132,14 @@ def packed(form: RowFormat) -> Packed:
     return Packed(form.lanes, form.planes, form.blocks, form.offset != 0)
 
 
+def block_rows(n: int) -> int:
+    """Weight rows unpacked at a time: 256 KiB, which an L2 holds, but enough blocks for a few threads."""
+    return 64 if n >= 1024 else 32
+
+
 def workspace(form: RowFormat, m: int) -> int:
     """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
-    scratch = BLOCK_ROWS * _scratch_stride(form) if m > STREAMED_ROWS else 0
+    scratch = block_rows(form.n) * _scratch_stride(form) if m > STREAMED_ROWS else 0
     return 4 * (m * packed(form).stride + scratch)
 
 
@@ -194,7 +197,7 @@ def _several_rows(call: _Call, x: Buffer) -> None:
         tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
         with T.Then(), T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
             _stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
-        with T.Else(), T.parallel(0, i64(-(-form.n // BLOCK_ROWS))) as block:
+        with T.Else(), T.parallel(0, i64(-(-form.n // block_rows(form.n)))) as block:
             _block_product(call, lines, block)
 
 
@@ -309,10 +312,10 @@ def _scratch_stride(form: RowFormat) -> int:
 
 
 def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
-    """BLOCK_ROWS weight rows times all rows of x."""
-    form, m = call.form, call.m
-    tiles = (T.min(i64(BLOCK_ROWS), form.n - index * BLOCK_ROWS) + (COLUMNS - 1)) // COLUMNS
-    scratch = T.alloc_buffer((BLOCK_ROWS, _scratch_stride(form)), "float32")
+    """A block of weight rows times all rows of x."""
+    form, m, high = call.form, call.m, block_rows(call.form.n)
+    tiles = (T.min(i64(high), form.n - index * high) + (COLUMNS - 1)) // COLUMNS
+    scratch = T.alloc_buffer((high, _scratch_stride(form)), "float32")
     size = _blocks_at_once(form)
     with T.serial(0, i64(-(-form.blocks // size))) as number:
         chunk = _Chunk(number * size, T.min(i64(size), form.blocks - number * size))
@@ -322,7 +325,7 @@ def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
         with T.serial(0, (m + (tall - 1)) // tall) as group, T.serial(0, tiles) as tile:
             acc = _tile_product(call, lines, scratch, (group * tall, tile * COLUMNS), chunk)
             sums = [lane_sums([cell.value for cell in line], form.lanes) for line in acc]
-            column = index * BLOCK_ROWS + tile * COLUMNS
+            column = index * high + tile * COLUMNS
             with T.If(number == 0):
                 with T.Then():
                     _store_rows(call, group * tall, column, sums, True)
@@ -333,7 +336,7 @@ def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
 def _unpack_row(call: _Call, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
     """A chunk of weight row r of block `index` as float32, in the order of packed x without offsets."""
     form = call.form
-    row = call.row(index * BLOCK_ROWS + r)
+    row = call.row(index * block_rows(form.n) + r)
     with T.serial(0, chunk.count) as b:
         loaded = form.load(call.weights, row, chunk.first + b)
         for plane in range(form.planes):

@@ -38,8 +38,8 @@ TILE_BYTES = 256
 """Bytes of a tile's weights in one group."""
 FETCH_BYTES = 4096
 """How far ahead of the reader weights are prefetched."""
-STREAMED_ROWS = 24
-"""Up to this many rows of x, weights are not unpacked into a buffer first."""
+STREAMED_BATCHES = 6
+"""Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
 BLOCK_GROUPS = 16
 """Groups unpacked at a time: with two tiles 16 KiB, half of a small L1."""
 SERIAL_BYTES = 48 << 10
@@ -107,7 +107,7 @@ def workspace(isa: ISA, n: int, k: int, m: int) -> int:
     """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
     matrix = _Matrix(isa, n, k)
     scratch = 0
-    if m > STREAMED_ROWS:
+    if m > STREAMED_BATCHES * isa.dot_batch:
         scratch = matrix.block_groups * matrix.block_tiles * TILE * (dot.QUADS * dot.parts(isa) + 1)
     return 4 * (m * matrix.records.stride + scratch)
 
@@ -148,7 +148,7 @@ def _several_rows(call: _Call, x: Buffer) -> None:
     matrix, m = call.matrix, call.m
     with T.parallel(0, m) as i:
         quantize_row(matrix.records, x, call.records, i)
-    with T.If(m <= STREAMED_ROWS):
+    with T.If(m <= STREAMED_BATCHES * matrix.isa.dot_batch):
         with T.Then(), T.parallel(0, i64(matrix.tiles)) as tile:
             batch = matrix.isa.dot_batch
             with T.serial(0, (m + (batch - 1)) // batch) as part:

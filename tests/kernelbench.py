@@ -1,0 +1,144 @@
+"""Kernels compiled for the tests: one module for each instruction set, and what the results should be."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from numpy.typing import NDArray
+from tvm.target.codegen import llvm_get_cpu_features, llvm_get_system_cpu
+
+from mlcbuild import quant
+from mlcbuild.compiler.kernels.isa import ISA, isa_for, tvm_target
+from mlcbuild.compiler.pipeline import kernel_pipeline
+from mlcbuild.quant import Scheme
+from mlcbuild.targets import Target
+
+Floats = NDArray[np.float64]
+Tensor = NDArray[Any]
+
+TARGETS: Mapping[str, Target] = {
+    "avx512vnni": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4", ("+avx512vnni",)),
+    "avx512": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4"),
+    "avx2": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v3"),
+    "portable": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v2"),
+}
+"""A target for each instruction set that an x86-64 machine can run."""
+
+
+MEMORY = {"memcpy", "memset", "memmove"}
+"""LLVM makes calls of these from plain loops and expects them in every process."""
+
+
+@dataclass(frozen=True)
+class Module:
+    isa: ISA
+    asm: str
+    library: Any
+
+    def run(self, function: tvm.tirx.PrimFunc, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+        """A float32 result of `shape`, from arrays copied to aligned memory; it starts filled with NaN."""
+        out = tvm.runtime.tensor(np.full(shape, np.nan, np.float32))
+        self.library[symbol(function)](*(tvm.runtime.tensor(array) for array in inputs), out)
+        result: Tensor = out.numpy()
+        return result
+
+    def code(self, function: tvm.tirx.PrimFunc) -> str:
+        """The assembly of a kernel and of the parallel loops that were cut out of it."""
+        labels = re.split(r"^([A-Za-z_]\w*):", self.asm, flags=re.MULTILINE)
+        parts = zip(labels[1::2], labels[2::2], strict=True)
+        return "".join(text for label, text in parts if symbol(function) in label)
+
+
+def symbol(function: tvm.tirx.PrimFunc) -> str:
+    return str(function.attrs["global_symbol"])
+
+
+def compiled(target: Target, functions: list[tvm.tirx.PrimFunc]) -> Module:
+    module = tvm.IRModule({symbol(function): function for function in functions})
+    built = tvm.compile(module, target=tvm_target(target), tir_pipeline=kernel_pipeline())
+    return Module(isa_for(target), str(built.mod.inspect_source("asm")), built.mod)
+
+
+def need(target: Target) -> None:
+    """Skip the test unless this machine can run the target's code."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("this machine is no x86-64: the code cannot run here")
+    here = tvm.target.Target({"kind": "llvm", "mcpu": str(llvm_get_system_cpu())})
+    missing = {str(f) for f in isa_for(target).features} - {str(f) for f in llvm_get_cpu_features(here)}
+    if missing:
+        pytest.skip(f"this processor lacks {', '.join(sorted(missing))}: the code cannot run here")
+
+
+def libraries_called(asm: str) -> set[str]:
+    """Names of functions outside the module that its code calls, but for TVM's and MEMORY."""
+    own = set(re.findall(r"^([A-Za-z_]\w*):", asm, re.MULTILINE))
+    names = set(re.findall(r"\b(?:call[ql]?|jmp|bl|tail)\s+([A-Za-z_]\w*)(?:@PLT)?\s*$", asm, re.MULTILINE))
+    plain = {name.lstrip("_") for name in names - own}
+    return {name for name in plain if not name.startswith("TVM")} - MEMORY
+
+
+def weights(rng: np.random.Generator, scheme: Scheme, n: int, k: int) -> tuple[tuple[Tensor, ...], Floats]:
+    """Tensors in stored order of a gaussian matrix, and the matrix they stand for."""
+    matrix = rng.standard_normal((n, k)).astype(np.float32)
+    if scheme.bits == 0:
+        plain = matrix.astype(scheme.dtype)
+        return (plain,), plain.astype(np.float64)
+    words, scales = quant.pack(matrix, scheme)
+    zero = 8 if scheme.layout == "x16" else 2 ** (scheme.bits - 1) - 1
+    unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    unpack = _tiles if scheme.layout == "x16" else _lines
+    levels, each = unpack(words, scales)
+    return (words, scales), ((levels.astype(np.float64) - zero) * each.astype(np.float64))[:n, :k]
+
+
+def _lines(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    bits = words.shape[1] // scales.shape[1]
+    fields = (words[:, :, None] >> np.arange(0, 32, bits, dtype=np.uint32)) & np.uint32(2**bits - 1)
+    return fields.reshape(len(words), -1), np.repeat(scales, 32, axis=1)
+
+
+def _tiles(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    tiles, groups, _ = words.shape
+    halves = np.stack([words & 15, words >> 4], axis=2).reshape(tiles, groups, 2, 4, 16, 4)
+    levels = halves.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * 16, groups * 32)
+    return levels, np.repeat(scales.transpose(0, 2, 1).reshape(tiles * 16, groups), 32, axis=1)
+
+
+def rows(rng: np.random.Generator, m: int, k: int) -> Tensor:
+    """Gaussian float32 [m, k], without values that lie half-way between two 8-bit levels: how those round
+    depends on whether the target multiplies and adds in one step."""
+    x = rng.standard_normal((m, k)).astype(np.float32)
+    ratio = _ratios(x).reshape(m, -1)[:, :k]
+    x[np.abs(ratio - np.floor(ratio) - 0.5) < 1e-3] = 0
+    return x
+
+
+def activations(x: Tensor, scheme: Scheme) -> Floats:
+    """x as a product under the scheme sees it: exact, or rounded to 8 bits in groups of 32."""
+    if not scheme.activation_bits:
+        return x.astype(np.float64)
+    largest = np.abs(_groups(x)).max(-1, keepdims=True)
+    rounded: Floats = (np.rint(_ratios(x)) * (largest / 127)).reshape(len(x), -1)[:, : x.shape[1]]
+    return rounded
+
+
+def _groups(x: Tensor) -> Floats:
+    """x padded with zeros to whole groups of 32, [m, groups, 32]."""
+    m, k = x.shape
+    padded = np.zeros((m, -(-k // 32) * 32))
+    padded[:, :k] = x
+    return padded.reshape(m, -1, 32)
+
+
+def _ratios(x: Tensor) -> Floats:
+    """Each value of a group over the group's scale, -127 .. 127."""
+    groups = _groups(x)
+    largest = np.abs(groups).max(-1, keepdims=True)
+    return groups * 127 / np.where(largest > 0, largest, 1)

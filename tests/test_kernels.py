@@ -1,0 +1,158 @@
+"""Matrix products and embeddings of every format and instruction set against float64 NumPy."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import kernelbench
+import numpy as np
+import pytest
+from kernelbench import TARGETS, Module
+from tvm import relax
+from tvm.relax.frontend.nn import Tensor as NnTensor
+from tvm.tirx import Var
+
+from mlcbuild import quant
+from mlcbuild.compiler.kernels import embedding
+from mlcbuild.compiler.kernels.embedding import Embedding
+from mlcbuild.compiler.kernels.isa import isa_for
+from mlcbuild.compiler.kernels.linear import Linear, kernel, linear
+from mlcbuild.quant import SCHEMES, Scheme
+
+BIAS = (50, 72)
+SHAPES = (BIAS, (320, 576), (1, 31), (20, 1100))
+"""[n, k]: tails in n and k, a whole model's width, K within one group, more than one block of K."""
+CASES = [(scheme, BIAS) for scheme in SCHEMES]
+CASES += [(scheme, shape) for scheme in ("q0f32", "q4f16_1", "q8f16_1", "q4a8_1") for shape in SHAPES[1:]]
+CASES += [("q0f16", (20, 1100)), ("q0f16", (7, 1))]
+ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
+TABLES = ((37, 72), (37, 64))
+
+each_isa = pytest.mark.parametrize("isa", list(TARGETS))
+each_scheme = pytest.mark.parametrize("scheme", list(SCHEMES))
+
+
+def product(isa: str, scheme: str, shape: tuple[int, int]) -> Linear:
+    return linear(isa_for(TARGETS[isa]), SCHEMES[scheme], *shape)
+
+
+def table(isa: str, scheme: str, shape: tuple[int, int]) -> Embedding:
+    return embedding.embedding(isa_for(TARGETS[isa]), SCHEMES[scheme], *shape)
+
+
+@cache
+def module(isa: str) -> Module:
+    """All kernels of this file for one instruction set."""
+    functions = [kernel(product(isa, *case), case[1] == BIAS) for case in CASES]
+    functions += [embedding.kernel(table(isa, s, shape)) for s in SCHEMES for shape in TABLES]
+    return kernelbench.compiled(TARGETS[isa], functions)
+
+
+@each_isa
+@pytest.mark.parametrize(("scheme", "shape"), CASES)
+def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
+    kernelbench.need(TARGETS[isa])
+    rng = np.random.default_rng(1)
+    stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], *shape)
+    bias = rng.standard_normal(shape[0]).astype(np.float32)
+    added = (bias,) if shape == BIAS else ()
+    made = kernel(product(isa, scheme, shape), shape == BIAS)
+    for m in ROWS:
+        x = kernelbench.rows(rng, m, shape[1])
+        found = module(isa).run(made, (m, shape[0]), x, *stored, *added)
+        wanted = kernelbench.activations(x, SCHEMES[scheme]) @ matrix.T + (bias if added else 0)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.sqrt(shape[1]), err_msg=f"m={m}")
+
+
+@each_isa
+@each_scheme
+@pytest.mark.parametrize("shape", TABLES)
+def test_embedding(isa: str, scheme: str, shape: tuple[int, int]) -> None:
+    kernelbench.need(TARGETS[isa])
+    rng = np.random.default_rng(2)
+    stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], *shape)
+    tokens = np.array([0, 36, 5, 5, 17, 16, 15], np.int32)
+    found = module(isa).run(embedding.kernel(table(isa, scheme, shape)), (7, shape[1]), tokens, *stored)
+    np.testing.assert_allclose(found, matrix[tokens], rtol=1e-6, atol=0)
+
+
+@each_isa
+def test_zero_rows_of_x_stay_zero(isa: str) -> None:
+    """A group of zeros has no scale: nothing is divided by it."""
+    kernelbench.need(TARGETS[isa])
+    stored, _ = kernelbench.weights(np.random.default_rng(3), SCHEMES["q4a8_1"], 320, 576)
+    made = kernel(product(isa, "q4a8_1", (320, 576)), False)
+    for m in (1, 4, 65):
+        found = module(isa).run(made, (m, 320), np.zeros((m, 576), np.float32), *stored)
+        assert not found.any()
+
+
+@each_isa
+def test_float16_of_every_magnitude(isa: str) -> None:
+    """Zeros, subnormal and normal numbers of either sign come out exactly."""
+    kernelbench.need(TARGETS[isa])
+    bits = np.arange(0, 1 << 16, 13, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    values = bits[np.isfinite(bits)][: 4 * 37 * 64].reshape(-1)
+    for start in range(0, values.size - 37 * 64, 37 * 64):
+        plain = values[start : start + 37 * 64].reshape(37, 64)
+        made = embedding.kernel(table(isa, "q0f16", (37, 64)))
+        found = module(isa).run(made, (37, 64), np.arange(37, dtype=np.int32), plain)
+        np.testing.assert_array_equal(found, plain.astype(np.float32))
+
+
+def test_error_of_8_bit_activations() -> None:
+    """Relative to the unquantized product, on gaussian data, as good as other 4-bit formats."""
+    target = TARGETS["portable"]
+    kernelbench.need(target)
+    rng, (n, k) = np.random.default_rng(4), (320, 576)
+    matrix = rng.standard_normal((n, k)).astype(np.float32)
+    x = rng.standard_normal((8, k)).astype(np.float32)
+    made = kernel(product("portable", "q4a8_1", (n, k)), False)
+    found = module("portable").run(made, (8, n), x, *quant.pack(matrix, SCHEMES["q4a8_1"]))
+    exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
+    error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
+    assert error <= 0.087
+
+
+def test_equal_products_share_one_kernel() -> None:
+    """Two products of one shape in one function: one PrimFunc, called for any number of rows."""
+    made = product("portable", "q4f16_1", (72, 72))
+    builder = relax.BlockBuilder()
+    m = Var("m", "int64")
+    inputs = [
+        relax.Var("x", relax.TensorType((m, 72), "float32")),
+        relax.Var("w", relax.TensorType((72, 12), "uint32")),
+        relax.Var("s", relax.TensorType((72, 3), "float16")),
+    ]
+    with builder.function("main", inputs):
+        x, *stored = (NnTensor(_expr=variable) for variable in inputs)
+        y = made.apply(made.apply(x, stored), stored)
+        builder.emit_func_output(y._expr)
+    found = builder.get()
+    names = sorted(str(name.name_hint) for name in found.functions)
+    assert names == ["main", kernelbench.symbol(kernel(made, False))]
+
+
+def test_names_fallbacks_and_workspaces() -> None:
+    assert product("avx512vnni", "q4a8_1", (320, 576)).name == "w4a8.avx512vnni"
+    assert product("avx2", "q8f32_1", (320, 576)).name == "w8f32.avx2"
+    assert product("avx2", "q4f16_1", (320, 576)).fallback is None
+    assert "no vector instructions" in str(product("portable", "q0f32", (320, 576)).fallback)
+    for scheme in SCHEMES:
+        made = product("avx2", scheme, (320, 576))
+        assert 576 <= made.workspace(1) < made.workspace(8) < made.workspace(512)
+
+
+def test_kernel_names_tell_formats_and_shapes_apart() -> None:
+    shapes = ((32, 64), (64, 32))
+    cases = [(scheme, shape, bias) for scheme in SCHEMES for shape in shapes for bias in (False, True)]
+    made = [kernel(product("avx2", scheme, shape), bias) for scheme, shape, bias in cases]
+    tables = [embedding.kernel(table("avx2", scheme, shape)) for scheme in SCHEMES for shape in shapes]
+    names = [kernelbench.symbol(function) for function in made + tables]
+    assert len(set(names)) == len(names)
+
+
+def scheme_kernels(isa: str, scheme: Scheme) -> str:
+    """Assembly of all products of one scheme."""
+    made = [kernel(product(isa, *case), case[1] == BIAS) for case in CASES if case[0] == scheme.name]
+    return "\n".join(module(isa).code(function) for function in made)

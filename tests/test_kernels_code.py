@@ -1,0 +1,91 @@
+"""What instructions kernels are made of: the right ones, no others, and no calls of a C library."""
+
+from __future__ import annotations
+
+import re
+
+import kernelbench
+import pytest
+from kernelbench import TARGETS
+from test_kernels import module, scheme_kernels
+
+from mlcbuild.compiler.kernels import embedding
+from mlcbuild.compiler.kernels.isa import isa_for
+from mlcbuild.compiler.kernels.linear import kernel, linear
+from mlcbuild.quant import SCHEMES
+from mlcbuild.targets import Target
+
+LINUX, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+
+
+@pytest.mark.parametrize(
+    ("triple", "cpu", "features", "name"),
+    [
+        (LINUX, "cascadelake", (), "avx512vnni"),
+        (LINUX, "znver4", (), "avx512vnni"),
+        (LINUX, "x86-64-v4", ("+avx512vnni",), "avx512vnni"),
+        (LINUX, "x86-64-v4", (), "avx512"),
+        (LINUX, "skylake-avx512", (), "avx512"),
+        (LINUX, "haswell", (), "avx2"),
+        (LINUX, "x86-64-v3", (), "avx2"),
+        (LINUX, "haswell", ("-avx2",), "portable"),
+        (LINUX, "x86-64-v2", (), "portable"),
+        (LINUX, "x86-64", (), "portable"),
+        (ARM, "neoverse-n1", (), "neon"),
+        (ARM, "generic", ("+dotprod",), "neon"),
+        (ARM, "cortex-a72", (), "portable"),
+        ("arm64-apple-macosx14.0.0", "apple-m1", (), "neon"),
+        ("riscv64-unknown-linux-gnu", "generic-rv64", ("+d",), "portable"),
+    ],
+)
+def test_instruction_set_of_a_target(triple: str, cpu: str, features: tuple[str, ...], name: str) -> None:
+    assert isa_for(Target("t", triple, cpu, features)).name == name
+
+
+@pytest.mark.parametrize("isa", list(TARGETS))
+def test_no_library_is_called(isa: str) -> None:
+    assert kernelbench.libraries_called(module(isa).asm) == set()
+
+
+def test_vectors_are_not_longer_than_the_target_has() -> None:
+    assert not re.search(r"%[yz]mm|\bv[a-z]+\s.*%xmm", module("portable").asm)
+    assert not re.search(r"%zmm|%[xy]mm(?:1[6-9]|2\d|3[01])\b|%k[0-7]\b", module("avx2").asm)
+    assert "vpdpbusd" not in module("avx512").asm
+
+
+@pytest.mark.parametrize(
+    ("isa", "scheme", "instruction"),
+    [
+        ("avx512vnni", "q4a8_1", r"vpdpbusd\s.*%zmm"),
+        ("avx512", "q4a8_1", r"vpmaddubsw\s.*%zmm"),
+        ("avx2", "q4a8_1", r"vpmaddubsw\s.*%ymm"),
+        ("portable", "q4a8_1", r"pmullw\s.*%xmm"),
+        ("avx512", "q4f16_1", r"vfmadd\d+ps\s.*%zmm"),
+        ("avx2", "q8f16_1", r"vfmadd\d+ps\s.*%ymm"),
+        ("avx2", "q0f16", r"vcvtph2ps\s"),
+        ("avx2", "q4f16_1", r"prefetcht0\s"),
+    ],
+)
+def test_instructions_of_a_product(isa: str, scheme: str, instruction: str) -> None:
+    assert re.search(instruction, scheme_kernels(isa, SCHEMES[scheme]))
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [
+        (Target("t", ARM, "neoverse-n1"), r"\bsdot\s+v\d+\.4s"),
+        (Target("t", "arm64-apple-macosx14.0.0", "apple-m1"), r"\bsdot\.4s|\bsdot\s+v\d+\.4s"),
+        (Target("t", ARM, "cortex-a72"), r"\bmla(?:\.8h|\s+v\d+\.8h)"),
+        (Target("t", "riscv64-unknown-linux-gnu", "generic-rv64", ("+d", "+m")), r"\bfmul\.s|\bfmadd\.s"),
+    ],
+    ids=["neoverse-n1", "apple-m1", "cortex-a72", "riscv64"],
+)
+def test_other_architectures(target: Target, instruction: str) -> None:
+    """They compile, with the right instructions and without calls; nothing is run."""
+    isa = isa_for(target)
+    schemes = [SCHEMES[name] for name in ("q0f16", "q4f16_1", "q4a8_1")]
+    functions = [kernel(linear(isa, scheme, 20, 72), True) for scheme in schemes]
+    functions += [embedding.kernel(embedding.embedding(isa, scheme, 20, 72)) for scheme in schemes]
+    asm = kernelbench.compiled(target, functions).asm
+    assert re.search(instruction, asm)
+    assert kernelbench.libraries_called(asm) == set()
