@@ -7,18 +7,23 @@ shuffled order, and the cache starts filled with NaN, so that reading what was n
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from mlcbuild import quant
+from mlcbuild import canon, models, quant, targets
+from mlcbuild.canon import Json
+from mlcbuild.compiler import compile_library
 from mlcbuild.models import ModelConfig, parameters
 
 Array = NDArray[Any]
@@ -89,6 +94,80 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Floats]:
             values = 1 - config.norm_offset + 0.1 * values
         found[param.name] = values.astype(np.float32)
     return found
+
+
+HERE = Path(__file__).parent
+HOST = "host"
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A tiny checkpoint, and what transformers makes of it."""
+
+    config: ModelConfig
+    weights: dict[str, Array]
+    tokens: list[int]
+    logits: Floats  # [tokens, vocab]
+    context_window: int
+
+
+def golden(variant: str) -> Golden:
+    directory = HERE / "golden" / variant
+    config = models.parse(json.loads((directory / "config.json").read_text()), variant)
+    given, _ = _safetensors(directory / "model.safetensors")
+    for name, other in models.aliases(config).items():
+        given.setdefault(name, given.get(other, np.empty(0)))
+    sources = models.sources(config).items()
+    weights = {name: np.concatenate([given[part] for part in parts]) for name, parts in sources}
+    found, about = _safetensors(directory / "golden.safetensors")
+    tokens = [int(token) for token in found["tokens"]]
+    return Golden(config, weights, tokens, found["logits"], int(about["context_window"]))
+
+
+def _safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+    """Tensors, bfloat16 as float32, and metadata."""
+    data = path.read_bytes()
+    base = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:base])
+    about = entries.pop("__metadata__", {})
+    types = {"F32": "<f4", "I64": "<i8", "BF16": "<u2"}
+    found: dict[str, Array] = {}
+    for name, entry in entries.items():
+        start, end = (base + offset for offset in entry["data_offsets"])
+        values = np.frombuffer(data[start:end], types[entry["dtype"]]).reshape(entry["shape"])
+        if entry["dtype"] == "BF16":
+            values = (values.astype(np.uint32) << 16).view(np.float32)
+        found[name] = values
+    return found, about
+
+
+def compiled(
+    area: pytest.TempPathFactory,
+    config: ModelConfig,
+    scheme: quant.Scheme,
+    target: str = HOST,
+    context_window: int = 128,
+) -> Path:
+    """Directory with the library of a model, compiled once in a run of the tests."""
+    limits: dict[str, Json] = {"context_window": context_window, "prefill_chunk": 64, "max_batch": 4}
+    params: dict[str, Json] = {
+        "scheme": cast(Json, quant.to_json(scheme)),
+        "target": cast(Json, targets.to_json(targets.resolve(target))),
+        "limits": limits,
+    }
+    data = models.to_json(config)
+    root = area.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else area.getbasetemp()
+    place = root / "libraries" / canon.digest("test/1", [params, data])
+    if not place.is_dir():
+        part = area.mktemp("library")
+        (part / "in").mkdir()
+        (part / "in" / "config.json").write_text(json.dumps(data))
+        (part / "out").mkdir()
+        compile_library(params, {"config": part / "in"}, part / "out")
+        place.parent.mkdir(exist_ok=True)
+        with suppress(OSError):  # another worker was faster
+            (part / "out").rename(place)
+    return place
 
 
 @dataclass

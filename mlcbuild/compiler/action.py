@@ -28,7 +28,8 @@ TIMEOUT = 3600
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Write model.so, model.dylib or model.o, and library.json, into `out`.
 
-    params: scheme, target and limits as JSON (a null context_window is the model's own). inputs["config"]: directory with config.json, ours.
+    params: scheme, target and limits as JSON (a null context_window is the model's own).
+    inputs["config"]: directory with config.json, ours.
     Raises CompileError when a limit, the target or the compiler stands in the way, CheckpointError for a
     config that is not one of ours, SetupError when this machine cannot link for the target.
     """

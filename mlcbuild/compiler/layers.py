@@ -19,6 +19,7 @@ from mlcbuild.compiler.kernels import activation, norm, rope
 from mlcbuild.compiler.kernels.attention import Attention, attention
 from mlcbuild.compiler.kernels.cache import Heads
 from mlcbuild.compiler.kernels.embedding import Embedding, embedding
+from mlcbuild.compiler.kernels.floats import NAME
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.linear import Linear, linear
 from mlcbuild.models import ModelConfig
@@ -163,7 +164,7 @@ class Parts:
 
 
 def func_name(func: PrimFunc) -> str:
-    return str(func.attrs["global_symbol"])
+    return str(func.attrs[NAME])
 
 
 def _call(func: PrimFunc, arguments: list[Tensor | Expr], out: Tensor) -> Tensor:

@@ -82,8 +82,7 @@ def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModul
 def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark) -> list[Path]:
     """Machine code of the kernels and the program of the virtual machine, as two object files."""
     mark("generate machine code")
-    register_tir_pipeline("mlcbuild", _kernel_pipeline)
-    executable = relax.build(mod, target, relax_pipeline=None, tir_pipeline="mlcbuild")
+    executable = relax.build(mod, target, relax_pipeline=None, tir_pipeline=kernel_pipeline())
     found: list[Path] = []
 
     def collect(_: str, files: list[str]) -> None:
@@ -94,6 +93,15 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark) -> li
     return found
 
 
-def _kernel_pipeline() -> tuple[transform.Pass, Callable[[], transform.Pass], Callable[[], transform.Pass]]:
-    """KERNELS in the form in which TVM takes it, with TVM's own last passes."""
-    return transform.Sequential([make() for _, make in KERNELS]), finalize_host_passes, finalize_device_passes
+def kernel_pipeline() -> str:
+    """The name under which TVM then knows KERNELS, with its own last passes after them."""
+
+    def passes() -> tuple[transform.Pass, Callable[[], transform.Pass], Callable[[], transform.Pass]]:
+        return (
+            transform.Sequential([make() for _, make in KERNELS]),
+            finalize_host_passes,
+            finalize_device_passes,
+        )
+
+    register_tir_pipeline("mlcbuild", passes)
+    return "mlcbuild"

@@ -24,22 +24,9 @@ from mlcbuild.targets import Target
 _GNU_EMULATION = {"x86_64": "elf_x86_64", "aarch64": "aarch64linux", "riscv64": "elf64lriscv"}
 _SECONDS = 120
 
+_C_LIBRARY = "memcpy memmove memset sinf cosf sincosf expf exp2f logf powf tanhf sqrtf nearbyintf"
 ALLOWED = frozenset(
-    {
-        "memcpy",
-        "memmove",
-        "memset",
-        "sinf",
-        "cosf",
-        "sincosf",
-        "expf",
-        "exp2f",
-        "logf",
-        "powf",
-        "tanhf",
-        "sqrtf",
-    }
-    | {"TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIErrorSetRaisedFromCStr"}
+    [*_C_LIBRARY.split(), "TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIErrorSetRaisedFromCStr"]
 )
 """What a library may leave for its process to supply: Python and libtvm_runtime bring all of it."""
 
@@ -156,6 +143,12 @@ def _macho_candidates(target: Target) -> Iterator[Linker]:
         yield Linker((path,), "lld-macho", "ld64.lld")
     if command := _zig():
         yield Linker((*command, "cc", "-target", "aarch64-macos", "-nostdlib"), "clang-macho", "ziglang cc")
+
+
+def forget() -> None:
+    """Look again for linkers: this process's PATH has changed."""
+    _linker.cache_clear()
+    _version.cache_clear()
 
 
 def _zig() -> tuple[str, ...] | None:

@@ -18,6 +18,10 @@ from mlcbuild.compiler.kernels.isa import ISA
 Combine = Callable[[Expr, Expr], Expr]
 
 
+NAME = "mlcbuild.name"
+"""Attribute of a kernel: what it is called in a library, before a number makes that unique."""
+
+
 class Kernel:
     """One TensorIR function under construction. `func` is there once the `kernel` block is left."""
 
@@ -45,9 +49,10 @@ def kernel(name: str) -> Iterator[Kernel]:
     """Build one function whose loops are final: no later pass schedules it."""
     made = Kernel()
     with IRBuilder() as builder:
-        with T.prim_func(s_tir=True):
+        # Private: a module may hold several of one name, for other types, and will tell them apart.
+        with T.prim_func(is_private=True, s_tir=True):
             T.func_name(name)
-            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, NAME: name})
             yield made
         made.func = builder.get()
 
@@ -81,6 +86,7 @@ def scratch(shape: Sequence[int], dtype: str = "float32") -> Buffer:
 
 _LN2_HIGH = float(np.float32(0.693145751953125))  # 14 bits: products with whole numbers to 2^9 are exact
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
+_ROUND = 1.5 * 2.0**23
 
 
 def _exp_polynomial(degree: int) -> list[float]:
@@ -178,12 +184,14 @@ class Floats:
         """
         x = T.bind(T.max(T.min(x, self.constant(88.0)), self.constant(-87.0)))
         dtype, ints = vectors.typed("float32", self.lanes), vectors.typed("int32", self.lanes)
-        n = T.bind(vectors.intrinsic(dtype, "llvm.nearbyint", x * self.constant(1 / math.log(2.0))))
+        # Adding 1.5 * 2^23 leaves the nearest whole number in the last places of the sum.
+        shifted = T.bind(self.fma(x, self.constant(1 / math.log(2.0)), self.constant(_ROUND)))
+        n = T.bind(shifted - self.constant(_ROUND))
         r = T.bind(self.fma(n, self.constant(-_LN2_LOW), self.fma(n, self.constant(-_LN2_HIGH), x)))
         value = self.constant(_EXP[-1])
         for coefficient in reversed(_EXP[:-1]):
             value = self.fma(value, r, self.constant(coefficient))
-        bits = T.reinterpret(ints, value) + T.shift_left(T.Cast(ints, n), self._int(23))
+        bits = T.reinterpret(ints, value) + T.shift_left(T.reinterpret(ints, shifted), self._int(23))
         return T.bind(T.reinterpret(dtype, bits))
 
     def sigmoid(self, x: Expr) -> Expr:

@@ -1,0 +1,314 @@
+"""The kernels that fill and read the cache, on ragged random batches, against plain NumPy in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+from numpy.typing import NDArray
+
+from mlcbuild import targets
+from mlcbuild.compiler.kernels.attention import NO_WINDOW, Attention, attention
+from mlcbuild.compiler.kernels.cache import PAGE, Heads
+from mlcbuild.compiler.kernels.floats import Floats, kernel, size_var
+from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
+from mlcbuild.compiler.kernels.norm import Norm
+from mlcbuild.compiler.kernels.rope import Append, rope_append
+from mlcbuild.compiler.pipeline import kernel_pipeline
+from tests.libharness import aligned
+
+Array = NDArray[Any]
+Reals = NDArray[np.float64]
+LAYERS, LAYER = 3, 1
+X86 = ["x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4-vnni"]
+RUNNABLE = [name for name in X86 if targets.why_not(targets.resolve(name), targets.resolve("host")) is None]
+RUNNABLE = RUNNABLE or ["host"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """heads, kv heads, head dimension; then what varies with them."""
+
+    heads: tuple[int, int, int]
+    dtype: str = "float32"
+    window: int | None = None
+    softcap: float | None = None
+    rope_dim: int | None = None
+    norm: bool = False
+    bias: bool = False
+
+    def __str__(self) -> str:
+        extras = [f"window{self.window}" * bool(self.window), f"cap{self.softcap}" * bool(self.softcap)]
+        flags = ["norm" * self.norm, "bias" * self.bias, f"rope{self.rope_dim}" * bool(self.rope_dim)]
+        return "-".join(filter(None, ["x".join(map(str, self.heads)), self.dtype, *extras, *flags]))
+
+
+CASES = [
+    Case((9, 3, 64)),
+    Case((8, 1, 80), window=37, rope_dim=20),
+    Case((4, 4, 10), softcap=1.5, bias=True),
+    Case((6, 2, 128), "float16", norm=True),
+    Case((2, 2, 33 * 2), "float16", window=5, softcap=3.0, bias=True, norm=True),
+]
+
+
+def shape(case: Case) -> Heads:
+    return Heads(LAYERS, *case.heads, case.dtype)
+
+
+@cache
+def built(case: Case, target: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    machine = targets.resolve(target)
+    isa = isa_for(machine)
+    heads = shape(case)
+    norm = Norm(isa, heads.dim, 1e-6, 1.0) if case.norm else None
+    bias = "float16" if case.bias else None
+    append = Append(isa, heads, case.rope_dim or heads.dim, bias, norm, ("float32", "float16"))
+    functions = {
+        "attend": attention(Attention(isa, heads, heads.dim**-0.5, case.softcap)),
+        "append": rope_append(append),
+    }
+    named = {name: function.with_attr("global_symbol", name) for name, function in functions.items()}
+    library = tvm.tirx.build(tvm.IRModule(named), tvm_target(machine), kernel_pipeline())
+    return library["append"], library["attend"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences as (length before, new rows), with their pages."""
+
+    parts: tuple[tuple[int, int], ...]
+    pages: tuple[tuple[int, ...], ...]
+    count: int
+
+    @classmethod
+    def of(cls, rng: np.random.Generator, parts: Sequence[tuple[int, int]]) -> Batch:
+        needed = [-(-(before + new) // PAGE) for before, new in parts]
+        order = [int(page) for page in rng.permutation(sum(needed) + 3)]
+        starts = np.cumsum([0, *needed])
+        pages = tuple(tuple(order[a:b]) for a, b in pairwise(starts))
+        return cls(tuple(parts), pages, len(order))
+
+    def slot(self, sequence: int, position: int) -> int:
+        return self.pages[sequence][position // PAGE] * PAGE + position % PAGE
+
+
+def turned(x: Reals, angles: Reals) -> Reals:
+    """The rotation of one head: pairs (i, i + half) of the first 2 * half dimensions."""
+    half = len(angles) // 2
+    cos, sin = angles[:half], angles[half:]
+    a, b = x[:half], x[half : 2 * half]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[2 * half :]])
+
+
+def softmax_values(case: Case, query: Reals, keys: Reals, values: Reals) -> Reals:
+    """One query at the position of the last key."""
+    scores: Reals = keys @ query * case.heads[2] ** -0.5
+    if case.softcap:
+        scores = case.softcap * np.tanh(scores / case.softcap)
+    if case.window:
+        scores[: max(0, len(scores) - case.window)] = -np.inf
+    weights = np.exp(scores - scores.max())
+    found: Reals = weights @ values / weights.sum()
+    return found
+
+
+class World:
+    """Random inputs of one case, and what the kernels must make of them."""
+
+    def __init__(self, case: Case, parts: Sequence[tuple[int, int]], seed: int) -> None:
+        self.case, self.heads = case, shape(case)
+        rng = self.rng = np.random.default_rng(seed)
+        self.batch = Batch.of(rng, parts)
+        self.bias = rng.standard_normal(self.heads.width).astype(np.float16)
+        self.norms: list[Array] = [
+            (rng.standard_normal(self.heads.dim) / 4).astype(dtype) for dtype in (np.float32, np.float16)
+        ]
+        lengths = [before + new for before, new in parts]
+        self.inputs = [rng.standard_normal((n, self.heads.width)).astype(np.float32) for n in lengths]
+        dim = case.rope_dim or self.heads.dim
+        self.angles = rng.standard_normal((max(lengths), dim)).astype(np.float32)
+        self.cache = aligned(np.full(self.heads.cache_shape(self.batch.count), np.nan, case.dtype))
+
+    def rows(self, pick: Callable[[int, int], range]) -> list[tuple[int, int]]:
+        """(sequence, position) of the rows of a call."""
+        return [(s, position) for s, part in enumerate(self.batch.parts) for position in pick(*part)]
+
+    def append(self, target: str, rows: Sequence[tuple[int, int]]) -> Array:
+        """Run the kernel on these rows; returns qkv with rotated queries."""
+        append, _ = built(self.case, target)
+        qkv = aligned(np.stack([self.inputs[s][position] for s, position in rows]))
+        slots = np.array([self.batch.slot(*row) for row in rows], np.int32)
+        extras = [self.bias] * self.case.bias + self.norms * self.case.norm
+        given = [np.stack([self.angles[position] for _, position in rows]), slots, *extras]
+        append(*map(device, given), share(qkv), share(self.cache), LAYER)
+        return qkv
+
+    def heads_of(self, sequence: int, position: int) -> tuple[Array, Array, Array]:
+        """Expected queries, keys and values of a token, float64 [heads, dim]."""
+        case, heads = self.case, self.heads
+        x = self.inputs[sequence][position].astype(np.float64) + (self.bias if case.bias else 0)
+        split = x.reshape(-1, heads.dim)
+        q, k, v = np.split(split, [heads.query, heads.query + heads.kv])
+        if case.norm:
+            q, k = (
+                rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * (1 + weight.astype(np.float64))
+                for rows, weight in zip((q, k), self.norms, strict=True)
+            )
+        angles = self.angles[position].astype(np.float64)
+        return np.stack([turned(row, angles) for row in q]), np.stack([turned(row, angles) for row in k]), v
+
+    def expected(self, rows: Sequence[tuple[int, int]]) -> Array:
+        heads, found = self.heads, []
+        tokens = {
+            s: [self.heads_of(s, p) for p in range(sum(part))] for s, part in enumerate(self.batch.parts)
+        }
+        for sequence, position in rows:
+            for head in range(heads.query):
+                kv, seen = head // heads.group, tokens[sequence][: position + 1]
+                keys, values = (
+                    np.stack([token[which][kv] for token in seen]).astype(self.case.dtype).astype(np.float64)
+                    for which in (1, 2)
+                )
+                found.append(softmax_values(self.case, seen[-1][0][head], keys, values))
+        return np.array(found).reshape(len(rows), -1)
+
+    def attend(self, target: str, qkv: Array, rows: Sequence[tuple[int, int]]) -> Array:
+        _, attend = built(self.case, target)
+        batch, heads = self.batch, self.heads
+        counts = [sum(s == sequence for s, _ in rows) for sequence in range(len(batch.parts))]
+        indexes = [
+            np.cumsum([0, *counts]),
+            np.cumsum([0, *map(len, batch.pages)]),
+            [page for pages in batch.pages for page in pages],
+            [before + new for before, new in batch.parts],
+            [position for _, position in rows],
+        ]
+        out = aligned(np.full((len(rows), heads.query * heads.dim), np.nan, np.float32))
+        arrays = [device(np.array(index, np.int32)) for index in indexes]
+        attend(share(qkv), share(self.cache), *arrays, LAYER, self.case.window or NO_WINDOW, share(out))
+        return out
+
+
+def device(array: Array) -> Any:
+    return share(aligned(np.ascontiguousarray(array)))
+
+
+def share(array: Array) -> Any:
+    return tvm.runtime.from_dlpack(array)
+
+
+BATCHES: dict[str, list[tuple[int, int]]] = {
+    "one token": [(0, 1)],
+    "decode": [(41, 1), (0, 1), (15, 1), (16, 1)],
+    "prefill": [(0, 70)],
+    "mixed": [(33, 20), (5, 1), (0, 17), (64, 3)],
+}
+
+
+@pytest.mark.parametrize("target", RUNNABLE)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_append_then_attend(case: Case, target: str) -> None:
+    for seed, parts in enumerate(BATCHES.values()):
+        world = World(case, parts, seed)
+        old = world.rows(lambda before, new: range(before))
+        if old:
+            world.append(target, old)
+        new = world.rows(lambda before, new: range(before, before + new))
+        found = world.attend(target, world.append(target, new), new)
+        assert np.abs(found - world.expected(new)).max() < (2e-3 if case.dtype == "float16" else 1e-5)
+
+
+def test_append_touches_its_layer_and_slots_only() -> None:
+    world = World(CASES[0], [(3, 14)], 7)
+    rows = world.rows(lambda before, new: range(before, before + new))
+    world.append(RUNNABLE[-1], rows)
+    written = ~np.isnan(world.cache)
+    assert not written[[0, 2]].any()
+    keys, values = (written[LAYER, :, which].reshape(world.batch.count, 3, -1) for which in (0, 1))
+    assert keys.sum() == values.sum() == 14 * 3 * 64
+    first, second = world.batch.pages[0]
+    by_token = keys[first].reshape(3, 64, PAGE)
+    assert by_token[:, :, 3:].all() and not by_token[:, :, :3].any()
+    assert values[second].reshape(3, PAGE, 64)[:, :1].all()
+
+
+@cache
+def functions(target: str) -> Callable[[Array], Array]:
+    """exp, tanh and rounding to float16 of a vector of 256 values, one row each."""
+    machine = targets.resolve(target)
+    floats = Floats.dividing(isa_for(machine), 256)
+    with kernel("functions") as made:
+        rows = size_var("n")
+        x = made.tensor("x", (rows, 256))
+        wide = made.tensor("wide", (rows, 2, 256))
+        half = made.tensor("half", (rows, 256), "float16")
+        with made.body():
+            from tvm.script.ir_builder import tirx as T
+
+            with T.serial(rows) as row, T.serial(256 // floats.lanes) as k:
+                value = T.bind(floats.load(x, row, k * floats.lanes))
+                floats.store(wide, floats.exp(value), row, 0, k * floats.lanes)
+                floats.store(wide, floats.tanh(value), row, 1, k * floats.lanes)
+                floats.store(half, value, row, k * floats.lanes)
+    function = made.func.with_attr("global_symbol", "functions")
+    run = tvm.tirx.build(tvm.IRModule({"functions": function}), tvm_target(machine), kernel_pipeline())[
+        "functions"
+    ]
+
+    def call(values: Array) -> Array:
+        wide = aligned(np.zeros((len(values), 2, 256), np.float32))
+        half = aligned(np.zeros((len(values), 256), np.float16))
+        run(device(values), share(wide), share(half))
+        return np.concatenate([wide, half[:, None].astype(np.float32)], 1)
+
+    return call
+
+
+@pytest.mark.parametrize("target", RUNNABLE)
+def test_elementary_functions(target: str) -> None:
+    rng = np.random.default_rng(3)
+    values = np.concatenate(
+        [
+            rng.uniform(-87, 88, 256),
+            rng.uniform(-1, 1, 256),
+            rng.standard_normal(256) * 1e-6,
+            np.linspace(-9, 9, 256),
+        ]
+    ).astype(np.float32)
+    found = functions(target)(values.reshape(-1, 256))
+    exact = values.astype(np.float64).reshape(-1, 256)
+    assert np.abs(found[:, 0] / np.exp(exact) - 1).max() < 2.5e-7
+    assert np.abs(found[:, 1] - np.tanh(exact)).max() < 2e-7
+
+
+@pytest.mark.parametrize("target", RUNNABLE)
+def test_rounding_to_float16_is_numpys(target: str) -> None:
+    rng = np.random.default_rng(4)
+    edges = [
+        0.0,
+        -0.0,
+        65504.0,
+        65519.0,
+        65520.0,
+        1e6,
+        2**-14,
+        2**-24,
+        2**-25,
+        2**-25 * 1.01,
+        1.5 * 2**-24,
+        6.1e-5,
+    ]
+    values = np.concatenate(
+        [edges, np.negative(edges), rng.standard_normal(488) * 10.0 ** rng.integers(-9, 6, 488)]
+    )
+    values = values.astype(np.float32).reshape(-1, 256)
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16).astype(np.float32)
+    assert np.array_equal(functions(target)(values)[:, 2], expected)
