@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,11 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def mlcbuild(
-    *arguments: str | Path, store: Path, cwd: Path = ROOT, **variables: str
+    *arguments: str | Path, store: Path, cwd: Path = ROOT, variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The command line as a user runs it: a process of its own, no terminal, more environment variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
-    environment |= variables
+    environment |= variables or {}
     return subprocess.run(
         [sys.executable, "-m", "mlcbuild", *map(str, arguments)],
         cwd=cwd,

@@ -216,18 +216,18 @@ def test_a_hub_model_is_locked_fetched_and_built(
     with Hub() as hub:
         hub.add("org/tiny", files)
         there = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        done = mlcbuild("run", recipe, store=common_store, **there)
+        done = mlcbuild("run", recipe, store=common_store, variables=there)
         assert done.returncode == 2
         assert "hf://org/tiny@main must be pinned before it is used: run `mlcbuild lock" in done.stderr
-        checked(mlcbuild("lock", recipe, store=common_store, **there))
+        checked(mlcbuild("lock", recipe, store=common_store, variables=there))
         assert "config.json: {size: " in (tmp_path / "recipe.lock").read_text().replace('"', "")
-        checked(mlcbuild("run", recipe, store=common_store, **there))
+        checked(mlcbuild("run", recipe, store=common_store, variables=there))
         hub.add("org/tiny", {**files, "config.json": files["config.json"] + b" "})
-        stale = mlcbuild("lock", recipe, "--check", store=common_store, **there)
+        stale = mlcbuild("lock", recipe, "--check", store=common_store, variables=there)
         assert stale.returncode == 2
         assert "hf://org/tiny@main: now at" in stale.stderr
     # The hub is gone: everything is in the store.
-    found = json.loads(checked(mlcbuild("run", recipe, "--json", store=common_store, **there)))
+    found = json.loads(checked(mlcbuild("run", recipe, "--json", store=common_store, variables=there)))
     assert {step["status"] for step in found["steps"]} == {"reused"}
     statement = json.loads((tmp_path / "dist" / "tiny-q0f32-host" / "provenance.json").read_bytes())
     sources = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
