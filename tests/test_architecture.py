@@ -64,8 +64,8 @@ BUILDER_TABLE: Mapping[str, str] = {
     "pipeline": "bundle compiler fetch graph hub lock models quant recipe targets verify",
     "emit": "bundle events export graph pipeline records store",
     "cli": (
-        "bundle compiler emit events execute footprint lock machine models picture pipeline plan quant recipe "
-        "report schema store targets upkeep"
+        "bundle compiler emit events execute footprint lock machine models picture pipeline plan quant "
+        "recipe report schema store targets upkeep"
     ),
     "__main__": "cli",
 }
