@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Param, parameters, sources, surplus
 from mlcbuild.quant.packing import Array, widen
-from mlcbuild.shards import Tensor, read_header, unique
+from mlcbuild.shards import Tensor, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -142,10 +142,19 @@ def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[
     return tensors, problems
 
 
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """For json.loads(object_pairs_hook=...): a name given twice is an error, where json keeps the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"'{next(name for name in names if names.count(name) > 1)}' stands in it twice")
+    return found
+
+
 def _index(path: Path) -> dict[str, str]:
     """Tensor -> file name."""
     try:
-        document = json.loads(path.read_bytes().decode(), object_pairs_hook=unique)
+        document = json.loads(path.read_bytes().decode(), object_pairs_hook=_unique)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     except (ValueError, RecursionError) as error:

@@ -37,7 +37,7 @@ from mlcbuild.quant import (
     stored_parameters,
 )
 from mlcbuild.quant.packing import TILE, Array, Packer, narrow, unpack
-from mlcbuild.shards import ALIGNMENT, CODES, Shard, Tensor, lay_out, read_header, stored_size
+from mlcbuild.shards import ALIGNMENT, CODES, Shard, Tensor, lay_out, read_header
 
 FORMAT = "mlcbuild-weights/1"
 SHARD_BYTES = 2_000_000_000
@@ -103,10 +103,7 @@ class _Place:
 
 def _places(tensors: Sequence[StoredTensor], shards: Sequence[Shard], out: Path) -> dict[str, _Place]:
     places = {name: (out / shard.name, start) for shard in shards for name, start in shard.starts.items()}
-    return {
-        tensor.name: _Place(*places[tensor.name], stored_size(tensor) // tensor.shape[0])
-        for tensor in tensors
-    }
+    return {tensor.name: _Place(*places[tensor.name], tensor.size // tensor.shape[0]) for tensor in tensors}
 
 
 @dataclass(frozen=True)
