@@ -38,8 +38,8 @@ MANY_CORES = 64
 """For steps that use whatever the machine gives."""
 UNKNOWN_MEMORY = 4 << 30
 """Bytes assumed for a step on a model whose size is not known before it is fetched."""
-COMPILER_MEMORY = 1500 << 20
-"""Bytes of a compiling process, measured at 0.9 GB for 30 layers."""
+COMPILER_MEMORY = 600 << 20
+"""Bytes of a compiling process: 0.27 GB were measured for 30 layers, whatever the scheme."""
 PROCESS_MEMORY = 300 << 20
 """Bytes of a process that has NumPy loaded, with room."""
 
