@@ -64,11 +64,7 @@ def locate(root: Path, config: ModelConfig) -> tuple[Source, ...]:
     tensors, problems = _tensors(root, files)
     complete = not problems
     found = []
-    table = dict(sources(config))
-    embedding = parameters(config)[0].name
-    if config.tie_embeddings and HEAD in tensors and not tensors.keys() & table[embedding]:
-        # A writer that drops shared tensors keeps one name of them, and it may be the other one.
-        table[embedding] = (HEAD,)
+    table = _table(config, tensors)
     for param in parameters(config):
         names = table[param.name]
         pieces = tuple(tensors[name] for name in names if name in tensors)
@@ -93,6 +89,16 @@ def locate(root: Path, config: ModelConfig) -> tuple[Source, ...]:
         problems += _untied(config, found[0], tensors[HEAD])
     fail(problems)
     return tuple(found)
+
+
+def _table(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+    """The names of the tensors that make up each parameter."""
+    table = dict(sources(config))
+    embedding = parameters(config)[0].name
+    if config.tie_embeddings and HEAD in tensors and not tensors.keys() & table[embedding]:
+        # A writer that drops shared tensors keeps one name of them, and it may be the other one.
+        table[embedding] = (HEAD,)
+    return table
 
 
 def fail(problems: list[str]) -> None:

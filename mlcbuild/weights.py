@@ -22,7 +22,7 @@ import numpy as np
 from mlcbuild_runtime.signature import signature
 from numpy.typing import NDArray
 
-from mlcbuild import models
+from mlcbuild import models, progress
 from mlcbuild.canon import Json
 from mlcbuild.checkpoint import Rows, Source, fail, locate
 from mlcbuild.errors import CheckpointError, StepError, UsageError
@@ -47,13 +47,8 @@ CHUNK_BYTES = 4 << 20
 
 T = TypeVar("T")
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes of the checkpoint done, all bytes), by one worker at a time."""
 
-
-def convert(
-    params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path, progress: Progress | None = None
-) -> None:
+def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: the checkpoint in inputs["checkpoint"], in params["scheme"], as weights files in `out`.
 
     inputs["config"] holds our config.json. Uses the cores that MLCBUILD_CORES grants, else all.
@@ -67,12 +62,10 @@ def convert(
         raise UsageError("\n".join(problems))
     found = locate(inputs["checkpoint"], config)
     cores = int(os.environ.get("MLCBUILD_CORES") or os.cpu_count() or 1)
-    write(found, scheme, out, cores, progress)
+    write(found, scheme, out, cores)
 
 
-def write(
-    found: Sequence[Source], scheme: Scheme, out: Path, cores: int = 1, progress: Progress | None = None
-) -> None:
+def write(found: Sequence[Source], scheme: Scheme, out: Path, cores: int = 1) -> None:
     """Writes every parameter in a scheme: weights-0000i-of-0000N.safetensors. See convert for errors."""
     tensors = stored_parameters([source.param for source in found], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
@@ -81,7 +74,7 @@ def write(
         out.mkdir(parents=True, exist_ok=True)
         for shard in shards:
             (out / shard.name).write_bytes(shard.header)
-        _work(_Plan(tuple(found), scheme, _places(tensors, shards, out)), cores, progress)
+        _work(_Plan(tuple(found), scheme, _places(tensors, shards, out)), cores)
     except OSError as error:
         size = sum(shard.size for shard in shards)
         raise StepError(
@@ -139,11 +132,10 @@ def _jobs(sources: Sequence[Source]) -> Iterator[_Job]:
 class _Queue:
     """What workers share: the jobs that are left, what was done, and what was wrong."""
 
-    def __init__(self, jobs: Sequence[_Job], progress: Progress | None) -> None:
+    def __init__(self, jobs: Sequence[_Job]) -> None:
         self._left = iter(jobs)
         self._total = sum(job.size for job in jobs)
         self._done = 0
-        self._progress = progress
         self._lock = threading.Lock()
         self._stopped = False
         self._problems: dict[str, tuple[int, str]] = {}
@@ -159,8 +151,7 @@ class _Queue:
             if problem is not None:
                 name = job.source.param.name
                 self._problems[name] = min((job.start, problem), self._problems.get(name, (job.stop, "")))
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+            progress.report(self._done, self._total, "B")
 
     def stop(self) -> None:
         with self._lock:
@@ -172,9 +163,9 @@ class _Queue:
         return [self._problems[name][1] for name in names if name in self._problems]
 
 
-def _work(plan: _Plan, cores: int, progress: Progress | None) -> None:
+def _work(plan: _Plan, cores: int) -> None:
     """Runs all jobs on `cores` threads: NumPy and the file calls release the interpreter."""
-    queue = _Queue(tuple(_jobs(plan.sources)), progress)
+    queue = _Queue(tuple(_jobs(plan.sources)))
     with ThreadPoolExecutor(cores, thread_name_prefix="weights") as pool:
         futures = [pool.submit(_drain, queue, plan) for _ in range(cores)]
         try:

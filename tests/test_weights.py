@@ -16,7 +16,7 @@ from mlcbuild_runtime.signature import signature
 from mlcbuild_runtime.weights import read_header
 from safetensors import safe_open
 
-from mlcbuild import models, quant, shards, weights
+from mlcbuild import models, progress, quant, shards, weights
 from mlcbuild.checkpoint import locate
 from mlcbuild.errors import CheckpointError, StepError, UsageError
 from mlcbuild.quant import SCHEMES, Scheme
@@ -172,11 +172,11 @@ def test_overrides(tmp_path: Path) -> None:
         assert np.array_equal(stored[f"{name}.q_scale"], parts[1])
 
 
-def convert(root: Path, scheme: Scheme, out: Path, **more: weights.Progress) -> None:
+def convert(root: Path, scheme: Scheme, out: Path) -> None:
     """The action, as a step would run it. `root` holds config.json of transformers and its tensors."""
     models.normalise({}, {"checkpoint": root}, out.parent / "config")
     inputs = {"config": out.parent / "config", "checkpoint": root}
-    weights.convert({"scheme": quant.to_json(scheme)}, inputs, out, **more)
+    weights.convert({"scheme": quant.to_json(scheme)}, inputs, out)
 
 
 @pytest.mark.parametrize("root", GOLDEN, ids=lambda path: path.name)
@@ -210,13 +210,16 @@ def test_progress_and_granted_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (root / "config.json").write_text(json.dumps(HF))
     monkeypatch.setenv("MLCBUILD_CORES", "3")
     monkeypatch.setattr(weights, "CHUNK_BYTES", 1)
-    seen: list[tuple[int, int]] = []
-    convert(
-        root, SCHEMES["q4f16_1"], tmp_path / "out", progress=lambda done, total: seen.append((done, total))
-    )
+    monkeypatch.setattr(progress, "_PERIOD", 0)
+    seen: list[tuple[int, int, str]] = []
+    progress.listen(lambda *report: seen.append(report))
+    try:
+        convert(root, SCHEMES["q4f16_1"], tmp_path / "out")
+    finally:
+        progress.listen(None)
     size = sum(array.nbytes for _, array in tensors().values())
     assert seen == sorted(seen)
-    assert seen[-1] == (size, size)
+    assert seen[-1] == (size, size, "B")
     assert len(seen) > 40
 
 
