@@ -28,7 +28,7 @@ class Change:
     """One difference between two pre-images."""
 
     what: str
-    """What differs, in words: "scheme q4: group_size", "mlcbuild/quant.py", "checkpoint: config.json"."""
+    """What differs, in words: "scheme q4: group_size", "mlcbuild/store.py", "checkpoint: config.json"."""
     before: str | None
     """None: it was not there before."""
     after: str | None

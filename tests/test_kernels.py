@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-import kernelbench
 import numpy as np
 import pytest
-from kernelbench import TARGETS, Module
 from tvm import relax
 from tvm.relax.frontend.nn import Tensor as NnTensor
 from tvm.tirx import Var
@@ -18,6 +16,8 @@ from mlcbuild.compiler.kernels.embedding import Embedding
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import Linear, kernel, linear
 from mlcbuild.quant import SCHEMES, Scheme
+from tests import kernelbench
+from tests.kernelbench import TARGETS, Module
 
 BIAS = (50, 72)
 SHAPES = (BIAS, (320, 576), (1, 31), (20, 1100))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 
-import kernelbench
 import pytest
-from kernelbench import TARGETS
-from test_kernels import module, scheme_kernels
 
 from mlcbuild.compiler.kernels import embedding
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import kernel, linear
 from mlcbuild.quant import SCHEMES
 from mlcbuild.targets import Target
+from tests import kernelbench
+from tests.kernelbench import TARGETS
+from tests.test_kernels import module, scheme_kernels
 
 LINUX, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 
