@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Config:
-    vocab_size: int = 512
+    vocab_size: int = 432
     hidden_size: int = 128
     intermediate_size: int = 384
     num_layers: int = 5

@@ -44,7 +44,7 @@ _GREETED = "hello world banana strawberry please thanks good morning night frien
 NOUNS, ADJECTIVES, VERBS = _NOUNS.split(), _ADJECTIVES.split(), _VERBS.split()
 REAL = [*NOUNS, *ADJECTIVES, *VERBS, *KEYS, *_GREETED.split() * 3]
 SUM = re.compile(r"(?:What is )?(\d+) ?([+-]) ?(\d+)\??")
-SUMS = ("What is {} {} {}?",) * 7 + ("What is {}{}{}?", "{} {} {}", "{}{}{}")
+SUMS = ("What is {} {} {}?",) * 4 + ("What is {}{}{}?",) * 2 + ("{} {} {}", "{}{}{}", "{}{}{}")
 """How a sum is asked."""
 OPEN_QUESTIONS = (
     "What is the {n} of {m}?", "What is a {n}?", "Who made the {a} {n}?", "Where is the {n}?",
@@ -192,16 +192,16 @@ def unknown(rng: random.Random) -> tuple[str, str]:
 
 
 TASKS: dict[str, tuple[Callable[[random.Random], tuple[str, str]], float]] = {
-    "add": (add, 2.2),
-    "subtract": (subtract, 2.2),
-    "copy": (copy, 1.4),
+    "add": (add, 3.5),
+    "subtract": (subtract, 2.5),
+    "copy": (copy, 2.0),
     "unicode": (unicode, 0.7),
     "reverse": (reverse, 1.5),
     "sort_letters": (sort_letters, 1.6),
     "sort_numbers": (sort_numbers, 1.6),
     "upper": (upper, 0.9),
     "lower": (lower, 0.8),
-    "count": (count, 3.0),
+    "count": (count, 2.0),
     "json": (json, 1.4),
     "chat": (chat, 0.5),
     "unknown": (unknown, 0.6),

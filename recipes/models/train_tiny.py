@@ -162,7 +162,7 @@ class Training:
                 group["lr"] = 4e-3 * base
             optimizer.step()
             optimizer.zero_grad()
-        decay = min(0.998, 1 - 10 / (self.step + 20))
+        decay = min(0.99, 1 - 10 / (self.step + 20))
         with torch.no_grad():
             for kept, new in zip(self.average.parameters(), self.model.parameters(), strict=True):
                 kept.lerp_(new, 1 - decay)
@@ -222,6 +222,7 @@ def main() -> None:
             marks = " ".join(f"{task}={score:.2f}" for task, score in scores.items())
             clock = f"{time.monotonic() - started:.0f}s {training.progress():.3f}"
             print(f"{training.step} {clock} loss {loss:.4f} right {overall:.4f} {marks}", flush=True)
+    training.save(options.state)
     tiny_export.write(options.out, training.average, CONFIG)
     if options.prompts:
         tiny_export.write_prompts(options.prompts)
