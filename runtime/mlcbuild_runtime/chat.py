@@ -13,10 +13,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TextIO
 
-from mlcbuild_runtime import api, engine
-from mlcbuild_runtime.engine import Engine, Event
+from mlcbuild_runtime import api
+from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
+from mlcbuild_runtime.request import Event, Request
 
 HELP = """\
 /help              this text
@@ -74,7 +75,7 @@ class _Session:
         call = self.call(asked, self.settings)
         prompt = self.running.tokenizer.chat(call.messages, call.template_options)
         options = call.options
-        request = engine.Request(tuple(prompt), options.max_tokens, options.sampling, options.stop, True)
+        request = Request(tuple(prompt), options.max_tokens, options.sampling, options.stop, True)
         self.stats = _Stats(len(prompt), total_tokens=self.stats.total_tokens)
         said = []
         try:
@@ -91,7 +92,7 @@ class _Session:
         self.out.flush()
         self.history = [*asked, {"role": "assistant", "content": "".join(said)}]
 
-    def _events(self, request: engine.Request) -> Generator[Event, None, None]:
+    def _events(self, request: Request) -> Generator[Event, None, None]:
         """The events of an answer; closing it ends the answer. Raises ServingError when it fails."""
         events: SimpleQueue[Event] = SimpleQueue()
         start = time.perf_counter()

@@ -1,131 +1,63 @@
 """Requests to batches. One thread owns the model; requests come in by a queue, tokens go out to sinks.
 
 Every turn of the loop admits what fits, runs one chunk of prefill and then one step of decoding for all
-sequences that have their prompt behind them. Each call is thus all prefill or all decode, so that a
-sequence takes the same kernels whatever it shares its batch with.
-
-Pages for a request's whole length are reserved when it is admitted: decoding never runs out of them.
+sequences that have their prompt behind them: a long prompt delays the others by one chunk at a time. Each
+call is all prefill or all decode, so that a sequence takes the same kernels, and gets the same tokens,
+whatever it shares its batch with; one call for both would spare one reading of the weights for a chunk of
+hundreds of tokens, which is not much, and would make answers depend on the neighbours.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Literal
+import time
+from collections.abc import Sequence as List
+from queue import Empty, SimpleQueue
 
-from mlcbuild_runtime.errors import EngineError, RequestError, ServingError
-from mlcbuild_runtime.sampling import Floats, Logprob, Sampling, choose, generator, logprobs
+from mlcbuild_runtime.errors import EngineError, RequestError
+from mlcbuild_runtime.pages import Pages
+from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
+from mlcbuild_runtime.schedule import Schedule
+from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vm import Model, Step, check_tokens
 
 log = logging.getLogger(__name__)
 
-Finish = Literal["stop", "length"]
 MAX_WAITING = 1024
-"""Requests that may wait for a place; more are turned away."""
-
-
-@dataclass(frozen=True)
-class Request:
-    prompt: tuple[int, ...]
-    max_tokens: int | None = None
-    """None: as many as the context has room for."""
-    sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    message: bool = False
-    """The answer is a whole message, not the continuation of a text."""
-    logprobs: int | None = None
-    """Alternatives to report for each token; None: no log-probabilities at all."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """News of one request, once for every token. The last one has `finish` or `error`."""
-
-    text: str = ""
-    tokens: int = 0
-    """Tokens of the answer so far."""
-    finish: Finish | None = None
-    error: ServingError | None = None
-    logprob: Logprob | None = None
-    alternatives: tuple[Logprob, ...] = ()
-
-    @property
-    def last(self) -> bool:
-        return self.finish is not None or self.error is not None
-
-
-Sink = Callable[[Event], None]
-"""Called by the engine's thread; must not block."""
-
-
-class Ticket:
-    """A request on its way."""
-
-    def __init__(self) -> None:
-        self.cancelled = False
-
-    def cancel(self) -> None:
-        """Ends the request soon; its sink is not called again after the current step."""
-        self.cancelled = True
-
-
-@dataclass(frozen=True)
-class State:
-    running: int
-    waiting: int
-    free_pages: int
-    pages: int
-    prompt_tokens: int
-    """Tokens prefilled since the start."""
-    answer_tokens: int
-    """Tokens made since the start."""
-    alive: bool
-
-
-class _Sequence:
-    """One admitted or waiting request."""
-
-    def __init__(self, request: Request, limit: int, sink: Sink, tokenizer: Tokenizer) -> None:
-        self.request, self.limit, self.sink = request, limit, sink
-        self.ticket = Ticket()
-        self.tokens = list(request.prompt)
-        self.length = 0
-        """Tokens whose keys and values are in the cache."""
-        self.pages: list[int] = []
-        self.random = generator(request.sampling)
-        self.stream = tokenizer.stream(request.stop, request.message)
-
-    @property
-    def prefilling(self) -> bool:
-        return self.length < len(self.request.prompt)
-
-    @property
-    def answered(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+"""Requests that may wait for a place by default; more are turned away."""
+NAP = 0.2
+"""Seconds between two looks at the clock while every request waits for its client."""
 
 
 class Engine:
     """Runs a model for any number of clients. `start` it, `submit` from any thread, `close` it."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, max_batch: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        max_batch: int | None = None,
+        max_waiting: int | None = None,
+    ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_batch = min(max_batch or model.limits.max_batch, model.limits.max_batch)
-        self._incoming: SimpleQueue[_Sequence | None] = SimpleQueue()
-        self._waiting: deque[_Sequence] = deque()
-        self._active: list[_Sequence] = []
-        self._free = list(range(model.pages - 1, -1, -1))
-        self._closing, self._door = False, threading.Lock()
-        self._prompt_tokens = self._answer_tokens = 0
+        self._max_waiting = MAX_WAITING if max_waiting is None else max_waiting
+        self._incoming: SimpleQueue[Sequence | None] = SimpleQueue()
+        self._schedule = Schedule(Pages(model.pages), model.limits.page_size, self.max_batch)
+        self._closing, self._draining, self._door = False, False, threading.Lock()
+        self._prompt_tokens = self._answer_tokens = self._order = self._arrived = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> Engine:
         self._thread.start()
         return self
+
+    def drain(self) -> None:
+        """Takes no more requests; those it has go on."""
+        with self._door:
+            self._draining = True
 
     def close(self, timeout: float = 1.0) -> bool:
         """Ends every request with an error. False when a step still runs after `timeout` seconds."""
@@ -135,34 +67,53 @@ class Engine:
         return not self._thread.is_alive()
 
     def state(self) -> State:
+        schedule = self._schedule
+        waiting = self._arrived - self._order + len(schedule.waiting)  # first: they go on to run
         return State(
-            running=len(self._active),
-            waiting=len(self._waiting) + self._incoming.qsize(),
-            free_pages=len(self._free),
+            running=len(schedule.active),
+            waiting=waiting,
+            free_pages=schedule.pages.available,
+            cached_pages=schedule.pages.cached,
             pages=self.model.pages,
             prompt_tokens=self._prompt_tokens,
+            cached_tokens=schedule.cached_tokens,
             answer_tokens=self._answer_tokens,
+            preemptions=schedule.preemptions,
             alive=self._thread.is_alive(),
         )
 
-    def submit(self, request: Request, sink: Sink) -> Ticket:
-        """Takes a request on. Raises RequestError when it can never be served, EngineError after the end."""
-        sequence = _Sequence(request, self._answer_limit(request), sink, self.tokenizer)
-        if self.state().waiting >= MAX_WAITING:
-            raise RequestError(
-                f"{MAX_WAITING} requests are waiting already: try later", code="overloaded", status=503
-            )
+    def submit(self, request: Request, sink: Sink, window: int | None = None) -> Ticket:
+        """Takes a request on.
+
+        window: events that may be told and not yet `read` from the ticket; the request rests at that number.
+        Raises RequestError when it cannot be served, EngineError after the end.
+        """
+        limit = self._answer_limit(request)
+        ticket = Ticket(self._wake, window)
+        sequence = Sequence(request, limit, sink, ticket, self.tokenizer)
         with self._door:
             if self._closing or not self._thread.is_alive():
                 raise EngineError("the engine is stopped")
+            if self._draining:
+                raise RequestError("the server is stopping: try another", code="stopping", status=503)
+            if self.state().waiting >= self._max_waiting:
+                raise RequestError(
+                    f"{self._max_waiting} requests are waiting already: try later",
+                    code="overloaded",
+                    status=503,
+                )
+            self._arrived += 1
             self._incoming.put(sequence)
-        return sequence.ticket
+        return ticket
+
+    def _wake(self) -> None:
+        self._incoming.put(None)
 
     def _stop_taking(self) -> None:
         """After this nothing more comes in."""
         with self._door:
             self._closing = True
-            self._incoming.put(None)
+            self._wake()
 
     def _answer_limit(self, request: Request) -> int:
         """The most tokens the answer may have, after all checks of the request's size."""
@@ -191,126 +142,89 @@ class Engine:
     # What follows runs on the engine's thread only.
 
     def _run(self) -> None:
+        schedule = self._schedule
         try:
             while not self._closing:
                 self._receive()
-                self._drop_cancelled()
-                self._admit()
-                self._prefill()
-                self._decode()
+                self._drop()
+                schedule.admit()
+                self._step(schedule.prefills(self.model.limits.prefill_chunk))
+                self._step(schedule.decodes())
         except Exception:
             log.exception("the engine has failed")
         finally:
             self._stop_taking()
             self._receive()
-            for sequence in [*self._active, *self._waiting]:
-                self._end(sequence, Event(error=EngineError("the server is stopping")))
+            for sequence in [*schedule.active, *schedule.waiting]:
+                self._end(sequence, sequence.failed(EngineError("the server is stopping")))
 
     def _receive(self) -> None:
-        """Takes in new requests; waits for one when there is nothing to do."""
-        idle = not (self._active or self._waiting or self._closing)
+        """Takes in new requests; waits for news when there is nothing to do."""
+        schedule = self._schedule
+        idle = schedule.idle and not self._closing
+        # Even requests that rest may run out of time.
+        nap = NAP if schedule.active or schedule.waiting else None
         while idle or not self._incoming.empty():
-            idle = False
-            sequence = self._incoming.get()
-            if sequence is not None:
-                self._waiting.append(sequence)
-
-    def _drop_cancelled(self) -> None:
-        for sequence in [*self._active, *self._waiting]:
-            if sequence.ticket.cancelled:
-                self._release(sequence)
-
-    def _admit(self) -> None:
-        """In order of arrival: a long request is not overtaken for ever by short ones."""
-        while self._waiting and len(self._active) < self.max_batch:
-            first = self._waiting[0]
-            # The last token of an answer is never fed back.
-            length = len(first.request.prompt) + first.limit - 1
-            count = -(-length // self.model.limits.page_size)
-            if count > len(self._free):
+            try:
+                sequence = self._incoming.get(timeout=nap if idle else None)
+            except Empty:
                 return
-            first.pages = [self._free.pop() for _ in range(count)]
-            self._active.append(self._waiting.popleft())
+            idle = False
+            if sequence is not None:
+                sequence.order = self._order
+                schedule.add(sequence)
+                self._order += 1
 
-    def _prefill(self) -> None:
-        room = self.model.limits.prefill_chunk
-        parts: list[tuple[_Sequence, Sequence[int]]] = []
-        for sequence in self._active:
-            if sequence.prefilling and room:
-                chunk = sequence.tokens[sequence.length : sequence.length + room]
-                parts.append((sequence, chunk))
-                room -= len(chunk)
-        self._prompt_tokens += sum(len(chunk) for _, chunk in parts)
-        self._step(parts)
+    def _drop(self) -> None:
+        """Ends requests that nobody waits for any more, and those whose time is over."""
+        now = time.monotonic()
+        for sequence in [*self._schedule.active, *self._schedule.waiting]:
+            if sequence.ticket.cancelled:
+                self._schedule.remove(sequence)
+            elif sequence.deadline is not None and now > sequence.deadline:
+                seconds = sequence.request.timeout
+                late = RequestError(f"not done after {seconds:g} s", code="timeout", status=504)
+                self._end(sequence, sequence.failed(late))
 
-    def _decode(self) -> None:
-        self._step([(s, s.tokens[-1:]) for s in self._active if not s.prefilling])
-
-    def _step(self, parts: Sequence[tuple[_Sequence, Sequence[int]]]) -> None:
-        """Runs one call and hands each sequence its logits. A failing call ends its own requests only."""
+    def _step(self, parts: List[tuple[Sequence, int]]) -> None:
+        """Feeds each sequence that many of its tokens. A failing call ends its own requests only."""
         if not parts:
             return
-        page_size = self.model.limits.page_size
-        step = Step.of(
-            [(chunk, end := s.length + len(chunk), s.pages[: -(-end // page_size)]) for s, chunk in parts]
-        )
+        size = self.model.limits.page_size
+        rows = [(s.tokens[s.length : s.length + count], s.length + count, s.pages) for s, count in parts]
+        step = Step.of([(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in rows])
         try:
             logits = self.model.forward(step)
         except Exception as error:  # whatever the library raises
             log.exception("a step has failed")
             for sequence, _ in parts:
-                self._end(sequence, Event(error=EngineError(f"the model has failed: {error}")))
+                failure = sequence.failed(EngineError(f"the model has failed: {error}"))
+                self._end(sequence, failure)
             return
-        for (sequence, chunk), row in zip(parts, logits, strict=True):
-            sequence.length += len(chunk)
-            if not sequence.prefilling:
-                self._answer(sequence, row)
+        for (sequence, count), row in zip(parts, logits, strict=True):
+            prefilling = sequence.prefilling
+            self._schedule.computed(sequence, count)
+            self._prompt_tokens += count if prefilling else 0
+            if sequence.complete:
+                self._answer_tokens += 1
+                self._tell(sequence, sequence.next(row))
 
-    def _answer(self, sequence: _Sequence, logits: Floats) -> None:
-        """One more token for a sequence."""
-        try:
-            event = self._next(sequence, logits)
-        except ServingError as error:
-            event = Event(tokens=sequence.answered, error=error)
-        self._answer_tokens += 1
+    def _tell(self, sequence: Sequence, event: Event) -> None:
         if event.last:
             self._end(sequence, event)
-        elif not sequence.ticket.cancelled:
-            self._tell(sequence, event)
-
-    def _next(self, sequence: _Sequence, logits: Floats) -> Event:
-        request = sequence.request
-        token = choose(logits, request.sampling, sequence.random)
-        sequence.tokens.append(token)
-        logprob, alternatives = None, tuple[Logprob, ...]()
-        if request.logprobs is not None:
-            logprob, alternatives = logprobs(logits, token, request.logprobs)
-        finish: Finish | None = None
-        if token in self.tokenizer.eos:
-            text, finish = sequence.stream.finish(), "stop"
         else:
-            text = sequence.stream.push(token)
-            if not sequence.stream.stopped and sequence.answered >= sequence.limit:
-                finish = "length"
-                text += sequence.stream.finish()
-            if sequence.stream.stopped:
-                finish = "stop"
-        return Event(text, sequence.answered, finish, None, logprob, alternatives)
+            self._deliver(sequence, event)
 
-    def _end(self, sequence: _Sequence, event: Event) -> None:
-        self._release(sequence)
-        if not sequence.ticket.cancelled:
-            self._tell(sequence, event)
+    def _end(self, sequence: Sequence, event: Event) -> None:
+        # What a failing model has computed is not for others.
+        self._schedule.remove(sequence, forget=isinstance(event.error, EngineError))
+        self._deliver(sequence, event)
 
-    def _release(self, sequence: _Sequence) -> None:
-        if sequence in self._active:
-            self._active.remove(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-        self._free.extend(reversed(sequence.pages))
-        sequence.pages = []
-
-    def _tell(self, sequence: _Sequence, event: Event) -> None:
+    @staticmethod
+    def _deliver(sequence: Sequence, event: Event) -> None:
+        if sequence.ticket.cancelled:
+            return
+        sequence.ticket.told += 1
         try:
             sequence.sink(event)
         except Exception:  # the client's side is gone, an event loop that has ended for example

@@ -6,9 +6,9 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 
-from mlcbuild_runtime.engine import Event
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
+from mlcbuild_runtime.request import Event
 from mlcbuild_runtime.sampling import Logprob
 from mlcbuild_runtime.vocabulary import Vocabulary
 
@@ -41,7 +41,7 @@ class Reply:
             choice["text"] = text
         choice["logprobs"] = self._logprobs(events)
         kind = "chat.completion" if self._chat else "text_completion"
-        return self._document(kind, [choice]) | {"usage": self._usage(last.tokens)}
+        return self._document(kind, [choice]) | {"usage": self._usage(last)}
 
     def chunks(self, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
         """The documents that one event of a stream makes; perhaps none."""
@@ -55,7 +55,7 @@ class Reply:
         if event.finish is not None:
             yield self._chunk({}, event.finish, None, include_usage)
             if include_usage:
-                yield self._document(self._chunk_kind, []) | {"usage": self._usage(event.tokens)}
+                yield self._document(self._chunk_kind, []) | {"usage": self._usage(event)}
 
     @property
     def _chunk_kind(self) -> str:
@@ -81,11 +81,12 @@ class Reply:
             "choices": choices,
         }
 
-    def _usage(self, answer_tokens: int) -> dict[str, Json]:
+    def _usage(self, last: Event) -> dict[str, Json]:
         return {
             "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": answer_tokens,
-            "total_tokens": self._prompt_tokens + answer_tokens,
+            "completion_tokens": last.tokens,
+            "total_tokens": self._prompt_tokens + last.tokens,
+            "prompt_tokens_details": {"cached_tokens": last.cached},
         }
 
     def _logprobs(self, events: Sequence[Event]) -> Json:

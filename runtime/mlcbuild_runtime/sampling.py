@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,21 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens at least this many times as likely as the most likely one."""
     seed: int | None = None
+    choice: int = 0
+    """Which of several answers to one request this is: each has its own random numbers."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time it is in the answer."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of all tokens that are in the answer."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or answer are divided by it, or multiplied where they are negative."""
+    bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit)."""
+
+    @property
+    def adjusts(self) -> bool:
+        plain = self.frequency_penalty == self.presence_penalty == 0 and self.repetition_penalty == 1
+        return not plain or bool(self.bias)
 
 
 @dataclass(frozen=True)
@@ -35,7 +51,29 @@ class Logprob:
 
 def generator(sampling: Sampling) -> np.random.Generator:
     """The random numbers of one request: the same for the same seed, on every machine."""
-    return np.random.default_rng(None if sampling.seed is None else sampling.seed & (1 << 64) - 1)
+    if sampling.seed is None:
+        return np.random.default_rng()
+    seed = sampling.seed & (1 << 64) - 1
+    return np.random.default_rng([seed, sampling.choice] if sampling.choice else seed)
+
+
+def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: Mapping[int, int]) -> Floats:
+    """Logits after penalties and biases; a copy where they change. `answer`: how often a token is in it.
+
+    The penalties of OpenAI's API; repetition_penalty is of Keskar et al., 2019 (arXiv:1909.05858).
+    """
+    if not sampling.adjusts:
+        return logits
+    logits = logits.copy()
+    if sampling.repetition_penalty != 1:
+        seen = np.unique(np.fromiter((*prompt, *answer), np.intp))
+        values, penalty = logits[seen], np.float32(sampling.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    for token, count in answer.items():
+        logits[token] -= np.float32(sampling.frequency_penalty * count + sampling.presence_penalty)
+    for token, bias in sampling.bias:
+        logits[token] += np.float32(bias)
+    return logits
 
 
 def choose(logits: Floats, sampling: Sampling, random: np.random.Generator) -> int:

@@ -17,11 +17,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
-from mlcbuild_runtime import api, engine
-from mlcbuild_runtime.engine import Engine, Event
+from mlcbuild_runtime import api
+from mlcbuild_runtime import request as requests
+from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.replies import Reply, error_document
+from mlcbuild_runtime.request import Event
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ MAX_BODY = 8 << 20
 """Bytes of a request's body."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions."""
+RETRY_AFTER = 1
+"""Seconds after which to try again when the server is full or stopping."""
 
 
 def create_app(running: Engine) -> Starlette:
@@ -61,7 +65,9 @@ async def _http_error(_request: Request, error: Exception) -> Response:
 
 async def _serving_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return JSONResponse(error_document(error), error.status if isinstance(error, RequestError) else 500)
+    status = error.status if isinstance(error, RequestError) else 500
+    headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+    return JSONResponse(error_document(error), status, headers=headers)
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:
@@ -90,7 +96,7 @@ async def _read(request: Request) -> bytes:
 class _Answer:
     """A submitted request and its events."""
 
-    def __init__(self, running: Engine, request: engine.Request) -> None:
+    def __init__(self, running: Engine, request: requests.Request) -> None:
         """Raises RequestError or EngineError."""
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -212,7 +218,7 @@ class _Server:
         if max_tokens is None and not chat:
             room = self._engine.model.limits.context_window - len(prompt)
             max_tokens = max(1, min(COMPLETION_TOKENS, room))
-        wanted = engine.Request(
+        wanted = requests.Request(
             tuple(prompt), max_tokens, options.sampling, options.stop, chat, options.logprobs
         )
         answer = _Answer(self._engine, wanted)

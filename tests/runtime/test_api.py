@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlcbuild_runtime import api
 from mlcbuild_runtime.bundle import Serving
@@ -17,10 +17,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
+BUSY = settings(suppress_health_check=[HealthCheck.too_slow])
+"""Other tests take this machine's time."""
 NAMES = st.sampled_from(sorted({*api.CHAT, *api.COMPLETION, *api.IGNORED, *api.NEUTRAL, "odd"}))
 HI: Json = [{"role": "user", "content": "hi"}]
 
 
+@BUSY
 @given(body=st.dictionaries(NAMES, JSON, max_size=4))
 def test_any_chat_body(body: dict[str, Json]) -> None:
     try:
@@ -32,6 +35,7 @@ def test_any_chat_body(body: dict[str, Json]) -> None:
         assert 0 <= call.options.sampling.temperature <= 2
 
 
+@BUSY
 @given(body=st.dictionaries(NAMES, JSON, max_size=4))
 def test_any_completion_body(body: dict[str, Json]) -> None:
     try:
@@ -42,6 +46,7 @@ def test_any_completion_body(body: dict[str, Json]) -> None:
         assert isinstance(call.prompt, str | tuple)
 
 
+@BUSY
 @given(data=st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes(data: bytes) -> None:
     try:

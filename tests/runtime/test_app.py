@@ -98,9 +98,10 @@ def test_after_the_end_of_the_engine(engine: Engine) -> None:
 
 
 def test_too_many_requests_are_a_503(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlcbuild_runtime.engine.MAX_WAITING", 0)
+    monkeypatch.setattr(engine, "_max_waiting", 0)
     response = complete(engine, {"prompt": [1]})
     assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
     assert response.json()["error"]["code"] == "overloaded"
     assert response.json()["error"]["type"] == "server_error"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
-from mlcbuild_runtime.engine import Engine, Event, Request
+from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import EngineError, RequestError
+from mlcbuild_runtime.request import Event, Request
 from mlcbuild_runtime.sampling import Floats, Sampling
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vm import Model, Step
@@ -40,7 +41,7 @@ def start(bundle: Path, kind: type[Model] = Model, **options: int) -> Engine:
     model = kind.load(bundle, max_pages=options.get("max_pages"))
     tokenizer = Tokenizer.load(bundle, model.manifest.serving)
     tokenizer.eos = frozenset()
-    return Engine(model, tokenizer, options.get("max_batch")).start()
+    return Engine(model, tokenizer, options.get("max_batch"), options.get("max_waiting")).start()
 
 
 @pytest.fixture(scope="module")
@@ -233,9 +234,8 @@ def test_submitting_from_many_threads(engine: Engine) -> None:
     assert [results.get(timeout=1) for _ in range(40)] == [True] * 40
 
 
-def test_too_many_waiting_requests_are_turned_away(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlcbuild_runtime.engine.MAX_WAITING", 3)
-    engine = start(toy_bundle, max_batch=1)
+def test_too_many_waiting_requests_are_turned_away(toy_bundle: Path) -> None:
+    engine = start(toy_bundle, max_batch=1, max_waiting=3)
     try:
         with pytest.raises(RequestError, match="3 requests are waiting already") as caught:
             for i in range(50):

@@ -1,0 +1,116 @@
+"""Who holds the pages of the KV cache, and which of them hold prompts that another request may share.
+
+Full pages of finished prompts stay in a tree until their room is needed: a path from its root spells the
+blocks of tokens (one page each) that a prompt begins with. The idea is that of SGLang's RadixAttention (Zheng
+et al., 2023, arXiv:2312.07104), with blocks of one page instead of edges of any length. A page in the tree
+is never written again, so that nothing is ever copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Key = tuple[int, ...]
+"""What one page holds: its tokens, perhaps with more that tells it from pages of the same tokens."""
+
+
+@dataclass(eq=False)
+class _Node:
+    page: int
+    key: Key
+    parent: _Node | None
+    children: dict[Key, _Node] = field(default_factory=dict)
+    users: int = 1
+
+
+class Pages:
+    """Pages 0 .. count-1: free, held by one sequence, or in the tree with any number of users.
+
+    A user of a page in the tree uses all pages above it, too, and lets go of the deepest first. So the idle
+    pages (in the tree, without a user), in the order in which they became idle, begin with a leaf: the one
+    that was used least recently.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, -1, -1))
+        self._root = _Node(-1, (), None)
+        self._nodes: dict[int, _Node] = {}
+        self._idle: dict[int, None] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` could give."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Pages in the tree."""
+        return len(self._nodes)
+
+    def depth(self, keys: Sequence[Key]) -> int:
+        """How many of the first `keys` are in the tree."""
+        return len(self._path(keys))
+
+    def share(self, keys: Sequence[Key]) -> list[int]:
+        """The pages in the tree for the longest beginning of `keys`, for one more user."""
+        path = self._path(keys)
+        for node in path:
+            node.users += 1
+            self._idle.pop(node.page, None)
+        return [node.page for node in path]
+
+    def take(self, count: int) -> list[int] | None:
+        """Pages to write to, at the cost of idle ones; None when there are not so many."""
+        if count > self.available:
+            return None
+        while len(self._free) < count:
+            self._forget(self._nodes[next(iter(self._idle))])
+        return [self._free.pop() for _ in range(count)]
+
+    def keep(self, keys: Sequence[Key], pages: list[int]) -> None:
+        """Puts the first pages of a sequence, which hold `keys`, into the tree.
+
+        Where the tree has a page for a key already, that one takes the place in `pages`.
+        """
+        node = self._root
+        for i, key in enumerate(keys):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = self._nodes[pages[i]] = _Node(pages[i], key, node)
+            elif child.page != pages[i]:
+                self._free.append(pages[i])
+                pages[i] = child.page
+                child.users += 1
+                self._idle.pop(child.page, None)
+            node = child
+
+    def release(self, pages: Sequence[int], forget: bool = False) -> None:
+        """One user less of a sequence's pages. `forget`: what they hold is not to be used again."""
+        for page in reversed(pages):
+            node = self._nodes.get(page)
+            if node is None:
+                self._free.append(page)
+                continue
+            node.users -= 1
+            if not node.users:
+                self._idle[page] = None
+                if forget and not node.children:
+                    self._forget(node)
+
+    def _path(self, keys: Sequence[Key]) -> list[_Node]:
+        node, path = self._root, []
+        for key in keys:
+            child = node.children.get(key)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        return path
+
+    def _forget(self, node: _Node) -> None:
+        """An idle leaf becomes a free page."""
+        assert node.parent is not None and not node.children
+        del node.parent.children[node.key], self._nodes[node.page], self._idle[node.page]
+        self._free.append(node.page)

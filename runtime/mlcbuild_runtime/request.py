@@ -1,0 +1,102 @@
+"""What goes into the engine and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mlcbuild_runtime.errors import ServingError
+from mlcbuild_runtime.sampling import Logprob, Sampling
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: tuple[int, ...]
+    max_tokens: int | None = None
+    """None: as many as the context has room for."""
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    message: bool = False
+    """The answer is a whole message, not the continuation of a text."""
+    logprobs: int | None = None
+    """Alternatives to report for each token; None: no log-probabilities at all."""
+    ignore_eos: bool = False
+    """Only `max_tokens`, the context and `stop` end the answer."""
+    priority: int = 0
+    """Lower is sooner; the same is in order of arrival."""
+    timeout: float | None = None
+    """Seconds from submission after which the request ends with an error."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """News of one request, once for every token. The last one has `finish` or `error`."""
+
+    text: str = ""
+    tokens: int = 0
+    """Tokens of the answer so far."""
+    finish: Finish | None = None
+    error: ServingError | None = None
+    logprob: Logprob | None = None
+    alternatives: tuple[Logprob, ...] = ()
+    cached: int = 0
+    """Tokens of the prompt whose keys and values another request had left in the cache."""
+
+    @property
+    def last(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+Sink = Callable[[Event], None]
+"""Called by the engine's thread; must not block."""
+
+
+class Ticket:
+    """A request on its way. Its methods may be called from any thread."""
+
+    def __init__(self, wake: Callable[[], None], window: int | None) -> None:
+        """`window`: events that may be told and not yet read; the request rests when there are so many."""
+        self.cancelled = False
+        self.told = 0
+        """Events so far; counted by the engine."""
+        self._read, self._wake, self._window = 0, wake, window
+
+    def cancel(self) -> None:
+        """Ends the request soon; its sink is not called again after the current step."""
+        self.cancelled = True
+        self._wake()
+
+    def read(self) -> None:
+        """One event has gone to the client."""
+        rested = self.resting
+        self._read += 1
+        if rested:
+            self._wake()
+
+    @property
+    def resting(self) -> bool:
+        """The client does not keep up, so its request waits for it."""
+        return self._window is not None and self.told - self._read >= self._window
+
+
+@dataclass(frozen=True)
+class State:
+    running: int
+    waiting: int
+    free_pages: int
+    """Pages that can be had, those of the prefix cache included."""
+    cached_pages: int
+    """Pages of the prefix cache, in use or not."""
+    pages: int
+    prompt_tokens: int
+    """Tokens prefilled since the start."""
+    cached_tokens: int
+    """Tokens of prompts that the prefix cache has spared since the start."""
+    answer_tokens: int
+    """Tokens made since the start."""
+    preemptions: int
+    """Times since the start that a request had to give up its pages and compute them again."""
+    alive: bool

@@ -1,0 +1,137 @@
+"""Which requests run, and on which pages. Knows neither threads nor the model."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from mlcbuild_runtime.pages import Pages
+from mlcbuild_runtime.sequence import Sequence
+
+
+class Schedule:
+    """Requests that wait and requests that run, both by rank.
+
+    A request is admitted when the pages for its prompt are there and one more for each that runs. Pages for
+    the answer are taken as it grows. When there are none, the request of the highest rank gives its pages up
+    and waits again (one whose client does not read goes first); what it had computed stays in the tree
+    until the room is needed, the rest is computed again. The request of the lowest rank never loses its
+    pages to others, so that all requests come to their end.
+    """
+
+    def __init__(self, pages: Pages, page_size: int, max_batch: int) -> None:
+        self.waiting: list[Sequence] = []
+        self.active: list[Sequence] = []
+        self.pages, self.preemptions, self.cached_tokens = pages, 0, 0
+        self._page_size, self._max_batch = page_size, max_batch
+
+    @property
+    def idle(self) -> bool:
+        """Nothing can be done before somebody outside acts."""
+        return all(sequence.ticket.resting for sequence in [*self.active, *self.waiting])
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda other: other.rank)
+
+    def remove(self, sequence: Sequence, forget: bool = False) -> None:
+        """The end of a request. `forget`: nobody is to use what it has computed."""
+        for listed in (self.active, self.waiting):
+            if sequence in listed:
+                listed.remove(sequence)
+        self.pages.release(sequence.pages, forget)
+        sequence.pages = []
+
+    def admit(self) -> None:
+        """By rank; nobody overtakes a request that waits for pages."""
+        if len(self.active) >= self._max_batch and not any(s.ticket.resting for s in self.active):
+            return
+        for sequence in list(self.waiting):
+            if sequence.ticket.resting or self._is_computed_elsewhere(sequence):
+                continue
+            while not self._place(sequence):
+                resting = [other for other in self.active if other.ticket.resting]
+                if not resting:
+                    return
+                self._preempt(resting[-1])
+            insort(self.active, sequence, key=lambda other: other.rank)
+            self.waiting.remove(sequence)
+
+    def prefills(self, room: int) -> list[tuple[Sequence, int]]:
+        """Sequences that have not all of their prompt in the cache, and how many tokens to put there now."""
+        parts = []
+        for sequence in self.active:
+            if sequence.prefilling and room:
+                count = min(room, len(sequence.request.prompt) - sequence.length)
+                parts.append((sequence, count))
+                room -= count
+        return parts
+
+    def decodes(self) -> list[tuple[Sequence, int]]:
+        """Sequences that take one token now. Each has a page for it."""
+        parts = []
+        for sequence in list(self.active):
+            ready = not sequence.prefilling and not sequence.ticket.resting
+            if ready and sequence in self.active and self._grow(sequence):
+                parts.append((sequence, 1))
+        return parts
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """`count` more tokens are in the cache; full pages of the prompt can now be shared."""
+        before = sequence.length
+        sequence.length += count
+        if before < len(sequence.request.prompt):
+            length = min(sequence.length, len(sequence.request.prompt))
+            self.pages.keep(sequence.keys(self._page_size, length), sequence.pages)
+
+    def _place(self, sequence: Sequence) -> bool:
+        """Gives a sequence the pages of all its tokens so far, if there is room for it."""
+        if len(self.active) >= self._max_batch:
+            return False
+        # One token at least is left to feed: its logits are wanted.
+        shared = self.pages.share(sequence.keys(self._page_size, len(sequence.tokens) - 1))
+        needed = max(0, -(-len(sequence.tokens) // self._page_size) - len(shared))
+        own = self.pages.take(needed) if needed + len(self.active) <= self.pages.available else None
+        if own is None:
+            self.pages.release(shared)
+            return False
+        sequence.pages = shared + own
+        sequence.length = len(shared) * self._page_size
+        if sequence.cached is None:
+            sequence.cached = sequence.length
+            self.cached_tokens += sequence.length
+        return True
+
+    def _is_computed_elsewhere(self, sequence: Sequence) -> bool:
+        """A running request is about to compute pages that this one could share: it pays to wait."""
+        keys = sequence.keys(self._page_size, len(sequence.tokens) - 1)
+        for other in self.active:
+            if other.prefilling:
+                theirs = other.keys(self._page_size, len(other.request.prompt))
+                common = 0
+                while common < min(len(keys), len(theirs)) and keys[common] == theirs[common]:
+                    common += 1
+                if common * self._page_size > other.length and common > self.pages.depth(keys):
+                    return True
+        return False
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """A page for the next token, at the cost of others. False: the sequence itself had to go."""
+        while len(sequence.pages) * self._page_size <= sequence.length:
+            more = self.pages.take(1)
+            if more is not None:
+                sequence.pages += more
+                continue
+            resting = [other for other in self.active if other.ticket.resting]
+            victim = resting[-1] if resting else self.active[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to waiting; its pages may be taken now."""
+        self.pages.keep(sequence.keys(self._page_size, sequence.length), sequence.pages)
+        self.pages.release(sequence.pages)
+        sequence.pages, sequence.length = [], 0
+        self.preemptions += 1
+        self.add(sequence)
+        self.active.remove(sequence)
