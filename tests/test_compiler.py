@@ -17,14 +17,14 @@ from mlcbuild_runtime.signature import signature
 
 from mlcbuild import models, quant, targets
 from mlcbuild.canon import Json
-from mlcbuild.compiler import action, compile_library, tools
-from mlcbuild.errors import CheckpointError, CompileError
+from mlcbuild.compiler import action, compile_library, linker_identity, tools
+from mlcbuild.errors import CheckpointError, CompileError, SetupError
 from mlcbuild.models import ModelConfig, Rope
 from mlcbuild.targets import Target
 from tests.libharness import HERE, Session, compiled, golden, pack, random_weights
 from tests.test_decoder import SMALL
 
-FAMILIES = ["gemma2", "llama-llama3-gqa", "mistral-window", "phi3-longrope-long", "qwen2-bias", "qwen3"]
+FAMILIES = ["gemma2", "llama-llama3-gqa", "mistral-window", "phi3-longrope-long", "qwen2-window", "qwen3"]
 
 
 def request(
@@ -206,6 +206,38 @@ def test_the_parent_never_loads_tvm(tmp_path: Path) -> None:
 def test_tools_are_versions_not_places() -> None:
     for name, version in tools(targets.resolve("host")).items():
         assert version and "/" not in version, name
+
+
+def linkable(target: Target) -> bool:
+    try:
+        linker_identity(target)
+    except SetupError:
+        return False
+    return True
+
+
+CROSS = [targets.resolve(name) for name in ("aarch64-linux", "macos-arm64", "x86-64-v2")]
+
+
+@pytest.mark.parametrize("target", [item for item in CROSS if linkable(item)], ids=lambda item: item.name)
+def test_other_machines_are_compiled_for(target: Target, tmp_path: Path) -> None:
+    """For those that this machine can link."""
+    out = build(tmp_path, SMALL, request("q4a8_1", target))
+    about = json.loads((out / "library.json").read_text())
+    made = (out / action.library_name(target)).read_bytes()
+    assert about["target"]["triple"] == target.triple
+    if target.system == "linux":
+        assert int.from_bytes(made[18:20], "little") == {"aarch64": 183, "x86_64": 62}[target.architecture]
+    else:
+        assert made[:4] == b"\xcf\xfa\xed\xfe"
+
+
+def test_an_object_is_made_for_linking_elsewhere(tmp_path: Path) -> None:
+    target = replace(targets.resolve("x86-64-v3"), output="object")
+    if not linkable(target):
+        pytest.skip("no linker for x86-64 here")
+    out = build(tmp_path, SMALL, request(target=target))
+    assert sorted(path.name for path in out.iterdir()) == ["library.json", "model.o"]
 
 
 def refused(tmp_path: Path, params: Mapping[str, Json]) -> str:

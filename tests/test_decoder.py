@@ -11,7 +11,9 @@ from mlcbuild import quant, reference
 from mlcbuild.models import ModelConfig, Rope
 from tests.libharness import HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
 
-VARIANTS = sorted(path.name for path in (HERE / "golden").iterdir() if path.is_dir())
+# These differ from another variant in data only, which tests of the reference cover: they are not compiled.
+DATA_ONLY = {"gemma2-bf16", "llama-yarn", "qwen2-bias"}
+VARIANTS = sorted({path.name for path in (HERE / "golden").iterdir() if path.is_dir()} - DATA_ONLY)
 TOLERANCE = 4e-5
 """Logits reach 6; both sides add up in float32 in their own order."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,7 @@ def test_identity_names_program_and_version() -> None:
         (ARM, r"install `binutils-aarch64-linux-gnu` \(apt\), `lld`, or `ziglang`"),
         (MAC, r"install `ziglang` \(pip install ziglang\) or, on a Mac, Xcode's command line tools"),
         (WINDOWS, r"shared libraries are made for linux and macos; use `output: object`"),
+        (replace(WINDOWS, output="object"), r"install `binutils-mingw-w64-x86-64` \(apt\)"),
     ],
 )
 def test_a_missing_linker_is_named_with_what_to_install(

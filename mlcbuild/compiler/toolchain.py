@@ -74,7 +74,7 @@ def link(objects: Sequence[Path], out: Path, target: Target) -> None:
 def _options(linker: Linker, target: Target) -> list[str]:
     if linker.flavour == "gnu":
         if target.output == "object":
-            return ["-r", "--build-id=none"]
+            return ["-r", "--strip-debug"]
         return [
             "-shared",
             "--build-id=none",
@@ -127,10 +127,12 @@ def _candidates(target: Target) -> Iterator[Linker]:
         yield from _macho_candidates(target)
         return
     names = [f"{target.architecture}-linux-gnu-ld", "ld", "ld.lld"] if sys.platform == "linux" else ["ld.lld"]
+    if target.system == "windows":
+        names = [f"{target.architecture}-w64-mingw32-ld"]
     for name in names:
         if path := shutil.which(name):
             yield Linker((path,), "gnu", name)
-    if command := _zig():
+    if target.system != "windows" and (command := _zig()):
         yield Linker((*command, "ld.lld"), "gnu", "ziglang ld.lld")
 
 
@@ -195,6 +197,9 @@ def _missing(target: Target) -> str:
         return f"{where}: install `ziglang` (pip install ziglang) or, on a Mac, Xcode's command line tools"
     if target.system != "linux" and target.output == "shared":
         return f"{where}: shared libraries are made for linux and macos; use `output: object` for others"
+    if target.system == "windows":
+        package = f"binutils-mingw-w64-{target.architecture.replace('_', '-')}"
+        return f"{where}: install `{package}` (apt)"
     package = f"binutils-{target.architecture.replace('_', '-')}-linux-gnu"
     host = platform.machine() == target.architecture
     local = "binutils" if host else package
