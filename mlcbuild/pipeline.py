@@ -98,8 +98,7 @@ class _Checkpoint:
 def build(recipe: Recipe, lock: Lock) -> Pipeline:
     """The steps of every variant. Reads config.json of local models, and nothing else of checkpoints.
 
-    Raises InputError for models that cannot be built, naming their places in the recipe, UsageError for
-    sources that `lock` does not pin, SetupError when a target's linker is missing.
+    Raises InputError for models that cannot be built, naming their places in the recipe.
     """
     variants = expand(recipe)
     problems: list[Problem] = []
@@ -113,8 +112,6 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
         recipe.directory, {name: item for name, item in checkpoints.items() if item is not None}
     )
     products = tuple(assembly.add(variant) for variant in variants)
-    if assembly.missing:
-        raise SetupError("\n".join(dict.fromkeys(assembly.missing)))
     configs = {name: item.config for name, item in assembly.checkpoints.items() if item.config is not None}
     return Pipeline(recipe, Graph(assembly.nodes.values()), products, configs)
 
@@ -168,8 +165,8 @@ class _Assembly:
     """The recipe's."""
     checkpoints: Mapping[str, _Checkpoint]
     nodes: dict[str, Node] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    """What this machine lacks, in sentences."""
+    configs: dict[str, str] = field(default_factory=dict)
+    """Label of a config -> the step that first made it."""
 
     def add(self, variant: Variant) -> Product:
         checkpoint = self.checkpoints[variant.model.name]
@@ -220,9 +217,9 @@ class _Assembly:
 
         try:
             found = tools(variant.target)
-        except SetupError as error:
-            self.missing.append(str(error))
-            found = {}
+        except SetupError:
+            # Told by the step itself, if it comes to run: what else the recipe declares can be built.
+            found = {"linker": "none"}
         limits: dict[str, Json] = dict(vars(variant.limits))
         return self._keep_apart(
             Step(
@@ -233,7 +230,8 @@ class _Assembly:
                     "target": targets.to_json(variant.target),
                     "limits": limits,
                 },
-                {"config": Input(config)},
+                # Models that are alike share the node too, so that one library is one step.
+                {"config": Input(self.configs.setdefault(checkpoint.label, config))},
                 tools=found,
                 labels=_labels(variant),
                 memory=COMPILER_MEMORY,

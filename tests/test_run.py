@@ -181,6 +181,17 @@ def test_two_builds_in_different_directories_are_the_same_bytes(tmp_path: Path, 
             assert path.read_bytes() == (second / path.relative_to(first)).read_bytes(), path.name
 
 
+def test_a_missing_linker_stops_only_what_needs_it(
+    tmp_path: Path, tiny_bundles: Path, common_store: Path
+) -> None:
+    recipe = project(tmp_path, SMALL.replace("[host]", "[host, aarch64-linux]"))
+    done = mlcbuild("run", recipe, "--keep-going", store=common_store, variables={"PATH": "/none"})
+    if "no linker" not in done.stdout:
+        pytest.skip("the linker is not found by PATH here")
+    assert done.returncode == 3
+    assert "no linker for aarch64-unknown-linux-gnu was found: install" in done.stdout
+
+
 def test_a_target_of_another_machine_is_built_and_not_verified(
     tmp_path: Path, tiny_bundles: Path, common_store: Path
 ) -> None:

@@ -1,0 +1,179 @@
+"""Which steps a recipe becomes, what they share, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mlcbuild import pipeline, recipe
+from mlcbuild.errors import InputError, UsageError
+from mlcbuild.fetch import Pinned
+from mlcbuild.graph import Source
+from mlcbuild.hub import HubSource
+from mlcbuild.lock import Lock, Locked
+from mlcbuild.pipeline import Pipeline
+from tests.conftest import TINY, project
+
+
+def built(directory: Path, text: str, lock: Lock | None = None) -> Pipeline:
+    path = project(directory, "version: 1\n" + text)
+    return pipeline.build(recipe.load(path), lock or Lock())
+
+
+def kinds(made: Pipeline) -> Counter[str]:
+    """Steps by the first part of their names."""
+    return Counter(step.name.partition("/")[0] for step in made.graph.steps())
+
+
+MATRIX = """
+models: {one: ./tiny, two: ./copy}
+quantizations: [q0f32, q4f16_1, q4a8_1]
+targets: [x86-64-v2, x86-64-v3]
+"""
+
+
+def fine_tune(directory: Path) -> None:
+    """A second checkpoint of the same architecture, under another name."""
+    copy = directory / "copy"
+    copy.mkdir(parents=True)
+    for path in TINY.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    config = json.loads((copy / "config.json").read_bytes())
+    (copy / "config.json").write_text(json.dumps({**config, "_name_or_path": "somewhere"}))
+
+
+def test_what_cells_of_the_matrix_share(tmp_path: Path) -> None:
+    fine_tune(tmp_path)
+    made = built(tmp_path, MATRIX)
+    assert kinds(made) == {
+        "config": 2,
+        "tokenizer": 2,
+        "reference": 2,
+        "weights": 6,
+        "library": 6,
+        "bundle": 12,
+        "verify": 12,
+    }
+    libraries = [step for step in made.graph.steps() if step.name.startswith("library/")]
+    assert all("one" not in step.name and "two" not in step.name for step in libraries)
+
+
+def test_no_path_and_no_display_name_enters_a_library_or_weights(tmp_path: Path) -> None:
+    made = built(
+        tmp_path, "models: {shown: ./tiny}\nquantizations: {alias: q4f16_1}\ntargets: {mine: x86-64-v3}\n"
+    )
+    for step in made.graph.steps():
+        if step.name.startswith(("library/", "weights/", "config/", "reference/", "verify/")):
+            text = json.dumps(dict(step.params))
+            assert not any(word in text for word in ("shown", "alias", "mine", str(tmp_path))), step.name
+
+
+def test_limits_and_prompts_that_differ_get_their_own_steps(tmp_path: Path) -> None:
+    text = """
+models: {tiny: ./tiny}
+quantizations: [q0f32, q4f16_1]
+targets: [x86-64-v3]
+compile: {context_window: 256}
+verify: {prompts: ["one two"]}
+matrix:
+  include:
+    - {quantization: q4f16_1, compile: {max_batch: 2}, verify: {prompts: ["a b"]}}
+"""
+    made = built(tmp_path, text)
+    references = sorted(step.name for step in made.graph.steps() if step.name.startswith("reference/"))
+    assert len(references) == 2
+    assert references[0] == "reference/tiny"
+    assert references[1].startswith("reference/tiny/")
+
+
+def test_each_variant_knows_its_steps(tmp_path: Path) -> None:
+    made = built(tmp_path, "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
+    (product,) = made.products
+    assert {name.partition("/")[0] for name in product.steps} == {
+        "config",
+        "tokenizer",
+        "weights",
+        "library",
+        "bundle",
+        "reference",
+        "verify",
+    }
+    assert product.last == "verify/tiny-q0f32-x86-64-v2"
+    assert made.choose(["tiny-*"]) == (product.last,)
+    assert made.choose(["weights/*"]) == ("weights/tiny/q0f32/plain",)
+    with pytest.raises(UsageError, match="no step is called 'tony'"):
+        made.choose(["tony"])
+
+
+def test_a_step_of_a_local_model_reads_only_the_files_it_needs(tmp_path: Path) -> None:
+    made = built(tmp_path, "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
+    source = made.graph["fetch/tiny"]
+    assert isinstance(source, Source)
+    assert "model.safetensors" in source.files
+    assert "heldout.jsonl" not in source.files
+    selects = {step.name: step.inputs.get("checkpoint") for step in made.graph.steps()}
+    config = selects["config/tiny"]
+    assert config is not None
+    assert config.select == ("config.json",)
+
+
+def test_a_target_of_another_machine_is_not_verified(tmp_path: Path) -> None:
+    made = built(
+        tmp_path,
+        "models: {tiny: ./tiny}\nquantizations: [q0f32]\n"
+        "targets: {board: {triple: aarch64-unknown-linux-gnu, cpu: generic, output: object},"
+        " here: {extends: x86-64-v2, output: object}}\n",
+    )
+    reasons = {product.variant.target.name: product.unverified for product in made.products}
+    assert reasons["here"] == "an object file must be linked into a program before it can run"
+    assert all(product.verify is None for product in made.products)
+    assert kinds(made)["reference"] == 0
+
+
+def test_faults_of_models_are_told_at_their_place_all_at_once(tmp_path: Path) -> None:
+    fine_tune(tmp_path)
+    config = tmp_path / "copy" / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "lama"'))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError) as caught:
+        built(tmp_path, "models: {a: ./copy, b: ./empty}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
+    first, second = map(str, caught.value.problems)
+    assert "recipe.yaml:2:13: model 'a'" in first
+    assert "did you mean 'llama'?" in first
+    assert "recipe.yaml:2:24: model 'b'" in second
+    assert "no config.json" in second
+
+
+def test_what_a_model_cannot_give_is_refused(tmp_path: Path) -> None:
+    text = """
+models: {tiny: ./tiny}
+quantizations: {mixed: {scheme: q4f16_1, overrides: [{match: "no_such*", scheme: q8f16_1}]}}
+targets: [x86-64-v2]
+compile: {context_window: 100000}
+"""
+    with pytest.raises(InputError) as caught:
+        built(tmp_path, text)
+    message = str(caught.value)
+    assert (
+        "takes at most 512 tokens, but compile.context_window is 100000 for tiny-mixed-x86-64-v2" in message
+    )
+    assert "quantization 'mixed'" in message
+    assert "no_such*" in message
+
+
+def test_a_hub_model_is_a_step_with_its_pinned_files(tmp_path: Path) -> None:
+    source = HubSource("org/name", "main")
+    commit = "a" * 40
+    files = {name: Pinned(1, "b" * 64) for name in ("config.json", "model.safetensors", "tokenizer.json")}
+    made = built(
+        tmp_path,
+        "models: {far: hf://org/name@main}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n",
+        Lock({source: Locked(commit, files)}),
+    )
+    step = made.graph.step("fetch/far")
+    assert step.params["commit"] == commit
+    assert "main" not in json.dumps(dict(step.params)), "a branch never enters a key"
+    assert any(step.name.startswith("library/bbbbbbbbbbbb/") for step in made.graph.steps())
