@@ -193,7 +193,7 @@ def unknown(rng: random.Random) -> tuple[str, str]:
 
 TASKS: dict[str, tuple[Callable[[random.Random], tuple[str, str]], float]] = {
     "add": (add, 3.5),
-    "subtract": (subtract, 2.5),
+    "subtract": (subtract, 2.0),
     "copy": (copy, 2.0),
     "unicode": (unicode, 0.7),
     "reverse": (reverse, 1.5),
@@ -203,7 +203,7 @@ TASKS: dict[str, tuple[Callable[[random.Random], tuple[str, str]], float]] = {
     "lower": (lower, 0.8),
     "count": (count, 2.0),
     "json": (json, 1.4),
-    "chat": (chat, 0.5),
+    "chat": (chat, 2.0),
     "unknown": (unknown, 0.6),
 }
 """Name -> generator and its share of the training text."""

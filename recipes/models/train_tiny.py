@@ -215,7 +215,7 @@ def main() -> None:
         if training.progress() >= 1:
             break
         loss += 0.02 * (training.update(batch) - loss)
-        if training.step % 200 == 0:
+        if training.step % 100 == 0:
             training.save(options.state)
             scores = accuracy(training.average, sp, check)
             overall = sum(scores.values()) / len(scores)
