@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -158,16 +158,29 @@ def compiled(
     data = models.to_json(config)
     root = area.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else area.getbasetemp()
     place = root / "libraries" / canon.digest("test/1", [params, data])
-    if not place.is_dir():
-        part = area.mktemp("library")
-        (part / "in").mkdir()
-        (part / "in" / "config.json").write_text(json.dumps(data))
-        (part / "out").mkdir()
-        compile_library(params, {"config": part / "in"}, part / "out")
-        place.parent.mkdir(exist_ok=True)
-        with suppress(OSError):  # another worker was faster
-            (part / "out").rename(place)
+    place.parent.mkdir(exist_ok=True)
+    claim = place.with_suffix(".claim")
+    try:
+        claim.mkdir()
+    except FileExistsError:
+        _wait_for(place)
+        return place
+    part = area.mktemp("library")
+    (part / "in").mkdir()
+    (part / "in" / "config.json").write_text(json.dumps(data))
+    (part / "out").mkdir()
+    compile_library(params, {"config": part / "in"}, part / "out")
+    (part / "out").rename(place)
     return place
+
+
+def _wait_for(place: Path) -> None:
+    """Another test process compiles this library, or did."""
+    for _ in range(2000):
+        if place.is_dir():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{place} was claimed by another test process, which failed to compile it")
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -130,3 +131,8 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
     tokens = np.random.default_rng(2).integers(0, SMALL.vocab_size, 33).tolist()
     expected = reference.logits(SMALL, unpacked(SMALL, scheme, stored), tokens, dtype=np.float64)
     assert worst(session.prefill((0, tokens)), expected) < 4e-3
+    kernels = json.loads((library / "library.json").read_text())["kernels"]
+    short = {name: kernel.partition(".")[0] for name, kernel in kernels.items()}
+    assert short["mlp.down.weight"] == "f16" and short["layers.1.mlp.down.weight"] == "w4f16"
+    assert short["attn.qkv.weight"] == "w4f16" and short["layers.1.attn.qkv.weight"] == "w8f32"
+    assert short["lm_head.weight"] == "f32" and "layers.1.attn.o.weight" not in short
