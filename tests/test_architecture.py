@@ -89,12 +89,18 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "sequence": "pages request sampling text",
     "schedule": "pages sequence",
     "engine": "pages request schedule sequence text vm",
-    "api": "bundle fields sampling template",
+    "body": "fields",
+    "messages": "body fields template",
+    "api": "body bundle fields messages sampling template",
     "replies": "fields request sampling vocabulary",
-    "server": "api engine fields replies request",
-    "serve": "engine server text vm",
+    "service": "api body engine fields messages replies request",
+    "metrics": "request",
+    "access": "",
+    "keys": "replies",
+    "server": "access body engine fields keys metrics replies request service",
+    "serve": "access engine server text vm",
     "chat": "api engine fields request text vm",
-    "__main__": "serve",
+    "__main__": "access serve",
 }
 SHARED = {"errors", "canon"}
 """Anyone's."""

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import NoReturn
 
+from mlcbuild_runtime.body import Body, checked_text, wrong
 from mlcbuild_runtime.bundle import Serving
 from mlcbuild_runtime.errors import RequestError
-from mlcbuild_runtime.fields import Json, describe, is_integer
+from mlcbuild_runtime.fields import Json, is_integer
+from mlcbuild_runtime.messages import messages
 from mlcbuild_runtime.sampling import Sampling
 from mlcbuild_runtime.template import Message
 
-COMMON: tuple[str, ...] = ("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
-COMMON += ("stop", "stream", "stream_options", "logprobs")
+COMMON: tuple[str, ...] = ("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
+COMMON += ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "ignore_eos")
+COMMON += ("stop", "stream", "stream_options", "logprobs", "priority")
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
-COMPLETION = (*COMMON, "prompt")
+COMPLETION = (*COMMON, "prompt", "echo")
 
 IGNORED: tuple[str, ...] = ("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention")
 IGNORED += ("safety_identifier", "service_tier", "store", "user")
@@ -26,15 +26,10 @@ IGNORED += ("safety_identifier", "service_tier", "store", "user")
 NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
-    "n": (1,),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
@@ -45,9 +40,11 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
 }
 """Fields whose meaning this server cannot honour, with the values that ask for nothing."""
 
-ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+"""Answers to one request: prompts times `n`."""
+MAX_BIASES = 1024
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,9 @@ class Options:
     max_tokens: int | None
     logprobs: int | None
     """Alternatives to report for each token; None: no log-probabilities."""
+    n: int
+    ignore_eos: bool
+    priority: int
     stream: bool
     include_usage: bool
 
@@ -72,31 +72,14 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class CompletionCall:
-    prompt: str | tuple[int, ...]
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool
     options: Options
-
-
-def parse_body(data: bytes) -> dict[str, Json]:
-    """The JSON object of a request. Raises RequestError; NaN and Infinity are not JSON."""
-    try:
-        body = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(f"the body is not valid JSON: {reason}") from None
-    if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, found {describe(body)}")
-    return body
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
 
 
 def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
     """A body of /v1/chat/completions. Raises RequestError, naming the field."""
-    fields = _Body(body, CHAT)
+    fields = Body(body, (*CHAT, *IGNORED), NEUTRAL)
     old, new = fields.integer("max_tokens", 1), fields.integer("max_completion_tokens", 1)
     if old is not None and new is not None and old != new:
         raise RequestError(
@@ -107,177 +90,110 @@ def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
     wanted = fields.boolean("logprobs")
     if alternatives is not None and not wanted:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    options = fields.options(serving, new or old, (alternatives or 0) if wanted else None)
-    return ChatCall(fields.messages(), fields.template_options(), options)
+    options = _options(fields, serving, new or old, (alternatives or 0) if wanted else None)
+    return ChatCall(messages(fields), fields.object("chat_template_kwargs"), options)
 
 
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
     """A body of /v1/completions. Raises RequestError, naming the field."""
-    fields = _Body(body, COMPLETION)
-    logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
-    return CompletionCall(fields.prompt(), fields.options(serving, fields.integer("max_tokens", 1), logprobs))
-
-
-class _Body:
-    """Typed access to a body. null means absent. Every accessor raises RequestError, naming the field."""
-
-    def __init__(self, body: Mapping[str, Json], known: tuple[str, ...]) -> None:
-        self._values = {key: value for key, value in body.items() if value is not None}
-        for key, value in self._values.items():
-            if key in NEUTRAL:
-                _check_neutral(key, value)
-            elif key not in known and key not in IGNORED:
-                close = get_close_matches(key, known, n=1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
-                raise RequestError(f"unknown field '{key}'{hint}", param=key, code="unknown_field")
-
-    def options(self, serving: Serving, max_tokens: int | None, logprobs: int | None) -> Options:
-        stream_options = self._values.get("stream_options")
-        stream = self.boolean("stream")
-        if stream_options is not None and not stream:
-            raise RequestError("stream_options needs stream: true", param="stream_options")
-        return Options(
-            sampling=self._sampling(serving),
-            stop=self._stop(),
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            stream=stream,
-            include_usage=_include_usage(stream_options),
+    fields = Body(body, (*COMPLETION, *IGNORED), NEUTRAL)
+    logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.boolean("echo")
+    if echo and logprobs is not None:
+        raise RequestError("echo has no logprobs of the prompt: leave one of them out", param="echo")
+    options = _options(fields, serving, fields.integer("max_tokens", 1), logprobs)
+    prompts = _prompts(fields.get("prompt"))
+    if len(prompts) * options.n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(prompts)} prompts with n = {options.n} are more than {MAX_CHOICES} answers", param="prompt"
         )
-
-    def _sampling(self, serving: Serving) -> Sampling:
-        temperature, top_p = self._number("temperature", 0, 2), self._number("top_p", 0, 1)
-        top_k, min_p = self.integer("top_k", 0), self._number("min_p", 0, 1)
-        if temperature is None:
-            temperature = 1.0 if serving.temperature is None else serving.temperature
-        if top_p is None:
-            top_p = 1.0 if serving.top_p is None else serving.top_p
-        if top_k is None:
-            top_k = serving.top_k or 0
-        seed = self.integer("seed", -(1 << 63), (1 << 63) - 1)
-        return Sampling(temperature, top_p, top_k, min_p or 0.0, seed)
-
-    def _stop(self) -> tuple[str, ...]:
-        found = self._values.get("stop", [])
-        listed = [found] if isinstance(found, str) else found
-        if not isinstance(listed, list) or len(listed) > MAX_STOPS:
-            raise _wrong("stop", f"a string or a list of at most {MAX_STOPS} strings", found)
-        texts = []
-        for item in listed:
-            if not isinstance(item, str) or not item:
-                raise _wrong("stop", "made of non-empty strings", found)
-            texts.append(_text("stop", item))
-        return tuple(texts)
-
-    def prompt(self) -> str | tuple[int, ...]:
-        found = self._values.get("prompt")
-        if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str | list):
-            found = found[0]
-        if isinstance(found, str):
-            return _text("prompt", found)
-        if isinstance(found, list):
-            tokens = tuple(item for item in found if is_integer(item) and 0 <= item < 1 << 31)
-            if len(tokens) == len(found):
-                return tokens
-        raise _wrong("prompt", "one text or one list of tokens", found)
-
-    def messages(self) -> tuple[Message, ...]:
-        found = self._values.get("messages")
-        if not isinstance(found, list) or not found:
-            raise _wrong("messages", "a list of at least one message", found)
-        return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(found))
-
-    def template_options(self) -> dict[str, Json]:
-        found = self._values.get("chat_template_kwargs", {})
-        if not isinstance(found, dict):
-            raise _wrong("chat_template_kwargs", "an object", found)
-        return found
-
-    def integer(self, key: str, low: int, high: int = (1 << 31) - 1) -> int | None:
-        value = self._values.get(key)
-        if value is None:
-            return None
-        if not is_integer(value) or not low <= value <= high:
-            raise _wrong(key, f"an integer from {low} to {high}", value)
-        return value
-
-    def boolean(self, key: str) -> bool:
-        value = self._values.get(key, False)
-        if not isinstance(value, bool):
-            raise _wrong(key, "true or false", value)
-        return value
-
-    def _number(self, key: str, low: float, high: float) -> float | None:
-        value = self._values.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise _wrong(key, f"a number from {low:g} to {high:g}", value)
-        return float(value)
+    return CompletionCall(prompts, echo, options)
 
 
-def _check_neutral(key: str, value: Json) -> None:
-    allowed = NEUTRAL[key]
-    if any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed):
-        return
-    other = f" or send {' or '.join(json.dumps(item) for item in allowed)}" if allowed else ""
-    raise RequestError(
-        f"{key} is {describe(value)}, which this server cannot honour: leave it out{other}",
-        param=key,
-        code="unsupported_field",
+def _options(body: Body, serving: Serving, max_tokens: int | None, logprobs: int | None) -> Options:
+    stream, stream_options = body.boolean("stream"), body.get("stream_options")
+    if stream_options is not None and not stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    return Options(
+        sampling=_sampling(body, serving),
+        stop=_stop(body.get("stop")),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        n=body.integer("n", 1, MAX_CHOICES) or 1,
+        ignore_eos=body.boolean("ignore_eos"),
+        priority=body.integer("priority", -1000, 1000) or 0,
+        stream=stream,
+        include_usage=_include_usage(stream_options),
     )
+
+
+def _sampling(body: Body, serving: Serving) -> Sampling:
+    temperature, top_p = body.number("temperature", 0, 2), body.number("top_p", 0, 1)
+    top_k = body.integer("top_k", 0)
+    if temperature is None:
+        temperature = 1.0 if serving.temperature is None else serving.temperature
+    if top_p is None:
+        top_p = 1.0 if serving.top_p is None else serving.top_p
+    if top_k is None:
+        top_k = serving.top_k or 0
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=body.number("min_p", 0, 1) or 0.0,
+        seed=body.integer("seed", -(1 << 63), (1 << 63) - 1),
+        frequency_penalty=body.number("frequency_penalty", -2, 2) or 0.0,
+        presence_penalty=body.number("presence_penalty", -2, 2) or 0.0,
+        repetition_penalty=body.number("repetition_penalty", 0.01, 100) or 1.0,
+        bias=_bias(body.object("logit_bias")),
+    )
+
+
+def _bias(found: Mapping[str, Json]) -> tuple[tuple[int, float], ...]:
+    wanted = f"an object of at most {MAX_BIASES} tokens, each with a number from -100 to 100"
+    if len(found) > MAX_BIASES:
+        raise wrong("logit_bias", wanted, f"{len(found)} tokens")
+    biases = []
+    for token, bias in found.items():
+        number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        if not number or not token.isascii() or not token.isdecimal() or len(token) > 9:
+            raise wrong("logit_bias", wanted, {token: bias})
+        assert isinstance(bias, int | float)
+        biases.append((int(token), float(bias)))
+    return tuple(biases)
+
+
+def _stop(found: Json) -> tuple[str, ...]:
+    if found is None:
+        return ()
+    listed = [found] if isinstance(found, str) else found
+    if not isinstance(listed, list) or len(listed) > MAX_STOPS:
+        raise wrong("stop", f"a string or a list of at most {MAX_STOPS} strings", found)
+    texts = []
+    for item in listed:
+        if not isinstance(item, str) or not item:
+            raise wrong("stop", "made of non-empty strings", found)
+        texts.append(checked_text("stop", item))
+    return tuple(texts)
+
+
+def _prompts(found: Json) -> tuple[str | tuple[int, ...], ...]:
+    listed = found if isinstance(found, list) and found and isinstance(found[0], str | list) else [found]
+    return tuple(_prompt(item, found) for item in listed)
+
+
+def _prompt(item: Json, found: Json) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return checked_text("prompt", item)
+    if isinstance(item, list):
+        tokens = tuple(token for token in item if is_integer(token) and 0 <= token < 1 << 31)
+        if len(tokens) == len(item):
+            return tokens
+    raise wrong("prompt", "a text, a list of tokens, or a list of these", found)
 
 
 def _include_usage(value: Json) -> bool:
     if value is None:
         return False
     if not isinstance(value, dict) or not isinstance(value.get("include_usage", False), bool):
-        raise _wrong("stream_options", 'an object such as {"include_usage": true}', value)
+        raise wrong("stream_options", 'an object such as {"include_usage": true}', value)
     return value.get("include_usage") is True
-
-
-def _message(where: str, message: Json) -> Message:
-    """Role and content of one message; parts of text are joined."""
-    if not isinstance(message, dict):
-        raise _wrong(where, "an object with role and content", message)
-    role = message.get("role")
-    if role not in ROLES:
-        raise _wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
-    for key, value in message.items():
-        if key not in ("role", "content", "name", "refusal", "annotations") and value not in (None, []):
-            raise RequestError(
-                f"{where}.{key} is {describe(value)}, which this server cannot honour: leave it out",
-                param=f"{where}.{key}",
-                code="unsupported_field",
-            )
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
-    if not isinstance(content, str):
-        raise _wrong(f"{where}.content", "a text or a list of parts", content)
-    # `developer` is OpenAI's newer name of `system`, which templates do not know.
-    name = "system" if role == "developer" else str(role)
-    return {"role": name, "content": _text(f"{where}.content", content)}
-
-
-def _part(where: str, part: Json) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise _wrong(where, 'a part such as {"type": "text", "text": "..."}: this model reads text only', part)
-
-
-def _text(where: str, text: str) -> str:
-    r"""Refuses halves of surrogate pairs: JSON can write them ("\ud800"), UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{where} holds half of a surrogate pair at character {error.start}, which is no text",
-            param=where,
-        ) from None
-    return text
-
-
-def _wrong(key: str, wanted: str, found: Json) -> RequestError:
-    what = "it is missing" if found is None else f"found {describe(found)}"
-    return RequestError(f"{key} must be {wanted}; {what}", param=key)

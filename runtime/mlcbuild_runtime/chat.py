@@ -145,7 +145,7 @@ class _Session:
         if name == "system":
             self.system = value
             return "system message set" if value else "system message removed"
-        if name in ("messages", "stream", "logprobs", "top_logprobs", "model"):
+        if name in ("messages", "stream", "logprobs", "top_logprobs", "model", "n"):
             return f"{name} cannot be set here"
         changed = {**self.settings, name: _value(value)}
         try:

@@ -54,6 +54,11 @@ class Engine:
         self._thread.start()
         return self
 
+    @property
+    def ready(self) -> bool:
+        """New requests are taken."""
+        return self._thread.is_alive() and not self._draining and not self._closing
+
     def drain(self) -> None:
         """Takes no more requests; those it has go on."""
         with self._door:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
@@ -22,55 +23,86 @@ def error_document(error: ServingError) -> dict[str, Json]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer's documents tell of its prompt."""
+
+    number: int
+    size: int
+    """In tokens."""
+    echo: str = ""
+    """Text that goes before the answer."""
+
+
+class _Choice:
+    """What is known of one answer while it comes."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt, self.prefix, self.begun, self.offset = prompt, prompt.echo, False, len(prompt.echo)
+        self.last: Event | None = None
+        """The last event, once it has come."""
+
+
 class Reply:
-    """Turns the events of one request into documents."""
+    """Turns the events of one request's answers into documents."""
 
-    def __init__(self, chat: bool, model: str, prompt_tokens: int, vocabulary: Vocabulary) -> None:
-        self._chat, self._prompt_tokens, self._vocabulary = chat, prompt_tokens, vocabulary
-        self._model, self._created = model, int(time.time())
+    def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
+        """`prompts`: of each answer."""
+        self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._offset = 0
+        self._choices = [_Choice(prompt) for prompt in prompts]
 
-    def whole(self, events: Sequence[Event]) -> dict[str, Json]:
-        """The document of a complete answer. The last event must not be an error."""
-        text, last = "".join(event.text for event in events), events[-1]
-        choice: dict[str, Json] = {"index": 0, "finish_reason": last.finish}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        choice["logprobs"] = self._logprobs(events)
+    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:
+        """The document of complete answers. No last event may be an error."""
+        choices: list[Json] = []
+        for index, events in enumerate(answers):
+            choice, last = self._choices[index], events[-1]
+            choice.last = last
+            text = choice.prefix + "".join(event.text for event in events)
+            shown: dict[str, Json] = {"index": index, "finish_reason": last.finish}
+            if self._chat:
+                shown["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                shown["text"] = text
+            choices.append(shown | {"logprobs": self._logprobs(choice, events)})
         kind = "chat.completion" if self._chat else "text_completion"
-        return self._document(kind, [choice]) | {"usage": self._usage(last)}
+        return self._document(kind, choices) | {"usage": self._usage()}
 
-    def chunks(self, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
+    def chunks(self, index: int, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
         """The documents that one event of a stream makes; perhaps none."""
         if event.error is not None:
             yield error_document(event.error)
             return
-        if self._chat and event.tokens == 1:
-            yield self._chunk({"role": "assistant", "content": ""}, None, None, include_usage)
-        if event.text or event.logprob is not None:
-            yield self._chunk({"content": event.text}, None, self._logprobs([event]), include_usage)
-        if event.finish is not None:
-            yield self._chunk({}, event.finish, None, include_usage)
-            if include_usage:
-                yield self._document(self._chunk_kind, []) | {"usage": self._usage(event)}
+        choice = self._choices[index]
+        for delta, logprobs, finish in self._deltas(choice, event):
+            shown: dict[str, Json] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+            if self._chat:
+                shown["delta"] = delta
+            else:
+                shown["text"] = delta.get("content", "")
+            document = self._document(self._chunk_kind, [shown])
+            yield document | {"usage": None} if include_usage else document
+        if event.last:
+            choice.last = event
+            if include_usage and all(other.last for other in self._choices):
+                yield self._document(self._chunk_kind, []) | {"usage": self._usage()}
 
     @property
     def _chunk_kind(self) -> str:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
-    def _chunk(
-        self, delta: dict[str, Json], finish: str | None, logprobs: Json, include_usage: bool
-    ) -> dict[str, Json]:
-        choice: dict[str, Json] = {"index": 0, "logprobs": logprobs, "finish_reason": finish}
-        if self._chat:
-            choice["delta"] = delta
-        else:
-            choice["text"] = delta.get("content", "")
-        document = self._document(self._chunk_kind, [choice])
-        return document | {"usage": None} if include_usage else document
+    def _deltas(self, choice: _Choice, event: Event) -> Iterator[tuple[dict[str, Json], Json, str | None]]:
+        """(delta, logprobs, finish_reason) of each chunk."""
+        if not choice.begun:
+            choice.begun = True
+            if self._chat:
+                yield {"role": "assistant", "content": ""}, None, None
+            elif choice.prefix:
+                yield {"content": choice.prefix}, None, None
+        if event.text or event.logprob is not None:
+            yield {"content": event.text}, self._logprobs(choice, [event]), None
+        if event.finish is not None:
+            yield {}, None, event.finish
 
     def _document(self, kind: str, choices: list[Json]) -> dict[str, Json]:
         return {
@@ -81,21 +113,30 @@ class Reply:
             "choices": choices,
         }
 
-    def _usage(self, last: Event) -> dict[str, Json]:
+    def _usage(self) -> dict[str, Json]:
+        answer_tokens, prompts, cached = 0, dict[int, int](), dict[int, int]()
+        for choice in self._choices:
+            assert choice.last is not None
+            answer_tokens += choice.last.tokens
+            # The answers to one prompt share it, and the first of them computes it for all.
+            number = choice.prompt.number
+            prompts[number] = choice.prompt.size
+            cached[number] = min(choice.last.cached, cached.get(number, choice.last.cached))
+        prompt_tokens = sum(prompts.values())
         return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": last.tokens,
-            "total_tokens": self._prompt_tokens + last.tokens,
-            "prompt_tokens_details": {"cached_tokens": last.cached},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": answer_tokens,
+            "total_tokens": prompt_tokens + answer_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
-    def _logprobs(self, events: Sequence[Event]) -> Json:
+    def _logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
         known = [event for event in events if event.logprob is not None]
         if not known:
             return None
         if self._chat:
             return {"content": [self._chat_logprob(event) for event in known], "refusal": None}
-        return self._completion_logprobs(known)
+        return self._completion_logprobs(choice, known)
 
     def _chat_logprob(self, event: Event) -> Json:
         assert event.logprob is not None
@@ -106,12 +147,12 @@ class Reply:
         data = self._vocabulary.token_bytes(item.token)
         return {"token": self._name(item.token), "logprob": item.logprob, "bytes": list(data)}
 
-    def _completion_logprobs(self, events: Sequence[Event]) -> Json:
+    def _completion_logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
         """The older form: parallel lists."""
         offsets: list[Json] = []
         for event in events:
-            offsets.append(self._offset)
-            self._offset += len(event.text)
+            offsets.append(choice.offset)
+            choice.offset += len(event.text)
         return {
             "tokens": [self._name(event.logprob.token) for event in events if event.logprob],
             "token_logprobs": [event.logprob.logprob for event in events if event.logprob],

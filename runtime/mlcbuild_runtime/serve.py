@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import socket
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.errors import ServingError, SetupError
 
 GRACE = 1
 """Seconds that open connections get to end when the server stops."""
+DRAIN = 25
+"""Seconds that running requests get after SIGTERM; container managers kill after 30."""
+KEY_VARIABLE = "MLCBUILD_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -23,11 +30,17 @@ class Options:
     threads: int | None = None
     max_batch: int | None = None
     max_pages: int | None = None
+    max_waiting: int | None = None
+    drain: float = DRAIN
+    access: Access = field(default_factory=Access)
 
 
 def serve(path: Path | str, options: Options | None = None) -> int:
     """Serves the bundle in directory `path` until SIGINT or SIGTERM; returns the exit code."""
     options = options or Options()
+    if named := os.environ.get(KEY_VARIABLE):
+        access = options.access
+        options = replace(options, access=replace(access, keys=(*access.keys, named)))
     try:
         with _bind(options.host, options.port) as listener:
             return _serve(Path(path), options, listener)
@@ -66,10 +79,13 @@ def _serve(path: Path, options: Options, listener: socket.socket) -> int:
     from mlcbuild_runtime.engine import Engine
     from mlcbuild_runtime.server import create_app
 
-    engine = Engine(model, tokenizer, options.max_batch).start()
+    engine = Engine(model, tokenizer, options.max_batch, options.max_waiting).start()
 
     class Server(uvicorn.Server):
         """Ends the engine first: every open stream then ends by itself."""
+
+        last_moment = math.inf
+        """When draining ends."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -85,12 +101,23 @@ def _serve(path: Path, options: Options, listener: socket.socket) -> int:
             await super().shutdown(sockets)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """A signal is the normal end of a server; a second one does not wait for connections."""
+            """SIGTERM lets running requests end; SIGINT, or a second signal, does not wait for them."""
+            if sig == signal.SIGTERM and engine.ready and options.drain:
+                engine.drain()
+                self.last_moment = time.monotonic() + options.drain
+                return
             self.force_exit = self.should_exit
             self.should_exit = True
 
+        async def on_tick(self, counter: int) -> bool:
+            """Ten times a second. While the server drains it still answers, and says that it is not ready."""
+            state = engine.state()
+            if not (state.running or state.waiting) or time.monotonic() > self.last_moment:
+                self.should_exit |= self.last_moment < math.inf
+            return await super().on_tick(counter)
+
     config = uvicorn.Config(
-        create_app(engine),
+        create_app(engine, options.access),
         lifespan="off",
         log_level="error",
         access_log=False,

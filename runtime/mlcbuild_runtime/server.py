@@ -7,39 +7,51 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
-from mlcbuild_runtime import api
-from mlcbuild_runtime import request as requests
+from mlcbuild_runtime import service
+from mlcbuild_runtime.access import Access
+from mlcbuild_runtime.body import parse_body
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
-from mlcbuild_runtime.replies import Reply, error_document
-from mlcbuild_runtime.request import Event
+from mlcbuild_runtime.keys import Keys
+from mlcbuild_runtime.metrics import CONTENT_TYPE, Metrics
+from mlcbuild_runtime.replies import error_document
+from mlcbuild_runtime.request import Event, Sink
+from mlcbuild_runtime.service import Job
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
-COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for /v1/completions."""
+WINDOW = 512
+"""Events of an answer that may wait for a client that reads slowly; then the answer rests."""
 RETRY_AFTER = 1
 """Seconds after which to try again when the server is full or stopping."""
 
 
-def create_app(running: Engine) -> Starlette:
+def create_app(running: Engine, access: Access | None = None) -> Starlette:
     """The application over an engine that has been started."""
-    server = _Server(running)
+    access = access or Access()
+    server = _Server(running, access.timeout)
     routes = [
         Route("/health", server.health),
+        Route("/health/live", server.live),
+        Route("/health/ready", server.ready),
+        Route("/metrics", server.metrics),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.model),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
@@ -51,7 +63,16 @@ def create_app(running: Engine) -> Starlette:
         ClientDisconnect: _gone,
         Exception: _unexpected_error,
     }
-    return Starlette(routes=routes, exception_handlers=handlers)
+    middleware = []
+    if access.origins:
+        # Before the keys: a browser asks for leave without one.
+        every = ["*"]
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=every, allow_headers=every)
+        )
+    if access.keys:
+        middleware.append(Middleware(Keys, keys=access.keys))
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:
@@ -93,57 +114,68 @@ async def _read(request: Request) -> bytes:
     return b"".join(parts)
 
 
-class _Answer:
-    """A submitted request and its events."""
+class _Answers:
+    """A submitted job and the events of its answers."""
 
-    def __init__(self, running: Engine, request: requests.Request) -> None:
+    def __init__(self, running: Engine, job: Job, metrics: Metrics) -> None:
         """Raises RequestError or EngineError."""
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._count, loop = len(job.requests), asyncio.get_running_loop()
 
-        def deliver(event: Event) -> None:
-            loop.call_soon_threadsafe(self._events.put_nowait, event)
+        def sink(index: int) -> Sink:
+            def deliver(event: Event) -> None:
+                loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-        self._ticket = running.submit(request, deliver)
+            return metrics.watched(deliver)
 
-    async def events(self) -> AsyncIterator[Event]:
-        while True:
-            event = await self._events.get()
-            yield event
-            if event.last:
-                return
+        sinks = [sink(index) for index in range(self._count)]
+        self._tickets = service.submit(running, job.requests, sinks, WINDOW)
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """(number of the answer, event), until all have ended or one has failed."""
+        running = self._count
+        while running:
+            index, event = await self._events.get()
+            yield index, event
+            self._tickets[index].read()
+            running = 0 if event.error else running - event.last
 
     def cancel(self) -> None:
-        self._ticket.cancel()
+        for ticket in self._tickets:
+            ticket.cancel()
 
 
 class _EventStream(StreamingResponse):
     """Server-sent events that end the request when the client leaves, even before the first event."""
 
-    def __init__(self, answer: _Answer, reply: Reply, include_usage: bool) -> None:
-        super().__init__(_lines(answer, reply, include_usage), media_type="text/event-stream")
+    def __init__(self, answers: _Answers, job: Job) -> None:
+        super().__init__(_lines(answers, job), media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
-        self._answer = answer
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._answer.cancel()
+            self._answers.cancel()
 
 
-async def _lines(answer: _Answer, reply: Reply, include_usage: bool) -> AsyncIterator[str]:
-    async for event in answer.events():
-        for document in reply.chunks(event, include_usage):
+async def _lines(answers: _Answers, job: Job) -> AsyncIterator[str]:
+    async for index, event in answers.events():
+        for document in job.reply.chunks(index, event, job.include_usage):
             yield f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
     yield "data: [DONE]\n\n"
 
 
-async def _whole(request: Request, answer: _Answer, reply: Reply) -> Response:
-    """The complete answer. When the client leaves before, the request ends."""
+async def _whole(request: Request, answers: _Answers, job: Job) -> Response:
+    """The complete answers. When the client leaves before, the request ends."""
+    found: list[list[Event]] = [[] for _ in job.requests]
 
-    async def collect() -> list[Event]:
-        return [event async for event in answer.events()]
+    async def collect() -> None:
+        async for index, event in answers.events():
+            found[index].append(event)
+            if event.error is not None:
+                raise event.error
 
     collector = asyncio.create_task(collect())
     watcher = asyncio.create_task(_disconnect(request))
@@ -151,15 +183,12 @@ async def _whole(request: Request, answer: _Answer, reply: Reply) -> Response:
         await asyncio.wait({collector, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not collector.done():
             raise ClientDisconnect
-        events = collector.result()
+        collector.result()
     finally:
-        answer.cancel()
+        answers.cancel()
         watcher.cancel()
         collector.cancel()
-    error = events[-1].error
-    if error is not None:
-        raise error
-    return JSONResponse(reply.whole(events))
+    return JSONResponse(job.reply.whole(found))
 
 
 async def _disconnect(request: Request) -> None:
@@ -171,8 +200,9 @@ async def _disconnect(request: Request) -> None:
 class _Server:
     """The endpoints."""
 
-    def __init__(self, running: Engine) -> None:
-        self._engine, self._name = running, running.model.manifest.name
+    def __init__(self, running: Engine, timeout: float | None) -> None:
+        self._engine, self._name, self._timeout = running, running.model.manifest.name, timeout
+        self._metrics = Metrics(running.state)
         self._card: dict[str, Json] = {
             "id": self._name,
             "object": "model",
@@ -186,52 +216,43 @@ class _Server:
         body = {"status": status, "model": self._name, **asdict(state)}
         return JSONResponse(body, status_code=200 if state.alive else 503)
 
+    async def live(self, _request: Request) -> Response:
+        alive = self._engine.state().alive
+        return JSONResponse({"live": alive}, status_code=200 if alive else 503)
+
+    async def ready(self, _request: Request) -> Response:
+        ready = self._engine.ready
+        return JSONResponse({"ready": ready}, status_code=200 if ready else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
     async def models(self, _request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
+        service.check_model(self._engine, request.path_params["name"])
         return JSONResponse(self._card)
 
+    async def tokenize(self, request: Request) -> Response:
+        body = parse_body(await _read(request))
+        return JSONResponse(await run_in_threadpool(service.tokenize, self._engine, body))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = parse_body(await _read(request))
+        return JSONResponse(await run_in_threadpool(service.detokenize, self._engine, body))
+
     async def chat(self, request: Request) -> Response:
-        body = api.parse_body(await _read(request))
-        call = api.chat_call(body, self._engine.model.manifest.serving)
-        self._check_model(body.get("model"))
-        prompt = await run_in_threadpool(self._engine.tokenizer.chat, call.messages, call.template_options)
-        return await self._respond(request, prompt, call.options, chat=True)
+        body = parse_body(await _read(request))
+        return await self._respond(request, await run_in_threadpool(service.chat, self._engine, body))
 
     async def completions(self, request: Request) -> Response:
-        body = api.parse_body(await _read(request))
-        call = api.completion_call(body, self._engine.model.manifest.serving)
-        self._check_model(body.get("model"))
-        prompt = (
-            await run_in_threadpool(self._engine.tokenizer.encode, call.prompt)
-            if isinstance(call.prompt, str)
-            else list(call.prompt)
-        )
-        return await self._respond(request, prompt, call.options, chat=False)
+        body = parse_body(await _read(request))
+        return await self._respond(request, await run_in_threadpool(service.completion, self._engine, body))
 
-    async def _respond(
-        self, request: Request, prompt: list[int], options: api.Options, chat: bool
-    ) -> Response:
-        max_tokens = options.max_tokens
-        if max_tokens is None and not chat:
-            room = self._engine.model.limits.context_window - len(prompt)
-            max_tokens = max(1, min(COMPLETION_TOKENS, room))
-        wanted = requests.Request(
-            tuple(prompt), max_tokens, options.sampling, options.stop, chat, options.logprobs
-        )
-        answer = _Answer(self._engine, wanted)
-        reply = Reply(chat, self._name, len(prompt), self._engine.tokenizer.vocabulary)
-        if options.stream:
-            return _EventStream(answer, reply, options.include_usage)
-        return await _whole(request, answer, reply)
-
-    def _check_model(self, name: Json) -> None:
-        if name is not None and name != self._name:
-            raise RequestError(
-                f"the model {name!r} is not here: this server has '{self._name}'",
-                param="model",
-                code="model_not_found",
-                status=404,
-            )
+    async def _respond(self, request: Request, job: Job) -> Response:
+        timed = tuple(replace(wanted, timeout=self._timeout) for wanted in job.requests)
+        answers = _Answers(self._engine, replace(job, requests=timed), self._metrics)
+        if job.stream:
+            return _EventStream(answers, job)
+        return await _whole(request, answers, job)

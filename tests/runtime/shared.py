@@ -99,7 +99,17 @@ def serving(
     bundle: Path, *options: str, python: str = sys.executable, extra: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """A real server process on a free port."""
-    command = [python, "-m", "mlcbuild_runtime", str(bundle), "--port", "0", *options]
+    arguments = ("-m", "mlcbuild_runtime", str(bundle), "--port", "0", *options)
+    with program(*arguments, python=python, extra=extra) as running:
+        yield running
+
+
+@contextmanager
+def program(
+    *arguments: str, python: str = sys.executable, extra: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """A Python child process that serves, and says where."""
+    command = [python, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(extra)) as process:
         try:
             assert process.stdout is not None

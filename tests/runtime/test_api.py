@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlcbuild_runtime import api
+from mlcbuild_runtime.body import parse_body
 from mlcbuild_runtime.bundle import Serving
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json
@@ -43,14 +44,14 @@ def test_any_completion_body(body: dict[str, Json]) -> None:
     except RequestError as error:
         assert error.status == 400
     else:
-        assert isinstance(call.prompt, str | tuple)
+        assert all(isinstance(prompt, str | tuple) for prompt in call.prompts)
 
 
 @BUSY
 @given(data=st.binary(max_size=30) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_bytes(data: bytes) -> None:
     try:
-        assert isinstance(api.parse_body(data), dict)
+        assert isinstance(parse_body(data), dict)
     except RequestError as error:
         assert str(error).startswith("the body ")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlcbuild_runtime.errors import EngineError
-from mlcbuild_runtime.sampling import Floats, Sampling, choose, generator, logprobs
+from mlcbuild_runtime.sampling import Floats, Sampling, adjusted, choose, generator, logprobs
 from numpy.typing import NDArray
 
 
@@ -114,3 +114,27 @@ def test_logprobs_are_of_the_whole_softmax() -> None:
     assert [(item.token, round(float(np.exp(item.logprob)), 4)) for item in top] == [(1, 0.6), (2, 0.3)]
     assert logprobs(logits, 0, 0)[1] == ()
     assert len(logprobs(logits, 0, 20)[1]) == 3
+
+
+def test_penalties_by_their_definition() -> None:
+    logits = np.array([2.0, -1.0, 0.5, 0.0, 3.0], np.float32)
+    prompt, answer = [0, 1], {1: 3, 4: 1}
+
+    def changed(**options: object) -> list[float]:
+        sampling = Sampling(**options)  # type: ignore[arg-type]  # names and values vary
+        return [round(float(value), 5) for value in adjusted(logits, sampling, prompt, answer)]
+
+    assert changed(repetition_penalty=2.0) == [1.0, -2.0, 0.5, 0.0, 1.5]
+    assert changed(frequency_penalty=0.5) == [2.0, -2.5, 0.5, 0.0, 2.5]
+    assert changed(presence_penalty=0.5) == [2.0, -1.5, 0.5, 0.0, 2.5]
+    assert changed(bias=((3, 100.0), (0, -100.0))) == [-98.0, -1.0, 0.5, 100.0, 3.0]
+    assert adjusted(logits, Sampling(), prompt, answer) is logits
+    assert logits.tolist() == [2.0, -1.0, 0.5, 0.0, 3.0]
+
+
+def test_choices_of_one_seed_differ_and_hold() -> None:
+    def numbers(choice: int) -> list[float]:
+        return list(generator(Sampling(seed=3, choice=choice)).random(4))
+
+    assert numbers(0) == list(generator(Sampling(seed=3)).random(4))
+    assert numbers(1) == numbers(1) != numbers(2)

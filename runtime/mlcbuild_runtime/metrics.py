@@ -1,0 +1,81 @@
+"""Prometheus metrics of one server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mlcbuild_runtime.request import Event, Sink, State
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_GAUGES = {
+    "running": ("requests_running", "Requests that run."),
+    "waiting": ("requests_waiting", "Requests that wait for a place."),
+    "pages": ("kv_pages", "Pages of the KV cache."),
+    "free_pages": ("kv_pages_free", "Pages that can be had, those of the prefix cache included."),
+    "cached_pages": ("kv_pages_cached", "Pages of the prefix cache, in use or not."),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens prefilled."),
+    "cached_tokens": ("prompt_tokens_cached", "Tokens of prompts that the prefix cache has spared."),
+    "answer_tokens": ("answer_tokens", "Tokens made."),
+    "preemptions": ("preemptions", "Times that a request had to give up its pages."),
+}
+
+
+class Metrics:
+    """What a server has measured, and the state of its engine at the moment of the question."""
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._registry = CollectorRegistry()
+        self._first = self._seconds("first_token", "Until the first token.", _SECONDS)
+        self._each = self._seconds("token", "For each later token.", _TOKEN_SECONDS)
+        self._whole = self._seconds("request", "Until the last token.", _SECONDS)
+        self._ended = Counter(
+            "mlcbuild_requests", "Answers that have ended.", ["reason"], registry=self._registry
+        )
+        self._registry.register(_EngineState(state))
+
+    def _seconds(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"mlcbuild_{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+    def watched(self, sink: Sink) -> Sink:
+        """A sink that measures what it passes on."""
+        start, first = time.perf_counter(), 0.0
+
+        def take(event: Event) -> None:
+            nonlocal first
+            now = time.perf_counter()
+            if event.error is None and not first:
+                first = now
+                self._first.observe(now - start)
+            if event.last:
+                self._ended.labels(event.finish or "error").inc()
+                self._whole.observe(now - start)
+                if first and event.tokens > 1:
+                    self._each.observe((now - first) / (event.tokens - 1))
+            sink(event)
+
+        return take
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineState(Collector):
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._state()
+        for field, (name, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"mlcbuild_{name}", text, value=getattr(state, field))
+        for field, (name, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"mlcbuild_{name}", text, value=getattr(state, field))

@@ -1,0 +1,143 @@
+"""From a checked body to requests for the engine and the reply they make; the HTTP server and the Python API
+share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mlcbuild_runtime import api
+from mlcbuild_runtime.body import Body, checked_text, wrong
+from mlcbuild_runtime.engine import Engine
+from mlcbuild_runtime.errors import RequestError
+from mlcbuild_runtime.fields import Json, is_integer
+from mlcbuild_runtime.messages import messages
+from mlcbuild_runtime.replies import Prompt, Reply
+from mlcbuild_runtime.request import Request, Sink, Ticket
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for /v1/completions."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one body asks for."""
+
+    requests: tuple[Request, ...]
+    """One for each answer."""
+    reply: Reply
+    stream: bool
+    include_usage: bool
+
+
+def check_model(running: Engine, name: Json) -> None:
+    """Raises RequestError (404) for a name that is not this model's; null is any."""
+    here = running.model.manifest.name
+    if name is not None and name != here:
+        raise RequestError(
+            f"the model {name!r} is not here: this server has '{here}'",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
+def chat(running: Engine, body: Mapping[str, Json]) -> Job:
+    """A body of /v1/chat/completions. Raises RequestError."""
+    call = api.chat_call(body, running.model.manifest.serving)
+    check_model(running, body.get("model"))
+    tokens = running.tokenizer.chat(call.messages, call.template_options)
+    request = _request(running, call.options, tuple(tokens), message=True)
+    return _job(running, call.options, [request], [Prompt(0, len(tokens))], chat=True)
+
+
+def completion(running: Engine, body: Mapping[str, Json]) -> Job:
+    """A body of /v1/completions. Raises RequestError."""
+    call = api.completion_call(body, running.model.manifest.serving)
+    check_model(running, body.get("model"))
+    requests, prompts = [], []
+    for number, prompt in enumerate(call.prompts):
+        tokens = tuple(running.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        echo = prompt if isinstance(prompt, str) else running.tokenizer.decode(tokens) if call.echo else ""
+        request = _request(running, call.options, tokens, message=False)
+        if request.max_tokens is None:
+            room = running.model.limits.context_window - len(tokens)
+            request = replace(request, max_tokens=max(1, min(COMPLETION_TOKENS, room)))
+        requests.append(request)
+        prompts.append(Prompt(number, len(tokens), echo if call.echo else ""))
+    return _job(running, call.options, requests, prompts, chat=False)
+
+
+def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], window: int) -> list[Ticket]:
+    """All of a job's requests, or none. Raises RequestError or EngineError."""
+    tickets: list[Ticket] = []
+    try:
+        for request, sink in zip(requests, sinks, strict=True):
+            tickets.append(running.submit(request, sink, window))
+    except BaseException:
+        for ticket in tickets:
+            ticket.cancel()
+        raise
+    return tickets
+
+
+def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
+    """A body of /tokenize: a text in `prompt`, or a chat in `messages`. Raises RequestError."""
+    fields = Body(body, ("model", "prompt", "messages", "add_special_tokens", "chat_template_kwargs"), {})
+    check_model(running, fields.get("model"))
+    special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
+    prompt = fields.get("prompt")
+    if prompt is None and fields.get("messages") is not None:
+        tokens = tokenizer.chat(messages(fields), fields.object("chat_template_kwargs"))
+    elif isinstance(prompt, str):
+        text = checked_text("prompt", prompt)
+        tokens = tokenizer.encode(text) if special else tokenizer.vocabulary.encode(text, special=False)
+    else:
+        raise wrong("prompt", "a text, where there are no messages", prompt)
+    context = running.model.limits.context_window
+    return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context}
+
+
+def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
+    """A body of /detokenize: `tokens`. Raises RequestError."""
+    fields = Body(body, ("model", "tokens"), {})
+    check_model(running, fields.get("model"))
+    found, size = fields.get("tokens"), running.model.manifest.vocab_size
+    listed = found if isinstance(found, list) else [None]
+    tokens = [token for token in listed if is_integer(token) and 0 <= token < size]
+    if len(tokens) != len(listed):
+        raise wrong("tokens", f"a list of tokens from 0 to {size - 1}", found)
+    return {"prompt": running.tokenizer.decode(tokens)}
+
+
+def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], message: bool) -> Request:
+    size = running.model.manifest.vocab_size
+    for token, _ in options.sampling.bias:
+        if token >= size:
+            raise RequestError(
+                f"logit_bias names token {token}, but the vocabulary has {size} tokens", param="logit_bias"
+            )
+    return Request(
+        prompt=prompt,
+        max_tokens=options.max_tokens,
+        sampling=options.sampling,
+        stop=options.stop,
+        message=message,
+        logprobs=options.logprobs,
+        ignore_eos=options.ignore_eos,
+        priority=options.priority,
+    )
+
+
+def _job(
+    running: Engine, options: api.Options, requests: Sequence[Request], prompts: Sequence[Prompt], chat: bool
+) -> Job:
+    """`n` answers for each prompt."""
+    each = [(request, choice) for request in requests for choice in range(options.n)]
+    answers = tuple(
+        replace(request, sampling=replace(request.sampling, choice=choice)) for request, choice in each
+    )
+    shown = [prompt for prompt in prompts for _ in range(options.n)]
+    name = running.model.manifest.name
+    reply = Reply(chat, name, running.tokenizer.vocabulary, shown)
+    return Job(answers, reply, options.stream, options.include_usage)
