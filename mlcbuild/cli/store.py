@@ -7,10 +7,15 @@ import argparse
 from mlcbuild import upkeep
 from mlcbuild.cli.build import open_store
 from mlcbuild.cli.facts import show, table
+from mlcbuild.errors import StoreError
 from mlcbuild.report import size
 
 
 def cache(arguments: argparse.Namespace) -> int:
+    root = open_store(arguments).root
+    file = next((place for place in (root, *root.parents) if place.is_file()), None)
+    if file is not None:
+        raise StoreError(f"{root}: a store is a directory, but {file} is a file")
     return {"status": _status, "verify": _verify}[arguments.action](arguments)
 
 
