@@ -9,6 +9,7 @@
     │   ├── CompileError          exit code 1   a library could not be built
     │   └── VerificationError     exit code 1   a bundle answers too differently from its model
     ├── StoreError                exit code 1   a store is damaged or cannot be written
+    ├── RemoteError               exit code 1   a shared cache cannot be used, or holds what it must not
     └── SetupError                exit code 3   this machine lacks something: the message says what to install
 
 A message is complete by itself: where, which rule, what was found, what to do. The command line prints
@@ -79,6 +80,10 @@ class VerificationError(StepError):
 
 
 class StoreError(MlcbuildError):
+    pass
+
+
+class RemoteError(MlcbuildError):
     pass
 
 

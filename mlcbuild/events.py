@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -40,6 +40,8 @@ class RunResult:
     """The signal that ended the run, such as SIGINT."""
     stopped: tuple[str, ...] = ()
     """Steps that were running when the signal came."""
+    not_uploaded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Built step -> the remotes that should have its result and lack it."""
 
     def count(self, status: Status) -> int:
         return sum(step.status == status for step in self.steps)
@@ -91,6 +93,30 @@ class StepWaiting:
 
 
 @dataclass(frozen=True)
+class StepFetching:
+    """Files of a step that need not run are on their way from a remote."""
+
+    name: str
+    origin: str
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class StepFetched:
+    """What was on its way for a step is here, or will not come."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Uploading:
+    """All steps are done; results are still being sent to remotes."""
+
+    results: int
+
+
+@dataclass(frozen=True)
 class StepProgress:
     name: str
     done: int
@@ -119,7 +145,17 @@ class RunFinished:
 
 
 Event: TypeAlias = (
-    SourceRead | RunStarted | StepStarted | StepWaiting | StepProgress | StepFinished | Warned | RunFinished
+    SourceRead
+    | RunStarted
+    | StepStarted
+    | StepWaiting
+    | StepFetching
+    | StepFetched
+    | StepProgress
+    | StepFinished
+    | Uploading
+    | Warned
+    | RunFinished
 )
 Reporter: TypeAlias = Callable[[Event], None]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
+from math import inf
 from pathlib import Path
-from typing import Literal
 
 from mlcbuild import machine
+from mlcbuild.demand import Demand
 from mlcbuild.errors import StoreError
 from mlcbuild.events import (
     Reporter,
@@ -20,55 +21,48 @@ from mlcbuild.events import (
     StepResult,
     StepStarted,
     StepWaiting,
+    Uploading,
     Warned,
     silent,
 )
 from mlcbuild.executors import Executor, Inline, Pool
-from mlcbuild.graph import Graph, Source, Step
+from mlcbuild.graph import Graph, Step
 from mlcbuild.locks import Lock
 from mlcbuild.plan import Planned, Planner
-from mlcbuild.signals import caught
+from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.schedule import Blocked, Options, estimate, outputs, weights
+from mlcbuild.signals import Bell, caught
 from mlcbuild.staging import Session, remove_tree
 from mlcbuild.store import Store
-from mlcbuild.worker import Given, Job, Outcome
+from mlcbuild.transfer import Fetched, Transfers
+from mlcbuild.worker import Job, Outcome, tail
+
+__all__ = ["Options", "execute"]
 
 _TICK = 0.5
 """Seconds after which workers are looked at though nothing was heard."""
-_POLL = 0.1
-"""Seconds between two looks at a step that another process builds."""
-_TAIL_BYTES, _TAIL_LINES = 8192, 20
 _SAVE_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
-class Options:
-    """How to run. Zero means: what this machine has."""
-
-    jobs: int = 0
-    """Cores to share out among steps."""
-    memory: int = 0
-    """Bytes to share out among steps."""
-    keep_going: bool = False
-    force: tuple[str, ...] = ()
-    """Names or globs of steps to run whatever the store holds."""
-    only: tuple[str, ...] = ()
-    """Names or globs of the steps wanted; () means all."""
-    executor: Literal["pool", "inline"] = "pool"
-
-
 def execute(
-    graph: Graph, store: Store, options: Options | None = None, report: Reporter = silent
+    graph: Graph,
+    store: Store,
+    options: Options | None = None,
+    report: Reporter = silent,
+    sharing: Sharing | None = None,
 ) -> RunResult:
     """Builds what the plan lacks and returns what became of every step.
 
     A failed step is in the result, not an exception; so is SIGINT or SIGTERM, which ends running steps
-    at once and keeps every published one. Running again goes on from there. Raises UsageError for an
-    unknown name, SourceError for an unreadable source, StoreError when the store cannot be used at all.
+    at once and keeps every published one. Running again goes on from there. What the remotes of `sharing`
+    have is not built, and what is built is sent to them; nothing that they do fails a run. Raises
+    UsageError for an unknown name, SourceError for an unreadable source, StoreError when the store cannot
+    be used at all.
     """
     options = options or Options()
     started = time.monotonic()
     force, only = graph.match(options.force), graph.match(options.only)
-    planner = Planner(graph, store, force=force, only=only, report=report)
+    planner = Planner(graph, store, force=force, only=only, sharing=sharing, report=report)
     run = _Run(planner, options, report)
     run.begin()
     if run.left:
@@ -101,16 +95,13 @@ class _Run:
         self.results: dict[str, StepResult] = {}
         self.left: set[str] = set()
         """Steps without a result."""
-        self.missing: dict[str, int] = {}
-        """Pending step -> how many of its inputs are not known."""
+        self.missing: dict[str, set[str]] = {}
+        """Pending step -> those of its inputs that are not known."""
+        self.demand = Demand(planner, report)
         self.ready: list[tuple[float, int, str]] = []
         """Heap of (-seconds of work that hang on it, place in the plan, step)."""
         self.plans: dict[str, Planned] = {}
-        self.blocked: dict[str, float] = {}
-        """Step whose key is locked -> when to look again."""
-        self.locked: dict[str, float] = {}
-        """Step whose key is or was locked -> since when."""
-        self.announced: set[str] = set()
+        self.blocked = Blocked()
         self.running: dict[str, _Running] = {}
         self.free_cores = options.jobs or machine.cores()
         self.free_memory = options.memory or machine.memory()
@@ -118,6 +109,7 @@ class _Run:
         """Why no more steps are started."""
         self.interrupted = ""
         self.stopped: tuple[str, ...] = ()
+        self.not_uploaded: dict[str, tuple[str, ...]] = {}
         self.saved = time.monotonic()
 
     # Setting up
@@ -125,43 +117,47 @@ class _Run:
     def begin(self) -> None:
         """Settles what is known from the start."""
         self.places = {step.name: place for place, step in enumerate(self.planner.steps)}
+        self.outputs = outputs(self.planner, self.options)
         for planned in self.planner.all():
-            if planned.state == "hit":
-                self._reuse(planned)
+            if planned.state == "remote":
+                self.demand.remote[planned.name] = planned
+            if planned.state == "hit" or (planned.state == "remote" and planned.name not in self.outputs):
+                self.results[planned.name] = _reused(planned)
             else:
                 self.left.add(planned.name)
                 self.plans[planned.name] = planned
-        self.weights = self._weights()
+        self.weights = weights(self.graph, self.plans)
         for name in self.left:
             if self.plans[name].state == "run":
-                self._enqueue(self.plans[name])
-            else:
-                needs = self.graph.needs(self.graph.step(name))
-                self.missing[name] = sum(need in self.left for need in needs)
+                self._enqueue(name)
+            elif self.plans[name].state == "pending":
+                self.missing[name] = self._unknown(name)
         self._warn()
         self.report(RunStarted(len(self.planner.steps), len(self.results)))
 
-    def _weights(self) -> dict[str, float]:
-        """Seconds, by the last records, from the start of a step to the end of the longest chain after it."""
-        weights: dict[str, float] = {}
-        for step in reversed(self.planner.steps):
-            if step.name in self.left:
-                after = max((weights.get(user, 0.0) for user in self.graph.users[step.name]), default=0.0)
-                weights[step.name] = after + (_estimate(self.plans[step.name]) or 1.0)
-        return weights
+    def _unknown(self, name: str) -> set[str]:
+        needs = self.graph.needs(self.graph.step(name))
+        return {need for need in needs if need in self.left and self.plans[need].state != "remote"}
 
     def open(self, stack: ExitStack) -> None:
         inline = self.options.executor == "inline"
         self.session: Session = stack.enter_context(self.store.session())
         self.executor: Executor = Inline() if inline else Pool(self.free_cores)
+        self.bell: Bell = stack.enter_context(caught(self._interrupt, inline))
+        self.transfers = Transfers(self.planner.sharing, self.bell.ring)
+        self.demand.open(self.transfers, self.session)
         stack.callback(self._finish)
-        self.wake = stack.enter_context(caught(self._interrupt, inline))
+        for name in sorted(self.left, key=self.places.__getitem__):
+            if self.plans[name].state == "remote":
+                self.demand.fetch_all(name)
 
     def _interrupt(self, name: str) -> None:
         self.interrupted = self.interrupted or name
 
     def _finish(self) -> None:
         self.executor.close()
+        self.transfers.close()
+        self.not_uploaded = self.transfers.not_uploaded
         for running in self.running.values():
             running.lock.release()
         self._remember()
@@ -172,14 +168,13 @@ class _Run:
         try:
             while not self.interrupted and (self.running or (self.left and not self.stopping)):
                 self._start_ready()
-                for message in self.executor.messages(self._patience(), self.wake):
-                    if isinstance(message, Outcome):
-                        self._end(message)
-                    else:
-                        self.report(message)
-                self._warn()
+                self._listen()
                 if time.monotonic() - self.saved > _SAVE_SECONDS:
                     self._remember()
+            if self.transfers.uploading:
+                self.report(Uploading(self.transfers.uploading))
+            while self.transfers.uploading and not self.interrupted:
+                self._listen()
         except KeyboardInterrupt:
             self.interrupted = self.interrupted or "SIGINT"
         self.stopped = tuple(self.running)
@@ -187,26 +182,40 @@ class _Run:
         for name in sorted(self.left, key=self.places.__getitem__):
             self._settle(StepResult(name, "skipped", self.plans[name].key, reason=reason))
 
-    def _patience(self) -> float:
-        if not self.blocked:
-            return _TICK
-        return min(_TICK, max(0.0, min(self.blocked.values()) - time.monotonic()))
+    def _listen(self) -> None:
+        for message in self.executor.messages(self.blocked.patience(_TICK), self.bell.fileno()):
+            if isinstance(message, Outcome):
+                self._end(message)
+            else:
+                self.report(message)
+        self.bell.heard()
+        for told in self.transfers.messages():
+            if isinstance(told, Fetched):
+                self._fetched(told)
+            else:
+                self.report(told)
+        self._warn()
 
     def _start_ready(self) -> None:
-        now = time.monotonic()
-        for name in [name for name, when in self.blocked.items() if when <= now]:
-            del self.blocked[name]
-            self._enqueue(self.plans[name])
+        for name in self.blocked.due():
+            self._enqueue(name)
         later = []
         while self.ready and not self.stopping and not self.interrupted and self._has_core():
             item = heappop(self.ready)
-            step = self.graph.step(item[2])
+            name = item[2]
+            if not self._can_start(name):
+                continue  # it is queued again when it can
+            step = self.graph.step(name)
             if self.running and step.memory > self.free_memory:
                 later.append(item)
             else:
                 self._try_start(step)
         for item in later:
             heappush(self.ready, item)
+
+    def _can_start(self, name: str) -> bool:
+        waits = self.missing.get(name) or self.demand.waits(name)
+        return name in self.left and name not in self.running and not waits
 
     def _has_core(self) -> bool:
         return not self.running or (self.free_cores > 0 and len(self.running) < self.executor.capacity)
@@ -224,17 +233,15 @@ class _Run:
             lock.release()
             self._settle(StepResult(step.name, "reused", key, reason="built meanwhile", record=record))
             return
+        if self.demand.fetch_inputs(step):
+            lock.release()
+            return
         self._start(step, planned, lock)
 
     def _wait_for(self, name: str, key: str) -> None:
-        now = time.monotonic()
-        first = self.locked.setdefault(name, now)
         ours = any(running.planned.key == key for running in self.running.values())
-        # Not at once: a process that only cleans up stale locks holds them for a moment too.
-        if name not in self.announced and not ours and now - first > 2 * _POLL:
-            self.announced.add(name)
+        if self.blocked.add(name) and not ours:
             self.report(StepWaiting(name, self.store.holder(key)))
-        self.blocked[name] = now + _POLL
 
     def _start(self, step: Step, planned: Planned, lock: Lock) -> None:
         grant = max(1, min(step.cores, self.free_cores // (len(self.ready) + 1)))
@@ -242,7 +249,7 @@ class _Run:
         self.running[step.name] = running
         self.free_cores -= grant
         self.free_memory -= step.memory
-        self.report(StepStarted(step.name, planned.reason, _estimate(planned), running.log))
+        self.report(StepStarted(step.name, planned.reason, estimate(planned), running.log))
         try:
             with self.store.writing():
                 area = running.area = self.session.area()
@@ -258,21 +265,13 @@ class _Run:
             name=step.name,
             key=running.planned.key or preimage.key(),
             preimage=preimage,
-            inputs=tuple(self._given(argument, step) for argument in step.inputs),
+            inputs=self.demand.given(step),
             cores=running.cores,
             store=self.store.root,
             area=area,
             log=running.log,
             shared=step.shared,
         )
-
-    def _given(self, argument: str, step: Step) -> Given:
-        item = step.inputs[argument]
-        node = self.graph[item.node]
-        files = self.planner.tree(item).files
-        if isinstance(node, Source):
-            return Given(argument, files, node.root.absolute(), self.planner.stats[node.name])
-        return Given(argument, files)
 
     # Results
 
@@ -287,6 +286,8 @@ class _Run:
             self.report(Warned(outcome.fault))
         if outcome.error is not None and not self.options.keep_going:
             self.stopping = f"not started: {outcome.name} failed"
+        elif outcome.record is not None and running.step.shared:
+            self.transfers.upload(outcome.name, outcome.record)
         self._settle(
             StepResult(
                 outcome.name,
@@ -309,35 +310,69 @@ class _Run:
                 continue  # skipped already, through another input
             self.results[result.name] = result
             self.left.discard(result.name)
-            self.report(StepFinished(result, _tail(result.log) if result.status == "failed" else ""))
+            self.report(StepFinished(result, tail(result.log) if result.status == "failed" else ""))
             if result.record is not None:
                 self.planner.results[result.name] = result.record
             for user in self.graph.users[result.name]:
-                if user in self.left and not self.interrupted:
+                if user in self.left and user not in self.running and not self.interrupted:
                     pending += self._advance(user, result)
 
     def _advance(self, name: str, need: StepResult) -> list[StepResult]:
+        waits = self.missing.get(name, set())
+        if need.name not in waits:
+            return []
         if need.record is None:
             reason = f"needs {need.name}, which failed" if need.status == "failed" else need.reason
             return [StepResult(name, "skipped", reason=reason)]
-        self.missing[name] -= 1
-        if self.missing[name]:
+        waits.discard(need.name)
+        if waits:
             return []
-        planned = self.plans[name] = self.planner.consider(self.graph.step(name))
-        if planned.state == "hit":
-            return [StepResult(name, "reused", planned.key, record=planned.record)]
-        self._enqueue(planned)
+        planned, before = self.planner.consider(self.graph.step(name)), self.plans[name]
+        if planned.state == "run" and planned.key == before.key:
+            planned = before  # why it runs is that its files cannot be fetched
+        self.plans[name] = planned
+        if planned.state == "remote" and planned.record is not None:
+            self.demand.remote[name] = planned
+            self.planner.results[name] = planned.record
+            if name in self.outputs:
+                self.demand.fetch_all(name)
+                return []
+        if planned.state in ("hit", "remote"):
+            return [_reused(planned)]
+        self._enqueue(name)
         return []
 
-    def _enqueue(self, planned: Planned) -> None:
-        name = planned.name
-        heappush(self.ready, (-self.weights[name], self.places[name], name))
+    def _enqueue(self, name: str) -> None:
+        heappush(self.ready, (-self.weights.get(name, inf), self.places[name], name))
 
-    def _reuse(self, planned: Planned) -> None:
-        self.results[planned.name] = StepResult(planned.name, "reused", planned.key, record=planned.record)
+    # Files of remotes
+
+    def _fetched(self, done: Fetched) -> None:
+        name, user = self.demand.fetched(done)
+        if done.why:
+            self._demote(name, done.why)
+        elif user == name and (planned := self.demand.remote.get(name)) is not None:
+            self._settle(_reused(planned))
+        if user != name and not self.demand.waits(user) and not self.missing.get(user):
+            self._enqueue(user)
+
+    def _demote(self, name: str, why: str) -> None:
+        """Has a step run after all, and those that wait for its files wait for it."""
+        planned = self.demand.forget(name)
+        if planned is None:
+            return
+        self.results.pop(name, None)
+        self.left.add(name)
+        self.plans[name] = replace(planned, state="run", reason=f"its files cannot be fetched: {why}")
+        for user in self.graph.users[name]:
+            if user in self.left and user not in self.running and user not in self.demand.remote:
+                self.missing.setdefault(user, set()).add(name)
+        self.missing[name] = self._unknown(name)
+        if not self.missing[name]:
+            self._enqueue(name)
 
     def _warn(self) -> None:
-        for sentence in self.store.take_warnings():
+        for sentence in (*self.store.take_warnings(), *self.planner.sharing.take_warnings()):
             self.report(Warned(sentence))
 
     def _remember(self) -> None:
@@ -352,21 +387,11 @@ class _Run:
         for step in self.results.values():
             if step.status == "reused" and step.record is not None:
                 self.store.touch(step.record)
+                self.demand.keep(step.name)
+        self._warn()
         steps = tuple(self.results[step.name] for step in self.planner.steps)
-        return RunResult(steps, seconds, self.interrupted, self.stopped)
+        return RunResult(steps, seconds, self.interrupted, self.stopped, self.not_uploaded)
 
 
-def _estimate(planned: Planned) -> float | None:
-    """Seconds that the step took when it was last built."""
-    try:
-        return planned.record.made.measured.milliseconds / 1000 if planned.record is not None else None
-    except ValueError:
-        return None
-
-
-def _tail(log: Path | None) -> str:
-    if log is None or not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+def _reused(planned: Planned) -> StepResult:
+    return StepResult(planned.name, "reused", planned.key, reason=planned.reason, record=planned.record)

@@ -18,12 +18,13 @@ _COLOURS = {
     "source": ("#eef1f5", "#8a94a3"),
     "hit": ("#e3f4e6", "#3d9a50"),
     "run": ("#fdeed6", "#d08718"),
+    "remote": ("#e4e9fb", "#5a70c8"),
     "pending": ("#fdf8e4", "#c9b458"),
     "": ("#ffffff", "#8a94a3"),
 }
 """State -> (fill, border)."""
 
-_WORDS = {"source": "source", "hit": "stored", "run": "runs", "pending": "waits"}
+_WORDS = {"source": "source", "hit": "stored", "remote": "shared", "run": "runs", "pending": "waits"}
 _CHAR, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 7.0, 34.0, 56.0, 12.0, 24.0
 _SWEEPS = 12
 

@@ -12,12 +12,13 @@ from typing import Literal, TypeAlias
 
 from mlcbuild.canon import Entry, Json, Tree, code_files, module_path, salt, step_key, tree_digest
 from mlcbuild.errors import SourceError, UsageError
-from mlcbuild.events import Reporter, SourceRead, silent
+from mlcbuild.events import Reporter, SourceRead, Warned, silent
 from mlcbuild.graph import Graph, Input, Source, Step, selected
 from mlcbuild.records import Preimage, Record
+from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.store import Store
 
-State: TypeAlias = Literal["hit", "run", "pending"]
+State: TypeAlias = Literal["hit", "remote", "run", "pending"]
 
 _LARGE = 256 << 20
 """Bytes from which reading a source file takes long enough to be told."""
@@ -54,7 +55,9 @@ class Planned:
     reason: str
     """Why it is not a hit, in words; "" for a hit."""
     record: Record | None = None
-    """Set for a hit; for others the latest record of a step of this name, for estimates."""
+    """Set for a hit and for "remote"; for others the latest record of a step of this name, for estimates."""
+    origin: str = ""
+    """The remote that has the record, for "remote": files that this machine needs are fetched."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,20 @@ def plan(
     *,
     force: Iterable[str] = (),
     only: Iterable[str] = (),
+    sharing: Sharing | None = None,
     report: Reporter = silent,
 ) -> Plan:
     """The plan of a run: `force` names or globs of steps to run anyway, `only` of the steps wanted.
 
     Reads sources (through the stat cache) and records, writes nothing but the stat cache. Raises
     UsageError for a name that means no step, SourceError for a source that cannot be read, StoreError.
+    What is wrong with remotes is reported as warnings.
     """
-    planner = Planner(graph, store, force=graph.match(force), only=graph.match(only), report=report)
+    chosen, wanted = graph.match(force), graph.match(only)
+    planner = Planner(graph, store, force=chosen, only=wanted, sharing=sharing, report=report)
     planned = Plan(tuple(planner.all()))
+    for sentence in planner.sharing.take_warnings():
+        report(Warned(sentence))
     store.cache.save()
     return planned
 
@@ -107,10 +115,12 @@ class Planner:
         *,
         force: frozenset[str] = frozenset(),
         only: frozenset[str] = frozenset(),
+        sharing: Sharing | None = None,
         report: Reporter = silent,
     ) -> None:
         self.graph = graph
         self.store = store
+        self.sharing = sharing or Sharing(store)
         self.force = force
         wanted = graph.closure(only) if only else graph.nodes
         self.steps = [step for step in graph.steps() if step.name in wanted]
@@ -130,11 +140,38 @@ class Planner:
             raise SourceError("\n".join(problems))
 
     def all(self) -> Iterator[Planned]:
+        """Every step, in order."""
+        found: dict[str, Planned] = {}
+        for wave in [self.steps] if self.sharing.empty else self._waves():
+            if not self.sharing.empty:
+                self.sharing.look_up(self._unknown(wave))
+            for step in wave:
+                planned = found[step.name] = self.consider(step)
+                if planned.state in ("hit", "remote") and planned.record is not None:
+                    self.results[step.name] = planned.record
+        return (found[step.name] for step in self.steps)
+
+    def _waves(self) -> list[list[Step]]:
+        """Steps by the length of the longest chain of steps before them: those of a wave can be looked up
+        together.
+        """
+        depths: dict[str, int] = {}
+        waves: list[list[Step]] = []
         for step in self.steps:
-            planned = self.consider(step)
-            if planned.state == "hit" and planned.record is not None:
-                self.results[step.name] = planned.record
-            yield planned
+            depth = max((depths[need] + 1 for need in self.graph.needs(step) if need in depths), default=0)
+            depths[step.name] = depth
+            if depth == len(waves):
+                waves.append([])
+            waves[depth].append(step)
+        return waves
+
+    def _unknown(self, steps: Iterable[Step]) -> Iterator[str]:
+        """Keys of steps that only a remote may know."""
+        for step in steps:
+            if step.shared and all(need in self.results for need in self.graph.needs(step)):
+                key = self.key(step)
+                if self.store.record(key) is None:
+                    yield key
 
     def consider(self, step: Step) -> Planned:
         """The state of a step whose inputs are as `results` says."""
@@ -146,11 +183,14 @@ class Planner:
         record = self.store.record(key)
         if step.name in self.force:
             return Planned(step.name, "run", key, "forced", record or self._latest(step))
+        lost = self.store.lost(record) if record is not None else ""
+        if record is not None and not lost:
+            return Planned(step.name, "hit", key, "", record)
+        if step.shared and (found := self.sharing.find(key)) is not None:
+            return Planned(step.name, "remote", key, f"from {found.origin}", found.record, found.origin)
         if record is None:
             return Planned(step.name, "run", key, *self._why(step, key))
-        if lost := self.store.lost(record):
-            return Planned(step.name, "run", key, lost, record)
-        return Planned(step.name, "hit", key, "", record)
+        return Planned(step.name, "run", key, lost, record)
 
     def key(self, step: Step) -> str:
         """Raises UsageError when the action's module is not found."""
@@ -242,13 +282,15 @@ class Planner:
         return problems
 
 
-def explain(graph: Graph, store: Store, name: str) -> tuple[Planned, tuple[Change, ...]]:
+def explain(
+    graph: Graph, store: Store, name: str, sharing: Sharing | None = None
+) -> tuple[Planned, tuple[Change, ...]]:
     """A step's plan and every difference to the closest recent record of its name.
 
     No differences are given while an input is not built. Raises as `plan` does.
     """
     step = graph.step(name)
-    planner = Planner(graph, store, only=frozenset((step.name,)))
+    planner = Planner(graph, store, only=frozenset((step.name,)), sharing=sharing)
     planned = Plan(tuple(planner.all()))[step.name]
     return planned, () if planned.key is None else planner.explain(step)
 

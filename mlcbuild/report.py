@@ -18,11 +18,14 @@ from mlcbuild.events import (
     RunResult,
     RunStarted,
     SourceRead,
+    StepFetched,
+    StepFetching,
     StepFinished,
     StepProgress,
     StepResult,
     StepStarted,
     StepWaiting,
+    Uploading,
     Warned,
 )
 
@@ -57,7 +60,7 @@ class Tally:
 
     total: int = 0
     done: int = 0
-    running: dict[str, StepStarted] = field(default_factory=dict)
+    running: dict[str, StepStarted | StepFetching] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
     progress: dict[str, StepProgress] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
@@ -66,7 +69,7 @@ class Tally:
         match event:
             case RunStarted():
                 self.total, self.done = event.steps, event.reused
-            case StepStarted():
+            case StepStarted() | StepFetching():
                 self.waiting.pop(event.name, None)
                 self.started[event.name] = time.monotonic()
                 self.running[event.name] = event
@@ -74,12 +77,17 @@ class Tally:
                 self.progress[event.name] = event
             case StepWaiting():
                 self.waiting[event.name] = event.holder
+            case StepFetched():
+                self._forget(event.name)
             case StepFinished():
                 self.done += 1
-                for table in (self.running, self.started, self.progress, self.waiting):
-                    table.pop(event.result.name, None)
+                self._forget(event.result.name)
             case _:
                 pass
+
+    def _forget(self, name: str) -> None:
+        for table in (self.running, self.started, self.progress, self.waiting):
+            table.pop(name, None)
 
     def left(self, name: str) -> float | None:
         """Seconds a running step still needs, where progress or its last run allows a guess."""
@@ -87,7 +95,8 @@ class Tally:
         if step is None:
             return None
         elapsed = time.monotonic() - self.started.get(name, 0.0)
-        progress, estimate = self.progress.get(name), step.estimate
+        progress = self.progress.get(name)
+        estimate = step.estimate if isinstance(step, StepStarted) else None
         if progress is not None and progress.total > 0 and 0 < progress.done <= progress.total:
             guess = elapsed * (progress.total - progress.done) / progress.done
         elif estimate is not None:
@@ -119,6 +128,10 @@ def _lines(event: Event, tally: Tally) -> list[str]:
         case StepStarted():
             guess = f", {duration(event.estimate)} last time" if event.estimate else ""
             lines = [f"start   {event.name} ({event.reason}{guess})"]
+        case StepFetching():
+            lines = [f"fetch   {event.name} ({size(event.size)} from {event.origin})"]
+        case Uploading():
+            lines = [f"upload  {event.results} results are still on their way to the shared cache"]
         case StepWaiting():
             lines = [f"wait    {event.name}: waiting for another mlcbuild ({event.holder})"]
         case StepFinished():
@@ -151,6 +164,8 @@ def summary(result: RunResult) -> str:
     """The last line: what was built, what was reused, what was not, how long, and why it ended."""
     parts = [f"{result.count('built')} built", f"{result.count('reused')} reused"]
     parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := result.count(status))]
+    if result.not_uploaded:
+        parts.append(f"{len(result.not_uploaded)} not uploaded")
     text = f"{', '.join(parts)} in {duration(result.seconds)}"
     if not result.interrupted:
         return text
@@ -173,7 +188,7 @@ class View:
                 self._print(first, _STYLES[event.result.status])
                 for line in rest:
                     self._print(line, "dim")
-            case SourceRead() | Warned() | RunFinished():
+            case SourceRead() | Uploading() | Warned() | RunFinished():
                 style = "yellow" if isinstance(event, Warned) else "bold"
                 self._print("\n".join(_lines(event, self._tally)), style)
             case _:

@@ -5,6 +5,8 @@
     tmp/<id>/            where a running process works; tmp/<id>.lock is held while it lives
     locks/<key>          held while a step is built
     logs/                the latest log of each step
+    known/k0/<key>       record of a remote whose files were not all needed here (mlcbuild.remotes.sharing)
+    partial/<digest>     what has arrived of a blob; locks/<digest> is held while it grows
     index.sqlite         remembered digests and recent keys (mlcbuild.statcache); may be deleted
     lock                 shared by builders, exclusive for gc
 
@@ -263,10 +265,12 @@ class Store:
             _write(part, record.encode())
             return self._keep(record, part)
 
-    def put_blob(self, digest: str, part: Path) -> None:
-        """Moves a file of a session's directory in as a blob. Raises StoreError when its bytes are wrong."""
+    def put_blob(self, digest: str, part: Path, *, hashed: bool = False) -> None:
+        """Moves a file of the store's filesystem in as a blob. Raises StoreError when its bytes are wrong;
+        with `hashed` the caller has seen to that.
+        """
         with self.writing():
-            if file_digest(part) != digest:
+            if not hashed and file_digest(part) != digest:
                 raise StoreError(
                     f"a file that should have the digest {digest} has other bytes: it was not taken"
                 )
@@ -283,7 +287,7 @@ class Store:
     def _adopt(self, path: Path, name: str, known: Mapping[tuple[int, int], Entry]) -> Entry:
         found = path.stat()
         same = known.get((found.st_dev, found.st_ino))
-        if same is not None and found.st_mtime_ns == _STAMP_NS and self._has(same.digest, same.size):
+        if same is not None and found.st_mtime_ns == _STAMP_NS and self.holds(same.digest, same.size):
             return Entry(name, same.digest, same.size)
         if found.st_nlink > 1:  # shares its inode with a file that is not ours to make read-only
             fresh = path.with_name(f"{path.name[:100]}.{secrets.token_hex(8)}")
@@ -293,7 +297,8 @@ class Store:
         self._place(path, entry.digest)
         return entry
 
-    def _has(self, digest: str, size: int) -> bool:
+    def holds(self, digest: str, size: int) -> bool:
+        """Whether a blob is there as it was written."""
         try:
             found = self.blob(digest).stat()
         except OSError:
@@ -302,7 +307,7 @@ class Store:
         return right or self._restamped(self.blob(digest), digest, size)
 
     def _place(self, part: Path, digest: str) -> None:
-        if self._has(digest, part.stat().st_size):
+        if self.holds(digest, part.stat().st_size):
             return
         descriptor = os.open(part, os.O_RDONLY)
         try:

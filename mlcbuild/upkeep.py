@@ -145,9 +145,12 @@ def _collect(store: Store, unused_days: float | None, max_bytes: int | None) -> 
     blobs = [(blob, blob.stat().st_size) for blob in _files(store.root / "cas") if blob.name not in kept]
     for blob, _ in blobs:
         blob.unlink()
-    for log in _files(store.root / "logs"):
-        if log.stat().st_mtime < cutoff:
-            log.unlink()
+    for part in _files(store.root / "partial"):
+        part.unlink()
+    for name in ("logs", "known"):
+        for path in _files(store.root / name):
+            if path.stat().st_mtime < cutoff:
+                path.unlink()
     return Collected(removed, len(blobs), sum(size for _, size in blobs))
 
 

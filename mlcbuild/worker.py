@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RETIRE_BYTES = 1 << 30
 """A worker that still holds this much after a step is replaced: what it keeps is in nobody's budget."""
+_TAIL_BYTES, _TAIL_LINES = 8192, 20
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,15 @@ def _logged(log: Path) -> Iterator[None]:
         for descriptor, old in enumerate(saved, start=1):
             os.dup2(old, descriptor)
             os.close(old)
+
+
+def tail(log: Path | None) -> str:
+    """The last lines of a log; "" when there is none."""
+    if log is None or not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
 def _flush() -> None:

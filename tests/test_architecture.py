@@ -30,7 +30,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "document": "",
     "schema": "document",
     "targets": "document host schema",
-    "recipe": "document hub quant schema targets",
+    "recipe": "document hub quant remotes schema targets",
     # running one; knows nothing of models
     "graph": "",
     "links": "",
@@ -43,12 +43,19 @@ BUILDER_TABLE: Mapping[str, str] = {
     "upkeep": "links locks records store",
     "export": "links locks records staging store",
     "events": "records",
-    "plan": "events graph records store",
+    "remotes": "records store",
+    "plan": "events graph records remotes store",
     "picture": "graph plan",
     "report": "events",
     "worker": "links progress records staging store",
     "executors": "events worker",
-    "execute": "events executors graph locks machine plan signals staging store worker",
+    "transfer": "events records remotes",
+    "schedule": "graph plan",
+    "demand": "events graph plan remotes staging transfer worker",
+    "execute": (
+        "demand events executors graph locks machine plan remotes schedule signals staging store transfer "
+        "worker"
+    ),
     # the work itself; knows nothing of graphs and stores
     "fetch": "hub progress",
     "lock": "document fetch hub",
@@ -65,7 +72,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "emit": "bundle events export graph pipeline records store",
     "cli": (
         "bundle compiler emit events execute footprint lock machine models picture pipeline plan quant "
-        "recipe report schema store targets upkeep"
+        "recipe remotes report schema store targets upkeep"
     ),
     "__main__": "cli",
 }

@@ -38,11 +38,50 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         ["7:3: the key 'contextwindow' is unknown in 'compile'; did you mean 'context_window'?"],
     ),
     "later sections": (
-        HEAD + "bench: {}\npublish: [{to: x}]\ncache: {remotes: []}\n",
+        HEAD + "bench: {}\npublish: [{to: x}]\n",
         [
             "5:1: 'bench' is not supported by this version of mlcbuild",
             "6:1: 'publish' is not supported by this version of mlcbuild",
-            "7:1: 'cache' is not supported by this version of mlcbuild",
+        ],
+    ),
+    # cache
+    "remotes of unknown kinds": (
+        HEAD
+        + "cache:\n  remotes:\n"
+        + "".join(
+            f"    - {{url: '{url}'}}\n"
+            for url in (
+                "ftp://a/b",
+                "https://me:secret@host/x",
+                "https:///x",
+                "https://h/x?y=1",
+                "file://host/x",
+                "http://h:x/",
+            )
+        ),
+        [
+            "7:13: 'ftp://a/b' must start with https://, http:// or file:///",
+            "8:13: a URL with a user name or password is not taken: put them into netrc or the environment "
+            "(MLCBUILD_TOKEN_<HOST>, MLCBUILD_LOGIN_<HOST>)",
+            "9:13: 'https:///x' names no host",
+            "10:13: 'https://h/x?y=1' must be an address alone, without '?', '#' and spaces",
+            "11:13: 'file://host/x' must name a directory of this machine: file:///path",
+            "12:13: the URL cannot be understood",
+        ],
+    ),
+    "remotes that contradict": (
+        HEAD
+        + "cache:\n  remotes:\n    - {url: 'https://h/x', mode: read, write: ci-only}\n"
+        + "    - {url: 'https://h/x/', mode: both, trust: [ed25519:short]}\n    - {mode: read}\n",
+        [
+            "7:47: 'write' says when results are sent, but 'mode: read' sends none",
+            "8:13: https://h/x is named twice",
+            "8:35: 'mode' must be 'read' or 'write' or 'readwrite', not 'both'",
+            "8:49: item 1 of 'trust' must be 'ed25519:' and 43 characters, as `mlcbuild keys show` prints "
+            "them, not 'ed25519:short'",
+            "9:7: item 3 of 'remotes' lacks the key 'url': https://host/path, http://host/path or "
+            "file:///directory, without credentials: those come from netrc, MLCBUILD_TOKEN_<HOST> or "
+            "MLCBUILD_LOGIN_<HOST>",
         ],
     ),
     "duplicate key": (HEAD + "name: a\nname: b\n", ["6:1: the key 'name' appears twice; first on line 5"]),

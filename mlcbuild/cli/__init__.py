@@ -53,6 +53,10 @@ def _store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--store", metavar="DIR", help="the artifact store (default: $MLCBUILD_STORE)")
 
 
+def _remote(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-remote", action="store_true", help="ask and tell no shared cache")
+
+
 def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
 
@@ -163,28 +167,28 @@ VERBS: dict[str, Verb] = {
         "plan",
         "say what would run, and why",
         "mlcbuild plan recipe.yaml",
-        (_recipe, _choice, _store, _json),
+        (_recipe, _choice, _store, _remote, _json),
     ),
     "run": Verb(
         "build",
         "run",
         "build what the recipe declares",
         "mlcbuild run recipe.yaml --set ctx=8192",
-        (_recipe, _choice, _run, _store, _json),
+        (_recipe, _choice, _run, _store, _remote, _json),
     ),
     "explain": Verb(
         "build",
         "explain",
         "show what changed for a step",
         "mlcbuild explain recipe.yaml bundle/tiny-q4f16_1-host",
-        (_recipe, _step, _store),
+        (_recipe, _step, _store, _remote),
     ),
     "graph": Verb(
         "build",
         "graph",
         "draw the steps and their states",
         "mlcbuild graph recipe.yaml --format svg -o graph.svg",
-        (_recipe, _graph, _store),
+        (_recipe, _graph, _store, _remote),
     ),
     "cache": Verb(
         "store", "cache", "look at the store, or check it", "mlcbuild cache status", (_cache, _store, _json)

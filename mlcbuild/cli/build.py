@@ -14,14 +14,16 @@ from mlcbuild.bundle import LIBRARY
 from mlcbuild.cli.facts import show
 from mlcbuild.cli.recipes import read_lock, read_recipe
 from mlcbuild.errors import MlcbuildError, UsageError
-from mlcbuild.events import Event, Reporter, RunFinished, RunResult, Status
+from mlcbuild.events import Event, Reporter, RunFinished, RunResult, Status, Warned
 from mlcbuild.pipeline import Pipeline, Product, build
 from mlcbuild.store import Store, default_root
 
 if TYPE_CHECKING:
     from mlcbuild.plan import Plan, Planned
+    from mlcbuild.recipe import Recipe
+    from mlcbuild.remotes.sharing import Sharing
 
-WORDS = {"hit": "reuse", "run": "run", "pending": "wait"}
+WORDS = {"hit": "reuse", "remote": "fetch", "run": "run", "pending": "wait"}
 
 
 def open_store(arguments: argparse.Namespace) -> Store:
@@ -33,12 +35,33 @@ def _pipeline(arguments: argparse.Namespace) -> Pipeline:
     return build(recipe, read_lock(recipe))
 
 
+def open_sharing(arguments: argparse.Namespace, recipe: Recipe, store: Store) -> Sharing:
+    """The recipe's remotes, unless --no-remote says otherwise."""
+    from mlcbuild.remotes import signing
+    from mlcbuild.remotes.link import Link
+    from mlcbuild.remotes.sharing import Sharing
+
+    if arguments.no_remote or not recipe.remotes:
+        return Sharing(store)
+    signer = signing.load(signing.default_path())
+    return Sharing(store, [Link(remote, signer) for remote in recipe.remotes])
+
+
+def _tell(event: Event) -> None:
+    """Warnings where there is no live view."""
+    if isinstance(event, Warned):
+        print(f"warning {event.message}", file=sys.stderr)
+
+
 def plan(arguments: argparse.Namespace) -> int:
     from mlcbuild import plan as planning
 
     pipeline, store = _pipeline(arguments), open_store(arguments)
     only = pipeline.choose(arguments.only)
-    found = planning.plan(pipeline.graph, store, force=arguments.force, only=only)
+    sharing = open_sharing(arguments, pipeline.recipe, store)
+    found = planning.plan(
+        pipeline.graph, store, force=arguments.force, only=only, sharing=sharing, report=_tell
+    )
     estimates = {item.variant.name: estimate(pipeline, item, found, store) for item in pipeline.products}
     document = {
         "steps": [
@@ -70,9 +93,10 @@ def _steps(steps: Sequence[Planned]) -> list[str]:
 
 
 def _count(found: Plan) -> str:
+    remote = found.count("remote")
     return (
         f"{found.count('run')} to run, {found.count('pending')} wait for those (and may be reused), "
-        f"{found.count('hit')} to reuse"
+        f"{found.count('hit')} to reuse" + (f", {remote} in a shared cache" if remote else "")
     )
 
 
@@ -129,10 +153,12 @@ def run(arguments: argparse.Namespace) -> int:
         keep_going=arguments.keep_going,
         force=tuple(arguments.force),
         only=pipeline.choose(arguments.only),
+        outputs=_outputs(pipeline, arguments.only),
         executor="inline" if arguments.executor == "inline" else "pool",
     )
     with reporting(sys.stderr if arguments.json else sys.stdout) as report:
-        result = execute(pipeline.graph, store, options, _without_summary(report))
+        sharing = open_sharing(arguments, pipeline.recipe, store)
+        result = execute(pipeline.graph, store, options, _without_summary(report), sharing)
     wanted = [item for item in pipeline.products if not options.only or item.last in options.only]
     outcomes = [_finish(pipeline, item, result, store) for item in wanted]
     if arguments.json:
@@ -141,6 +167,14 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join([*(outcome.line for outcome in outcomes if outcome.line), _last(result, outcomes)]))
     errors = [outcome.error.exit_code for outcome in outcomes if outcome.error is not None]
     return result.exit_code or max(errors, default=0)
+
+
+def _outputs(pipeline: Pipeline, only: Sequence[str]) -> tuple[str, ...]:
+    """Steps whose files are wanted here: what bundles are emitted from, and steps that were named."""
+    wanted = pipeline.choose(only)
+    products = [item for item in pipeline.products if not wanted or item.last in wanted]
+    files = [name for item in products for name in (item.bundle, item.verify) if name is not None]
+    return tuple(dict.fromkeys([*wanted, *files]))
 
 
 def _without_summary(report: Reporter) -> Reporter:
@@ -224,7 +258,8 @@ def explain(arguments: argparse.Namespace) -> int:
     from mlcbuild import plan as planning
 
     pipeline, store = _pipeline(arguments), open_store(arguments)
-    planned, changes = planning.explain(pipeline.graph, store, arguments.step)
+    sharing = open_sharing(arguments, pipeline.recipe, store)
+    planned, changes = planning.explain(pipeline.graph, store, arguments.step, sharing)
     lines = [f"{planned.name}: {WORDS[planned.state]}" + (f", {planned.reason}" if planned.reason else "")]
     lines += [f"key {planned.key}" if planned.key else "the key is not known before its inputs are built"]
     for change in changes:
@@ -242,7 +277,8 @@ def graph(arguments: argparse.Namespace) -> int:
     from mlcbuild import plan as planning
 
     pipeline, store = _pipeline(arguments), open_store(arguments)
-    found = planning.plan(pipeline.graph, store)
+    sharing = open_sharing(arguments, pipeline.recipe, store)
+    found = planning.plan(pipeline.graph, store, sharing=sharing, report=_tell)
     if arguments.format == "html":
         text = picture.html(pipeline.graph, found, pipeline.recipe.name)
     else:

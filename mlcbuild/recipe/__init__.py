@@ -27,12 +27,14 @@ from mlcbuild.hub import HubSource
 from mlcbuild.quant import Scheme
 from mlcbuild.recipe import outputs
 from mlcbuild.recipe.axes import read_schemes, read_targets
+from mlcbuild.recipe.cache import read_remotes
 from mlcbuild.recipe.cells import read_cells
 from mlcbuild.recipe.matrix import Cell
 from mlcbuild.recipe.reading import Reading, project_of, resolved
 from mlcbuild.recipe.settings import Limits, Settings, Verify, read_settings
 from mlcbuild.recipe.sources import LocalSource, Model, Source, read_models
 from mlcbuild.recipe.variables import substitute
+from mlcbuild.remotes import Remote
 from mlcbuild.targets import Target
 
 __all__ = [
@@ -48,7 +50,7 @@ __all__ = [
     "load",
 ]
 
-_LATER = ("bench", "publish", "cache")
+_LATER = ("bench", "publish")
 """Sections that a later version will know."""
 
 
@@ -72,6 +74,8 @@ class Recipe:
     """Template of a bundle's directory, relative to `directory`."""
     lock: Path
     """The lock file, absolute; it need not exist."""
+    remotes: tuple[Remote, ...] = ()
+    """Where results are shared, in order."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ def _read(reading: Reading, path: Path) -> Recipe | None:
     settings = read_settings(reading, {cell.includes for cell in cells} or {()})
     template = outputs.read_template(reading)
     lock = _lock(reading, path)
+    remotes = read_remotes(reading)
     if template is None or lock is None:
         return None
     local = {name: model.source for name, model in models.items()}
@@ -166,7 +171,9 @@ def _read(reading: Reading, path: Path) -> Recipe | None:
     }
     outputs.check(reading, template, [cell.names for cell in cells], protected)
     name = reading.text("name") or re.sub(r"[^A-Za-z0-9._-]|^\.", "-", path.stem)
-    return Recipe(path, reading.directory, name, models, schemes, targets, cells, settings, template, lock)
+    return Recipe(
+        path, reading.directory, name, models, schemes, targets, cells, settings, template, lock, remotes
+    )
 
 
 def _lock(reading: Reading, path: Path) -> Path | None:

@@ -1,0 +1,141 @@
+"""One blob from a remote into a file, resumed where an earlier attempt ended, hashed as it comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from blake3 import blake3
+
+from mlcbuild.canon import Entry
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes.transport import CHUNK, CancelledError, Transport
+
+_ATTEMPTS = 3
+"""Requests in a row that bring nothing."""
+
+
+class DamagedError(ValueError):
+    """A blob is not what its name says. The message is the end of a sentence."""
+
+
+def download(
+    transport: Transport,
+    entry: Entry,
+    part: Path,
+    stop: threading.Event,
+    told: Callable[[int], None],
+) -> bool:
+    """Whether `part` now is the whole blob, hashed; False when the remote has none.
+
+    What is there of `part` already is kept if the whole then has the right digest. `told` gets the number
+    of bytes that came. Raises DamagedError, then nothing is left of `part`; RemoteError and
+    CancelledError, then what has come stays; OSError when `part` cannot be written.
+    """
+    name = f"cas/{entry.digest}"
+    with _Part(part, entry.size) as target:
+        pieces = 1 if target.have else 0
+        while True:
+            if not _complete(transport, name, target, stop, told):
+                return False
+            pieces += target.requests
+            if target.hexdigest() == entry.digest:
+                return True
+            if pieces < 2:
+                break
+            target.restart()  # pieces of different origin: once more in one piece
+            pieces = 0
+    part.unlink()
+    raise DamagedError("its bytes are wrong")
+
+
+def _complete(
+    transport: Transport, name: str, target: _Part, stop: threading.Event, told: Callable[[int], None]
+) -> bool:
+    """Asks until all bytes are there; False when there is no such name."""
+    target.requests = vain = 0
+    while target.have < target.size:
+        before = target.have
+        try:
+            if not _request(transport, name, target, stop, told):
+                return False
+        except RemoteError:
+            if stop.is_set():
+                raise CancelledError from None
+            vain = 0 if target.have > before else vain + 1
+            if vain == _ATTEMPTS:
+                raise
+    return True
+
+
+def _request(
+    transport: Transport, name: str, target: _Part, stop: threading.Event, told: Callable[[int], None]
+) -> bool:
+    body = transport.open(name, target.have)
+    if body is None:
+        return False
+    with body:
+        target.requests += 1
+        if body.start != target.have:
+            target.restart()
+        while data := body.read():
+            if stop.is_set():
+                raise CancelledError
+            target.add(data)
+            told(len(data))
+    if target.have != target.size:
+        target.discard()
+        raise DamagedError(f"it has {target.have} bytes where {target.size} should be")
+    return True
+
+
+class _Part:
+    """A file that grows, and the digest of what is in it."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.size = size
+        self.have = 0
+        self.requests = 0
+        self._path = path
+        self._hasher = blake3()
+        path.touch()
+        # Closed by the context.
+        self._file = path.open("r+b", buffering=0)
+        while data := self._file.read(CHUNK):
+            self._hasher.update(data)
+            self.have += len(data)
+        if self.have > size:
+            self.restart()
+
+    def add(self, data: bytes) -> None:
+        """Bytes beyond the size are counted and not written."""
+        left = memoryview(data)[: max(0, self.size - self.have)]
+        self._hasher.update(left)
+        while left:
+            left = left[self._file.write(left) :]
+        self.have += len(data)
+        if self.have > self.size:
+            self.discard()
+            raise DamagedError(f"it has more than the {self.size} bytes that it should have")
+
+    def restart(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._hasher = blake3()
+        self.have = 0
+
+    def discard(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def hexdigest(self) -> str:
+        return self._hasher.hexdigest()
+
+    def __enter__(self) -> _Part:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,188 @@
+"""One remote in one run: what it cannot do is told once, and then it is not asked again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, cast
+from urllib.parse import unquote, urlsplit
+
+from mlcbuild.canon import Entry
+from mlcbuild.errors import RemoteError
+from mlcbuild.records import Record
+from mlcbuild.remotes import Remote
+from mlcbuild.remotes.directory import Directory
+from mlcbuild.remotes.download import DamagedError, download
+from mlcbuild.remotes.http import SLOWEST, TIMEOUT, Http
+from mlcbuild.remotes.signing import LARGEST, RefusedError, Signer, seal, unseal
+from mlcbuild.remotes.transport import CancelledError, Transport
+from mlcbuild.store import Store
+
+_LIES = 3
+"""DamagedError things after which a remote is not asked for more in this run."""
+
+
+class Link:
+    """Methods may be called from several threads. They raise no RemoteError: see `unread`, `unwritten`."""
+
+    def __init__(self, remote: Remote, signer: Signer | None = None, timeout: float = TIMEOUT) -> None:
+        self.remote = remote
+        self.name = remote.url
+        self.unread = "" if remote.reads else "it is not read from"
+        """Why it is not asked (any more); "" while it is."""
+        self.unwritten = "" if remote.writes() else "it is not written to"
+        self._signer = signer
+        self._timeout = timeout
+        self._guard = threading.Lock()
+        self._warnings: list[str] = []
+        self._lies: set[str] = set()
+        """Names under which something was found that is not what they say."""
+        self._transport: Transport | None = None
+        try:
+            self._transport = connect(remote.url, timeout)
+        except RemoteError as error:
+            self._fail(error, writing=False)
+
+    def record(self, key: str) -> Record | None:
+        """The record of a key, checked; None when there is none that can be used."""
+        name = f"ac/{key}"
+        if self.unread:
+            return None
+        try:
+            data = self._small(name)
+            return None if data is None else unseal(key, data, self.remote.trust)
+        except RemoteError as error:
+            self._fail(error, writing=False)
+        except RefusedError as error:
+            self._refuse(name, f"the record {key}", str(error))
+        return None
+
+    def blob(self, entry: Entry, part: Path, stop: threading.Event, told: Callable[[int], None]) -> bool:
+        """Whether a blob was fetched into `part`, and is right. Raises CancelledError, OSError."""
+        if self.unread:
+            return False
+        try:
+            return download(self._open(), entry, part, stop, told)
+        except RemoteError as error:
+            if not stop.is_set():
+                self._fail(error, writing=False)
+        except DamagedError as error:
+            self._refuse(f"cas/{entry.digest}", f"{entry.path} (blob {entry.digest})", str(error))
+        return False
+
+    def send(self, record: Record, store: Store, stop: threading.Event) -> bool:
+        """Whether a record and its blobs are there now: the blobs first, the record last.
+
+        What is there already stays, unless it was found to be wrong. Raises CancelledError.
+        """
+        if self.unwritten:
+            return False
+        try:
+            for digest, size in {row[1]: row[2] for row in record.rows}.items():
+                self._send_blob(store.blob(digest), size, stop)
+            self._send_record(record)
+        except RemoteError as error:
+            if stop.is_set():
+                raise CancelledError from None
+            self._fail(error, writing=True)
+            return False
+        return True
+
+    def take_warnings(self) -> list[str]:
+        with self._guard:
+            found, self._warnings = self._warnings, []
+        return found
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _open(self) -> Transport:
+        assert self._transport is not None  # else `unread` and `unwritten` say why
+        return self._transport
+
+    def _small(self, name: str) -> bytes | None:
+        body = self._open().open(name)
+        if body is None:
+            return None
+        data = bytearray()
+        with body:
+            while piece := body.read():
+                data += piece
+                if len(data) > LARGEST:
+                    raise RefusedError(f"it has more than {LARGEST} bytes")
+        return bytes(data)
+
+    def _send_blob(self, path: Path, size: int, stop: threading.Event) -> None:
+        name = f"cas/{path.name}"
+        if stop.is_set():
+            raise CancelledError
+        if name not in self._lies and self._open().size(name) == size:
+            return
+        try:
+            with path.open("rb") as file:
+                source = _Watched(file, stop, self._timeout)
+                self._open().put(name, cast(BinaryIO, source), size)
+        except OSError as error:
+            raise RemoteError(f"{path} cannot be read: {error.strerror or error}") from None
+
+    def _send_record(self, record: Record) -> None:
+        import io
+
+        name = f"ac/{record.key}"
+        if name not in self._lies and self._open().size(name) is not None:
+            return
+        data = seal(record, self._signer)
+        self._open().put(name, io.BytesIO(data), len(data))
+
+    def _refuse(self, name: str, what: str, why: str) -> None:
+        with self._guard:
+            self._lies.add(name)
+            self._warnings.append(f"{self.name}: {what} is refused: {why}")
+            if len(self._lies) == _LIES and not self.unread:
+                self.unread = "it holds what is damaged"
+                self._warnings.append(f"{self.name} is not asked again in this run: {self.unread}")
+
+    def _fail(self, error: RemoteError, *, writing: bool) -> None:
+        with self._guard:
+            if writing and not self.unwritten:
+                self.unwritten = str(error)
+                self._warnings.append(f"{self.name} is not written to in this run: {error}")
+            elif not writing and not self.unread:
+                self.unread = str(error)
+                self.unwritten = self.unwritten or str(error)
+                self._warnings.append(f"{self.name} is not used in this run: {error}")
+
+
+class _Watched:
+    """A file to send, as a source that ends when the run does, or when the other side takes too long."""
+
+    def __init__(self, file: BinaryIO, stop: threading.Event, timeout: float) -> None:
+        self._file = file
+        self._stop = stop
+        self._timeout = timeout
+        self._since = time.monotonic()
+        self._count = 0
+
+    def read(self, count: int = -1) -> bytes:
+        if self._stop.is_set():
+            raise CancelledError
+        elapsed = time.monotonic() - self._since
+        if elapsed > self._timeout:
+            if self._count < SLOWEST * elapsed:
+                raise RemoteError(f"it is too slow: it took {self._count} bytes in {elapsed:.0f} seconds")
+            self._since, self._count = time.monotonic(), 0
+        data = self._file.read(count)
+        self._count += len(data)
+        return data
+
+    def seek(self, offset: int) -> int:
+        return self._file.seek(offset)
+
+
+def connect(url: str, timeout: float = TIMEOUT) -> Transport:
+    """The transport of a URL that `fault` finds nothing wrong with. Raises RemoteError."""
+    parts = urlsplit(url)
+    return Directory(Path(unquote(parts.path))) if parts.scheme == "file" else Http(url, timeout)

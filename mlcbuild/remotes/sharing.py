@@ -1,0 +1,153 @@
+"""All remotes of a run, in order, before one store: find a record, fetch blobs, send what was built.
+
+A record is enough to know a step's result, and so the keys of the steps behind it. Its blobs are fetched
+only when something here reads them. A record that was used without all of its blobs is kept under `known/`,
+so that the next run needs no remote to know it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlcbuild.canon import Entry
+from mlcbuild.errors import StoreError
+from mlcbuild.records import Record
+from mlcbuild.remotes.transport import CancelledError
+from mlcbuild.store import Store
+
+if TYPE_CHECKING:
+    from mlcbuild.remotes.link import Link
+
+_QUESTIONS = 16
+"""Records asked for at the same time."""
+_POLL = 0.05
+
+
+@dataclass(frozen=True)
+class Found:
+    """A record that is not, or not with all of its files, in the store."""
+
+    record: Record
+    origin: str
+    """The remote that has it."""
+
+
+class Sharing:
+    """Safe to use from several threads, but for `look_up`."""
+
+    def __init__(self, store: Store, links: Sequence[Link] = ()) -> None:
+        self.store = store
+        self.links = tuple(links)
+        self._known = store.root / "known"
+        self._found: dict[str, Found | None] = {}
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing can be found."""
+        return not self.links and not self._known.is_dir()
+
+    @property
+    def writers(self) -> tuple[str, ...]:
+        """The remotes that results are sent to."""
+        return tuple(link.name for link in self.links if link.remote.writes())
+
+    def look_up(self, keys: Iterable[str]) -> None:
+        """Finds many keys at once, for `find` to answer."""
+        asked = list(dict.fromkeys(key for key in keys if key not in self._found))
+        if len(asked) > 1 and self.links:
+            from concurrent.futures import ThreadPoolExecutor
+
+            with ThreadPoolExecutor(min(_QUESTIONS, len(asked))) as pool:
+                list(pool.map(self.find, asked))
+
+    def find(self, key: str) -> Found | None:
+        """The record of a key that was used before without its files, or that a remote has."""
+        if key not in self._found:
+            self._found[key] = self._read(key) or self._ask(key)
+        return self._found[key]
+
+    def forget(self, key: str) -> None:
+        """Its files cannot be had: a step that must be built."""
+        self._found[key] = None
+        with suppress(OSError):
+            self._place(key).unlink()
+
+    def keep(self, found: Found) -> None:
+        """Remembers a record that was used, for runs to come."""
+        place = self._place(found.record.key)
+        if place.exists() or self.store.record(found.record.key) is not None:
+            return
+        part = place.with_name(f"{place.name}.{secrets.token_hex(4)}")
+        with suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(found.origin.encode() + b"\n" + found.record.encode())
+            part.replace(place)
+
+    def fetch(self, entry: Entry, stop: threading.Event, told: Callable[[int], None]) -> str:
+        """Brings one blob into the store, from the first remote that has it whole; "" or why it could not.
+
+        A session must be open. Another process that fetches the same blob is waited for.
+        Raises CancelledError.
+        """
+        try:
+            (self.store.root / "partial").mkdir(exist_ok=True)
+            while (lock := self.store.try_lock(entry.digest)) is None:
+                if stop.is_set():
+                    raise CancelledError
+                time.sleep(_POLL)
+            with lock:
+                return self._fetch(entry, stop, told)
+        except OSError as error:
+            return str(self.store.explain(error))
+        except StoreError as error:
+            return str(error)
+
+    def send(self, record: Record, stop: threading.Event) -> tuple[str, ...]:
+        """Sends a record with its blobs to every remote that is written to; those that lack it now.
+
+        Raises CancelledError.
+        """
+        chosen = [link for link in self.links if link.remote.writes()]
+        return tuple(link.name for link in chosen if not link.send(record, self.store, stop))
+
+    def take_warnings(self) -> list[str]:
+        return [sentence for link in self.links for sentence in link.take_warnings()]
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+
+    def _fetch(self, entry: Entry, stop: threading.Event, told: Callable[[int], None]) -> str:
+        if self.store.holds(entry.digest, entry.size):
+            return ""
+        part = self.store.root / "partial" / entry.digest
+        for link in self.links:
+            if link.blob(entry, part, stop, told):
+                self.store.put_blob(entry.digest, part, hashed=True)
+                return ""
+        return f"no remote gives {entry.path}"
+
+    def _ask(self, key: str) -> Found | None:
+        for link in self.links:
+            if (record := link.record(key)) is not None:
+                return Found(record, link.name)
+        return None
+
+    def _read(self, key: str) -> Found | None:
+        try:
+            origin, _, data = self._place(key).read_bytes().partition(b"\n")
+            return Found(Record.decode(key, data), origin.decode())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError):  # torn by a power cut: as if it were not there
+            return None
+
+    def _place(self, key: str) -> Path:
+        return self._known / key[:2] / key

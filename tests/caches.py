@@ -1,0 +1,181 @@
+"""Servers for shared caches: nginx with WebDAV, and one of our own that fails and lies on request."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+WITHOUT_NGINX = "nginx is not installed: apt-get install nginx-light (it has the WebDAV module)"
+
+_CONFIG = """\
+daemon off;
+{user}
+worker_processes 1;
+pid {home}/nginx.pid;
+error_log {home}/error.log;
+events {{ worker_connections 256; }}
+http {{
+  access_log {home}/access.log;
+  client_body_temp_path {home}/body;
+  proxy_temp_path {home}/t1; fastcgi_temp_path {home}/t2; uwsgi_temp_path {home}/t3; scgi_temp_path {home}/t4;
+  sendfile on;
+  server {{
+    listen 127.0.0.1:{port};
+    root {home}/root;
+    client_max_body_size 0;
+    {auth}
+    location ~ "^/(ac|cas)/[0-9a-f]{{64}}$" {{
+      dav_methods PUT; create_full_put_path on; dav_access user:rw group:r all:r;
+    }}
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Nginx:
+    url: str
+    root: Path
+    log: Path
+    """Method, path and status of each request."""
+
+
+@contextmanager
+def nginx(home: Path, password_file: str = "") -> Iterator[Nginx]:
+    """A running nginx. `password_file`: lines of user:{PLAIN}password for basic authentication."""
+    assert NGINX is not None
+    (home / "root").mkdir(parents=True)
+    auth = ""
+    if password_file:
+        (home / "users").write_text(password_file)
+        auth = f"auth_basic cache; auth_basic_user_file {home}/users;"
+    port = free_port()
+    user = "user root;" if os.geteuid() == 0 else ""
+    (home / "nginx.conf").write_text(_CONFIG.format(home=home, port=port, auth=auth, user=user))
+    command = [NGINX, "-e", str(home / "error.log"), "-c", str(home / "nginx.conf"), "-p", str(home)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _until_open(port, process, home / "error.log")
+        yield Nginx(f"http://127.0.0.1:{port}", home / "root", home / "access.log")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    for _ in range(200):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.02)
+    raise AssertionError(log.read_text())
+
+
+Fault = Callable[["Handler"], bool]
+"""Answers a request in its own way and returns True, or returns False for the usual answer."""
+
+
+def usual(handler: Handler) -> bool:
+    return False
+
+
+@dataclass
+class Cache:
+    """A cache in memory, and what went over its wire."""
+
+    url: str = ""
+    content: dict[str, bytes] = field(default_factory=dict)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    fault: Fault = usual
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(name for name in self.content if name.startswith(f"/{kind}/"))
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    cache: Cache
+
+    def _handle(self) -> None:
+        self.cache.requests.append((self.command, self.path))
+        self.cache.headers.append(dict(self.headers))
+        if self.cache.fault(self):
+            return
+        if self.command == "PUT":
+            self.cache.content[self.path] = self.body()
+            self.answer(201)
+            return
+        data = self.cache.content.get(self.path)
+        if data is None:
+            self.answer(404, b"no")
+            return
+        wanted = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        start = int(wanted[1]) if wanted else 0
+        if start and start >= len(data):
+            self.answer(416)
+            return
+        extra = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
+        self.answer(206 if start else 200, data[start:], extra)
+
+    do_GET = do_HEAD = do_PUT = do_MKCOL = _handle  # noqa: N815
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def answer(
+        self, status: int, data: bytes = b"", extra: dict[str, str] | None = None, length: int | None = None
+    ) -> None:
+        self.send_response(status)
+        for name, value in (extra or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data) if length is None else length))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+        if length is not None and length != len(data):
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients leave early here."""
+
+
+@contextmanager
+def serving(fault: Fault | None = None) -> Iterator[Cache]:
+    cache = Cache()
+    if fault is not None:
+        cache.fault = fault
+    server = _Server(("127.0.0.1", 0), type("Bound", (Handler,), {"cache": cache}))
+    server.daemon_threads = True
+    cache.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield cache
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
