@@ -34,6 +34,8 @@ def materialise(store: Store, record: Record, destination: Path) -> bool:
         raise StoreError(f"{destination} cannot be written: {lost}; run again to build it anew")
     name = bytes_digest(b"export\0" + os.fsencode(destination))
     with store.writing():
+        # A copy of a store may lack its empty directories.
+        (store.root / "locks").mkdir(exist_ok=True)
         lock = wait_lock(store.root / "locks" / name)
     with lock:
         try:

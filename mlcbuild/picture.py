@@ -20,11 +20,25 @@ _COLOURS = {
     "run": ("#fdeed6", "#d08718"),
     "remote": ("#e4e9fb", "#5a70c8"),
     "pending": ("#fdf8e4", "#c9b458"),
+    "built": ("#fdeed6", "#d08718"),
+    "reused": ("#e3f4e6", "#3d9a50"),
+    "failed": ("#fbe3e1", "#c8453b"),
+    "skipped": ("#f1f1f1", "#b0b0b0"),
     "": ("#ffffff", "#8a94a3"),
 }
 """State -> (fill, border)."""
 
-_WORDS = {"source": "source", "hit": "stored", "remote": "shared", "run": "runs", "pending": "waits"}
+_WORDS = {
+    "source": "source",
+    "hit": "stored",
+    "remote": "shared",
+    "run": "runs",
+    "pending": "waits",
+    "built": "built",
+    "reused": "reused",
+    "failed": "failed",
+    "skipped": "skipped",
+}
 _CHAR, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 7.0, 34.0, 56.0, 12.0, 24.0
 _SWEEPS = 12
 
@@ -80,25 +94,31 @@ def _dot_text(name: str) -> str:
 
 
 def svg(graph: Graph, plan: Plan | None = None) -> str:
-    """A complete SVG document. An edge that follows from others is left out: fetch -> bundle when there is
-    fetch -> weights -> bundle."""
+    """A complete SVG document of a plan, or of a graph alone."""
+    reasons = {step.name: step.reason for step in plan.steps} if plan is not None else {}
+    return drawing(graph, _states(graph, plan), reasons, legend=plan is not None)
+
+
+def drawing(
+    graph: Graph, states: Mapping[str, str], reasons: Mapping[str, str], *, legend: bool = True
+) -> str:
+    """A complete SVG document; `states` are of a plan or of a run. An edge that follows from others is left
+    out: fetch -> bundle when there is fetch -> weights -> bundle."""
     import networkx
 
     boxes = layout(graph)
-    states = _states(graph, plan)
-    reasons = {step.name: step.reason for step in plan.steps} if plan is not None else {}
     width = max((box.x + box.width for box in boxes.values()), default=0.0) + _MARGIN
     height = max((box.y + _HEIGHT for box in boxes.values()), default=0.0) + _MARGIN
     shown = [state for state in _WORDS if state in states.values()]
-    legend = "".join(_key(index, state) for index, state in enumerate(shown)) if plan is not None else ""
-    top = 36.0 if legend else 0.0
+    keys = "".join(_key(index, state) for index, state in enumerate(shown)) if legend else ""
+    top = 36.0 if keys else 0.0
     edges = networkx.transitive_reduction(graph.network).edges
     body = [_edge(boxes[name], boxes[user]) for name, user in sorted(edges)]
     body += [_node(name, box, states[name], reasons.get(name, "")) for name, box in boxes.items()]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height + top:.0f}" '
         f'viewBox="0 0 {width:.0f} {height + top:.0f}" font-family="ui-sans-serif, system-ui, sans-serif" '
-        f'font-size="12">\n<rect width="100%" height="100%" fill="#ffffff"/>\n{legend}'
+        f'font-size="12">\n<rect width="100%" height="100%" fill="#ffffff"/>\n{keys}'
         f'<g transform="translate(0 {top:.0f})">\n' + "\n".join(body) + "\n</g>\n</svg>\n"
     )
 

@@ -70,9 +70,13 @@ BUILDER_TABLE: Mapping[str, str] = {
     # both together
     "pipeline": "bundle compiler fetch graph hub lock models quant recipe targets verify",
     "emit": "bundle events export graph pipeline records store",
+    "runlog": "events graph store",
+    "chart": "report",
+    "page": "chart graph picture report runlog",
+    "ci": "events execute graph hub pipeline plan remotes report runlog store targets",
     "cli": (
-        "bundle compiler emit events execute footprint lock machine models picture pipeline plan quant "
-        "recipe remotes report schema store targets upkeep"
+        "bundle ci compiler emit events execute footprint lock machine models page picture pipeline plan "
+        "quant recipe remotes report runlog schema store targets upkeep"
     ),
     "__main__": "cli",
 }

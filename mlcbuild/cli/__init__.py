@@ -21,7 +21,9 @@ from pathlib import Path
 
 from mlcbuild_runtime.errors import ServingError
 
-from mlcbuild.errors import MlcbuildError, UsageError, did_you_mean
+from mlcbuild.cli import options
+from mlcbuild.cli.annotations import annotate
+from mlcbuild.errors import InputError, MlcbuildError, UsageError, did_you_mean
 
 INTERRUPTED = 130
 
@@ -167,14 +169,14 @@ VERBS: dict[str, Verb] = {
         "plan",
         "say what would run, and why",
         "mlcbuild plan recipe.yaml",
-        (_recipe, _choice, _store, _remote, _json),
+        (_recipe, _choice, options.affected, _store, _remote, _json),
     ),
     "run": Verb(
         "build",
         "run",
         "build what the recipe declares",
         "mlcbuild run recipe.yaml --set ctx=8192",
-        (_recipe, _choice, _run, _store, _remote, _json),
+        (_recipe, _choice, _run, options.affected, options.outputs, _store, _remote, _json),
     ),
     "explain": Verb(
         "build",
@@ -189,6 +191,27 @@ VERBS: dict[str, Verb] = {
         "draw the steps and their states",
         "mlcbuild graph recipe.yaml --format svg -o graph.svg",
         (_recipe, _graph, _store, _remote),
+    ),
+    "matrix": Verb(
+        "ci",
+        "matrix",
+        "list the variants that need work as CI jobs",
+        "mlcbuild matrix recipe.yaml --format github",
+        (_recipe, options.matrix, options.only, options.affected, _store, _remote),
+    ),
+    "shard": Verb(
+        "ci",
+        "shard",
+        "show how a run is split over machines",
+        "mlcbuild shard recipe.yaml --count 3",
+        (_recipe, options.shard, options.only, options.affected, _store, _json),
+    ),
+    "report": Verb(
+        "ci",
+        "report",
+        "make an HTML page of the last run",
+        "mlcbuild report recipe.yaml -o report.html",
+        (options.report, _store),
     ),
     "cache": Verb(
         "store", "cache", "look at the store, or check it", "mlcbuild cache status", (_cache, _store, _json)
@@ -229,8 +252,6 @@ VERBS: dict[str, Verb] = {
 LATER = {
     "bench": "measuring bundles",
     "publish": "publishing bundles",
-    "matrix": "CI matrices",
-    "shard": "splitting a run over machines",
 }
 """Verbs of later versions, and what they will be about."""
 
@@ -265,6 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _command(arguments)
     except (MlcbuildError, ServingError) as error:
+        annotate(error.problems if isinstance(error, InputError) else ())
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _fail("mlcbuild: interrupted", INTERRUPTED)

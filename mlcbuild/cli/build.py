@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ def open_store(arguments: argparse.Namespace) -> Store:
     return Store(Path(arguments.store) if arguments.store else default_root())
 
 
-def _pipeline(arguments: argparse.Namespace) -> Pipeline:
+def read_pipeline(arguments: argparse.Namespace) -> Pipeline:
     recipe = read_recipe(arguments)
     return build(recipe, read_lock(recipe))
 
@@ -47,22 +47,40 @@ def open_sharing(arguments: argparse.Namespace, recipe: Recipe, store: Store) ->
     return Sharing(store, [Link(remote, signer) for remote in recipe.remotes])
 
 
-def _tell(event: Event) -> None:
+def tell(event: Event) -> None:
     """Warnings where there is no live view."""
     if isinstance(event, Warned):
         print(f"warning {event.message}", file=sys.stderr)
 
 
+def choice(arguments: argparse.Namespace, pipeline: Pipeline) -> tuple[str, ...] | None:
+    """The steps that --only and --affected-by leave; () when nothing is left, None for everything."""
+    only = pipeline.choose(arguments.only)
+    if arguments.affected_by is None:
+        return only or None
+    from mlcbuild.ci import affected
+
+    files = affected.changed(pipeline.recipe.directory, arguments.affected_by)
+    found = affected.affected(pipeline, files)
+    for name, reason in found.items():
+        print(f"affected {name}: {reason}", file=sys.stderr)
+    chosen = (item.last for item in pipeline.products if item.variant.name in found)
+    return tuple(last for last in chosen if not only or last in only)
+
+
 def plan(arguments: argparse.Namespace) -> int:
     from mlcbuild import plan as planning
 
-    pipeline, store = _pipeline(arguments), open_store(arguments)
-    only = pipeline.choose(arguments.only)
-    sharing = open_sharing(arguments, pipeline.recipe, store)
-    found = planning.plan(
-        pipeline.graph, store, force=arguments.force, only=only, sharing=sharing, report=_tell
-    )
-    estimates = {item.variant.name: estimate(pipeline, item, found, store) for item in pipeline.products}
+    pipeline, store = read_pipeline(arguments), open_store(arguments)
+    only = choice(arguments, pipeline)
+    found = planning.Plan(())
+    if only != ():
+        sharing = open_sharing(arguments, pipeline.recipe, store)
+        found = planning.plan(
+            pipeline.graph, store, force=arguments.force, only=only or (), sharing=sharing, report=tell
+        )
+    wanted = [item for item in pipeline.products if only is None or item.last in only]
+    estimates = {item.variant.name: estimate(pipeline, item, found, store) for item in wanted}
     document = {
         "steps": [
             {"name": step.name, "key": step.key, "status": step.state, "reason": step.reason}
@@ -74,13 +92,13 @@ def plan(arguments: argparse.Namespace) -> int:
                 "bundle": str(item.variant.output),
                 "memory": estimates[item.variant.name],
             }
-            for item in pipeline.products
+            for item in wanted
         ],
     }
     show(
         arguments.json,
         document,
-        [*_steps(found.steps), "", *_memories(pipeline, estimates), "", _count(found)],
+        [*_steps(found.steps), "", *_memories(estimates), "", _count(found)],
     )
     return 0
 
@@ -93,10 +111,9 @@ def _steps(steps: Sequence[Planned]) -> list[str]:
 
 
 def _count(found: Plan) -> str:
-    remote = found.count("remote")
     return (
         f"{found.count('run')} to run, {found.count('pending')} wait for those (and may be reused), "
-        f"{found.count('hit')} to reuse" + (f", {remote} in a shared cache" if remote else "")
+        f"{found.count('hit')} to reuse"
     )
 
 
@@ -126,41 +143,56 @@ def estimate(pipeline: Pipeline, product: Product, found: Plan, store: Store) ->
     }
 
 
-def _memories(pipeline: Pipeline, estimates: dict[str, dict[str, int] | None]) -> list[str]:
+def _memories(estimates: dict[str, dict[str, int] | None]) -> list[str]:
     from mlcbuild.report import size
 
     lines = []
-    for item in pipeline.products:
-        parts = estimates[item.variant.name]
+    for name, parts in estimates.items():
         words = "unknown until the model is fetched"
         if parts is not None:
-            named = ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in parts.items())
+            named = ", ".join(f"{part.replace('_', ' ')} {size(count)}" for part, count in parts.items())
             words = f"{size(sum(parts.values()))} ({named})"
             words += "" if "workspace" in parts else ", workspace known once the library is compiled"
-        lines.append(f"memory {item.variant.name}: {words}")
+        lines.append(f"memory {name}: {words}")
     return lines
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from mlcbuild.execute import Options, execute
+    from mlcbuild import runlog
+    from mlcbuild.ci import turns
+    from mlcbuild.cli import telling
+    from mlcbuild.execute import Options
     from mlcbuild.report import document, reporting
 
     if arguments.dry_run:
         return plan(arguments)
-    pipeline, store = _pipeline(arguments), open_store(arguments)
+    telling.check_writable(arguments)
+    pipeline, store = read_pipeline(arguments), open_store(arguments)
+    only = choice(arguments, pipeline)
+    wanted = [item for item in pipeline.products if only is None or item.last in only]
+    names: list[tuple[str, ...] | None] = [only] if only != () else []
+    if arguments.shard is not None and names:
+        names, wanted = _shard(arguments.shard, pipeline, only or (), wanted)
     options = Options(
         jobs=arguments.jobs or 0,
         keep_going=arguments.keep_going,
         force=tuple(arguments.force),
-        only=pipeline.choose(arguments.only),
-        outputs=_outputs(pipeline, arguments.only),
+        outputs=_outputs(arguments.only if arguments.shard is None else (), pipeline, wanted),
         executor="inline" if arguments.executor == "inline" else "pool",
     )
     with reporting(sys.stderr if arguments.json else sys.stdout) as report:
-        sharing = open_sharing(arguments, pipeline.recipe, store)
-        result = execute(pipeline.graph, store, options, _without_summary(report), sharing)
-    wanted = [item for item in pipeline.products if not options.only or item.last in options.only]
+        clock = runlog.Clock(_without_summary(report))
+
+        def sharing() -> Sharing:
+            return open_sharing(arguments, pipeline.recipe, store)
+
+        result = turns.run(pipeline.graph, options, names, sharing, clock)
     outcomes = [_finish(pipeline, item, result, store) for item in wanted]
+    rows = [(outcome.product, outcome.status, outcome.words) for outcome in outcomes]
+    log = telling.make_log(pipeline, store, result, clock, rows)
+    log = replace(log, shard=arguments.shard or "")
+    runlog.save(store, pipeline.recipe.path, log)
+    telling.tell(arguments, log)
     if arguments.json:
         print(json.dumps(document(result, [outcome.to_json() for outcome in outcomes]), indent=2))
     else:
@@ -169,12 +201,25 @@ def run(arguments: argparse.Namespace) -> int:
     return result.exit_code or max(errors, default=0)
 
 
-def _outputs(pipeline: Pipeline, only: Sequence[str]) -> tuple[str, ...]:
+def _outputs(only: Sequence[str], pipeline: Pipeline, products: Sequence[Product]) -> tuple[str, ...]:
     """Steps whose files are wanted here: what bundles are emitted from, and steps that were named."""
-    wanted = pipeline.choose(only)
-    products = [item for item in pipeline.products if not wanted or item.last in wanted]
     files = [name for item in products for name in (item.bundle, item.verify) if name is not None]
-    return tuple(dict.fromkeys([*wanted, *files]))
+    return tuple(dict.fromkeys([*pipeline.choose(only), *files]))
+
+
+def _shard(
+    text: str, pipeline: Pipeline, only: Sequence[str], wanted: Sequence[Product]
+) -> tuple[list[tuple[str, ...] | None], list[Product]]:
+    """The turns of one shard, and the variants that are its to finish."""
+    from mlcbuild.ci import split as splits
+
+    index, count = splits.parse(text)
+    durations = splits.read(splits.place(pipeline.recipe.path))
+    found = splits.split(pipeline.graph, only, count, durations)
+    mine = found.shards[index - 1]
+    print(f"shard {text} of split {found.identity}: {len(mine.steps)} steps", file=sys.stderr)
+    turns: list[tuple[str, ...] | None] = [turn for turn in dict.fromkeys((mine.first, mine.steps)) if turn]
+    return turns, [item for item in wanted if pipeline.graph.resolve(item.last) in mine.steps]
 
 
 def _without_summary(report: Reporter) -> Reporter:
@@ -203,8 +248,12 @@ class Outcome:
             "name": variant.name,
             "bundle": str(variant.output) if built else None,
             "status": self.status,
-            "note": str(self.error) if self.error is not None else self.note,
+            "note": self.words,
         }
+
+    @property
+    def words(self) -> str:
+        return str(self.error) if self.error is not None else self.note
 
     @property
     def line(self) -> str:
@@ -257,7 +306,7 @@ def _last(result: RunResult, outcomes: Sequence[Outcome]) -> str:
 def explain(arguments: argparse.Namespace) -> int:
     from mlcbuild import plan as planning
 
-    pipeline, store = _pipeline(arguments), open_store(arguments)
+    pipeline, store = read_pipeline(arguments), open_store(arguments)
     sharing = open_sharing(arguments, pipeline.recipe, store)
     planned, changes = planning.explain(pipeline.graph, store, arguments.step, sharing)
     lines = [f"{planned.name}: {WORDS[planned.state]}" + (f", {planned.reason}" if planned.reason else "")]
@@ -276,9 +325,9 @@ def graph(arguments: argparse.Namespace) -> int:
     from mlcbuild import picture
     from mlcbuild import plan as planning
 
-    pipeline, store = _pipeline(arguments), open_store(arguments)
+    pipeline, store = read_pipeline(arguments), open_store(arguments)
     sharing = open_sharing(arguments, pipeline.recipe, store)
-    found = planning.plan(pipeline.graph, store, sharing=sharing, report=_tell)
+    found = planning.plan(pipeline.graph, store, sharing=sharing, report=tell)
     if arguments.format == "html":
         text = picture.html(pipeline.graph, found, pipeline.recipe.name)
     else:

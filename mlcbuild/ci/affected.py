@@ -1,0 +1,145 @@
+"""Which variants have inputs that a range of Git commits changed.
+
+Inputs are: the recipe's own text, the lock (for models that it pins), the files of local checkpoints and
+prompts, the target's preset, and the source of mlcbuild where it lies in the same repository. The recipe's
+text counts as a whole: a changed recipe affects all of its variants, and the plan says which need work.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import mlcbuild
+from mlcbuild import targets
+from mlcbuild.canon import code_files, module_path
+from mlcbuild.errors import SetupError, UsageError
+from mlcbuild.graph import Graph, Source, Step, selected
+from mlcbuild.hub import HubSource
+from mlcbuild.pipeline import Pipeline, Product
+
+_DEPENDENCIES = ("pyproject.toml", "runtime/pyproject.toml")
+"""Files of mlcbuild's repository that decide versions of tools."""
+
+
+def changed(directory: Path, revisions: str) -> frozenset[Path]:
+    """Files of the repository around `directory` that differ over a range, absolute; deleted ones too.
+
+    `revisions` is what `git diff` takes: `main...HEAD`, `HEAD~3..HEAD`, or one commit, which is compared
+    with the working tree. Raises UsageError, SetupError.
+    """
+    if revisions.startswith("-"):
+        raise UsageError(f"--affected-by {revisions}: write a range of commits, for example main...HEAD")
+    top = _git(directory, "rev-parse", "--show-toplevel").removesuffix("\n")
+    # Without renames both names of a moved file are told.
+    names = _git(directory, "diff", "--name-only", "--no-renames", "-z", revisions, "--")
+    found = [Path(top, name) for name in names.split("\0") if name]
+    return frozenset([*found, *(path.resolve() for path in found)])  # a link is a file of its own, too
+
+
+def affected(pipeline: Pipeline, files: frozenset[Path]) -> dict[str, str]:
+    """Name of each affected variant -> the first changed input, in words."""
+    found = {}
+    search = _Search(pipeline, files)
+    for product in pipeline.products:
+        reason = next(search.reasons(product), None)
+        if reason is not None:
+            found[product.variant.name] = reason
+    return found
+
+
+class _Search:
+    def __init__(self, pipeline: Pipeline, files: frozenset[Path]) -> None:
+        self.pipeline = pipeline
+        self.files = files
+        self.changes = {
+            node.name: _of_source(node, files)
+            for node in pipeline.graph.nodes.values()
+            if isinstance(node, Source)
+        }
+        """Source -> its files that changed or are gone."""
+        self.presets = [
+            (replace(target, name=""), f"the target preset {path.name} changed")
+            for name, target in targets.presets().items()
+            if (path := _preset(name)) is not None and path in files
+        ]
+
+    def reasons(self, product: Product) -> Iterator[str]:
+        recipe, variant = self.pipeline.recipe, product.variant
+        if recipe.path.resolve() in self.files:
+            yield f"{recipe.path.name} changed"
+        if isinstance(variant.model.source, HubSource) and recipe.lock.resolve() in self.files:
+            yield f"{recipe.lock.name} changed"
+        bare = replace(variant.target, name="")
+        yield from (words for preset, words in self.presets if preset == bare)
+        steps = _steps(self.pipeline.graph, product.last)
+        for item in (item for step in steps for item in step.inputs.values()):
+            found = (name for name in self.changes.get(item.node, ()) if selected(name, item.select))
+            yield from (f"{item.node}/{name} changed" for name in found)
+        root = Path(mlcbuild.__path__[0]).resolve().parent
+        yield from (f"{name} changed" for name in _DEPENDENCIES if root / name in self.files)
+        for module in dict.fromkeys(step.action.partition(":")[0] for step in steps):
+            yield from (f"{path.name} of mlcbuild changed" for path in _code(module) if path in self.files)
+
+
+def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
+    """The files of a source that changed, and those of a checkpoint that are gone."""
+    root = source.root.resolve()
+    # A link is an input in two ways: where it points, and what is there.
+    found = [name for name in source.files if root / name in files or (root / name).resolve() in files]
+    # A checkpoint is a directory of its own; prompts are one file of many.
+    gone = (path for path in files if path.is_relative_to(root) and not path.exists())
+    whole = source.name.startswith("fetch/")
+    return found + sorted(path.relative_to(root).as_posix() for path in gone if whole)
+
+
+def _preset(name: str) -> Path | None:
+    """The file of a preset in a checkout of mlcbuild."""
+    path = Path(targets.__file__).resolve().parent.parent / "targets" / f"{name}.yaml"
+    return path if path.is_file() else None
+
+
+@lru_cache(maxsize=64)
+def _code(module: str) -> tuple[Path, ...]:
+    """The source files that decide what the actions of a module do."""
+    found = []
+    for name in code_files(module):
+        path = module_path(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        if path is not None:
+            found.append(path.resolve())
+    return tuple(found)
+
+
+def _steps(graph: Graph, last: str) -> list[Step]:
+    """The step of this name and those that it depends on."""
+    found: dict[str, Step] = {}
+    pending = [graph.resolve(last)]
+    while pending:
+        node = graph[pending.pop()]
+        if isinstance(node, Step) and node.name not in found:
+            found[node.name] = node
+            pending += graph.needs(node)
+    return list(found.values())
+
+
+def _git(directory: Path, *arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), "-c", "core.quotePath=false", *arguments],
+            capture_output=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except FileNotFoundError:
+        raise SetupError("--affected-by needs git: install it (Debian: apt install git)") from None
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())
+        raise UsageError(
+            f"--affected-by: git {arguments[0]} in {directory}: {said}\n"
+            "the range must name commits of the recipe's repository; a shallow clone of a CI system lacks "
+            "older ones (GitHub: fetch-depth: 0, GitLab: GIT_DEPTH: 0)"
+        )
+    return done.stdout.decode(errors="surrogateescape")

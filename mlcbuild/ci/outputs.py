@@ -1,0 +1,122 @@
+"""What a run did, in the forms that CI systems show: JUnit XML and Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from xml.etree import ElementTree
+
+from mlcbuild.report import duration, size
+from mlcbuild.runlog import LoggedStep, LoggedVariant, RunLog
+
+_UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML 1.0 cannot hold, escaped or not."""
+
+
+def junit(log: RunLog) -> str:
+    """One suite of steps and one of variants; a test case for each. Reused ones passed, in no time."""
+    root = ElementTree.Element("testsuites", name=_xml(f"mlcbuild {log.recipe}"), time=f"{log.seconds:.3f}")
+    _suite(root, f"{log.recipe} steps", log.steps)
+    _suite(root, f"{log.recipe} variants", log.variants)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _suite(root: ElementTree.Element, name: str, items: Iterable[LoggedStep | LoggedVariant]) -> None:
+    suite = ElementTree.SubElement(root, "testsuite", name=_xml(name))
+    counts = {"tests": 0, "failures": 0, "skipped": 0}
+    for item in items:
+        seconds = item.seconds if isinstance(item, LoggedStep) else 0.0
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=_xml(name), name=_xml(item.name), time=f"{seconds:.3f}"
+        )
+        counts["tests"] += 1
+        if item.status == "failed":
+            counts["failures"] += 1
+            failure = ElementTree.SubElement(case, "failure", message=_xml(item.words))
+            failure.text = _xml(item.tail if isinstance(item, LoggedStep) and item.tail else item.words)
+        elif item.status == "skipped":
+            counts["skipped"] += 1
+            ElementTree.SubElement(case, "skipped", message=_xml(item.words))
+        else:
+            ElementTree.SubElement(case, "system-out").text = _xml(f"{item.status} {item.words}".strip())
+    for key, count in counts.items():
+        suite.set(key, str(count))
+
+
+def _xml(text: str) -> str:
+    return _UNPRINTABLE.sub("�", text)
+
+
+def markdown(log: RunLog) -> str:
+    """A table of variants with their figures, what failed, and a folded table of the steps that ran."""
+    shard = f", shard {log.shard}" if log.shard else ""
+    lines = [f"## mlcbuild: {_cell(log.recipe)}{shard}", "", f"{headline(log)}.", ""]
+    if log.interrupted:
+        lines[2] = f"Interrupted by {log.interrupted}: {lines[2]}"
+    if log.variants:
+        lines += [
+            "| variant | result | bundle | weights | KL mean | KL max | top-1 | perplexity |",
+            "|---|---|--:|--:|--:|--:|--:|--:|",
+            *(_variant(item) for item in log.variants),
+            "",
+        ]
+    for item in log.steps:
+        if item.status == "failed":
+            lines += [f"**{_cell(item.name)} failed**", "", *_code(item.words)]
+            lines += ["", "The end of its log:", "", *_code(item.tail)] if item.tail else []
+            lines.append("")
+    ran = [item for item in log.steps if item.status == "built"]
+    if ran:
+        lines += [f"<details><summary>{len(ran)} steps ran</summary>", "", "| step | time | size | why |"]
+        lines.append("|---|--:|--:|---|")
+        for item in sorted(ran, key=lambda item: -item.seconds):
+            cells = (item.name, duration(item.seconds), _size(item.bytes), item.words)
+            lines.append(f"| {' | '.join(map(_cell, cells))} |")
+        lines += ["", "</details>", ""]
+    return "\n".join(lines)
+
+
+def headline(log: RunLog) -> str:
+    """What became of the steps: "4 built, 2 reused in 3.1 s"."""
+    parts = [f"{log.count('built')} built", f"{log.count('reused')} reused"]
+    parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := log.count(status))]
+    return f"{', '.join(parts)} in {duration(log.seconds)}"
+
+
+def _variant(item: LoggedVariant) -> str:
+    found = item.figures
+    cells = [
+        item.name,
+        f"{item.status}: {item.words}" if item.words else item.status,
+        _size(item.bytes),
+        _size(item.weights),
+        _number(found, "kl_mean"),
+        _number(found, "kl_max"),
+        f"{found['top1_agreement']:.1%}" if "top1_agreement" in found else "",
+        _number(found, "perplexity"),
+    ]
+    if "reference_perplexity" in found:
+        cells[-1] += f" (exact {found['reference_perplexity']:.4g})"
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _number(found: Mapping[str, float], name: str) -> str:
+    return f"{found[name]:.3g}" if name in found else ""
+
+
+def _size(count: int | None) -> str:
+    return size(count) if count is not None else ""
+
+
+def _cell(text: str) -> str:
+    """Text inside a table of Markdown, with nothing of it read as Markdown or HTML."""
+    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*_|\[\]])", r"\\\1", plain)
+
+
+def _code(text: str) -> list[str]:
+    """A block of code whose fence is longer than any in the text."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [fence, *text.splitlines(), fence]

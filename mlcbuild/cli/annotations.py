@@ -1,0 +1,38 @@
+"""Tells GitHub where in a file a problem is, when this process runs in its Actions."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from mlcbuild.errors import Problem
+
+
+def annotate(problems: Iterable[Problem]) -> None:
+    """To standard error, which GitHub reads as well: standard output may be one JSON document."""
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        return
+    workspace = os.environ.get("GITHUB_WORKSPACE")
+    for problem in problems:
+        print(annotation(problem, Path(workspace) if workspace else None), file=sys.stderr)
+
+
+def annotation(problem: Problem, workspace: Path | None = None) -> str:
+    """A line that GitHub shows beside the place in the file; its path is relative to the repository."""
+    path = Path(problem.file).absolute()
+    if workspace is not None and path.is_relative_to(workspace.absolute()):
+        path = path.relative_to(workspace.absolute())
+    parts = [f"file={_property(str(path))}"]
+    if problem.line:
+        parts += [f"line={problem.line}", f"col={problem.column}"]
+    return f"::error {','.join(parts)}::{_escaped(problem.message)}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _escaped(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,170 @@
+"""What a run did, kept in the store so that it can be shown and compared later.
+
+One JSON file for each run, `runs/<recipe>/<time>.json` below the store's root; the newest KEPT stay. It
+is for people: nothing that is built depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlcbuild.canon import bytes_digest
+from mlcbuild.events import Event, Reporter, RunResult, StepFinished, StepStarted
+from mlcbuild.graph import Graph, Step
+from mlcbuild.store import Store
+
+FORMAT = "mlcbuild-run/1"
+KEPT = 20
+
+
+@dataclass(frozen=True)
+class LoggedStep:
+    name: str
+    needs: tuple[str, ...]
+    """Steps and sources it reads."""
+    key: str | None
+    status: str
+    """built, reused, failed or skipped."""
+    words: str
+    """Why it ran or was skipped; the message of a failure."""
+    start: float | None
+    """Seconds from the start of the run; None when it did not run."""
+    seconds: float
+    bytes: int | None
+    """Of its artifact."""
+    tail: str = ""
+    """The end of a failed step's log."""
+
+
+@dataclass(frozen=True)
+class LoggedVariant:
+    name: str
+    model: str
+    quantization: str
+    target: str
+    status: str
+    words: str
+    """Why it failed, or why it was not verified."""
+    line: int
+    column: int
+    """Where the recipe gives its model."""
+    bytes: int | None
+    """Of the bundle's files."""
+    weights: int | None
+    """Bytes of its weights alone."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Verification figures, {} without a verification."""
+
+
+@dataclass(frozen=True)
+class RunLog:
+    recipe: str
+    """Its name."""
+    path: str
+    """Of its file, as it was given."""
+    time: float
+    """Seconds since 1970 at the start."""
+    seconds: float
+    machine: str
+    steps: tuple[LoggedStep, ...]
+    variants: tuple[LoggedVariant, ...]
+    interrupted: str = ""
+    shard: str = ""
+    """ "1/3", or "" for a whole run."""
+
+    def count(self, status: str) -> int:
+        return sum(step.status == status for step in self.steps)
+
+
+class Clock:
+    """A reporter that notes when steps start, and passes every event on."""
+
+    def __init__(self, report: Reporter) -> None:
+        self._report = report
+        self.time = time.time()
+        self._begun = time.monotonic()
+        self.starts: dict[str, float] = {}
+        self.tails: dict[str, str] = {}
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case StepStarted():
+                self.starts[event.name] = time.monotonic() - self._begun
+            case StepFinished():
+                self.tails[event.result.name] = event.tail
+            case _:
+                pass
+        self._report(event)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._begun
+
+
+def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ...]:
+    """A run's results with their times, in an order in which each step follows what it needs."""
+    place = {name: index for index, name in enumerate(graph.nodes)}
+    found = []
+    for step in sorted(result.steps, key=lambda step: place[step.name]):
+        node = graph[step.name]
+        found.append(
+            LoggedStep(
+                step.name,
+                tuple(graph.needs(node)) if isinstance(node, Step) else (),
+                step.key,
+                step.status,
+                str(step.error) if step.error is not None else step.reason,
+                clock.starts.get(step.name) if step.status in ("built", "failed") else None,
+                step.seconds,
+                step.record.size if step.record is not None else None,
+                clock.tails.get(step.name, ""),
+            )
+        )
+    return tuple(found)
+
+
+def machine() -> str:
+    return f"{platform.node()} ({platform.system()} {platform.machine()}, {os.cpu_count()} cores)"
+
+
+def save(store: Store, recipe: Path, log: RunLog) -> None:
+    """Keeps a log; a store that cannot be written keeps none, which fails nothing."""
+    with suppress(OSError):
+        directory = _directory(store, recipe)
+        directory.mkdir(parents=True, exist_ok=True)
+        # Sorted by name is sorted by time.
+        path = directory / f"{round(log.time * 1000):015}-{os.getpid()}.json"
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"format": FORMAT, **asdict(log)}, ensure_ascii=False), encoding="utf-8")
+        part.replace(path)
+        for old in sorted(directory.glob("*.json"))[:-KEPT]:
+            old.unlink()
+
+
+def latest(store: Store, recipe: Path) -> list[RunLog]:
+    """The logs of a recipe's runs, the newest first. Those that cannot be read are left out."""
+    found = []
+    for path in sorted(_directory(store, recipe).glob("*.json"), reverse=True):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            found.append(_from_json(json.loads(path.read_bytes())))
+    return found
+
+
+def _directory(store: Store, recipe: Path) -> Path:
+    return store.root / "runs" / bytes_digest(os.fsencode(recipe.absolute()))[:16]
+
+
+def _from_json(data: dict[str, Any]) -> RunLog:
+    if data.pop("format") != FORMAT:
+        raise ValueError("a log of another format")
+    rows: Iterable[dict[str, Any]] = data.pop("steps")
+    variants: Iterable[dict[str, Any]] = data.pop("variants")
+    found = tuple(LoggedStep(**{**row, "needs": tuple(row["needs"])}) for row in rows)
+    return RunLog(**data, steps=found, variants=tuple(LoggedVariant(**row) for row in variants))
