@@ -9,17 +9,21 @@ from mlcbuild_runtime.body import Body, checked_text, wrong
 from mlcbuild_runtime.bundle import Serving
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json, is_integer
+from mlcbuild_runtime.formats import response_format
+from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.messages import messages
 from mlcbuild_runtime.sampling import Sampling
 from mlcbuild_runtime.template import Message
+from mlcbuild_runtime.tools import Toolbox, toolbox
 
 COMMON: tuple[str, ...] = ("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
 COMMON += ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "ignore_eos")
-COMMON += ("stop", "stream", "stream_options", "logprobs", "priority")
+COMMON += ("stop", "stream", "stream_options", "logprobs", "priority", "response_format")
 CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
+CHAT += ("tools", "tool_choice", "parallel_tool_calls")
 COMPLETION = (*COMMON, "prompt", "echo")
 
-IGNORED: tuple[str, ...] = ("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention")
+IGNORED: tuple[str, ...] = ("metadata", "prompt_cache_key", "prompt_cache_retention")
 IGNORED += ("safety_identifier", "service_tier", "store", "user")
 """Fields of OpenAI's that do not change the text."""
 
@@ -31,10 +35,7 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -56,6 +57,7 @@ class Options:
     max_tokens: int | None
     logprobs: int | None
     """Alternatives to report for each token; None: no log-probabilities."""
+    constraint: Constraint | None
     n: int
     ignore_eos: bool
     priority: int
@@ -66,6 +68,7 @@ class Options:
 @dataclass(frozen=True)
 class ChatCall:
     messages: tuple[Message, ...]
+    toolbox: Toolbox | None
     template_options: Mapping[str, Json]
     options: Options
 
@@ -91,7 +94,10 @@ def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
     if alternatives is not None and not wanted:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     options = _options(fields, serving, new or old, (alternatives or 0) if wanted else None)
-    return ChatCall(messages(fields), fields.object("chat_template_kwargs"), options)
+    box = toolbox(fields)
+    if box is not None and options.constraint is not None:
+        raise RequestError("tools and response_format are two constraints: send one", param="response_format")
+    return ChatCall(messages(fields), box, fields.object("chat_template_kwargs"), options)
 
 
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
@@ -118,6 +124,7 @@ def _options(body: Body, serving: Serving, max_tokens: int | None, logprobs: int
         stop=_stop(body.get("stop")),
         max_tokens=max_tokens,
         logprobs=logprobs,
+        constraint=response_format(body.get("response_format")),
         n=body.integer("n", 1, MAX_CHOICES) or 1,
         ignore_eos=body.boolean("ignore_eos"),
         priority=body.integer("priority", -1000, 1000) or 0,

@@ -27,6 +27,9 @@ HELP = """\
 /exit              leave (so does the end of the input)
 Ctrl-C interrupts an answer."""
 
+FIXED = ("messages", "stream", "logprobs", "top_logprobs", "model", "n", "tools", "tool_choice")
+"""Fields that this chat sets itself, or has no use for."""
+
 
 @dataclass
 class _Stats:
@@ -75,7 +78,14 @@ class _Session:
         call = self.call(asked, self.settings)
         prompt = self.running.tokenizer.chat(call.messages, call.template_options)
         options = call.options
-        request = Request(tuple(prompt), options.max_tokens, options.sampling, options.stop, True)
+        request = Request(
+            tuple(prompt),
+            options.max_tokens,
+            options.sampling,
+            options.stop,
+            message=True,
+            constraint=options.constraint,
+        )
         self.stats = _Stats(len(prompt), total_tokens=self.stats.total_tokens)
         said = []
         try:
@@ -145,7 +155,7 @@ class _Session:
         if name == "system":
             self.system = value
             return "system message set" if value else "system message removed"
-        if name in ("messages", "stream", "logprobs", "top_logprobs", "model", "n"):
+        if name in FIXED:
             return f"{name} cannot be set here"
         changed = {**self.settings, name: _value(value)}
         try:

@@ -13,9 +13,11 @@ import logging
 import threading
 import time
 from collections.abc import Sequence as List
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
 from mlcbuild_runtime.errors import EngineError, RequestError
+from mlcbuild_runtime.grammar import Grammars
 from mlcbuild_runtime.pages import Pages
 from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
 from mlcbuild_runtime.schedule import Schedule
@@ -43,6 +45,7 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_batch = min(max_batch or model.limits.max_batch, model.limits.max_batch)
+        self.grammars = Grammars(tokenizer.vocabulary, model.manifest.vocab_size, tokenizer.eos)
         self._max_waiting = MAX_WAITING if max_waiting is None else max_waiting
         self._incoming: SimpleQueue[Sequence | None] = SimpleQueue()
         self._schedule = Schedule(Pages(model.pages), model.limits.page_size, self.max_batch)
@@ -93,9 +96,12 @@ class Engine:
         window: events that may be told and not yet `read` from the ticket; the request rests at that number.
         Raises RequestError when it cannot be served, EngineError after the end.
         """
-        limit = self._answer_limit(request)
+        request = replace(request, max_tokens=self._answer_limit(request))
+        matcher = None
+        if request.constraint is not None:
+            matcher = self.grammars.matcher(request.constraint, request.message)
         ticket = Ticket(self._wake, window)
-        sequence = Sequence(request, limit, sink, ticket, self.tokenizer)
+        sequence = Sequence(request, sink, ticket, self.tokenizer, matcher)
         with self._door:
             if self._closing or not self._thread.is_alive():
                 raise EngineError("the engine is stopped")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 from mlcbuild_runtime.body import Body, checked_text, wrong
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json, describe
 from mlcbuild_runtime.template import Message
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def messages(body: Body) -> tuple[Message, ...]:
@@ -19,27 +21,55 @@ def messages(body: Body) -> tuple[Message, ...]:
 
 
 def _message(where: str, message: Json) -> Message:
-    """Role and content of one message; parts of text are joined."""
+    """Role and content of one message, with its calls; parts of text are joined."""
     if not isinstance(message, dict):
         raise wrong(where, "an object with role and content", message)
     role = message.get("role")
     if role not in ROLES:
         raise wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
+    calls = message.get("tool_calls") if role == "assistant" else None
+    known = {"role", "content", "name", "refusal", "annotations"}
+    known |= {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(str(role), set())
     for key, value in message.items():
-        if key not in ("role", "content", "name", "refusal", "annotations") and value not in (None, []):
+        if key not in known and value not in (None, []):
             raise RequestError(
                 f"{where}.{key} is {describe(value)}, which this server cannot honour: leave it out",
                 param=f"{where}.{key}",
                 code="unsupported_field",
             )
     content = message.get("content")
+    if content is None and calls:
+        content = ""
     if isinstance(content, list):
         content = "".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str):
         raise wrong(f"{where}.content", "a text or a list of parts", content)
     # `developer` is OpenAI's newer name of `system`, which templates do not know.
     name = "system" if role == "developer" else str(role)
-    return {"role": name, "content": checked_text(f"{where}.content", content)}
+    plain: dict[str, Json] = {"role": name, "content": checked_text(f"{where}.content", content)}
+    if calls:
+        if not isinstance(calls, list):
+            raise wrong(f"{where}.tool_calls", "a list of calls", calls)
+        plain["tool_calls"] = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    if role == "tool":
+        plain["tool_call_id"] = message.get("tool_call_id")
+    return plain
+
+
+def _call(where: str, call: Json) -> Json:
+    """A call with its arguments as a value: templates write them as they need them."""
+    match call:
+        case {"function": {"name": str(name), "arguments": str(text)}}:
+            try:
+                arguments = json.loads(text or "{}")
+            except (ValueError, RecursionError):
+                raise wrong(f"{where}.function.arguments", "JSON in a text", text) from None
+            return {
+                "id": call.get("id") if isinstance(call, dict) else None,
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+    raise wrong(where, 'a call such as {"id": ..., "function": {"name": ..., "arguments": "{}"}}', call)
 
 
 def _part(where: str, part: Json) -> str:

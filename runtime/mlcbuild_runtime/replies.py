@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.request import Event
 from mlcbuild_runtime.sampling import Logprob
+from mlcbuild_runtime.tools import Reader, call_id
 from mlcbuild_runtime.vocabulary import Vocabulary
 
 
@@ -32,6 +33,8 @@ class Prompt:
     """In tokens."""
     echo: str = ""
     """Text that goes before the answer."""
+    reader: Callable[[], Reader] | None = None
+    """Finds calls of tools in an answer; None: there are none."""
 
 
 class _Choice:
@@ -39,8 +42,31 @@ class _Choice:
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt, self.prefix, self.begun, self.offset = prompt, prompt.echo, False, len(prompt.echo)
+        self.reader = prompt.reader() if prompt.reader is not None else None
+        self.calls = 0
         self.last: Event | None = None
         """The last event, once it has come."""
+
+    def finish(self, event: Event) -> str | None:
+        return "tool_calls" if event.finish == "stop" and self.calls else event.finish
+
+    def deltas(self, text: str, last: bool) -> Iterator[dict[str, Json]]:
+        """What more text adds to a message."""
+        if self.reader is None:
+            yield {"content": text}
+            return
+        for piece in self.reader.read(text, last):
+            if piece.kind == "text":
+                yield {"content": piece.text}
+                continue
+            self.calls += piece.kind == "call"
+            call: dict[str, Json] = {"index": self.calls - 1}
+            if piece.kind == "call":
+                call |= {"id": call_id(), "type": "function"}
+                call["function"] = {"name": piece.text, "arguments": ""}
+            else:
+                call["function"] = {"arguments": piece.text}
+            yield {"tool_calls": [call]}
 
 
 class Reply:
@@ -59,9 +85,10 @@ class Reply:
             choice, last = self._choices[index], events[-1]
             choice.last = last
             text = choice.prefix + "".join(event.text for event in events)
-            shown: dict[str, Json] = {"index": index, "finish_reason": last.finish}
+            message = self._message(choice, text)
+            shown: dict[str, Json] = {"index": index, "finish_reason": choice.finish(last)}
             if self._chat:
-                shown["message"] = {"role": "assistant", "content": text, "refusal": None}
+                shown["message"] = message
             else:
                 shown["text"] = text
             choices.append(shown | {"logprobs": self._logprobs(choice, events)})
@@ -99,10 +126,34 @@ class Reply:
                 yield {"role": "assistant", "content": ""}, None, None
             elif choice.prefix:
                 yield {"content": choice.prefix}, None, None
-        if event.text or event.logprob is not None:
-            yield {"content": event.text}, self._logprobs(choice, [event]), None
+        logprobs = self._logprobs(choice, [event])
+        for delta in choice.deltas(event.text, event.last) if event.text or event.last else ():
+            if delta.get("content") != "":
+                yield delta, logprobs, None
+                logprobs = None
+        if logprobs is not None:
+            yield {"content": ""}, logprobs, None
         if event.finish is not None:
-            yield {}, None, event.finish
+            yield {}, None, choice.finish(event)
+
+    @staticmethod
+    def _message(choice: _Choice, text: str) -> dict[str, Json]:
+        content: list[str] = []
+        calls: list[dict[str, Json]] = []
+        for delta in choice.deltas(text, last=True):
+            match delta:
+                case {"content": str(more)}:
+                    content.append(more)
+                case {"tool_calls": [{"id": id, "function": {"name": name}}]}:
+                    calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": ""}})
+                case {"tool_calls": [{"function": {"arguments": str(more)}}]}:
+                    function = calls[-1]["function"]
+                    assert isinstance(function, dict)
+                    function["arguments"] = f"{function['arguments']}{more}"
+        message: dict[str, Json] = {"role": "assistant", "content": "".join(content), "refusal": None}
+        if calls:
+            message |= {"tool_calls": list(calls), "content": "".join(content) or None}
+        return message
 
     def _document(self, kind: str, choices: list[Json]) -> dict[str, Json]:
         return {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mlcbuild_runtime.errors import ServingError
+from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.sampling import Logprob, Sampling
 
 Finish = Literal["stop", "length"]
@@ -23,6 +24,8 @@ class Request:
     """The answer is a whole message, not the continuation of a text."""
     logprobs: int | None = None
     """Alternatives to report for each token; None: no log-probabilities at all."""
+    constraint: Constraint | None = None
+    """What the answer must be."""
     ignore_eos: bool = False
     """Only `max_tokens`, the context and `stop` end the answer."""
     priority: int = 0

@@ -6,7 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence as List
 
+import numpy as np
+
 from mlcbuild_runtime.errors import ServingError
+from mlcbuild_runtime.grammar import Matcher
 from mlcbuild_runtime.pages import Key
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
 from mlcbuild_runtime.sampling import Floats, Logprob, adjusted, choose, generator, logprobs
@@ -17,10 +20,15 @@ class Sequence:
     """A waiting or running request. Everything that decides its tokens stays when its pages go."""
 
     def __init__(
-        self, request: Request, limit: int, sink: Sink, ticket: Ticket, tokenizer: Tokenizer
+        self,
+        request: Request,
+        sink: Sink,
+        ticket: Ticket,
+        tokenizer: Tokenizer,
+        matcher: Matcher | None = None,
     ) -> None:
-        """`limit`: the most tokens of the answer."""
-        self.request, self.limit, self.sink, self.ticket = request, limit, sink, ticket
+        """`request` has a max_tokens that fits the context. `matcher`: of its constraint."""
+        self.request, self.sink, self.ticket = request, sink, ticket
         self.order = 0
         """Of arrival; given by the engine."""
         self.tokens = list(request.prompt)
@@ -35,6 +43,7 @@ class Sequence:
         self._stream = tokenizer.stream(request.stop, request.message)
         self._eos = tokenizer.eos
         self._counts: Counter[int] = Counter()
+        self._matcher = matcher
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -79,9 +88,13 @@ class Sequence:
 
     def _next(self, logits: Floats) -> Event:
         request = self.request
-        token = choose(
-            adjusted(logits, request.sampling, request.prompt, self._counts), request.sampling, self._random
-        )
+        adapted = adjusted(logits, request.sampling, request.prompt, self._counts)
+        if self._matcher is not None:
+            allowed = self._matcher.allowed(len(adapted))
+            adapted = np.where(allowed, adapted, np.float32(-np.inf))
+        token = choose(adapted, request.sampling, self._random)
+        if self._matcher is not None:
+            self._matcher.take(token)
         self.tokens.append(token)
         self._counts[token] += 1
         logprob, alternatives = None, tuple[Logprob, ...]()
@@ -92,11 +105,14 @@ class Sequence:
 
     def _text(self, token: int) -> tuple[str, Finish | None]:
         """What the token adds to the answer, and whether that was all."""
-        if token in self._eos and not self.request.ignore_eos:
+        if token in self._eos and (self._matcher is not None or not self.request.ignore_eos):
             return self._stream.finish(), "stop"
         finish: Finish | None = None
         text = self._stream.push(token)
-        if not self._stream.stopped and self.answered >= self.limit:
+        if not self._stream.stopped and self.answered >= (self.request.max_tokens or 0):
             finish = "length"
+            text += self._stream.finish()
+        if self._matcher is not None and self._matcher.finished:
+            finish = "stop"
             text += self._stream.finish()
         return text, "stop" if self._stream.stopped else finish

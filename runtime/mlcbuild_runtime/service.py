@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from mlcbuild_runtime import api
+from mlcbuild_runtime import api, tools
 from mlcbuild_runtime.body import Body, checked_text, wrong
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError
@@ -14,6 +15,7 @@ from mlcbuild_runtime.fields import Json, is_integer
 from mlcbuild_runtime.messages import messages
 from mlcbuild_runtime.replies import Prompt, Reply
 from mlcbuild_runtime.request import Request, Sink, Ticket
+from mlcbuild_runtime.tools import Form, Reader
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions."""
@@ -46,9 +48,19 @@ def chat(running: Engine, body: Mapping[str, Json]) -> Job:
     """A body of /v1/chat/completions. Raises RequestError."""
     call = api.chat_call(body, running.model.manifest.serving)
     check_model(running, body.get("model"))
-    tokens = running.tokenizer.chat(call.messages, call.template_options)
-    request = _request(running, call.options, tuple(tokens), message=True)
-    return _job(running, call.options, [request], [Prompt(0, len(tokens))], chat=True)
+    form, box, options = Form.of(running.tokenizer.template.source), call.toolbox, call.options
+    listed, extra = call.messages, dict(call.template_options)
+    if not form.native:
+        listed = tuple(tools.in_words(listed, box, form))
+    elif box is not None:
+        extra["tools"] = tools.documents(box)
+    tokens = running.tokenizer.chat(listed, extra)
+    if box is not None:
+        space = running.tokenizer.vocabulary.leading_space
+        options = replace(options, constraint=tools.constraint(box, form, space))
+    request = _request(running, options, tuple(tokens), message=True)
+    reader = None if box is None else partial(Reader, form, box.choice)
+    return _job(running, options, [request], [Prompt(0, len(tokens), reader=reader)], chat=True)
 
 
 def completion(running: Engine, body: Mapping[str, Json]) -> Job:
@@ -117,6 +129,8 @@ def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], mes
             raise RequestError(
                 f"logit_bias names token {token}, but the vocabulary has {size} tokens", param="logit_bias"
             )
+    if options.constraint is not None:
+        running.grammars.matcher(options.constraint, message)  # compiled here: the engine takes a copy
     return Request(
         prompt=prompt,
         max_tokens=options.max_tokens,
@@ -124,6 +138,7 @@ def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], mes
         stop=options.stop,
         message=message,
         logprobs=options.logprobs,
+        constraint=options.constraint,
         ignore_eos=options.ignore_eos,
         priority=options.priority,
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jinja2.nodes import Node
     from jinja2.parser import Parser
 
-Message = Mapping[str, str]
+Message = Mapping[str, Json]
 
 
 def find_template(path: Path, config: Mapping[str, Json]) -> str | None:
@@ -44,6 +44,11 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special: Mapping[str, str]) -> None:
         self._source, self._special = source, special
+
+    @property
+    def source(self) -> str:
+        """Empty where there is none."""
+        return self._source or ""
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Json]) -> str:
         """The prompt for an answer to `messages`. Raises RequestError with the template's own words."""

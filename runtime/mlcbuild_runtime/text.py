@@ -21,7 +21,7 @@ class Tokenizer:
         self, vocabulary: Vocabulary, template: ChatTemplate, bos: int | None, eos: Iterable[int]
     ) -> None:
         """Use `load`."""
-        self.vocabulary, self._template, self.bos, self.eos = vocabulary, template, bos, frozenset(eos)
+        self.vocabulary, self.template, self.bos, self.eos = vocabulary, template, bos, frozenset(eos)
 
     @classmethod
     def load(cls, path: Path, serving: Serving | None = None) -> Tokenizer:
@@ -58,7 +58,7 @@ class Tokenizer:
 
         The template writes every special token itself. Raises RequestError.
         """
-        return self.vocabulary.encode(self._template.render(messages, options or {}), special=False)
+        return self.vocabulary.encode(self.template.render(messages, options or {}), special=False)
 
     def stream(self, stop: Sequence[str] = (), message: bool = False) -> TextStream:
         """`message`: the text is a whole message, not the continuation of one."""

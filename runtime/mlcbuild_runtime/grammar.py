@@ -1,0 +1,165 @@
+"""Constrained output: which tokens may come next, by llguidance.
+
+A constraint is compiled when its request comes in, so that a wrong one is refused with the reason, and every
+answer gets a matcher of its own. Masks are computed by the engine's thread before a token is chosen.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild_runtime.errors import EngineError, RequestError
+from mlcbuild_runtime.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Kind = Literal["json_schema", "regex", "lark"]
+KEPT = 64
+"""Compiled constraints that are kept: clients send the same ones again and again."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer must be: text that a JSON schema, a regular expression or a Lark grammar accepts."""
+
+    kind: Kind
+    source: str
+    param: str
+    """The field of the request that it came from."""
+
+
+class Matcher:
+    """One answer's way through a constraint."""
+
+    def __init__(self, matcher: LLMatcher, ends: Collection[int]) -> None:
+        self._matcher, self._ends = matcher, np.array(sorted(ends), np.intp)
+
+    def allowed(self, size: int) -> NDArray[np.bool_]:
+        """bool [size]: tokens that may come next; an end token only where the text is complete."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        found = np.zeros(size, np.bool_)
+        known = np.unpackbits(bits, bitorder="little")[:size].astype(np.bool_)
+        found[: len(known)] = known
+        found[self._ends] = found[self._ends].any()
+        self._check()
+        return found
+
+    def take(self, token: int) -> None:
+        """The token that was chosen. Raises EngineError when the constraint is too costly to follow."""
+        self._matcher.consume_token(token)
+        self._check()
+
+    @property
+    def finished(self) -> bool:
+        """Nothing but an end token may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise EngineError(f"the constraint cannot be followed: {_line(self._matcher.get_error())}")
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer. May be used from any thread."""
+
+    def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
+        """`size`: of the model's vocabulary. `ends`: tokens that end an answer."""
+        self._vocabulary, self._size, self._ends = vocabulary, size, frozenset(ends)
+        self._kept: OrderedDict[tuple[Kind, str, bool], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, constraint: Constraint, message: bool) -> Matcher:
+        """A fresh matcher. Raises RequestError, with the reason, for a constraint that cannot be compiled.
+
+        message: the answer is a whole message. Where the tokenizer puts a space before a text, the message
+        may begin with one: it is no part of the text.
+        """
+        space = message and self._vocabulary.leading_space
+        key = constraint.kind, constraint.source, space
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                found = self._kept[key] = self._compile(constraint, space)
+            self._kept.move_to_end(key)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return Matcher(found.deep_copy(), self._ends)
+
+    def _compile(self, constraint: Constraint, space: bool) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        if not self._ends:
+            raise RequestError(
+                "the model has no end token, so that a constrained answer could not end",
+                param=constraint.param,
+            )
+        matcher = LLMatcher(self._tokenizer, _lark(constraint, space), log_level=0)
+        if matcher.is_error():
+            raise RequestError(
+                f"{constraint.param} cannot be compiled: {_line(matcher.get_error())}",
+                param=constraint.param,
+                code="invalid_constraint",
+            )
+        return matcher
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """The vocabulary as llguidance takes it; made for the first constraint."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(
+            TokenizerWrapper(_Tokens(self._vocabulary, self._size, min(self._ends))),
+            n_vocab=self._size,
+            eos_token=sorted(self._ends),
+        )
+
+
+class _Tokens:
+    """What llguidance asks of a tokenizer."""
+
+    def __init__(self, vocabulary: Vocabulary, size: int, end: int) -> None:
+        self.eos_token_id, self.bos_token_id = end, None
+        self.tokens = [vocabulary.token_bytes(token) for token in range(size)]
+        self.special_token_ids = [token for token, data in enumerate(self.tokens) if not data]
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: str) -> list[int]:
+        return self._vocabulary.encode(text, special=False)
+
+
+def _lark(constraint: Constraint, space: bool) -> str:
+    """A constraint as a Lark grammar, in llguidance's dialect."""
+    if constraint.kind == "lark":
+        return constraint.source
+    if constraint.kind == "json_schema":
+        body = f"%json {constraint.source}"
+    else:
+        body = f"/{_slashes_escaped(constraint.source)}/"
+    return f'start: " "? {body}' if space else f"start: {body}"
+
+
+def _slashes_escaped(regex: str) -> str:
+    """Slashes end a regular expression in Lark; a line feed does, too."""
+    text, escaped = "", False
+    for letter in regex:
+        text += "\\/" if letter == "/" and not escaped else "\\n" if letter == "\n" else letter
+        escaped = letter == "\\" and not escaped
+    return text
+
+
+def _line(message: str) -> str:
+    """The first line of a message: the others draw the place in a grammar that is ours."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("error:")), "")
+    first = re.sub(r"^at \d+\(\d+\): ", "", lines[0]) if lines else "unknown reason"
+    return f"{first} {reason}".strip()

@@ -1,0 +1,206 @@
+"""Constrained output: whatever tokens are drawn under the masks, the text is what the constraint asks for."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlcbuild_runtime.errors import RequestError
+from mlcbuild_runtime.fields import Json
+from mlcbuild_runtime.formats import response_format, schema_constraint
+from mlcbuild_runtime.grammar import Constraint, Grammars
+from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.vocabulary import JsonVocabulary, PieceVocabulary
+
+from . import shared
+
+TINY = shared.ROOT / "recipes" / "models" / "tiny"
+SIZE = 512
+
+
+def _tokenizers() -> dict[str, Tokenizer]:
+    """The embedded model's tokenizer, from both kinds of files."""
+    both = Tokenizer.load(TINY)
+    special = {"bos_token": "<s>", "eos_token": "<|end|>"}
+    config = json.loads((TINY / "tokenizer_config.json").read_bytes())
+    pieces = PieceVocabulary(TINY / "tokenizer.model", config, special)
+    assert isinstance(both.vocabulary, JsonVocabulary)
+    return {"json": both, "pieces": Tokenizer(pieces, both.template, both.bos, both.eos)}
+
+
+TOKENIZERS = _tokenizers()
+GRAMMARS = {name: Grammars(found.vocabulary, SIZE, found.eos) for name, found in TOKENIZERS.items()}
+
+
+def drawn(constraint: Constraint, seed: int = 0, name: str = "json", message: bool = False) -> str:
+    """The text of tokens drawn at random from those that are allowed."""
+    source, tokenizer = random.Random(seed), TOKENIZERS[name]
+    matcher = GRAMMARS[name].matcher(constraint, message)
+    stream = tokenizer.stream((), message)
+    text = ""
+    for _ in range(2000):
+        allowed = matcher.allowed(SIZE).nonzero()[0].tolist()
+        assert allowed, text
+        token = source.choice(allowed)
+        matcher.take(token)
+        if token in tokenizer.eos:
+            break
+        text += stream.push(token)
+        if matcher.finished:
+            break
+    else:
+        pytest.fail(f"no end: {text}")
+    return text + stream.finish()
+
+
+SCALARS: st.SearchStrategy[Any] = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.integers(-50, 50).map(lambda low: {"type": "integer", "minimum": low, "maximum": low + 200}),
+    st.integers(0, 5).map(lambda size: {"type": "string", "maxLength": size}),
+    st.lists(st.sampled_from(["a", "é", 'q"', 1, 2.5, None, True]), min_size=1, max_size=3).map(
+        lambda values: {"enum": values}
+    ),
+    st.just({"type": "string", "pattern": "^[a-z]{2,4}$"}),
+)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": sorted(properties)[:1],
+        "additionalProperties": False,
+    }
+
+
+SCHEMAS: st.SearchStrategy[Any] = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.dictionaries(st.sampled_from(["a", "b", "ü c"]), inner, max_size=3).map(_object),
+        inner.map(lambda items: {"type": "array", "items": items, "maxItems": 2}),
+        st.lists(inner, min_size=1, max_size=2).map(lambda options: {"anyOf": options}),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    schema=SCHEMAS, seed=st.integers(0, 1000), name=st.sampled_from(["json", "pieces"]), message=st.booleans()
+)
+def test_every_answer_fits_its_schema(schema: dict[str, Any], seed: int, name: str, message: bool) -> None:
+    text = drawn(schema_constraint(schema, "x"), seed, name, message)
+    jsonschema.validate(json.loads(text), schema)
+
+
+def test_references_and_recursion() -> None:
+    node = {
+        "type": "object",
+        "properties": {
+            "value": {"type": "integer", "minimum": 0, "maximum": 9},
+            "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+        },
+        "required": ["value", "next"],
+        "additionalProperties": False,
+    }
+    schema: dict[str, Any] = {"$defs": {"node": node}, "$ref": "#/$defs/node"}
+    for seed in range(5):
+        jsonschema.validate(json.loads(drawn(schema_constraint(schema, "x"), seed)), schema)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[0-9]{3}-[0-9]{4}", "(yes|no)( please)?", r"a/b\/c", r"\d+\.\d{2}", "ü+", "a\nb", ""]
+)
+def test_regular_expressions(pattern: str) -> None:
+    for seed in range(4):
+        for message in (False, True):
+            text = drawn(Constraint("regex", pattern, "x"), seed, message=message)
+            assert re.fullmatch(pattern, text), text
+
+
+def test_a_grammar() -> None:
+    lark = 'start: "sum(" NUMBER ("," NUMBER)~1..3 ")"\nNUMBER: /[0-9]{1,3}/'
+    for seed in range(5):
+        assert re.fullmatch(r"sum\(\d{1,3}(,\d{1,3}){1,3}\)", drawn(Constraint("lark", lark, "x"), seed))
+
+
+def test_json_objects() -> None:
+    constraint = response_format({"type": "json_object"})
+    assert constraint is not None
+    matcher = GRAMMARS["json"].matcher(constraint, message=False)
+    for token in TOKENIZERS["json"].vocabulary.encode('{"a": [1, {"b": null}], "c": "d"}', special=False):
+        if token == TOKENIZERS["json"].vocabulary.token_id("▁"):
+            continue  # the space that this tokenizer puts before a text
+        assert matcher.allowed(SIZE)[token]
+        matcher.take(token)
+    assert matcher.allowed(SIZE).nonzero()[0].tolist() == sorted(TOKENIZERS["json"].eos)
+
+
+DEEP: dict[str, Json] = {"type": "object"}
+for _ in range(300):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (Constraint("regex", "[a-z", "p.regex"), "p.regex cannot be compiled: invalid regex .* unclosed"),
+        (Constraint("lark", "start: nothing", "p.grammar"), "p.grammar cannot be compiled: .*nothing"),
+        (Constraint("lark", "", "p.grammar"), "p.grammar cannot be compiled: "),
+        (schema_constraint({"type": "strange"}, "s"), "s cannot be compiled: .*Invalid type: strange"),
+        (schema_constraint({"$ref": "#/nowhere"}, "s"), "s cannot be compiled: .*/nowhere"),
+        (schema_constraint({"type": "array", "uniqueItems": True}, "s"), "s cannot .*uniqueItems"),
+        (schema_constraint({"type": "string", "pattern": "("}, "s"), "s cannot be compiled: "),
+        (schema_constraint({"type": "integer", "minimum": 5, "maximum": 2}, "s"), "s cannot be compiled: "),
+        (schema_constraint(False, "s"), "s cannot be compiled: "),
+        (schema_constraint(DEEP, "s"), "s cannot be compiled: .*recursion limit"),
+    ],
+)
+def test_what_cannot_be_compiled(constraint: Constraint, reason: str) -> None:
+    for _ in range(2):  # failures are not kept
+        with pytest.raises(RequestError, match=reason) as caught:
+            GRAMMARS["json"].matcher(constraint, message=False)
+        assert (caught.value.param, caught.value.code) == (constraint.param, "invalid_constraint")
+        assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_an_end_cannot_be_constrained() -> None:
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, ())
+    with pytest.raises(RequestError, match="no end token"):
+        grammars.matcher(Constraint("regex", "a", "x"), message=False)
+
+
+def test_many_constraints_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlcbuild_runtime.grammar.KEPT", 3)
+    for i in range(9):
+        assert drawn(Constraint("regex", f"number {i}", "x")) == f"number {i}"
+    assert len(GRAMMARS["json"]._kept) <= 3
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        "json",
+        {},
+        {"type": "xml"},
+        {"type": "regex"},
+        {"type": "grammar", "grammar": 1},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"schema": 1}},
+    ],
+)
+def test_formats_that_are_none(found: Json) -> None:
+    with pytest.raises(RequestError, match="response_format must be ") as caught:
+        response_format(found)
+    assert caught.value.param == "response_format"
+
+
+def test_plain_text_is_no_constraint() -> None:
+    assert response_format(None) is response_format({"type": "text"}) is None

@@ -1,0 +1,285 @@
+"""Tools: what a request may offer, and calls in the answers of real servers."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlcbuild_runtime.body import Body
+from mlcbuild_runtime.errors import RequestError
+from mlcbuild_runtime.fields import Json
+from mlcbuild_runtime.tools import Form, Piece, Reader, Tool, Toolbox, constraint, in_words, toolbox
+
+from . import shared
+from .shared import Server
+from .test_grammar import GRAMMARS, SIZE, TOKENIZERS, drawn
+from .test_server import HI, post, with_template
+
+NATIVE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{% endfor %}<|assistant|>"
+)
+SCHEMA: dict[str, Json] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", 'y{"}']}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ADD = Tool("add", "", SCHEMA)
+NOW = Tool("now", "The time", {"type": "object", "properties": {}, "additionalProperties": False})
+HERMES, PLAIN = Form.of(NATIVE), Form.of("{{ messages }}")
+FORMS = {"hermes": HERMES, "plain": PLAIN, "llama": Form.of('{{ tools }} {"name": x, "parameters": y}')}
+
+
+def pieces(text: str, form: Form, choice: str, seed: int | None = None) -> list[Piece]:
+    """The pieces of a text that comes in parts, with neighbours of one kind joined."""
+    reader, source, found = Reader(form, choice), random.Random(seed), list[Piece]()
+    while text:
+        size = len(text) if seed is None else source.randrange(1, 8)
+        part, text = text[:size], text[size:]
+        for piece in reader.read(part, last=not text):
+            if found and found[-1].kind == piece.kind != "call":
+                found[-1] = Piece(piece.kind, found[-1].text + piece.text)
+            else:
+                found.append(piece)
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    form=st.sampled_from(sorted(FORMS)),
+    parallel=st.booleans(),
+    seed=st.integers(0, 10_000),
+    message=st.booleans(),
+)
+def test_every_forced_answer_is_calls(form: str, parallel: bool, seed: int, message: bool) -> None:
+    box = Toolbox((ADD, NOW), "required", parallel)
+    text = drawn(constraint(box, FORMS[form], message), seed, message=message)
+    found = pieces(text, FORMS[form], "required", seed)
+    assert [piece.kind for piece in found] == ["call", "arguments"] * (len(found) // 2)
+    assert len(found) == 2 or parallel
+    for call, arguments in zip(found[::2], found[1::2], strict=True):
+        (tool,) = (tool for tool in box.tools if tool.name == call.text)
+        jsonschema.validate(json.loads(arguments.text), tool.parameters)
+
+
+@pytest.mark.parametrize("seed", [None, *range(8)])
+def test_text_and_calls(seed: int | None) -> None:
+    call = HERMES.write("add", {"a": 1, "b": 'y{"}'})
+    found = pieces(f"Let me <tool see.\n{call}\n{call}", HERMES, "auto", seed)
+    assert found == [
+        Piece("text", "Let me <tool see.\n"),
+        *[Piece("call", "add"), Piece("arguments", '{"a": 1, "b": "y{\\"}"}')] * 2,
+    ]
+    assert pieces("no call <tool_cal", HERMES, "auto", seed) == [Piece("text", "no call <tool_cal")]
+    assert pieces("plain { text", PLAIN, "auto", seed) == [Piece("text", "plain { text")]
+    assert pieces(PLAIN.write("now", {}), PLAIN, "auto", seed) == [
+        Piece("call", "now"),
+        Piece("arguments", "{}"),
+    ]
+
+
+def test_a_free_answer_may_be_text_or_calls() -> None:
+    for form in (HERMES, PLAIN):
+        wanted = constraint(Toolbox((ADD,), "auto", True), form, space=False)
+        vocabulary = TOKENIZERS["json"].vocabulary
+        letters = {vocabulary.token_bytes(token): token for token in range(SIZE - 1, 6, -1)}
+        for text in ("Hello, you {there}", form.write("add", {"a": 5, "b": "x"})):
+            matcher = GRAMMARS["json"].matcher(wanted, message=False)
+            for byte in text.encode():
+                matcher.take(letters[bytes([byte])])
+            assert matcher.allowed(SIZE)[sorted(TOKENIZERS["json"].eos)].all(), text
+        matcher = GRAMMARS["json"].matcher(wanted, message=False)
+        for byte in (form.begin + '{"name": "').encode():
+            matcher.take(letters[bytes([byte])])
+        allowed = {vocabulary.token_bytes(int(token))[:1] for token in matcher.allowed(SIZE).nonzero()[0]}
+        assert allowed == {b"a"}
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
+        ({"tools": {}}, "tools", "a list of at most 128 tools"),
+        ({"tools": [tool()] * 129}, "tools", "a list of at most 128 tools"),
+        ({"tools": [{}]}, "tools[0]", "an object such as"),
+        ({"tools": [{"type": "code", "function": {}}]}, "tools[0]", "an object such as"),
+        ({"tools": [tool(name="a b")]}, "tools[0].function.name", "1 to 64 letters"),
+        ({"tools": [tool(name="")]}, "tools[0].function.name", "1 to 64 letters"),
+        ({"tools": [tool(description=1)]}, "tools[0].function.description", "a text"),
+        ({"tools": [tool(parameters=[1])]}, "tools[0].function.parameters", "a JSON schema of an object"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters", "of an object"),
+        ({"tools": [tool(), tool()]}, "tools", "different names"),
+        ({"tools": [tool()], "tool_choice": "must"}, "tool_choice", '"none", "auto", "required" or'),
+        ({"tools": [tool()], "tool_choice": tool(name="g")}, "tool_choice", "with the name of a tool"),
+        ({"tools": [tool()], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
+    ],
+)
+def test_tools_that_cannot_be(fields: dict[str, Json], param: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        toolbox(Body(fields, sorted(fields), {}))
+    assert caught.value.param == param
+
+
+def test_no_tools() -> None:
+    bodies: list[dict[str, Json]] = [{}, {"tools": []}, {"tools": [tool()], "tool_choice": "none"}]
+    for fields in bodies:
+        assert toolbox(Body(fields, sorted(fields), {})) is None
+
+
+def test_calls_and_results_in_words() -> None:
+    call: Json = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages: list[dict[str, Json]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+        {"role": "tool", "content": "3", "tool_call_id": "unknown"},
+    ]
+    found = in_words(messages, Toolbox((NOW,), "auto", True), PLAIN)
+    assert str(found[0]["content"]).startswith("Be brief.\n\nTools:\n")
+    assert [message["content"] for message in found[1:]] == [
+        "?",
+        '{"name": "add", "arguments": {"a": 1}}',
+        "Result of add: 2",
+        "Result of the tool: 3",
+    ]
+    assert in_words(messages[1:2], Toolbox((NOW,), "auto", True), PLAIN)[0]["role"] == "system"
+
+
+@pytest.fixture(scope="module")
+def native_server(toy_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The toy with a template that knows tools."""
+    copy = Path(shutil.copytree(toy_bundle, tmp_path_factory.mktemp("native") / "toy"))
+    with_template(copy, NATIVE)
+    with shared.serving(copy) as running:
+        yield running
+
+
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+def check(calls: Any) -> None:
+    assert calls
+    for call in calls:
+        assert call.type == "function" and call.id.startswith("call_")
+        if call.function.name == "add":
+            jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+        else:
+            assert call.function.name == "now"
+            json.loads(call.function.arguments)
+
+
+def test_forced_calls_whole_and_streamed(native_server: Server) -> None:
+    url = f"{native_server.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for seed in range(6):
+            options: Any = {
+                "model": native_server.name,
+                "messages": HI,
+                "tools": TOOLS[:1],
+                "tool_choice": "required",
+                "parallel_tool_calls": False,
+                "seed": seed,
+                "temperature": 1.5,
+            }
+            whole = client.chat.completions.create(**options).choices[0]
+            assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+            check(whole.message.tool_calls)
+            name, arguments, finish = "", "", None
+            for chunk in client.chat.completions.create(**options, stream=True):
+                for call in chunk.choices[0].delta.tool_calls or []:
+                    assert call.index == 0 and call.function is not None
+                    name += call.function.name or ""
+                    arguments += call.function.arguments or ""
+                finish = chunk.choices[0].finish_reason or finish
+                assert not chunk.choices[0].delta.content
+            assert (name, finish) == ("add", "tool_calls")
+            (made,) = whole.message.tool_calls or []
+            assert made.type == "function" and arguments == made.function.arguments
+
+
+def test_a_named_tool_without_a_template_that_knows_tools(server: Server) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": dict(NOW.parameters)}}]
+    body = {"messages": HI, "tools": tools, "tool_choice": named}
+    (choice,) = post(server, "/v1/chat/completions", body).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "now", "arguments": "{}"}
+    assert set(call) == {"id", "type", "function"}
+    # The answer goes back, with the result.
+    more = [*HI, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "noon"}]
+    again = post(server, "/v1/chat/completions", {"messages": more, "max_tokens": 2})
+    assert again.status_code == 200, again.text
+
+
+def test_a_free_choice_gives_text_or_calls(native_server: Server) -> None:
+    body = {"messages": HI, "tools": TOOLS, "max_tokens": 20, "temperature": 1}
+    (choice,) = post(native_server, "/v1/chat/completions", body).json()["choices"]
+    assert choice["finish_reason"] in ("stop", "length", "tool_calls")
+    tokens = post(native_server, "/tokenize", {"messages": HI}).json()["count"]
+    used = post(native_server, "/v1/chat/completions", body).json()["usage"]["prompt_tokens"]
+    assert used == tokens + len("add now ")
+
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_formats_over_http(server: Server, path: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": -9, "maximum": 9}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    asked: dict[str, Any] = {"messages": HI} if path == CHAT else {"prompt": "x"}
+    body = {**asked, "response_format": form, "max_tokens": 100, "n": 3, "temperature": 1.9, "seed": 1}
+    for choice in post(server, path, body).json()["choices"]:
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(text), schema)
+    regex = post(server, path, {**asked, "response_format": {"type": "regex", "regex": "[0-9]{4}"}}).json()
+    assert regex["usage"]["completion_tokens"] == 4
+    wrong = post(server, path, {**asked, "response_format": {"type": "regex", "regex": "["}})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["code"] == "invalid_constraint"
+    assert post(server, path, {**asked, "response_format": {"type": "text"}}).status_code == 200
+
+
+def test_two_constraints_are_refused(server: Server) -> None:
+    body = {"messages": HI, "tools": TOOLS, "response_format": {"type": "json_object"}}
+    response = post(server, CHAT, body)
+    assert response.status_code == 400
+    assert "two constraints" in response.json()["error"]["message"]
+
+
+def test_calls_that_are_none(server: Server) -> None:
+    wrong: list[Any] = [[{}], [{"function": {"name": "f", "arguments": "{"}}], 1]
+    for calls in wrong:
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        response = post(server, CHAT, {"messages": [*HI, message]})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"].startswith("messages[1].tool_calls")
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
