@@ -1,1 +1,21 @@
-"""Serves mlcbuild bundles. Needs no compiler: only the dependencies in runtime/pyproject.toml."""
+"""Serves mlcbuild bundles. Needs no compiler: only the dependencies in runtime/pyproject.toml.
+
+`Engine` and `AsyncEngine` run a bundle in this process; they are loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlcbuild_runtime.local import AsyncEngine, Engine
+
+__all__ = ["AsyncEngine", "Engine"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'mlcbuild_runtime' has no attribute '{name}'")
+    from mlcbuild_runtime import local
+
+    return getattr(local, name)

@@ -69,8 +69,10 @@ def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: 
         seen = np.unique(np.fromiter((*prompt, *answer), np.intp))
         values, penalty = logits[seen], np.float32(sampling.repetition_penalty)
         logits[seen] = np.where(values > 0, values / penalty, values * penalty)
-    for token, count in answer.items():
-        logits[token] -= np.float32(sampling.frequency_penalty * count + sampling.presence_penalty)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = np.fromiter(answer.values(), np.float32, len(answer))
+        penalties = sampling.frequency_penalty * counts + sampling.presence_penalty
+        logits[np.fromiter(answer, np.intp, len(answer))] -= penalties.astype(np.float32)
     for token, bias in sampling.bias:
         logits[token] += np.float32(bias)
     return logits

@@ -21,6 +21,7 @@ from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from mlcbuild_runtime import service
 from mlcbuild_runtime.access import Access
+from mlcbuild_runtime.answers import AsyncAnswers
 from mlcbuild_runtime.body import parse_body
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError, ServingError
@@ -28,15 +29,13 @@ from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.keys import Keys
 from mlcbuild_runtime.metrics import CONTENT_TYPE, Metrics
 from mlcbuild_runtime.replies import error_document
-from mlcbuild_runtime.request import Event, Sink
+from mlcbuild_runtime.request import Event
 from mlcbuild_runtime.service import Job
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
-WINDOW = 512
-"""Events of an answer that may wait for a client that reads slowly; then the answer rests."""
 RETRY_AFTER = 1
 """Seconds after which to try again when the server is full or stopping."""
 
@@ -114,41 +113,10 @@ async def _read(request: Request) -> bytes:
     return b"".join(parts)
 
 
-class _Answers:
-    """A submitted job and the events of its answers."""
-
-    def __init__(self, running: Engine, job: Job, metrics: Metrics) -> None:
-        """Raises RequestError or EngineError."""
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._count, loop = len(job.requests), asyncio.get_running_loop()
-
-        def sink(index: int) -> Sink:
-            def deliver(event: Event) -> None:
-                loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
-
-            return metrics.watched(deliver)
-
-        sinks = [sink(index) for index in range(self._count)]
-        self._tickets = service.submit(running, job.requests, sinks, WINDOW)
-
-    async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """(number of the answer, event), until all have ended or one has failed."""
-        running = self._count
-        while running:
-            index, event = await self._events.get()
-            yield index, event
-            self._tickets[index].read()
-            running = 0 if event.error else running - event.last
-
-    def cancel(self) -> None:
-        for ticket in self._tickets:
-            ticket.cancel()
-
-
 class _EventStream(StreamingResponse):
     """Server-sent events that end the request when the client leaves, even before the first event."""
 
-    def __init__(self, answers: _Answers, job: Job) -> None:
+    def __init__(self, answers: AsyncAnswers, job: Job) -> None:
         super().__init__(_lines(answers, job), media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self._answers = answers
@@ -160,14 +128,14 @@ class _EventStream(StreamingResponse):
             self._answers.cancel()
 
 
-async def _lines(answers: _Answers, job: Job) -> AsyncIterator[str]:
+async def _lines(answers: AsyncAnswers, job: Job) -> AsyncIterator[str]:
     async for index, event in answers.events():
         for document in job.reply.chunks(index, event, job.include_usage):
             yield f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
     yield "data: [DONE]\n\n"
 
 
-async def _whole(request: Request, answers: _Answers, job: Job) -> Response:
+async def _whole(request: Request, answers: AsyncAnswers, job: Job) -> Response:
     """The complete answers. When the client leaves before, the request ends."""
     found: list[list[Event]] = [[] for _ in job.requests]
 
@@ -252,7 +220,7 @@ class _Server:
 
     async def _respond(self, request: Request, job: Job) -> Response:
         timed = tuple(replace(wanted, timeout=self._timeout) for wanted in job.requests)
-        answers = _Answers(self._engine, replace(job, requests=timed), self._metrics)
+        answers = AsyncAnswers(self._engine, replace(job, requests=timed), self._metrics.watched)
         if job.stream:
             return _EventStream(answers, job)
         return await _whole(request, answers, job)

@@ -80,7 +80,7 @@ def pattern_of_ready_line(port: str) -> str:
 
 def test_programs(place: Path) -> None:
     programs = [block for block in blocks("python") if "openai" not in block]
-    assert len(programs) == 2
+    assert len(programs) == 3
     for program in programs:
         done = subprocess.run(
             [sys.executable, "-c", program],

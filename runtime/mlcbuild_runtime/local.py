@@ -1,0 +1,186 @@
+"""A bundle in this process, with the shape of OpenAI's client: `engine.chat.completions.create(...)`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, Self, overload
+
+from mlcbuild_runtime import engine, service
+from mlcbuild_runtime.answers import Answers, AsyncAnswers
+from mlcbuild_runtime.fields import Json, plain
+from mlcbuild_runtime.request import Event, State
+from mlcbuild_runtime.service import Job
+from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.vm import Model
+
+_OPTIONAL = frozenset(
+    {"content", "refusal", "role", "tool_calls", "usage", "logprobs", "finish_reason", "name"}
+)
+"""Fields that a document may lack; they are None then, as in OpenAI's client."""
+_Prepare = Callable[[engine.Engine, Mapping[str, Json]], Job]
+
+
+class Document(dict[str, Json]):
+    """A JSON object whose fields are attributes, too: `reply.choices[0].message.content`."""
+
+    def __getattr__(self, name: str) -> Json:
+        if name in self:
+            return _shown(self[name])
+        if name in _OPTIONAL:
+            return None
+        raise AttributeError(f"there is no '{name}' here, only {', '.join(self)}")
+
+
+def _shown(value: Json) -> Json:
+    if isinstance(value, dict):
+        return Document(value)
+    return [_shown(item) for item in value] if isinstance(value, list) else value
+
+
+class _Local:
+    """What both engines have in common."""
+
+    def __init__(self, bundle: Path | str, threads: int | None = None, max_batch: int | None = None) -> None:
+        """Loads the bundle in directory `bundle`. Raises BundleError or SetupError.
+
+        threads: workers of this process (default: the physical cores at hand; the first load decides).
+        max_batch: answers at a time (default: the library's limit).
+        """
+        model = Model.load(bundle, threads)
+        tokenizer = Tokenizer.load(Path(bundle), model.manifest.serving)
+        self._running = engine.Engine(model, tokenizer, max_batch).start()
+
+    @property
+    def model(self) -> str:
+        """The bundle's name; `model` in a request may be this or left out."""
+        return self._running.model.manifest.name
+
+    def state(self) -> State:
+        """What runs and waits, pages, and counts since the start."""
+        return self._running.state()
+
+    def tokenize(self, **body: object) -> list[int]:
+        """Tokens of a `prompt`, or of a chat's `messages`. Raises RequestError."""
+        found = service.tokenize(self._running, _body(body))["tokens"]
+        assert isinstance(found, list)
+        return [token for token in found if isinstance(token, int)]
+
+    def close(self) -> None:
+        """Ends what runs."""
+        self._running.close()
+
+
+class Engine(_Local):
+    """A bundle for threads that wait: any number of them may ask at a time."""
+
+    def __init__(self, bundle: Path | str, threads: int | None = None, max_batch: int | None = None) -> None:
+        super().__init__(bundle, threads, max_batch)
+        self.completions = Completions(self._running, service.completion)
+        self.chat = Chat(Completions(self._running, service.chat))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+class Chat:
+    def __init__(self, completions: Completions) -> None:
+        self.completions = completions
+
+
+class Completions:
+    """Answers to bodies of one endpoint of the HTTP API; the rules are the same."""
+
+    def __init__(self, running: engine.Engine, prepare: _Prepare) -> None:
+        self._running, self._prepare = running, prepare
+
+    @overload
+    def create(self, *, stream: Literal[True], **body: object) -> Iterator[Document]: ...
+    @overload
+    def create(self, *, stream: Literal[False] = False, **body: object) -> Document: ...
+    def create(self, *, stream: bool = False, **body: object) -> Document | Iterator[Document]:
+        """The whole answer, or its chunks. Raises RequestError at once, EngineError when it fails later."""
+        job = self._prepare(self._running, _body({**body, "stream": stream}))
+        answers = Answers(self._running, job)
+        if stream:
+            return self._chunks(answers, job)
+        found: list[list[Event]] = [[] for _ in job.requests]
+        for index, event in answers.events():
+            found[index].append(event)
+        return Document(job.reply.whole(found))
+
+    @staticmethod
+    def _chunks(answers: Answers, job: Job) -> Iterator[Document]:
+        for index, event in answers.events():
+            for document in job.reply.chunks(index, event, job.include_usage):
+                yield Document(document)
+
+
+class AsyncEngine(_Local):
+    """A bundle for an event loop."""
+
+    def __init__(self, bundle: Path | str, threads: int | None = None, max_batch: int | None = None) -> None:
+        super().__init__(bundle, threads, max_batch)
+        self.completions = AsyncCompletions(self._running, service.completion)
+        self.chat = AsyncChat(AsyncCompletions(self._running, service.chat))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self.close()
+
+
+class AsyncChat:
+    def __init__(self, completions: AsyncCompletions) -> None:
+        self.completions = completions
+
+
+class AsyncCompletions:
+    """As Completions, for an event loop."""
+
+    def __init__(self, running: engine.Engine, prepare: _Prepare) -> None:
+        self._running, self._prepare = running, prepare
+
+    @overload
+    async def create(self, *, stream: Literal[True], **body: object) -> AsyncIterator[Document]: ...
+    @overload
+    async def create(self, *, stream: Literal[False] = False, **body: object) -> Document: ...
+    async def create(self, *, stream: bool = False, **body: object) -> Document | AsyncIterator[Document]:
+        """The whole answer, or its chunks. Raises RequestError at once, EngineError when it fails later."""
+        wanted = _body({**body, "stream": stream})
+        job = await asyncio.to_thread(self._prepare, self._running, wanted)
+        answers = AsyncAnswers(self._running, job)
+        if stream:
+            return self._chunks(answers, job)
+        found: list[list[Event]] = [[] for _ in job.requests]
+        try:
+            async for index, event in answers.events():
+                if event.error is not None:
+                    raise event.error
+                found[index].append(event)
+        finally:
+            answers.cancel()
+        return Document(job.reply.whole(found))
+
+    @staticmethod
+    async def _chunks(answers: AsyncAnswers, job: Job) -> AsyncIterator[Document]:
+        try:
+            async for index, event in answers.events():
+                if event.error is not None:
+                    raise event.error
+                for document in job.reply.chunks(index, event, job.include_usage):
+                    yield Document(document)
+        finally:
+            answers.cancel()
+
+
+def _body(fields: Mapping[str, object]) -> dict[str, Json]:
+    """Arguments as a body: tuples become lists, documents of earlier answers plain objects."""
+    found = plain(fields)
+    assert isinstance(found, dict)
+    return found

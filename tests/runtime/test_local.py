@@ -1,0 +1,136 @@
+"""The Python API: OpenAI's shape over an engine in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlcbuild_runtime
+import pytest
+from mlcbuild_runtime.errors import BundleError, EngineError, RequestError
+
+from . import shared
+from .test_server import HI, text_of
+
+
+@pytest.fixture(scope="module")
+def engine(toy_bundle: Path) -> Iterator[mlcbuild_runtime.Engine]:
+    with mlcbuild_runtime.Engine(toy_bundle) as running:
+        yield running
+
+
+def wait_idle(engine: Any) -> None:
+    end = time.monotonic() + shared.WAIT
+    while engine.state().running or engine.state().waiting:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    assert engine.state().free_pages == engine.state().pages
+
+
+def test_a_chat(engine: Any, toy_bundle: Path) -> None:
+    reply = engine.chat.completions.create(model=engine.model, messages=HI, max_tokens=9)
+    tokens = engine.tokenize(messages=HI)
+    assert reply.choices[0].message.content == text_of(toy_bundle, tokens, 9)
+    assert reply.choices[0].message.tool_calls is None
+    assert reply.usage.completion_tokens == reply["usage"]["completion_tokens"] == 9
+    assert json.loads(json.dumps(reply)) == reply
+    with pytest.raises(AttributeError, match="there is no 'choice' here, only id, object"):
+        _ = reply.choice
+    again = engine.chat.completions.create(messages=(*HI, reply.choices[0].message), max_tokens=1)
+    assert again.usage.prompt_tokens > len(tokens) + 8
+
+
+def test_streams(engine: Any) -> None:
+    whole = engine.completions.create(prompt="once", max_tokens=30, n=2, seed=1, temperature=1.0)
+    texts = ["", ""]
+    for chunk in engine.completions.create(
+        prompt="once", max_tokens=30, n=2, seed=1, temperature=1.0, stream=True
+    ):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_a_stream_that_is_left_ends_its_answer(engine: Any) -> None:
+    stream = engine.completions.create(prompt=[1], max_tokens=250, stream=True)
+    next(stream)
+    stream.close()
+    wait_idle(engine)
+
+
+def test_errors(engine: Any, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="unknown field 'temprature'"):
+        engine.completions.create(prompt="x", temprature=1)
+    with pytest.raises(RequestError, match="prompt must be"):
+        engine.completions.create()
+    with pytest.raises(RequestError, match="the prompt has 300 tokens"):
+        engine.completions.create(prompt=[1] * 300, stream=True)
+    with pytest.raises(BundleError, match=r"there is no bundle\.json"):
+        mlcbuild_runtime.Engine(tmp_path)
+    with pytest.raises(AttributeError, match="has no attribute 'Motor'"):
+        _ = mlcbuild_runtime.Motor
+
+
+def test_constraints_and_tools(engine: Any) -> None:
+    form = {"type": "regex", "regex": "[0-9]{4}"}
+    reply = engine.chat.completions.create(messages=HI, response_format=form)
+    assert reply.choices[0].message.content.isdecimal()
+    empty = {"type": "object", "properties": {}, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": empty}}]
+    reply = engine.chat.completions.create(messages=HI, tools=tools, tool_choice="required")
+    assert reply.choices[0].message.tool_calls[0].function.name == "now"
+
+
+def test_many_threads(engine: Any, toy_bundle: Path) -> None:
+    def ask(i: int) -> str:
+        return str(engine.completions.create(prompt=[i, i], max_tokens=20).choices[0].text)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(16))) == [text_of(toy_bundle, [i, i], 20) for i in range(16)]
+
+
+def test_an_event_loop(toy_bundle: Path) -> None:
+    async def talk() -> None:
+        async with mlcbuild_runtime.AsyncEngine(toy_bundle) as engine:
+            running: Any = engine
+            jobs = [running.completions.create(prompt=[i], max_tokens=20) for i in range(8)]
+            texts = [reply.choices[0].text for reply in await asyncio.gather(*jobs)]
+            assert texts == [text_of(toy_bundle, [i], 20) for i in range(8)]
+            streamed = ""
+            async for chunk in await running.completions.create(prompt=[3], max_tokens=20, stream=True):
+                streamed += chunk.choices[0].text
+            assert streamed == texts[3]
+            stream = await running.chat.completions.create(messages=HI, max_tokens=200, stream=True)
+            await anext(stream)
+            await stream.aclose()
+            while engine.state().running:
+                await asyncio.sleep(0.002)
+            with pytest.raises(RequestError, match="unknown field"):
+                await running.completions.create(prompt="x", nothing=1)
+        with pytest.raises(EngineError, match="stopped"):
+            await running.completions.create(prompt="x")
+
+    asyncio.run(talk())
+
+
+def test_an_engine_that_ends_fails_its_answers(toy_bundle: Path) -> None:
+    engine: Any = mlcbuild_runtime.Engine(toy_bundle)
+    stream = engine.completions.create(prompt=[1], max_tokens=250, stream=True)
+    next(stream)
+    engine.close()
+    with pytest.raises(EngineError, match="the server is stopping"):
+        list(stream)
+
+
+def test_the_package_loads_nothing_until_it_is_asked() -> None:
+    code = "import sys, mlcbuild_runtime; print([m for m in ('numpy', 'tvm_ffi') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=shared.environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
