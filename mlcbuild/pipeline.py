@@ -273,7 +273,7 @@ class _Assembly:
                 f"reference/{checkpoint.name}",
                 "mlcbuild.verify:reference",
                 {
-                    "prompts": None if isinstance(wanted, Path) else list(wanted),
+                    "prompts": wanted.name if isinstance(wanted, Path) else list(wanted),
                     "context_window": variant.limits.context_window,
                 },
                 inputs,

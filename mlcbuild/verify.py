@@ -68,7 +68,7 @@ THRESHOLDS: Mapping[str, Threshold] = {
 def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: tokens and reference logits of every prompt.
 
-    params: `prompts` (a list of strings, or null for those of `inputs["prompts"]`, one a line), and
+    params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]`, one a line), and
     `context_window` of the libraries it is for (LongRoPE depends on it). Prompts are cut at MAX_TOKENS.
     out: tokens.json, and logits-<i>.npy float32 [n, vocab].
     Raises UsageError when no prompt is left.
@@ -107,7 +107,7 @@ def _prompts(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Sequence
     inline = params["prompts"]
     if isinstance(inline, list):
         return [str(prompt) for prompt in inline]
-    path = next(path for path in inputs["prompts"].rglob("*") if path.is_file())
+    path = inputs["prompts"] / str(inline)  # the directory is the user's, and may hold other files
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 

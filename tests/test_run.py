@@ -309,3 +309,20 @@ def test_killed_anywhere_a_run_completes_the_next_time(tmp_path: Path) -> None:
     checked(mlcbuild("cache", "verify", store=store))
     assert not list((store / "tmp").glob("*/*")), "nothing is left behind"
     assert (tmp_path / "dist" / "tiny-q4a8_1-host" / "bundle.json").is_file()
+
+
+def test_prompts_are_read_from_the_file_that_the_recipe_names(
+    tmp_path: Path, tiny_bundles: Path, common_store: Path
+) -> None:
+    """Not from another file beside it, whichever the file system lists first."""
+    recipe = project(tmp_path, QUICKSTART.replace("q4f16_1, q4a8_1", "").replace("q0f32, ", "q0f32"))
+    for name in ("0.txt", "zz.txt"):
+        (tmp_path / name).write_text("x\n")
+    shutil.copy(tiny_bundles / "prompts.txt", tmp_path)
+    checked(mlcbuild("run", recipe, store=common_store))
+    bundles = (base / "dist" / "tiny-q0f32-host" / "bundle.json" for base in (tmp_path, tiny_bundles))
+    first, second = (json.loads(path.read_bytes())["verification"] for path in bundles)
+    assert first == second
+    found = run_json(recipe, common_store, "--force", "reference/*")
+    assert statuses(found, "reference") == {"built"}, "and again, the same bytes"
+    assert statuses(found, "verify") == {"reused"}
