@@ -66,7 +66,10 @@ def _figures(store: Store, verified: StepResult | None) -> dict[str, float]:
     if verified is None or verified.record is None:
         return {}
     digests = {entry.path: entry.digest for entry in verified.record.files}
-    manifest = json.loads(store.blob(digests["bundle.json"]).read_bytes())
+    try:
+        manifest = json.loads(store.blob(digests["bundle.json"]).read_bytes())
+    except FileNotFoundError:  # its record came from a remote, and its files were not needed here
+        return {}
     return {
         name: value
         for name, value in (manifest["verification"] or {}).items()

@@ -1,0 +1,159 @@
+"""Simulated runners of GitHub and GitLab: every `run:` line in a real shell, in order, in a place of its own.
+
+Each runner has its own home, workspace and store. Expressions are evaluated as far as our workflows use them.
+Actions of others are stood in for by what they do to files: checkout copies the project, cache and artifacts
+copy directories. Installing is the one thing not done, since it needs a network: the workflow is told the
+command `true`, and a script `mlcbuild` that starts this checkout is on the path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Json = Any
+SKIPPED = ("actions/setup-python@v5",)
+
+
+@dataclass
+class Runner:
+    home: Path
+    project: Path
+    shared: Path
+    """Where artifacts and the cache of the service are."""
+    variables: dict[str, str] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    """What the shells printed."""
+
+    @property
+    def workspace(self) -> Path:
+        return self.home / "work"
+
+    def shell(self, text: str, variables: Mapping[str, str]) -> int:
+        binaries = self.home / "bin"
+        if not binaries.exists():
+            binaries.mkdir(parents=True)
+            script = binaries / "mlcbuild"
+            script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mlcbuild "$@"\n')
+            script.chmod(0o755)
+        environment = {
+            "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(self.home),
+            "PYTHONPATH": os.pathsep.join(sys.path[1:]),
+            "CI": "true",
+            **self.variables,
+            **variables,
+        }
+        done = subprocess.run(
+            ["bash", "-e", "-c", text],
+            cwd=self.workspace,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.log.append(done.stdout + done.stderr)
+        return done.returncode
+
+    def checkout(self) -> None:
+        shutil.rmtree(self.workspace, ignore_errors=True)
+        shutil.copytree(self.project, self.workspace)
+
+
+def value(expression: str, context: Mapping[str, Json]) -> Json:
+    """Literals, dotted names, fromJSON(...), !x, and one comparison."""
+    text = expression.strip()
+    if found := re.fullmatch(r"(\S+) (==|!=|>) (.+)", text):
+        left, right = value(found[1], context), value(found[3], context)
+        if found[2] == ">":
+            return left > right
+        return (left == right) == (found[2] == "==")
+    if found := re.fullmatch(r"fromJSON\((.+)\)", text):
+        return json.loads(value(found[1], context))
+    if text in ("always()", "!cancelled()"):
+        return True
+    if re.fullmatch(r"'.*'|[0-9]+", text):
+        return text[1:-1] if text[0] == "'" else int(text)
+    where: Json = context
+    for part in text.split("."):
+        where = where.get(part, "")
+    return where
+
+
+def filled(item: Json, context: Mapping[str, Json]) -> Json:
+    """A part of a workflow with its expressions evaluated."""
+    if isinstance(item, dict):
+        return {key: filled(inner, context) for key, inner in item.items()}
+    if not isinstance(item, str):
+        return item
+    if (whole := re.fullmatch(r"\$\{\{[^}]*\}\}", item)) is not None:
+        return value(whole[0][3:-2], context)
+    return re.sub(r"\$\{\{(.*?)\}\}", lambda found: str(value(found[1], context)), item)
+
+
+def run_job(job: Json, runner: Runner, context: dict[str, Json]) -> dict[str, str]:
+    """Runs a job's steps; its outputs. A failed step ends it, but for steps with always()."""
+    files = {name: runner.home / name for name in ("GITHUB_OUTPUT", "GITHUB_ENV", "GITHUB_STEP_SUMMARY")}
+    for path in files.values():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    context = {**context, "steps": {}, "github": {"workspace": str(runner.workspace), "run_id": "7"}}
+    kept = {name: str(path) for name, path in files.items()} | {"GITHUB_ACTIONS": "true"}
+    failed = ""
+    for step in job["steps"]:
+        condition = step.get("if", "")
+        if (failed and "always()" not in condition) or not (not condition or filled(condition, context)):
+            continue
+        if "uses" in step:
+            _action(step["uses"], filled(step.get("with", {}), context), runner)
+            continue
+        lines = [line.partition("=") for line in files["GITHUB_ENV"].read_text().splitlines() if line]
+        variables = {**kept, **{name: text for name, _, text in lines}}
+        for source in (job.get("env", {}), step.get("env", {})):
+            variables |= {key: str(item) for key, item in filled(source, context).items()}
+        files["GITHUB_OUTPUT"].write_text("")
+        if runner.shell(filled(step["run"], context), variables):
+            failed = failed or step["name"]
+        told = [line.partition("=") for line in files["GITHUB_OUTPUT"].read_text().splitlines()]
+        context["steps"][step.get("id", "")] = {"outputs": {name: text for name, _, text in told}}
+    assert not failed, f"{failed}:\n" + "\n".join(runner.log)
+    return {name: filled(text, context) for name, text in job.get("outputs", {}).items()}
+
+
+def _action(name: str, given: dict[str, Json], runner: Runner) -> None:
+    kind = name.partition("@")[0]
+    if kind == "actions/checkout":
+        runner.checkout()
+    elif kind == "actions/cache/restore":
+        _copy(runner.shared / "cache", runner.workspace / given["path"])
+    elif kind == "actions/cache/save":
+        _copy(runner.workspace / given["path"], runner.shared / "cache")
+    elif kind == "actions/upload-artifact":
+        paths = [runner.workspace / line.strip() for line in given["path"].splitlines() if line.strip()]
+        base = Path(os.path.commonpath(paths)) if len(paths) > 1 else paths[0].parent
+        for path in paths:
+            _copy(path, runner.shared / "artifacts" / given["name"] / path.relative_to(base))
+    elif kind == "actions/download-artifact":
+        for path in sorted((runner.shared / "artifacts").glob(given["pattern"])):
+            _copy(path, runner.workspace / given["path"])
+    else:
+        assert name in SKIPPED, name
+
+
+def _copy(source: Path, target: Path) -> None:
+    """As archives do: empty directories and modes are lost, times are now."""
+    files = [source] if source.is_file() else [path for path in source.rglob("*") if path.is_file()]
+    for path in files:
+        place = target / path.relative_to(source)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        shutil.copyfile(path, place)
