@@ -154,8 +154,9 @@ def finished(event: StepFinished, count: str = "") -> list[str]:
         return [f"{head} in {duration(result.seconds)}{made}"]
     if result.status == "failed":
         lines = [f"{head} after {duration(result.seconds)}: {result.error}"]
-        if event.tail:
-            lines += ["  " + line for line in event.tail.splitlines()]
+        # The log ends with the error itself, which the first line has said already.
+        tail = event.tail.replace(f"{type(result.error).__name__}: {result.error}", "").rstrip()
+        lines += ["  " + line for line in tail.splitlines()]
         return [*lines, f"  log: {result.log}"] if result.log is not None else lines
     return [f"{head}: {result.reason}" if result.reason else head]
 

@@ -52,7 +52,9 @@ def project(directory: Path, recipe: str, models: Sequence[Path] = (TINY,)) -> P
 @pytest.fixture(scope="session")
 def common_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One store for all tests of a session, in every test process: the store makes each step run once."""
-    return tmp_path_factory.getbasetemp().parent / "common-store"
+    base = tmp_path_factory.getbasetemp()
+    # The directories of xdist's processes lie in one that is this session's.
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "common-store"
 
 
 QUICKSTART = """\

@@ -308,12 +308,15 @@ def explain(arguments: argparse.Namespace) -> int:
 
     pipeline, store = read_pipeline(arguments), open_store(arguments)
     sharing = open_sharing(arguments, pipeline.recipe, store)
-    planned, changes = planning.explain(pipeline.graph, store, arguments.step, sharing)
+    steps = pipeline.graph.match([arguments.step])
+    if len(steps) > 1:
+        raise UsageError(f"'{arguments.step}' means {len(steps)} steps: {', '.join(sorted(steps))}; name one")
+    planned, changes = planning.explain(pipeline.graph, store, next(iter(steps)), sharing)
     lines = [f"{planned.name}: {WORDS[planned.state]}" + (f", {planned.reason}" if planned.reason else "")]
     lines += [f"key {planned.key}" if planned.key else "the key is not known before its inputs are built"]
     for change in changes:
         lines += [change.what, f"  - {change.before or '(absent)'}", f"  + {change.after or '(absent)'}"]
-    if not changes:
+    if not changes and planned.key is not None:
         lines.append(
             "nothing differs from the last time it was built" if planned.record else "it was never built here"
         )
@@ -333,7 +336,7 @@ def graph(arguments: argparse.Namespace) -> int:
     else:
         text = getattr(picture, arguments.format)(pipeline.graph, found)
     if arguments.output is None:
-        print(text)
+        print(text.rstrip("\n"))
         return 0
     try:
         Path(arguments.output).write_text(text, encoding="utf-8")

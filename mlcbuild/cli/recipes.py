@@ -12,14 +12,15 @@ from mlcbuild.lock import Lock
 from mlcbuild.recipe import Recipe, expand, load
 
 FIRST = """\
-# yaml-language-server: $schema={schema}
+# For completion in an editor: mlcbuild schema recipe > recipe.schema.json
+# yaml-language-server: $schema=recipe.schema.json
 version: 1
 models:
   mine: ./model                    # a directory in Hugging Face format, or hf://organisation/name@revision
 quantizations: [q4f16_1, q0f32]    # `mlcbuild schemes` lists them
 targets: [host]                    # `mlcbuild targets` lists them
-compile: {{max_batch: 4}}
-bundle: {{output: "dist/{{model}}-{{quantization}}-{{target}}"}}
+compile: {max_batch: 4}
+bundle: {{output: "dist/{model}-{quantization}-{target}"}}
 """
 
 
@@ -57,16 +58,13 @@ def read_lock(recipe: Recipe) -> Lock:
 
 
 def init(arguments: argparse.Namespace) -> int:
-    import mlcbuild.schema
-
     directory = Path(arguments.directory)
     path = directory / "recipe.yaml"
     if path.exists():
         raise UsageError(f"{path}: it exists already; it was not changed")
-    published = Path(mlcbuild.schema.__file__).with_name("recipe.schema.json")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(FIRST.format(schema=published.as_uri()), encoding="utf-8")
+        path.write_text(FIRST, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
     print(f"{path}: put a checkpoint into {directory / 'model'}, then run `mlcbuild run {path}`")
