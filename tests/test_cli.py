@@ -246,7 +246,7 @@ def test_json_is_one_document_and_nothing_else(built: Path, capsys: Out, command
 
 def test_every_verb_that_states_facts_takes_json() -> None:
     without = {name for name, verb in VERBS.items() if cli._json not in verb.configure}
-    assert without == {"init", "lock", "explain", "graph", "serve", "chat", "schema"}
+    assert without == {"init", "lock", "explain", "graph", "serve", "chat", "schema", "matrix", "report"}
 
 
 def test_run_json_is_one_document_and_its_log_goes_elsewhere(built: Path, common_store: Path) -> None:

@@ -20,7 +20,7 @@ models:
 quantizations: [q4f16_1, q0f32]    # `mlcbuild schemes` lists them
 targets: [host]                    # `mlcbuild targets` lists them
 compile: {max_batch: 4}
-bundle: {{output: "dist/{model}-{quantization}-{target}"}}
+bundle: {output: "dist/{model}-{quantization}-{target}"}
 """
 
 
