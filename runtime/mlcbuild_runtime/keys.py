@@ -13,13 +13,15 @@ from mlcbuild_runtime.replies import error_document
 
 
 class Keys:
-    """Lets only requests through that carry one of the keys. Health is for everyone: it tells no secrets."""
+    """Lets only requests through that carry one of the keys. Health and the page for chats are for everyone:
+    they tell no secrets, and the page asks for the key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith("/health") or self._opened_by(scope):
+        is_open = scope["type"] != "http" or scope["path"] == "/" or scope["path"].startswith("/health")
+        if is_open or self._opened_by(scope):
             await self._app(scope, receive, send)
             return
         error = RequestError(

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, replace
+from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -15,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 RETRY_AFTER = 1
 """Seconds after which to try again when the server is full or stopping."""
 
@@ -45,6 +47,7 @@ def create_app(running: Engine, access: Access | None = None) -> Starlette:
     access = access or Access()
     server = _Server(running, access.timeout)
     routes = [
+        Route("/", page),
         Route("/health", server.health),
         Route("/health/live", server.live),
         Route("/health/ready", server.ready),
@@ -72,6 +75,12 @@ def create_app(running: Engine, access: Access | None = None) -> Starlette:
     if access.keys:
         middleware.append(Middleware(Keys, keys=access.keys))
     return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+
+
+async def page(_request: Request) -> Response:
+    """A chat in the browser: one file, which loads nothing from elsewhere."""
+    text = files("mlcbuild_runtime").joinpath("page.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -154,7 +155,7 @@ def test_keys_and_origins(toy_bundle: Path) -> None:
             refused = httpx.get(f"{server.url}{path}")
             assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
             assert refused.json()["error"]["code"] == "invalid_api_key"
-        for path in ("/health", "/health/live", "/health/ready"):
+        for path in ("/", "/health", "/health/live", "/health/ready"):
             assert httpx.get(f"{server.url}{path}").status_code == 200
         for key in ("first", "sécond", "third"):
             headers = {b"Authorization": f"Bearer {key}".encode()}
@@ -171,6 +172,18 @@ def test_keys_and_origins(toy_bundle: Path) -> None:
             f"{server.url}/v1/chat/completions", headers={**asks, "Origin": "https://other.example"}
         )
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_the_page_is_one_file_and_asks_only_this_server(server: Server) -> None:
+    response = httpx.get(f"{server.url}/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    text = response.text
+    assert not re.search(r"https?:|//[a-z]|src=|href=|@import|innerHTML|eval", text.partition("<style>")[2])
+    used = set(re.findall(r"""\$\("(\w+)"\)""", text))
+    assert used <= set(re.findall(r'id="(\w+)"', text)), "every element that the script names is there"
+    for path in re.findall(r"""fetch\("([^"]+)\"""", text):
+        assert httpx.get(f"{server.url}/{path}").status_code in (200, 405), path
 
 
 def test_limits_of_time_and_queue(toy_bundle: Path) -> None:

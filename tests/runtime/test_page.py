@@ -1,0 +1,130 @@
+"""The chat page in a real browser, driven over Chromium's debugging pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import shared
+from .shared import Server
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Browser:
+    """One page of a headless browser. Messages are JSON, each with a zero byte at its end."""
+
+    def __init__(self, profile: Path) -> None:
+        assert CHROMIUM is not None
+        to_read, self._to = os.pipe()
+        self._from, to_write = os.pipe()
+        # The browser reads messages from descriptor 3 and writes its own to 4.
+        command = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        self.process = subprocess.Popen(
+            ["bash", "-c", command, CHROMIUM, *options, f"--user-data-dir={profile}", "about:blank"],
+            pass_fds=(to_read, to_write),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_read)
+        os.close(to_write)
+        self._held, self._count, self._session = b"", 0, ""
+        targets = self.call("Target.getTargets")["targetInfos"]
+        target = next(item["targetId"] for item in targets if item["type"] == "page")
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._count += 1
+        message: dict[str, Any] = {"id": self._count, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self._held:
+                data = os.read(self._from, 1 << 16)
+                assert data, "the browser has gone"
+                self._held += data
+            found, _, self._held = self._held.partition(b"\0")
+            reply = json.loads(found)
+            if reply.get("id") == self._count:
+                assert "error" not in reply, reply
+                result: dict[str, Any] = reply["result"]
+                return result
+
+    def run(self, script: str) -> Any:
+        """The value of an expression on the page."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def until(self, script: str) -> None:
+        end = time.monotonic() + shared.WAIT
+        while not self.run(script):
+            assert time.monotonic() < end, (script, self.run("document.body.innerText"))
+            time.sleep(0.02)
+
+    def send(self, text: str) -> None:
+        self.run(f"$('input').value = {json.dumps(text)}; $('form').requestSubmit()")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._to)
+        os.close(self._from)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    if CHROMIUM is None or shutil.which("bash") is None:
+        pytest.skip("Chromium is not installed")
+    found = Browser(tmp_path / "profile")
+    yield found
+    found.close()
+
+
+IDLE = "!$('send').hidden"
+ANSWERS = "[...document.querySelectorAll('.assistant')].map((box) => box.textContent)"
+
+
+def test_a_conversation(browser: Browser, server: Server) -> None:
+    browser.call("Page.navigate", url=server.url)
+    browser.until(f"document.title === {json.dumps(server.name)}")
+    browser.run("$('max_tokens').value = 12; $('temperature').value = 0")
+    browser.send("hi <b>there</b>")
+    browser.until(f"{IDLE} && $('rate').textContent")
+    (first,) = browser.run(ANSWERS)
+    assert first
+    assert browser.run("document.querySelector('.user').textContent") == "hi <b>there</b>"
+    assert "+ 12 tokens, the first after" in browser.run("$('rate').textContent")
+    browser.send("again")
+    browser.until(f"{IDLE} && {ANSWERS}.length === 2")
+    assert browser.run("history.length") == 4
+    browser.run("$('reset').click()")
+    assert browser.run("history.length + $('log').children.length") == 0
+    browser.send("hi <b>there</b>")
+    browser.until(f"{IDLE} && {ANSWERS}.length === 1 && history.length === 2")
+    assert browser.run(ANSWERS) == [first]
+
+
+def test_errors_are_shown_and_stop_stops(browser: Browser, server: Server) -> None:
+    browser.call("Page.navigate", url=server.url)
+    browser.until(f"document.title === {json.dumps(server.name)}")
+    browser.send("x" * 300)
+    browser.until("!!document.querySelector('.error')")
+    assert "but the context has 256" in browser.run("document.querySelector('.error').textContent")
+    assert browser.run("history.length") == 0  # what cannot be answered is not asked again
+    browser.run("$('reset').click()")
+    browser.send("hi")
+    browser.until("!$('stop').hidden || history.length === 2")
+    browser.run("$('stop').click()")
+    browser.until(IDLE)
+    assert not browser.run("!!document.querySelector('.error')")
+    assert server.wait_idle()["running"] == 0
