@@ -162,4 +162,5 @@ def _line(message: str) -> str:
     lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error:")), "")
     first = re.sub(r"^at \d+\(\d+\): ", "", lines[0]) if lines else "unknown reason"
-    return f"{first} {reason}".strip()
+    shown = first if len(first) <= 300 else f"{first[:297]}..."  # it may quote a long constraint
+    return f"{shown} {reason}".strip()

@@ -152,6 +152,7 @@ for _ in range(300):
     ("constraint", "reason"),
     [
         (Constraint("regex", "[a-z", "p.regex"), "p.regex cannot be compiled: invalid regex .* unclosed"),
+        (Constraint("regex", "(a)" * 5000 + "[", "p.regex"), r"^.{300,400} error: unclosed character class$"),
         (Constraint("lark", "start: nothing", "p.grammar"), "p.grammar cannot be compiled: .*nothing"),
         (Constraint("lark", "", "p.grammar"), "p.grammar cannot be compiled: "),
         (schema_constraint({"type": "strange"}, "s"), "s cannot be compiled: .*Invalid type: strange"),
