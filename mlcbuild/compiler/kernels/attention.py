@@ -16,11 +16,17 @@ from tvm.tirx import Buffer, Expr, PrimFunc
 from mlcbuild.compiler.kernels.cache import PAGE, Heads
 from mlcbuild.compiler.kernels.floats import Floats, kernel, registers, scratch, size_var
 from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.kernels.vectors import prefetch
 
 NO_WINDOW = 1 << 30
 """The window argument of a layer that sees everything."""
 
 _HIDDEN, _LOWEST = -2e30, -1e30  # a hidden score is far below the first maximum: e^-87, not NaN
+
+_Place = tuple[Buffer, Expr, Expr, Expr]
+"""(pages, layer, page, kv head)."""
+_Ahead = tuple[Expr, Expr]
+"""(whether to prefetch, page)."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +120,14 @@ def attention(spec: Attention) -> PrimFunc:
                 begin = T.bind(T.Cast("int32", oldest) // PAGE)
                 with T.serial((last + PAGE - 1) // PAGE - begin) as step:
                     base = T.bind((begin + step) * PAGE)
-                    page = T.bind(T.Cast("int64", page_table[page_indptr[sequence] + begin + step]))
+                    listed = T.bind(page_indptr[sequence] + begin + step)
+                    page = T.bind(T.Cast("int64", page_table[listed]))
+                    after = T.bind(T.Cast("int64", page_table[T.min(listed + 1, page_indptr[batch] - 1)]))
                     seen = T.bind(T.min(PAGE, last - base))
                     with T.serial(_tiles(spec, count)) as tile:
-                        _scores(task, (pages, layer, page, head), tile)
+                        _scores(task, (pages, layer, page, head), tile, (tile == 0, after))
                         _weights(task, tile, base, window)
-                        _values(task, (pages, layer, page, head), tile, seen)
+                        _values(task, (pages, layer, page, head), tile, seen, (tile == 0, after))
                 _finish(task, out, (first, count, head))
     return made.func
 
@@ -180,7 +188,19 @@ def _start(spec: Attention, given: tuple[Buffer, Buffer], block: tuple[Expr, Exp
     return task
 
 
-def _scores(task: _Task, place: tuple[Buffer, Expr, Expr, Expr], tile: Expr) -> None:
+def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Expr, int]) -> None:
+    """Ask for elements [start, start + count) of the page that comes next. Pages lie anywhere, so the
+    hardware cannot guess; the first tile asks for all that follow it."""
+    pages, layer, _, head = place
+    wanted, page = ahead
+    start, count = span
+    line = 64 // (2 if task.spec.heads.dtype == "float16" else 4)
+    with T.If(wanted), T.Then():
+        for at in range(0, count, line):
+            prefetch(pages, (layer, page, kind, head, start + at))
+
+
+def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
     """weight[vectors of the tile] = query . key for the 16 tokens of a page."""
     spec, floats = task.spec, task.spec.scores
     pages, layer, page, head = place
@@ -192,6 +212,7 @@ def _scores(task: _Task, place: tuple[Buffer, Expr, Expr, Expr], tile: Expr) -> 
     for total in (total for bank in sums for row in bank for total in row):
         floats.store(total, floats.constant(0.0), 0)
     with T.serial(dim // unroll) as outer:
+        _fetch(task, place, ahead, 0, (outer * unroll * PAGE, unroll * PAGE))
         for inner in range(unroll):
             d = outer * unroll + inner
             keys = [
@@ -245,7 +266,7 @@ def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Ex
     return T.bind(T.Select(token > floats.spread(oldest), late, floats.constant(_HIDDEN)))
 
 
-def _values(task: _Task, place: tuple[Buffer, Expr, Expr, Expr], tile: Expr, seen: Expr) -> None:
+def _values(task: _Task, place: _Place, tile: Expr, seen: Expr, ahead: _Ahead) -> None:
     """total = total * shrink + weight . values, for the `seen` first tokens of a page. Later ones may never
     have been written: even a weight of zero would let a NaN through."""
     spec, floats = task.spec, task.spec.values
@@ -261,6 +282,7 @@ def _values(task: _Task, place: tuple[Buffer, Expr, Expr, Expr], tile: Expr, see
                 floats.store(bank[v], floats.load(task.total, row, start + v * floats.lanes) * shrink, 0)
         with T.serial(seen) as token:
             at = token * dim + start
+            _fetch(task, place, ahead, 1, (at, floats.lanes * spec.value_vectors))
             values = [
                 T.bind(floats.load(pages, layer, page, 1, head, at + v * floats.lanes)) for v in vectors
             ]
