@@ -19,6 +19,7 @@ from tvm.tirx.compilation_pipeline import (
 )
 
 from mlcbuild.compiler.passes.kernels_only import kernels_only
+from mlcbuild.compiler.passes.trusted_calls import trusted_calls
 from mlcbuild.errors import CompileError
 
 Mark = Callable[[str], None]
@@ -37,10 +38,11 @@ PLAN: Phases = (
 
 LOWER: Phases = (
     ("allocate tensors in storage", R.LowerAllocTensor),
-    ("free after the last use", R.KillAfterLastUse),
+    ("forget second names", R.CanonicalizeBindings),
     ("call the runtime", R.LowerRuntimeBuiltin),
     ("compute numbers", R.ComputePrimValue),
     ("compute shapes", R.VMShapeLower),
+    ("trust callers", lambda: trusted_calls),
     ("name functions", R.AttachGlobalSymbol),
 )
 """From there to what the virtual machine runs."""

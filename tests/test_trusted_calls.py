@@ -1,0 +1,63 @@
+"""What a library still checks when it is called, and what it does no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm import relax
+
+from mlcbuild import quant, targets
+from mlcbuild.compiler import decoder, pipeline
+from mlcbuild.compiler.decoder import Decoder, Limits
+from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
+from mlcbuild.compiler.layers import Parts
+from tests.libharness import Session, compiled, golden, pack, tensor
+
+SCHEME = quant.SCHEMES["q0f32"]
+ENTRIES = {"create_paged_kv_cache", "embed", "prefill", "batch_prefill", "decode", "batch_decode"}
+
+
+def calls() -> dict[str, list[str]]:
+    """Function of a small library -> the names of the runtime's functions that it calls."""
+    target = targets.resolve("host")
+    parts = Parts(golden("qwen3").config, SCHEME, isa_for(target))
+    made = Decoder(parts, Limits(64, 32, 2))
+    phases = (*pipeline.PLAN, *pipeline.LOWER)
+    mod = pipeline.run(decoder.build(made), phases, tvm_target(target), lambda name: None)
+    return {
+        name.name_hint: [
+            str(binding.value.op.global_symbol)
+            for block in function.body.blocks
+            for binding in block.bindings
+            if isinstance(binding.value, relax.Call) and isinstance(binding.value.op, relax.ExternFunc)
+        ]
+        for name, function in mod.functions.items()
+        if isinstance(function, relax.Function)
+    }
+
+
+def test_only_entries_check_types_and_nothing_checks_weights() -> None:
+    found = calls()
+    checks = {
+        name: sum(call.startswith("vm.builtin.check_") for call in made) for name, made in found.items()
+    }
+    assert {name for name, count in checks.items() if count} == ENTRIES
+    assert checks["batch_decode"] == 8  # its tensors without the weights
+    assert checks["embed"] == 1
+
+
+def test_a_layer_costs_few_steps_of_the_virtual_machine() -> None:
+    assert len(calls()["layer"]) < 30
+
+
+def test_entries_refuse_wrong_tensors(tmp_path_factory: pytest.TempPathFactory) -> None:
+    case = golden("qwen3")
+    library = compiled(tmp_path_factory, case.config, SCHEME) / "model.so"
+    session = Session(library, pack(case.config, SCHEME, case.weights))
+    with pytest.raises(Exception, match="ErrorContext\\(fn=embed"):
+        session.vm["embed"](tensor(np.zeros(3, np.int64)), session.params)
+    given = session._batch([(0, [1, 2])])
+    embedded = tensor(session.embed([1, 2])[None])
+    given[1] = tensor(np.zeros(3, np.int32))  # one position too many
+    with pytest.raises(Exception, match="ErrorContext\\(fn=prefill"):
+        session.vm["prefill"](embedded, tensor(np.array([1], np.int32)), *given)
