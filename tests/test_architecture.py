@@ -116,7 +116,8 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "server": "access answers body engine fields keys metrics replies request service",
     "serve": "access engine server text vm",
     "chat": "api engine fields request text vm",
-    "__main__": "access serve",
+    "arguments": "access serve",
+    "__main__": "arguments serve",
 }
 SHARED = {"errors", "canon"}
 """Anyone's."""

@@ -133,9 +133,9 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    _threads(parser)
+    from mlcbuild_runtime import arguments
+
+    arguments.add(parser)
 
 
 def _threads(parser: argparse.ArgumentParser) -> None:

@@ -96,10 +96,10 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    from mlcbuild_runtime.serve import Options
+    from mlcbuild_runtime.arguments import options
     from mlcbuild_runtime.serve import serve as run
 
-    return run(arguments.bundle, Options(host=arguments.host, port=arguments.port, threads=arguments.threads))
+    return run(arguments.bundle, options(arguments))
 
 
 def chat(arguments: argparse.Namespace) -> int:

@@ -3,86 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 
-from mlcbuild_runtime.access import Access
-from mlcbuild_runtime.serve import KEY_VARIABLE, Options, serve
+from mlcbuild_runtime import arguments
+from mlcbuild_runtime.serve import serve
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    defaults = Options()
     parser = argparse.ArgumentParser(
         prog="mlcbuild-serve",
         description="Serves a bundle over an OpenAI-compatible HTTP API, until Ctrl-C.",
         epilog="example: mlcbuild-serve dist/tiny-q4f16_1-host --port 8000",
     )
     parser.add_argument("bundle", help="directory that holds bundle.json")
-    parser.add_argument("--host", default=defaults.host, help=f"address (default {defaults.host})")
-    parser.add_argument(
-        "--port", type=int, default=defaults.port, help=f"port; 0: any free one (default {defaults.port})"
-    )
-    parser.add_argument("--threads", type=_positive, help="threads (default: the physical cores at hand)")
-    parser.add_argument(
-        "--max-batch", type=_positive, help="requests at a time (default: the library's limit)"
-    )
-    parser.add_argument(
-        "--max-pages", type=_positive, help="pages of 16 tokens in the KV cache (default: enough for all)"
-    )
-    parser.add_argument(
-        "--max-waiting", type=_natural, help="requests that may wait; more get 503 (default: 1024)"
-    )
-    parser.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        help=f"bearer key that opens the server, also {KEY_VARIABLE}",
-    )
-    parser.add_argument(
-        "--cors", action="append", default=[], metavar="ORIGIN", help="origin whose pages may call; '*': all"
-    )
-    parser.add_argument("--timeout", type=_seconds, help="seconds that a request may take (default: any)")
-    parser.add_argument(
-        "--drain",
-        type=_seconds,
-        default=defaults.drain,
-        help=f"seconds that running requests get to end after SIGTERM (default {defaults.drain})",
-    )
-    found = parser.parse_args(arguments)
-    options = Options(
-        host=found.host,
-        port=found.port,
-        threads=found.threads,
-        max_batch=found.max_batch,
-        max_pages=found.max_pages,
-        max_waiting=found.max_waiting,
-        drain=found.drain,
-        access=Access(tuple(found.api_key), tuple(found.cors), found.timeout),
-    )
-    return serve(found.bundle, options)
-
-
-def _natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, found {text}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds, found {text}")
-    return number
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return number
+    arguments.add(parser)
+    found = parser.parse_args(given)
+    return serve(found.bundle, arguments.options(found))
 
 
 if __name__ == "__main__":
