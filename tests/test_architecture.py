@@ -44,6 +44,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "export": "links locks records staging store",
     "events": "records",
     "remotes": "records store",
+    "archive": "records remotes staging store",
     "plan": "events graph records remotes store",
     "picture": "graph plan",
     "report": "events",
@@ -75,8 +76,8 @@ BUILDER_TABLE: Mapping[str, str] = {
     "page": "chart graph picture report runlog",
     "ci": "events execute graph hub pipeline plan remotes report runlog store targets",
     "cli": (
-        "bundle ci compiler emit events execute footprint lock machine models page picture pipeline plan "
-        "quant recipe remotes report runlog schema store targets upkeep"
+        "archive bundle ci compiler emit events execute footprint lock machine models page picture pipeline "
+        "plan quant recipe records remotes report runlog schema store targets upkeep"
     ),
     "__main__": "cli",
 }

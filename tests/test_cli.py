@@ -135,7 +135,7 @@ def test_the_top_lists_all_verbs(capsys: Out) -> None:
         ("explain recipe.yaml config/tiyn", "did you mean 'config/tiny'?"),
         ("graph recipe.yaml --format png", "--format: invalid choice: 'png'"),
         ("graph recipe.yaml -o nowhere/graph.svg", "nowhere/graph.svg: cannot be written: No such file"),
-        ("cache gc", "argument action: invalid choice: 'gc'"),
+        ("cache clean", "argument action: invalid choice: 'clean'"),
         ("schema recipes", "argument kind: invalid choice: 'recipes'"),
         ("serve b --port x", "--port: invalid int value: 'x'"),
         ("chat b --threads 0", "--threads: must be a whole number of at least 1, found '0'"),

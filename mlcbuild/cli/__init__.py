@@ -43,12 +43,7 @@ class Verb:
 
 def _recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="the recipe, a YAML file")
-    parser.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="sets a var"
-    )
-    parser.add_argument(
-        "--allow-outside", action="store_true", help="paths may leave the directory of the recipe"
-    )
+    options.settings(parser)
 
 
 def _store(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +76,9 @@ def _choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--jobs", type=_positive, metavar="N", help="steps at a time (default: by cores)")
+    parser.add_argument(
+        "--jobs", type=options.positive, metavar="N", help="steps at a time (default: by cores)"
+    )
     parser.add_argument("--keep-going", action="store_true", help="after a failure, do what does not need it")
     parser.add_argument("--dry-run", action="store_true", help="say what would run; the same as `plan`")
     parser.add_argument(
@@ -110,12 +107,6 @@ def _graph(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", "-o", metavar="FILE", help="where to (default: stdout)")
 
 
-def _cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "action", choices=("status", "verify"), help="say what is in it, or hash all of it again"
-    )
-
-
 def _init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", nargs="?", default=".", help="where recipe.yaml is written (default: here)"
@@ -140,7 +131,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 
 def _threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--threads", type=_positive, metavar="N", help="for the model (default: every physical core)"
+        "--threads", type=options.positive, metavar="N", help="for the model (default: every physical core)"
     )
 
 
@@ -148,12 +139,6 @@ def _schema(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind", choices=("recipe", "target"), nargs="?", default="recipe", help="default: recipe"
     )
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found '{text}'")
-    return int(text)
 
 
 VERBS: dict[str, Verb] = {
@@ -214,7 +199,18 @@ VERBS: dict[str, Verb] = {
         (options.report, _store),
     ),
     "cache": Verb(
-        "store", "cache", "look at the store, or check it", "mlcbuild cache status", (_cache, _store, _json)
+        "sharing",
+        "cache",
+        "look after the store, and share it",
+        "mlcbuild cache push recipe.yaml https://cache.example/mlc",
+        (options.cache, _store, _json),
+    ),
+    "keys": Verb(
+        "sharing",
+        "keys",
+        "make and show the key that signs records",
+        "mlcbuild keys new",
+        (options.keys, _json),
     ),
     "targets": Verb("facts", "targets", "list the target presets", "mlcbuild targets", (_json,)),
     "models": Verb("facts", "models", "list the model families", "mlcbuild models", (_json,)),
@@ -316,6 +312,9 @@ def _command(arguments: Sequence[str]) -> int:
         parsed, rest = parser().parse_known_args(arguments)
     except SystemExit as stop:  # argparse: --help, --version, bad usage
         return stop.code if isinstance(stop.code, int) else 2
+    if hasattr(parsed, "operands"):  # argparse takes none that stand behind an option
+        parsed.operands += [item for item in rest if not item.startswith("-")]
+        rest = [item for item in rest if item.startswith("-")]
     if rest:
         raise UsageError(_unknown(parsed.verb, rest))
     verb = VERBS[parsed.verb]

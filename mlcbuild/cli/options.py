@@ -1,4 +1,4 @@
-"""Options of the verbs about CI."""
+"""Options of the verbs about CI and shared caches, and some that several verbs take."""
 
 from __future__ import annotations
 
@@ -60,3 +60,49 @@ def report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", "-o", metavar="FILE", default="report.html", help="the page (default: report.html)"
     )
+
+
+def settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE", help="sets a var"
+    )
+    parser.add_argument(
+        "--allow-outside", action="store_true", help="paths may leave the directory of the recipe"
+    )
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found '{text}'")
+    return int(text)
+
+
+def cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        choices=("status", "verify", "gc", "push", "pull", "export", "import"),
+        help="status: say what is in it; verify: hash all of it again; gc: remove what is old or too much; "
+        "push, pull: send to, or fetch from, shared caches; export, import: one file for machines without "
+        "a network",
+    )
+    parser.add_argument(
+        "operands",
+        nargs="*",
+        metavar="OPERAND",
+        help="push RECIPE [URL ...] or push --all URL ...; pull RECIPE [URL ...]; export FILE [RECIPE]; "
+        "import FILE",
+    )
+    parser.add_argument("--all", action="store_true", help="push: everything in the store")
+    parser.add_argument("--max-size", metavar="SIZE", help="gc: keep at most so much, such as 50GB")
+    parser.add_argument(
+        "--unused-days", type=positive, metavar="N", help="gc: remove what was not used for N days"
+    )
+    parser.add_argument(
+        "--trust", action="append", default=[], metavar="KEY", help="import: only records signed by this key"
+    )
+    settings(parser)
+
+
+def keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("new", "show"), help="make a key, or print its public half")
+    parser.add_argument("--file", metavar="FILE", help="the private key (default: $MLCBUILD_KEY)")

@@ -1,4 +1,4 @@
-"""The verb about the store: cache status, cache verify."""
+"""What the store holds: cache status, cache verify."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import argparse
 from mlcbuild import upkeep
 from mlcbuild.cli.build import open_store
 from mlcbuild.cli.facts import show, table
-from mlcbuild.errors import StoreError
+from mlcbuild.errors import UsageError
 from mlcbuild.report import size
 
 
-def cache(arguments: argparse.Namespace) -> int:
-    root = open_store(arguments).root
-    file = next((place for place in (root, *root.parents) if place.is_file()), None)
-    if file is not None:
-        raise StoreError(f"{root}: a store is a directory, but {file} is a file")
-    return {"status": _status, "verify": _verify}[arguments.action](arguments)
+def no_operands(arguments: argparse.Namespace) -> None:
+    """Raises UsageError when an action that takes none has any."""
+    if arguments.operands:
+        raise UsageError(
+            f"mlcbuild cache {arguments.action}: '{arguments.operands[0]}' is one argument too many"
+        )
 
 
-def _status(arguments: argparse.Namespace) -> int:
+def status(arguments: argparse.Namespace) -> int:
+    no_operands(arguments)
     found = upkeep.status(open_store(arguments))
     rows = [("step", "records", "bytes")]
     rows += [(name, str(kind.records), size(kind.bytes)) for name, kind in sorted(found.kinds.items())]
@@ -35,8 +36,9 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(arguments: argparse.Namespace) -> int:
+def verify(arguments: argparse.Namespace) -> int:
     """Exit code 1 when anything is damaged; the next run builds it again."""
+    no_operands(arguments)
     found = upkeep.verify(open_store(arguments))
     lines = [*found.damaged, *found.missing]
     lines.append(

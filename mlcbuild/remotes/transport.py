@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Protocol
 
-CHUNK = 1 << 20
-"""Bytes in memory at a time."""
+CHUNK = 1 << 17
+"""Bytes in memory at a time. More is slower: the allocator maps larger pieces anew each time."""
 
 
 class CancelledError(Exception):

@@ -1,0 +1,209 @@
+"""Verbs about the store: cache; and about the key that signs what leaves it: keys."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mlcbuild import archive, upkeep
+from mlcbuild.cli.build import open_store
+from mlcbuild.cli.facts import show
+from mlcbuild.cli.recipes import read_lock, read_recipe
+from mlcbuild.cli.store import no_operands, status, verify
+from mlcbuild.errors import RemoteError, StoreError, UsageError
+from mlcbuild.pipeline import build
+from mlcbuild.plan import Plan, plan
+from mlcbuild.records import Record
+from mlcbuild.remotes import Mode, Remote, fault, signing
+from mlcbuild.remotes.link import Link
+from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.report import size
+from mlcbuild.store import Store
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def keys(arguments: argparse.Namespace) -> int:
+    """`keys new` makes the key that records are signed with, `keys show` prints its public half."""
+    path = Path(arguments.file) if arguments.file else signing.default_path()
+    if arguments.action == "new":
+        signer = signing.create(path)
+    else:
+        found = signing.load(path)
+        if found is None:
+            raise UsageError(f"{path}: there is no key; `mlcbuild keys new` makes one")
+        signer = found
+    document = {"file": str(path), "public": signer.public}
+    show(arguments.json, document, [f"{path}: the private key: keep it secret", signer.public])
+    return 0
+
+
+def cache(arguments: argparse.Namespace) -> int:
+    root = open_store(arguments).root
+    file = next((place for place in (root, *root.parents) if place.is_file()), None)
+    if file is not None:
+        raise StoreError(f"{root}: a store is a directory, but {file} is a file")
+    actions = {
+        "status": status,
+        "verify": verify,
+        "gc": gc,
+        "push": push,
+        "pull": pull,
+        "export": export,
+        "import": take,
+    }
+    return actions[arguments.action](arguments)
+
+
+def push(arguments: argparse.Namespace) -> int:
+    """Sends records of a recipe, or of the whole store, to remotes; exit code 1 when any did not arrive."""
+    store = open_store(arguments)
+    recipe, urls = _operands(arguments, "push", everything=True)
+    remotes = _remotes(arguments, recipe, urls, "write")
+    records = _all(store) if recipe is None else _of_recipe(arguments, store)
+    signer = signing.load(signing.default_path())
+    sharing = Sharing(store, [Link(remote, signer) for remote in remotes])
+    lacking = [name for record in records for name in sharing.send(record, threading.Event())]
+    if warnings := sharing.take_warnings():
+        raise RemoteError("\n".join(warnings))
+    for name in sharing.writers:
+        print(f"{name}: {len(records) - lacking.count(name)} of {len(records)} records are there")
+    return 1 if lacking else 0
+
+
+def pull(arguments: argparse.Namespace) -> int:
+    """Brings everything that remotes have of a recipe into the store, for runs without a network."""
+    store = open_store(arguments)
+    if arguments.all:
+        raise UsageError("mlcbuild cache pull: a remote cannot list what it has: name a recipe, not --all")
+    recipe, urls = _operands(arguments, "pull", everything=False)
+    sharing = Sharing(store, [Link(remote) for remote in _remotes(arguments, recipe, urls, "read")])
+    found = _plan(arguments, store, sharing)
+    missing = []
+    with store.session() as session:
+        for step in found.steps:
+            if step.state != "remote" or step.record is None:
+                continue
+            fetched = [
+                sharing.fetch(entry, threading.Event(), lambda count: None) for entry in step.record.files
+            ]
+            if why := next(filter(None, fetched), ""):
+                missing.append(f"{step.name}: {why}")
+                continue
+            store.put_record(step.record, session.area() / "record")
+    if problems := [*sharing.take_warnings(), *missing]:
+        raise RemoteError("\n".join(problems))
+    absent = found.count("run") + found.count("pending")
+    print(f"{found.count('remote')} fetched, {found.count('hit')} were here, {absent} are in no remote")
+    return 0
+
+
+def gc(arguments: argparse.Namespace) -> int:
+    """Removes what was not used for long, or the oldest of what is too much."""
+    no_operands(arguments)
+    most = None if arguments.max_size is None else _bytes(arguments.max_size)
+    if most is None and arguments.unused_days is None:
+        raise UsageError("mlcbuild cache gc: say what may go: --max-size 50GB, --unused-days 30, or both")
+    found = upkeep.gc(open_store(arguments), unused_days=arguments.unused_days, max_bytes=most)
+    document = vars(found)
+    show(
+        arguments.json,
+        document,
+        [f"removed {found.records} records and {found.blobs} files, {size(found.bytes)}"],
+    )
+    return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """`cache export FILE [RECIPE]`: the store, or what it has of a recipe, in one file."""
+    store = open_store(arguments)
+    if not 1 <= len(arguments.operands) <= 2:
+        raise UsageError("mlcbuild cache export: write `mlcbuild cache export FILE [RECIPE]`")
+    path, *recipe = arguments.operands
+    arguments.recipe = recipe[0] if recipe else None
+    records = _of_recipe(arguments, store) if recipe else _all(store)
+    moved = archive.write(store, records, Path(path), signing.load(signing.default_path()))
+    print(f"{path}: {moved.records} records and {moved.blobs} files, {size(moved.bytes)}")
+    return 0
+
+
+def take(arguments: argparse.Namespace) -> int:
+    """`cache import FILE`: what another store exported."""
+    if len(arguments.operands) != 1:
+        raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
+    for key in arguments.trust:
+        if not signing.is_public(key):
+            raise UsageError(f"mlcbuild cache import: --trust {key}: a key is ed25519: and 43 characters")
+    moved = archive.read(open_store(arguments), Path(arguments.operands[0]), arguments.trust)
+    print(f"{moved.records} records and {moved.blobs} files, {size(moved.bytes)}, are in the store")
+    return 0
+
+
+def _operands(
+    arguments: argparse.Namespace, action: str, *, everything: bool
+) -> tuple[str | None, Sequence[str]]:
+    """The recipe, if one is wanted, and the URLs of `cache push` and `cache pull`."""
+    operands = list(arguments.operands)
+    recipe = None if everything and arguments.all else (operands.pop(0) if operands else "")
+    if recipe == "" or (recipe is None and not operands):
+        both = (
+            "RECIPE [REMOTE ...]` or `mlcbuild cache push --all REMOTE ..."
+            if everything
+            else "RECIPE [REMOTE ...]"
+        )
+        raise UsageError(f"mlcbuild cache {action}: write `mlcbuild cache {action} {both}`")
+    arguments.recipe = recipe
+    return recipe, operands
+
+
+def _remotes(
+    arguments: argparse.Namespace, recipe: str | None, urls: Sequence[str], mode: Mode
+) -> Sequence[Remote]:
+    """The remotes that the command names, or else those of the recipe."""
+    for url in urls:
+        if problem := fault(url):
+            raise UsageError(f"mlcbuild cache: {problem}")
+    named = [Remote(url.rstrip("/"), mode) for url in urls]
+    if named or recipe is None:
+        return named
+    found = [remote for remote in read_recipe(arguments).remotes if mode == "write" or remote.reads]
+    chosen = [remote for remote in found if mode == "read" or remote.writes()]
+    if not chosen:
+        raise UsageError(f"{recipe}: it names no remote to {mode}: name one on the command line")
+    return chosen
+
+
+def _plan(arguments: argparse.Namespace, store: Store, sharing: Sharing | None = None) -> Plan:
+    recipe = read_recipe(arguments)
+    return plan(build(recipe, read_lock(recipe)).graph, store, sharing=sharing)
+
+
+def _of_recipe(arguments: argparse.Namespace, store: Store) -> list[Record]:
+    steps = _plan(arguments, store).steps
+    return _shared(step.record for step in steps if step.state == "hit" and step.record is not None)
+
+
+def _all(store: Store) -> list[Record]:
+    found = (store.find(path.name) for path in sorted((store.root / "ac").glob("*/*")))
+    return _shared(record for record in found if record is not None)
+
+
+def _shared(records: Iterable[Record]) -> list[Record]:
+    """Those that may leave this machine."""
+    found = []
+    for record in records:
+        with suppress(ValueError):  # damaged in the part that says so
+            if record.made.shared:
+                found.append(record)
+    return found
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
+    if found is None:
+        raise UsageError(f"mlcbuild cache gc: --max-size '{text}': write a size such as 500MB or 20GB")
+    return int(float(found[1]) * _UNITS[found[2]])

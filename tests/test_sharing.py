@@ -1,0 +1,181 @@
+"""The verbs about shared caches on a real recipe, and uploaders that are killed."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.canon import Entry, file_digest
+from mlcbuild.graph import Graph
+from mlcbuild.remotes import Remote, signing
+from mlcbuild.remotes.link import Link
+from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.store import Store
+from mlcbuild.upkeep import verify
+from tests.caches import NGINX, WITHOUT_NGINX, nginx
+from tests.conftest import checked, mlcbuild
+from tests.test_remotes import CHAIN, User, statuses, step
+
+
+def states(recipe: Path, store: Path) -> set[str]:
+    document = json.loads(checked(mlcbuild("plan", recipe, "--no-remote", "--json", store=store)))
+    return {found["status"] for found in document["steps"]}
+
+
+def test_a_recipe_is_pushed_and_pulled(tiny_bundles: Path, common_store: Path, tmp_path: Path) -> None:
+    recipe, url = tiny_bundles / "recipe.yaml", (tmp_path / "shared").as_uri()
+    (tmp_path / "shared").mkdir()
+    said = checked(mlcbuild("cache", "push", recipe, url, store=common_store))
+    found = re.fullmatch(rf"{url}: (\d+) of (\d+) records are there\n", said)
+    assert found is not None and found[1] == found[2]
+    here = tmp_path / "here"
+    said = checked(mlcbuild("cache", "pull", recipe, url, store=here))
+    assert said == f"{found[1]} fetched, 0 were here, 0 are in no remote\n"
+    assert states(recipe, here) == {"hit"} and verify(Store(here)).ok
+    assert checked(mlcbuild("cache", "push", "--all", url, store=here)).startswith(f"{url}: {found[1]} of ")
+
+
+def test_a_recipe_travels_in_a_file(tiny_bundles: Path, common_store: Path, tmp_path: Path) -> None:
+    recipe, file = tiny_bundles / "recipe.yaml", tmp_path / "x.tar"
+    key = signing.create(tmp_path / "key.pem")
+    variables = {"MLCBUILD_KEY": str(tmp_path / "key.pem")}
+    checked(mlcbuild("cache", "export", file, recipe, store=common_store, variables=variables))
+    other = mlcbuild("cache", "import", file, "--trust", "ed25519:" + "A" * 43, store=tmp_path / "no")
+    assert other.returncode == 2 and "it is not signed by a key that is trusted" in other.stderr
+    here = tmp_path / "here"
+    assert "are in the store" in checked(mlcbuild("cache", "import", file, "--trust", key.public, store=here))
+    assert states(recipe, here) == {"hit"} and verify(Store(here)).ok
+    assert checked(mlcbuild("cache", "gc", "--max-size", "0", store=here)).startswith("removed ")
+    assert states(recipe, here) == {"run", "pending"}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        ("gc", 2, "say what may go: --max-size 50GB, --unused-days 30, or both"),
+        ("gc --max-size much", 2, "--max-size 'much': write a size such as 500MB or 20GB"),
+        ("gc x --max-size 1", 2, "mlcbuild cache gc: 'x' is one argument too many"),
+        (
+            "push",
+            2,
+            "write `mlcbuild cache push RECIPE [REMOTE ...]` or `mlcbuild cache push --all REMOTE ...`",
+        ),
+        ("push --all", 2, "write `mlcbuild cache push RECIPE"),
+        ("push --all ftp://x", 2, "'ftp://x' must start with https://, http:// or file:///"),
+        ("push --all http://u:secret@x", 2, "a URL with a user name or password is not taken"),
+        ("push recipe.yaml", 2, "recipe.yaml: it names no remote to write: name one on the command line"),
+        ("push recipe.yaml file:///nowhere/x", 1, "there is no directory /nowhere/x: create it, or mount it"),
+        ("pull --all file:///x", 2, "a remote cannot list what it has: name a recipe, not --all"),
+        ("pull", 2, "write `mlcbuild cache pull RECIPE [REMOTE ...]`"),
+        ("export", 2, "write `mlcbuild cache export FILE [RECIPE]`"),
+        ("export nowhere/x.tar", 1, "nowhere/x.tar: the archive cannot be written: No such file"),
+        ("import", 2, "write `mlcbuild cache import FILE`"),
+        ("import x --trust me", 2, "--trust me: a key is ed25519: and 43 characters"),
+    ],
+)
+def test_wrong_usage_is_told(
+    command: str, code: int, words: str, tiny_bundles: Path, common_store: Path
+) -> None:
+    done = mlcbuild("cache", *command.split(), store=common_store, cwd=tiny_bundles)
+    assert done.returncode == code and words in done.stderr
+    assert "secret" not in done.stderr and "Traceback" not in done.stderr
+
+
+UPLOAD = """
+import sys, threading
+from pathlib import Path
+from mlcbuild.remotes import Remote
+from mlcbuild.remotes.link import Link
+from mlcbuild.store import Store
+store = Store(Path(sys.argv[1]))
+print("ready", flush=True)
+for path in sorted((store.root / "ac").glob("*/*")):
+    record = store.find(path.name)
+    Link(Remote(sys.argv[2])).send(record, store, threading.Event())
+"""
+
+
+@pytest.mark.parametrize("kind", ["directory", "nginx"])
+def test_killed_uploaders_leave_a_cache_that_is_right(kind: str, tmp_path: Path) -> None:
+    """Whatever record is visible is whole, and all that it names is there with the right bytes."""
+    if kind == "nginx" and NGINX is None:
+        pytest.skip(WITHOUT_NGINX)
+    graph = Graph([step(f"s{n}", "big", bytes=300_000 + n) for n in range(20)])
+    builder = User(tmp_path / "one")
+    assert builder.run(graph).ok
+    dice = random.Random(3)
+    with ExitStack() as stack:
+        root = tmp_path / "shared"
+        url = root.as_uri()
+        if kind == "nginx":
+            server = stack.enter_context(nginx(tmp_path / "nginx"))
+            root, url = server.root, server.url
+        root.mkdir(exist_ok=True)
+        for _ in range(10):
+            command = [sys.executable, "-c", UPLOAD, str(builder.store.root), url]
+            with subprocess.Popen(
+                command, stdout=subprocess.PIPE, env={"PYTHONPATH": ":".join(sys.path)}
+            ) as p:
+                assert p.stdout is not None and p.stdout.readline()
+                time.sleep(dice.random() * 0.15)
+                p.kill()
+            check(root)
+        user = User(tmp_path / "two", url)
+        assert user.run(graph).ok and user.warnings() == []
+        assert verify(user.store).ok
+
+
+def check(root: Path) -> None:
+    for path in (root / "ac").glob("*") if (root / "ac").exists() else []:
+        record = signing.unseal(path.name, path.read_bytes())
+        for _, digest, size in record.rows:
+            blob = root / "cas" / digest
+            assert blob.stat().st_size == size and file_digest(blob) == digest
+
+
+def test_many_users_at_once(tmp_path: Path) -> None:
+    """Builders and readers of one cache and one store, in threads: nobody is told of damage."""
+    (tmp_path / "shared").mkdir()
+    url = (tmp_path / "shared").as_uri()
+    users = [User(tmp_path / f"store{n % 3}", url) for n in range(6)]
+    threads = [threading.Thread(target=user.run, args=(CHAIN,)) for user in users]
+    for user in users:
+        with user.store.session():
+            pass
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for user in users:
+        assert user.warnings() == [] and verify(user.store).ok
+        assert set(statuses(user.run()).values()) == {"reused"}
+
+
+def test_one_blob_is_downloaded_once(tmp_path: Path) -> None:
+    """Those who want the same blob at the same time wait for the first."""
+    (tmp_path / "shared" / "cas").mkdir(parents=True)
+    (tmp_path / "blob").write_bytes(b"x" * 5_000_000)
+    entry = Entry("blob", file_digest(tmp_path / "blob"), 5_000_000)
+    (tmp_path / "blob").rename(tmp_path / "shared" / "cas" / entry.digest)
+    store = Store(tmp_path / "store")
+    told: list[int] = []
+    with store.session():
+        sharing = Sharing(store, [Link(Remote((tmp_path / "shared").as_uri()))])
+        work = [
+            threading.Thread(target=sharing.fetch, args=(entry, threading.Event(), told.append))
+            for _ in range(5)
+        ]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+    assert sum(told) == entry.size and store.holds(entry.digest, entry.size)
