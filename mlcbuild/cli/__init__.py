@@ -59,13 +59,7 @@ def _json(parser: argparse.ArgumentParser) -> None:
 
 
 def _choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="only these variants or steps and what they need; shell patterns",
-    )
+    options.only(parser)
     parser.add_argument(
         "--force",
         action="append",
