@@ -48,7 +48,7 @@ ELSEWHERE = {
     ("targets/README.md", "yaml"): (2, "tests/test_recipe.py"),
     ("targets/README.md", "text"): (1, "here"),
     ("runtime/README.md", "sh"): (2, "tests/runtime/test_readme.py"),
-    ("runtime/README.md", "python"): (3, "tests/runtime/test_readme.py"),
+    ("runtime/README.md", "python"): (4, "tests/runtime/test_readme.py"),
     ("runtime/README.md", "text"): (2, "the ready line there; `pip install` is what ci/environment does"),
 }
 """Blocks that other tests try: how many, and where."""
