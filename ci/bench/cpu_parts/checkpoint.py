@@ -1,0 +1,136 @@
+"""Random checkpoints in the form in which models are published: config.json, safetensors, a tokenizer.
+
+Needs NumPy only, so that every engine's environment can read what it makes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHAPES: Mapping[str, Mapping[str, object]] = {
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+    },
+    "tinyllama-1.1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+}
+COMMON = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def config(shape: str) -> dict[str, object]:
+    """config.json."""
+    return {**COMMON, **SHAPES[shape]}
+
+
+def tensors(values: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each tensor of a Llama checkpoint, in file order."""
+    size = {key: value for key, value in values.items() if isinstance(value, int)}
+    hidden, inner = size["hidden_size"], size["intermediate_size"]
+    kv = hidden // size["num_attention_heads"] * size["num_key_value_heads"]
+    yield "model.embed_tokens.weight", (size["vocab_size"], hidden)
+    for layer in range(size["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        for name, place in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            yield f"{prefix}mlp.{name}_proj.weight", place
+    yield "model.norm.weight", (hidden,)
+    if not values["tie_word_embeddings"]:
+        yield "lm_head.weight", (size["vocab_size"], hidden)
+
+
+def make(root: Path, shape: str) -> None:
+    """Write the checkpoint, in bfloat16, into the empty directory `root`."""
+    root.mkdir(parents=True)
+    values = config(shape)
+    listed = list(tensors(values))
+    header: dict[str, object] = {}
+    end = 0
+    for name, place in listed:
+        size = 2 * math.prod(place)
+        header[name] = {"dtype": "BF16", "shape": place, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    random = np.random.default_rng(0)
+    with (root / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, place in listed:
+            file.write(_bfloat16(_random(random, name, place)))
+    (root / "config.json").write_text(json.dumps(values))
+    (root / "tokenizer.json").write_text(json.dumps(_tokenizer(values)))
+
+
+def _random(random: np.random.Generator, name: str, place: tuple[int, ...]) -> NDArray[np.float32]:
+    """Norms near one; matrices whose products keep the size of what they multiply."""
+    found = random.standard_normal(place, np.float32)
+    if len(place) == 1:
+        return 1 + 0.1 * found
+    return found * np.float32(0.05 if "embed" in name else place[1] ** -0.5)
+
+
+def _bfloat16(values: NDArray[np.float32]) -> bytes:
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+def _tokenizer(values: Mapping[str, object]) -> dict[str, object]:
+    """A token for each byte, and as many that stand for themselves as the model has left."""
+    count = values["vocab_size"]
+    assert isinstance(count, int)
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    letters = [chr(byte) for byte in plain] + [chr(256 + i) for i in range(len(rest))]
+    words = [*letters, *(f"<{i}>" for i in range(len(letters), count))]
+    spaces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": spaces,
+        "post_processor": None,
+        "decoder": spaces,
+        "model": {"type": "BPE", "vocab": {word: i for i, word in enumerate(words)}, "merges": []},
+    }
+
+
+def read(root: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Every tensor of a checkpoint that `make` wrote, as float32, one after the other."""
+    with (root / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, entry in header.items():
+            size = entry["data_offsets"][1] - entry["data_offsets"][0]
+            bits = np.frombuffer(file.read(size), np.uint16).astype(np.uint32) << 16
+            yield name, bits.view(np.float32).reshape(entry["shape"])

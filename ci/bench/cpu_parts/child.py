@@ -1,0 +1,110 @@
+"""The loop of an engine's process: commands as lines of JSON on stdin, answers on stdout.
+
+Runs in the environment of each engine, so it needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+CONTEXT = 512
+"""Tokens that each sequence has before a measured decoding step."""
+SEQUENCES = 8
+"""Most sequences of a step."""
+
+
+class Engine(Protocol):
+    """Token ids in, logits or the next token out."""
+
+    def prefill(self, tokens: list[int]) -> None:
+        """One prompt, as a new sequence, up to the logits of its last token."""
+        ...
+
+    def decode(self, batch: int, steps: int) -> list[tuple[float, float]]:
+        """(wall, CPU) seconds of each step of `batch` sequences that have CONTEXT tokens."""
+        ...
+
+    def save_logits(self, tokens: list[int], path: str) -> None:
+        """Logits float32 of every position as a raw file."""
+        ...
+
+
+def clock() -> tuple[float, float]:
+    """Wall and CPU seconds of the process, all threads."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: tuple[float, float]) -> tuple[float, float]:
+    wall, cpu = clock()
+    return wall - start[0], cpu - start[1]
+
+
+def prompt(count: int, vocabulary: int, seed: int = 1) -> list[int]:
+    """Token ids that every engine gets alike."""
+    return [(seed * 7919 + i * 104729) % (vocabulary - 300) + 256 for i in range(count)]
+
+
+def run(load: Callable[[str, int, int], Engine]) -> None:
+    """argv: model, threads, tokens of the first prompt, size of the vocabulary.
+
+    Says its CPU seconds once the first token is there, then answers commands.
+    """
+    threads, first, vocabulary = map(int, sys.argv[2:5])
+    engine = load(sys.argv[1], threads, vocabulary)
+    engine.prefill(prompt(first, vocabulary))
+    _say({"cpu": time.process_time()})
+    for line in sys.stdin:
+        command = json.loads(line)
+        before = _threads()
+        start = clock()
+        samples: list[tuple[float, float]] = []
+        if command["do"] == "prefill":
+            tokens = prompt(command["tokens"], vocabulary)
+            start = clock()
+            engine.prefill(tokens)
+            samples = [since(start)]
+        elif command["do"] == "decode":
+            samples = engine.decode(command["batch"], command["steps"])
+        elif command["do"] == "logits":
+            engine.save_logits(prompt(command["tokens"], vocabulary), command["path"])
+        _say({"samples": samples, "threads": _active(before), **_memory()})
+
+
+def _say(answer: object) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _threads() -> dict[str, int]:
+    """CPU time of each thread, in clock ticks; empty where the system does not tell."""
+    found = {}
+    root = Path("/proc/self/task")
+    for task in root.iterdir() if root.is_dir() else ():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        found[task.name] = int(fields[11]) + int(fields[12])
+    return found
+
+
+def _active(before: dict[str, int]) -> int | None:
+    """Threads that have worked since then: at least a fifth of what the busiest one did."""
+    spent = [ticks - before.get(name, 0) for name, ticks in _threads().items()]
+    return sum(ticks * 5 >= max(spent) for ticks in spent) if spent and max(spent) > 2 else None
+
+
+def _memory() -> dict[str, float]:
+    """Resident MB now and at the peak, files that are mapped included."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+        return {"resident": peak, "peak": peak}
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return {
+        name: int(fields[field].split()[0]) * 1024 / 1e6
+        for name, field in (("resident", "VmRSS"), ("peak", "VmHWM"))
+    }

@@ -1,0 +1,45 @@
+"""Logits of the float32 reference (argv: checkpoint, tokens, result), and others against them (argv:
+`compare`, expected, found, vocabulary)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from child import prompt
+
+from mlcbuild import models
+from mlcbuild.reference import logits
+from mlcbuild.weights import checkpoint as weights_of
+
+
+def reference(checkpoint: str, count: str, out: str) -> None:
+    root = Path(checkpoint)
+    config = models.parse(json.loads((root / "config.json").read_text()))
+    tokens = prompt(int(count), config.vocab_size)
+    logits(config, weights_of(root, config), tokens).astype(np.float32).tofile(out)
+
+
+def compare(expected: str, found: str, vocabulary: str) -> None:
+    """KL(expected || found) in nats and agreement of the most likely token, means over positions; root of
+    the mean square of the error over that of the values, both without their mean."""
+    p, q = (
+        np.fromfile(path, np.float32).reshape(-1, int(vocabulary)).astype(np.float64)
+        for path in (expected, found)
+    )
+    p -= p.mean(axis=-1, keepdims=True)
+    q -= q.mean(axis=-1, keepdims=True)
+    error = float(np.sqrt(((p - q) ** 2).mean() / (p**2).mean()))
+    agree = float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean())
+    p -= np.log(np.exp(p).sum(axis=-1, keepdims=True))
+    q -= np.log(np.exp(q).sum(axis=-1, keepdims=True))
+    kl = float((np.exp(p) * (p - q)).sum(axis=-1).mean())
+    print(json.dumps({"kl": kl, "error": error, "agree": agree}))
+
+
+if sys.argv[1] == "compare":
+    compare(*sys.argv[2:])
+else:
+    reference(*sys.argv[1:])

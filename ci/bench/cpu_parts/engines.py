@@ -1,0 +1,150 @@
+"""What takes part: environments, converted models, and the command that starts each engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+OURS = os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "runtime")])
+
+
+@dataclass(frozen=True)
+class Peer:
+    packages: tuple[str, ...]
+    models: tuple[str, ...]
+    """Files or directories that its converter writes."""
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+PEERS: Mapping[str, Peer] = {
+    "llama": Peer(
+        ("llama-cpp-python", "gguf"),
+        ("q4_0.gguf", "q8_0.gguf"),
+        ("--no-binary", "llama-cpp-python"),
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DCMAKE_BUILD_TYPE=Release"},
+    ),
+    "ctranslate2": Peer(("ctranslate2",), ("int8",)),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model of one engine."""
+
+    name: str
+    bits: int
+    ours: bool
+    command: tuple[str, ...]
+    """Without threads, first prompt and vocabulary, which follow."""
+    path: str
+    """What PYTHONPATH is."""
+    size: int
+    """Bytes of the weights' files."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    checkpoint: Path
+    config: Mapping[str, int]
+    entries: tuple[Entry, ...]
+
+
+def prepare(directory: Path, shape: str, schemes: Iterable[str], peers: Iterable[str]) -> Prepared:
+    """Make what is not there yet."""
+    area = directory / shape
+    checkpoint = area / "checkpoint"
+    if not checkpoint.is_dir():
+        print(f"making a random checkpoint of {shape} ...", flush=True)
+        _in_process_of_its_own(checkpoint, shape)
+    config = json.loads((checkpoint / "config.json").read_text())
+    entries = [*_ours(area, list(schemes))]
+    for peer in peers:
+        entries += _peer(directory, area, peer)
+    return Prepared(checkpoint, config, tuple(entries))
+
+
+def _in_process_of_its_own(root: Path, shape: str) -> None:
+    """NumPy stays out of this process: it would be counted in the memory of every child."""
+    part = root.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    code = f"import sys, pathlib, checkpoint; checkpoint.make(pathlib.Path(sys.argv[1]), {shape!r})"
+    subprocess.run([sys.executable, "-c", code, str(part)], check=True, env=environment(OURS))
+    part.rename(root)
+
+
+def environment(path: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _ours(area: Path, schemes: list[str]) -> Iterator[Entry]:
+    """Through a recipe and the command line, as a user would."""
+    recipe = area / "recipe.yaml"
+    recipe.write_text(
+        "version: 1\n"
+        "models: {random: ./checkpoint}\n"
+        f"quantizations: [{', '.join(schemes)}]\n"
+        "targets: [host]\n"
+        "compile: {context_window: 2048, prefill_chunk: 512, max_batch: 8}\n"
+        'verify: {prompts: ["0123456789 abcdefghijkl"]}\n'
+    )
+    command = [sys.executable, "-m", "mlcbuild", "run", str(recipe), "--store", str(area.parent / "store")]
+    subprocess.run(command, check=True, env=environment(OURS), stdout=subprocess.DEVNULL)
+    for scheme in schemes:
+        bundle = area / "dist" / f"random-{scheme}-host"
+        size = sum(path.stat().st_size for path in bundle.glob("*.safetensors"))
+        started = (sys.executable, str(HERE / "engine_ours.py"), str(bundle))
+        yield Entry(f"ours {scheme}", int(scheme[1]), True, started, OURS, size)
+
+
+def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
+    peer, out = PEERS[name], area / name
+    try:
+        python = _installed(directory / "environments" / name, peer)
+        if not out.is_dir():
+            print(f"converting for {name} ...", flush=True)
+            part = out.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            command = [python, str(HERE / f"convert_{name}.py"), str(area / "checkpoint"), str(part)]
+            _quietly(command, environment(str(HERE)), area / f"{name}.log")
+            part.rename(out)
+    except subprocess.CalledProcessError as error:
+        print(f"{name} is left out: {error.cmd[0]} failed; see {error.output}", flush=True)
+        return
+    for model in peer.models:
+        path = out / model
+        files = [path] if path.is_file() else [part for part in path.iterdir() if part.suffix == ".bin"]
+        size = sum(file.stat().st_size for file in files)
+        started = (python, str(HERE / f"engine_{name}.py"), str(path))
+        bits = 4 if "4" in path.stem else 8
+        yield Entry(f"{name} {path.stem}", bits, False, started, str(HERE), size)
+
+
+def _installed(place: Path, peer: Peer) -> str:
+    """The interpreter of a peer's environment, made where it is not there yet."""
+    python = place / "bin" / "python"
+    if not (place / "done").is_file():
+        print(f"installing {', '.join(peer.packages)} ...", flush=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", *peer.options, *peer.packages, "numpy"]
+        _quietly(install, {**os.environ, **peer.environment}, place / "install.log")
+        (place / "done").touch()
+    return str(python)
+
+
+def _quietly(command: list[str], variables: Mapping[str, str], log: Path) -> None:
+    """Run with the output in a file, which the error of a failure carries."""
+    with log.open("wb") as file:
+        done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, output=str(log))

@@ -1,0 +1,163 @@
+"""The measurement: every engine in turn, round after round."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, cast
+
+from child import CONTEXT
+from engines import HERE, OURS, Entry, Prepared, environment
+
+FIRST = 16
+"""Tokens of the prompt whose first token is waited for."""
+FIGURES = ("prefill 128", "prefill 512", "decode 1", "decode 4", "decode 8")
+SCORED = 128
+"""Tokens whose logits are compared."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    threads: int
+    rounds: int
+    steps: int
+    small: bool
+    """A model whose prefill takes well under a second: it is run more often."""
+
+
+@dataclass
+class Samples:
+    """Of one entry."""
+
+    wall: dict[str, list[float]] = field(default_factory=dict)
+    """Tokens per second; seconds for "first token"."""
+    cpu: dict[str, list[float]] = field(default_factory=dict)
+    """Tokens per CPU second; CPU seconds for "first token"."""
+    threads: set[int] = field(default_factory=set)
+    """Active ones."""
+    resident: float = 0.0
+    """MB, after everything else."""
+
+    def add(self, figure: str, wall: float, cpu: float) -> None:
+        self.wall.setdefault(figure, []).append(wall)
+        self.cpu.setdefault(figure, []).append(cpu)
+
+
+@dataclass(frozen=True)
+class Measured:
+    limits: list[Mapping[str, float]]
+    samples: Mapping[str, Samples]
+
+
+@dataclass(frozen=True)
+class Child:
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, entry: Entry, threads: int, first: int, vocabulary: int) -> Child:
+        variables = environment(entry.path) | {"OMP_NUM_THREADS": str(threads)}
+        command = [*entry.command, str(threads), str(first), str(vocabulary)]
+        return cls(_popen(command, variables))
+
+    def hear(self) -> dict[str, object]:
+        line = cast("IO[str]", self.process.stdout).readline()
+        if not line:
+            sys.exit(f"{self.process.args!r} ended with {self.process.wait()}")
+        return cast("dict[str, object]", json.loads(line))
+
+    def ask(self, **command: object) -> dict[str, object]:
+        given = cast("IO[str]", self.process.stdin)
+        given.write(json.dumps(command) + "\n")
+        given.flush()
+        return self.hear()
+
+    def close(self) -> None:
+        cast("IO[str]", self.process.stdin).close()
+        self.process.wait()
+
+
+def _popen(command: list[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def measure(found: Prepared, plan: Plan) -> Measured:
+    vocabulary = found.config["vocab_size"]
+    samples = {entry.name: Samples() for entry in found.entries}
+    limits: list[Mapping[str, float]] = []
+    for _ in range(plan.rounds):
+        for entry in found.entries:
+            samples[entry.name].add("first token", *_first(entry, plan.threads, vocabulary))
+    with ExitStack() as stack:
+        children = {}
+        for entry in found.entries:
+            children[entry.name] = Child.start(entry, plan.threads, CONTEXT, vocabulary)
+            stack.callback(children[entry.name].close)
+            children[entry.name].hear()
+        gauge = Child(_popen([sys.executable, str(HERE / "limits.py"), str(plan.threads)], environment(OURS)))
+        stack.callback(gauge.close)
+        gauge.hear()
+        for _ in range(plan.rounds):
+            limits.append(cast("Mapping[str, float]", gauge.ask()))
+            for figure in FIGURES:
+                for name, child in children.items():
+                    _sample(child, figure, plan, samples[name])
+    return Measured(limits, samples)
+
+
+def _first(entry: Entry, threads: int, vocabulary: int) -> tuple[float, float]:
+    """Wall and CPU seconds from the start of a process to its first token."""
+    start = time.perf_counter()
+    child = Child.start(entry, threads, FIRST, vocabulary)
+    said = child.hear()
+    wall = time.perf_counter() - start
+    child.close()
+    return wall, cast(float, said["cpu"])
+
+
+def _sample(child: Child, figure: str, plan: Plan, into: Samples) -> None:
+    kind, _, number = figure.partition(" ")
+    count = int(number)
+    for _ in range(2 if plan.small and kind == "prefill" else 1):
+        if kind == "prefill":
+            answer = child.ask(do="prefill", tokens=count)
+        else:
+            answer = child.ask(do="decode", batch=count, steps=plan.steps)
+        for wall, cpu in cast("list[tuple[float, float]]", answer["samples"]):
+            into.add(figure, count / wall, count / cpu)
+        if answer["threads"]:
+            into.threads.add(cast(int, answer["threads"]))
+        into.resident = cast(float, answer["resident"])
+
+
+def logits(found: Prepared, area: Path) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each entry's logits against those of the float32 reference: KL and agreement."""
+    vocabulary = found.config["vocab_size"]
+    variables = environment(OURS)
+    expected = area / "reference.f32"
+    script = str(HERE / "compare.py")
+    if not expected.is_file():
+        made = [sys.executable, script, str(found.checkpoint), str(SCORED), str(expected)]
+        subprocess.run(made, env=variables, check=True)
+    for entry in found.entries:
+        child = Child.start(entry, os.cpu_count() or 1, FIRST, vocabulary)
+        child.hear()
+        path = area / "logits.f32"
+        child.ask(do="logits", tokens=SCORED, path=str(path))
+        child.close()
+        compared = [sys.executable, script, "compare", str(expected), str(path), str(vocabulary)]
+        done = subprocess.run(compared, env=variables, check=True, capture_output=True, text=True)
+        yield entry.name, json.loads(done.stdout)

@@ -1,0 +1,89 @@
+"""What was measured, as text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from child import CONTEXT
+from engines import Entry, Prepared
+from rounds import FIGURES, Measured
+
+
+def show(shape: str, threads: int, found: Prepared, measured: Measured) -> None:
+    best = {key: max(limit[key] for limit in measured.limits) for key in ("read", "float32", "int8")}
+    print(f"\n## {shape}, {threads} thread{'s' if threads > 1 else ''}\n")
+    print(
+        f"the machine: reads {best['read']:.1f} GB/s, float32 {best['float32']:.0f} GFlop/s,"
+        f" int8 {best['int8']:.0f} Gop/s (the best of {len(measured.limits)})"
+    )
+    for entry in found.entries:
+        active = measured.samples[entry.name].threads
+        if active and active != {threads}:
+            print(f"note: {entry.name} worked with {sorted(active)} threads at different times")
+    samples = [(entry, measured.samples[entry.name]) for entry in found.entries]
+    wall = {entry.name: sample.wall for entry, sample in samples}
+    cpu = {entry.name: sample.cpu for entry, sample in samples}
+    _rates("tokens per second", found, wall, best)
+    _rates(
+        "tokens per CPU second, all threads: what other work on the machine does not change", found, cpu, {}
+    )
+    print("\n| | first token, s | its CPU s | resident MB | weights MB |\n|---|---|---|---|---|")
+    for entry, sample in samples:
+        first, spent = (_spread(each["first token"], 2) for each in (sample.wall, sample.cpu))
+        print(f"| {entry.name} | {first} | {spent} | {sample.resident:.0f} | {entry.size / 1e6:.1f} |")
+
+
+def _rates(
+    title: str,
+    found: Prepared,
+    rates: Mapping[str, Mapping[str, Sequence[float]]],
+    best: Mapping[str, float],
+) -> None:
+    floors = " | of the limit" if best else ""
+    print(f"\n{title}\n\n| | {' | '.join(entry.name for entry in found.entries)} | ratio{floors} |")
+    print("|---" * (len(found.entries) + 2 + bool(best)) + "|")
+    for figure in FIGURES:
+        cells = [_spread(rates[entry.name][figure], 1) for entry in found.entries]
+        medians = {entry: statistics.median(rates[entry.name][figure]) for entry in found.entries}
+        ours = max((entry for entry in found.entries if entry.ours), key=medians.__getitem__)
+        others = [medians[entry] for entry in found.entries if not entry.ours]
+        cells.append(f"{medians[ours] / max(others):.2f}" if others else "")
+        if best:
+            cells.append(f"{medians[ours] / _limit(figure, ours, found.config, best):.0%}")
+        print(f"| {figure} | {' | '.join(cells)} |")
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} [{low:.{digits}f} .. {high:.{digits}f}]"
+
+
+def _limit(figure: str, entry: Entry, config: Mapping[str, int], best: Mapping[str, float]) -> float:
+    """Tokens per second if the machine did only what must be done: to prefill, the operations of the
+    products at the int8 rate; to decode, reading weights once for the batch, and keys and values."""
+    kind, _, number = figure.partition(" ")
+    count = int(number)
+    hidden, inner, layers = (
+        config[f"{k}"] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    inside = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner)
+    if kind == "prefill":
+        attention = layers * 2 * 2 * hidden * count * count / 2
+        seconds = 2 * inside * count / best["int8"] + attention / best["float32"]
+        return count * 1e9 / seconds
+    table = config["vocab_size"] * hidden
+    stored = inside + table * (1 if config["tie_word_embeddings"] else 2)
+    weights = entry.size * (inside + table) / stored
+    cache = count * CONTEXT * layers * 2 * kv * 2
+    return count * best["read"] * 1e9 / (weights + cache)
+
+
+def accuracy(shape: str, found: Prepared, figures: Iterable[tuple[str, Mapping[str, float]]]) -> None:
+    size = {entry.name: entry.size for entry in found.entries}
+    print(f"\n{shape}: logits against the float32 reference of the same random weights\n")
+    print("| | weights MB | KL, nats | relative error | same first choice |\n|---|---|---|---|---|")
+    for name, found_figures in figures:
+        kl, error, agree = (found_figures[key] for key in ("kl", "error", "agree"))
+        print(f"| {name} | {size[name] / 1e6:.1f} | {kl:.4f} | {error:.4f} | {agree:.1%} |")
