@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +33,6 @@ RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
 _CPU, _POOLED = 1, 2
 """DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
 
-Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 
@@ -41,28 +42,28 @@ class Step:
 
     Sequence s owns tokens[indptr[s]:indptr[s+1]] and pages page_table[page_indptr[s]:page_indptr[s+1]];
     `lengths[s]` is its length after this step. `rows` are the rows of `tokens` whose logits are wanted.
+    These are plain lists: a decoding step has streamed the model through every cache, and each call of NumPy
+    then costs more than all these numbers.
     """
 
-    tokens: Ints
-    indptr: Ints
-    lengths: Ints
-    page_indptr: Ints
-    page_table: Ints
-    rows: Ints
+    tokens: list[int]
+    indptr: list[int]
+    lengths: list[int]
+    page_indptr: list[int]
+    page_table: list[int]
+    rows: list[int]
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], all_rows: bool = False) -> Step:
         """From (new tokens, length after them, pages) of each sequence; logits of its last, or of all."""
-        counts = [len(tokens) for tokens, _, _ in parts]
-        indptr = _offsets(counts)
-        rows = np.arange(indptr[-1], dtype=np.int32) if all_rows else indptr[1:] - np.int32(1)
+        indptr = [0, *accumulate(len(tokens) for tokens, _, _ in parts)]
         return cls(
-            tokens=np.fromiter((t for tokens, _, _ in parts for t in tokens), np.int32, sum(counts)),
+            tokens=[token for tokens, _, _ in parts for token in tokens],
             indptr=indptr,
-            lengths=np.array([length for _, length, _ in parts], np.int32),
-            page_indptr=_offsets([len(pages) for _, _, pages in parts]),
-            page_table=np.array([page for _, _, pages in parts for page in pages], np.int32),
-            rows=rows,
+            lengths=[length for _, length, _ in parts],
+            page_indptr=[0, *accumulate(len(pages) for _, _, pages in parts)],
+            page_table=[page for _, _, pages in parts for page in pages],
+            rows=list(range(indptr[-1])) if all_rows else [end - 1 for end in indptr[1:]],
         )
 
     @property
@@ -70,22 +71,51 @@ class Step:
         """Every sequence has one new token."""
         return len(self.tokens) == len(self.lengths)
 
-    def positions(self) -> Ints:
-        """int32 [n]: position of each new token in its sequence."""
-        counts = np.diff(self.indptr)
-        start = self.lengths - counts - self.indptr[:-1]
-        return np.arange(len(self.tokens), dtype=np.int32) + np.repeat(start, counts)
+    def positions(self) -> list[int]:
+        """Of each new token in its sequence."""
+        counts = [end - start for start, end in pairwise(self.indptr)]
+        return [
+            position
+            for length, count in zip(self.lengths, counts, strict=True)
+            for position in range(length - count, length)
+        ]
 
-    def slots(self, positions: Ints, page_size: int) -> Ints:
-        """int32 [n]: page * page_size + offset where the key and value of each new token go."""
-        first = np.repeat(self.page_indptr[:-1], np.diff(self.indptr))
-        pages = self.page_table[first + positions // page_size]
-        slots: Ints = (pages * page_size + positions % page_size).astype(np.int32)
-        return slots
+    def slots(self, page_size: int) -> list[int]:
+        """page * page_size + offset where the key and value of each new token go."""
+        found = []
+        for s, length in enumerate(self.lengths):
+            first = self.page_indptr[s]
+            for position in range(length - self.indptr[s + 1] + self.indptr[s], length):
+                page, offset = divmod(position, page_size)
+                found.append(self.page_table[first + page] * page_size + offset)
+        return found
 
 
-def _offsets(counts: Sequence[int]) -> Ints:
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+class _Numbers:
+    """The int32 tensors of a step. They lie in one block, which every step writes at once."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] | None = None
+        self._block = np.empty(0, np.int32)
+        self._tensors: list[tvm_ffi.Tensor] = []
+
+    def tensors(self, lists: Sequence[list[int]]) -> list[tvm_ffi.Tensor]:
+        """Valid until the next call."""
+        sizes = list(map(len, lists))
+        if sizes != self._sizes:
+            self._arrange(sizes)
+        padded = [number for numbers in lists for number in (*numbers, *[0] * (-len(numbers) % _LINE))]
+        self._block[:] = padded
+        return self._tensors
+
+    def _arrange(self, sizes: list[int]) -> None:
+        starts = [0, *accumulate(size + -size % _LINE for size in sizes)]
+        self._sizes, self._block = sizes, tensors.aligned(np.zeros(starts[-1], np.int32))
+        views = [self._block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        self._tensors = [tvm_ffi.from_dlpack(view) for view in views]
+
+
+_LINE = tensors.ALIGNMENT // 4
 
 
 class Model:
@@ -98,6 +128,7 @@ class Model:
         metadata = library.read_metadata(str(self._function("_metadata")()), manifest)
         self._weights = tensors.load(path, manifest.weights, metadata.params)
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
+        self._numbers = _Numbers()
         self._embed = self._function("embed")
         self._create_cache = self._function("create_paged_kv_cache")
         self._forward = {
@@ -149,20 +180,17 @@ class Model:
 
         The array views memory of the VM that is its own: later calls do not change it.
         """
-        positions = step.positions()
-        slots = step.slots(positions, self.limits.page_size)
-        arrays = [positions, slots, step.indptr, step.page_indptr, step.page_table, step.lengths]
-        cache = [self._cache, *map(_tensor, arrays), self._params]
-        embedded = self._embed(_tensor(step.tokens), self._params)
-        n, hidden = embedded.shape
-        single = len(step.lengths) == 1
-        view = np.from_dlpack(embedded)
-        if step.is_decode and len(step.rows) == n:
-            logits = self._forward[True, single](tvm_ffi.from_dlpack(view.reshape(n, 1, hidden)), *cache)
-        else:
-            function = self._forward[False, single]
-            logits = function(tvm_ffi.from_dlpack(view.reshape(1, n, hidden)), _tensor(step.rows), *cache)
-        return np.asarray(np.from_dlpack(logits), np.float32).reshape(len(step.rows), -1)
+        where = [step.positions(), step.slots(self.limits.page_size), step.indptr, step.page_indptr]
+        tokens, rows, *batch = self._numbers.tensors(
+            [step.tokens, step.rows, *where, step.page_table, step.lengths]
+        )
+        n, q, single = len(step.tokens), len(step.rows), len(step.lengths) == 1
+        decode = step.is_decode and q == n
+        embedded = np.from_dlpack(self._embed(tokens, self._params))
+        shaped = tvm_ffi.from_dlpack(embedded.reshape((n, 1, -1) if decode else (1, n, -1)))
+        given = [shaped] if decode else [shaped, rows]
+        logits = self._forward[decode, single](*given, self._cache, *batch, self._params)
+        return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
         """Logits float32 [len(tokens), vocab] of every position of one sequence.
@@ -193,11 +221,6 @@ def check_tokens(tokens: Sequence[int], manifest: Manifest) -> None:
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise ValueError(f"token {token} is outside the vocabulary of {vocab_size} tokens")
-
-
-def _tensor(array: Ints) -> tvm_ffi.Tensor:
-    """A view for one call. NumPy's allocator aligns to 16 bytes only, so other places are copied."""
-    return tvm_ffi.from_dlpack(tensors.aligned(array))
 
 
 def _load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:

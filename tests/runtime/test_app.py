@@ -28,7 +28,7 @@ class Faulty(Model):
     """Fails on one token at once, and on any other when the context has grown."""
 
     def forward(self, step: Step) -> Floats:
-        if POISON in step.tokens or (step.is_decode and (step.lengths == 4).any()):
+        if POISON in step.tokens or (step.is_decode and 4 in step.lengths):
             raise RuntimeError("a kernel has failed")
         return super().forward(step)
 
