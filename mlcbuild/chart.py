@@ -1,4 +1,4 @@
-"""Charts of a run as SVG that needs nothing else: a timeline, and loss against size."""
+"""Charts as SVG that needs nothing else: a timeline of a run, loss against size, curves."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _WIDTH, _ROW, _LEFT, _RIGHT = 1040.0, 24.0, 12.0, 28.0
 _CHAR = 6.4
 LEAST = 1e-7
 """Loss below which differences are rounding, and a model is as good as exact."""
+_DOTS = 12
+"""Points of a curve up to which each is shown."""
 _GREY = 'fill="#5d6877"'
 
 
@@ -136,7 +138,7 @@ def scatter(points: Sequence[Point]) -> str:
             f'<line x1="{left:.0f}" y1="{y:.1f}" x2="{width - 16:.0f}" y2="{y:.1f}" stroke="#e2e6ec"/>'
             f'<text x="{left - 8:.0f}" y="{y + 4:.1f}" text-anchor="end" {_GREY}>{10.0**power:g}</text>'
         )
-    for tick in _sizes(largest):
+    for tick in _rounds(largest):
         x = left + tick / largest * (width - left - 16)
         body.append(
             f'<text x="{x:.1f}" y="{height - bottom + 18:.0f}" text-anchor="middle" fill="#5d6877">'
@@ -175,8 +177,68 @@ def _dot(
     )
 
 
-def _sizes(largest: float) -> list[float]:
-    """Round numbers of bytes below `largest`."""
+@dataclass(frozen=True)
+class Curve:
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram: curves over two axes that both begin at 0."""
+
+    title: str
+    across: str
+    up: str
+    curves: Sequence[Curve]
+
+
+def panels(listed: Sequence[Panel]) -> str:
+    """Diagrams beside each other, two in a row, with one legend: a name has the same colour in all."""
+    width, height, columns = 520.0, 300.0, min(2, max(1, len(listed)))
+    names = list(dict.fromkeys(curve.name for panel in listed for curve in panel.curves))
+    colours = {name: _PALETTE[index % len(_PALETTE)] for index, name in enumerate(names)}
+    body, x = [], 64.0
+    for name, colour in colours.items():
+        body.append(f'<rect x="{x:.0f}" y="10" width="14" height="4" fill="{colour}"/>')
+        body.append(f'<text x="{x + 20:.0f}" y="16" fill="#1c2330">{escape(name)}</text>')
+        x += 40 + len(name) * _CHAR
+    for index, panel in enumerate(listed):
+        left, top = index % columns * width, 28 + index // columns * height
+        body.append(f'<g transform="translate({left:.0f} {top:.0f})">')
+        body += [*_panel(panel, (width, height), colours), "</g>"]
+    return _svg(max(columns * width, x), 28 + -(-len(listed) // columns) * height, body)
+
+
+def _panel(panel: Panel, extent: tuple[float, float], colours: Mapping[str, str]) -> Iterable[str]:
+    left, right, top, bottom = 64.0, 16.0, 26.0, 44.0
+    width, height = extent[0] - left - right, extent[1] - top - bottom
+    points = [point for curve in panel.curves for point in curve.points]
+    most_x = max((x for x, _ in points), default=0.0) or 1.0
+    most_y = 1.05 * (max((y for _, y in points), default=0.0) or 1.0)
+    yield f'<text x="{left:.0f}" y="14" fill="#1c2330" font-weight="600">{escape(panel.title)}</text>'
+    for tick in _rounds(most_x):
+        x = left + tick / most_x * width
+        yield f'<text x="{x:.1f}" y="{top + height + 17:.0f}" text-anchor="middle" {_GREY}>{tick:g}</text>'
+    for tick in _rounds(most_y):
+        y = top + (1 - tick / most_y) * height
+        yield f'<line x1="{left:.0f}" y1="{y:.1f}" x2="{left + width:.0f}" y2="{y:.1f}" stroke="#e2e6ec"/>'
+        yield f'<text x="{left - 8:.0f}" y="{y + 4:.1f}" text-anchor="end" {_GREY}>{tick:g}</text>'
+    middle = left + width / 2
+    below = f'x="{middle:.0f}" y="{extent[1] - 8:.0f}" text-anchor="middle" {_GREY}'
+    yield f"<text {below}>{escape(panel.across)}</text>"
+    turned = f'transform="rotate(-90 14 {top + height / 2:.0f})" x="14" y="{top + height / 2:.0f}"'
+    yield f'<text {turned} text-anchor="middle" {_GREY}>{escape(panel.up)}</text>'
+    for curve in panel.curves:
+        placed = [(left + x / most_x * width, top + (1 - y / most_y) * height) for x, y in curve.points]
+        line, colour = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed), colours[curve.name]
+        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>'
+        if len(placed) <= _DOTS:
+            yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in placed)
+
+
+def _rounds(largest: float) -> list[float]:
+    """Round numbers from 0 to `largest`."""
     power = 10.0 ** math.floor(math.log10(largest))
     step = next(n * power for n in (0.1, 0.2, 0.25, 0.5, 1, 2) if largest / (n * power) <= 5)
     return [i * step for i in range(int(largest / step) + 1)]

@@ -73,11 +73,12 @@ BUILDER_TABLE: Mapping[str, str] = {
     "emit": "bundle events export graph pipeline records store",
     "runlog": "events graph store",
     "chart": "report",
+    "bench": "chart",
     "page": "chart graph picture report runlog",
     "ci": "events execute graph hub pipeline plan remotes report runlog store targets",
     "cli": (
-        "archive bundle ci compiler emit events execute footprint lock machine models page picture pipeline "
-        "plan quant recipe records remotes report runlog schema store targets upkeep"
+        "archive bench bundle ci compiler emit events execute footprint lock machine models page picture "
+        "pipeline plan quant recipe records remotes report runlog schema store targets upkeep"
     ),
     "__main__": "cli",
 }
@@ -122,7 +123,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
 }
 SHARED = {"errors", "canon"}
 """Anyone's."""
-FORMAT_USERS = {"bundle", "compiler", "weights", "verify", "footprint", "cli"}
+FORMAT_USERS = {"bench", "bundle", "compiler", "weights", "verify", "footprint", "cli"}
 """Modules of the builder that may import the runtime: they write or load what it reads."""
 
 

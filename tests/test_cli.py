@@ -119,7 +119,7 @@ def test_the_top_lists_all_verbs(capsys: Out) -> None:
         ("--nope", "mlcbuild: '--nope' stands before the verb: write mlcbuild VERB [OPTIONS]"),
         ("--json plan recipe.yaml", "mlcbuild: '--json' stands before the verb"),
         ("rnu recipe.yaml", "mlcbuild: 'rnu' is not a verb; did you mean 'run'?"),
-        ("make", "mlcbuild: 'make' is not a verb; known: cache, chat, doctor, "),
+        ("make", "mlcbuild: 'make' is not a verb; known: bench, cache, chat, doctor, "),
         ("publish", "mlcbuild: 'publish' (publishing bundles) is not in this version"),
         ("run", "mlcbuild run: error: the following arguments are required: recipe"),
         ("run recipe.yaml other.yaml", "mlcbuild run: 'other.yaml' is one argument too many; see"),

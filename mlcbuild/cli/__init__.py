@@ -233,6 +233,13 @@ VERBS: dict[str, Verb] = {
     "chat": Verb(
         "bundles", "chat", "talk to a bundle", "mlcbuild chat dist/tiny-q4f16_1-host", (_bundle, _threads)
     ),
+    "bench": Verb(
+        "bench",
+        "bench",
+        "measure a server under load, or a bundle",
+        "mlcbuild bench serve http://127.0.0.1:8000 --clients 1,4,16",
+        (options.bench, _threads, _json),
+    ),
     "doctor": Verb("facts", "doctor", "check this machine", "mlcbuild doctor", (_store, _json)),
     "schema": Verb(
         "facts", "schema", "print a JSON Schema", "mlcbuild schema recipe > recipe.schema.json", (_schema,)
@@ -240,7 +247,6 @@ VERBS: dict[str, Verb] = {
 }
 
 LATER = {
-    "bench": "measuring bundles",
     "publish": "publishing bundles",
 }
 """Verbs of later versions, and what they will be about."""

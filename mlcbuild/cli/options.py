@@ -106,3 +106,71 @@ def cache(parser: argparse.ArgumentParser) -> None:
 def keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("new", "show"), help="make a key, or print its public half")
     parser.add_argument("--file", metavar="FILE", help="the private key (default: $MLCBUILD_KEY)")
+
+
+def bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", help="'serve' to put load on a server, or a bundle's directory")
+    parser.add_argument("url", nargs="?", help="serve: the server, any that speaks OpenAI's API")
+    lengths = "a number, uniform:LOW,HIGH, normal:MEAN,DEVIATION or lognormal:MEDIAN,SIGMA"
+    parser.add_argument(
+        "--prompt-tokens", default="128", metavar="LENGTH", help=f"of prompts: {lengths} (default 128)"
+    )
+    parser.add_argument("--tokens", default="32", metavar="LENGTH", help="of answers, likewise (default 32)")
+    serve = parser.add_argument_group("serve")
+    serve.add_argument(
+        "--clients", metavar="N,...", help="closed loop: each asks again when it has its answer (default 1)"
+    )
+    serve.add_argument(
+        "--rate", metavar="R,...", help="open loop: requests a second, whether answers come or not"
+    )
+    serve.add_argument(
+        "--arrivals", choices=("poisson", "constant"), help="of --rate: random (default), or all alike"
+    )
+    serve.add_argument(
+        "--requests", type=positive, metavar="N", help="of each load (default: 8 a client; open loop: 100)"
+    )
+    serve.add_argument("--seconds", type=seconds, metavar="S", help="new requests only so long")
+    serve.add_argument(
+        "--warmup", type=natural, default=2, metavar="N", help="requests before each load (default 2)"
+    )
+    serve.add_argument("--chat", action="store_true", help="ask /v1/chat/completions, not /v1/completions")
+    serve.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    serve.add_argument(
+        "--token-ids", type=positive, metavar="N", help="prompts of random tokens below N, not of words"
+    )
+    serve.add_argument(
+        "--no-ignore-eos",
+        action="store_true",
+        help="answers may end early; for servers that do not know the field ignore_eos",
+    )
+    serve.add_argument(
+        "--slo",
+        action="append",
+        default=[],
+        metavar="NAME=S",
+        help="ttft, tpot or e2e within S seconds: goodput counts requests that keep all",
+    )
+    serve.add_argument(
+        "--timeout", type=seconds, default=300.0, metavar="S", help="of a request (default 300)"
+    )
+    serve.add_argument("--api-key", metavar="KEY", help="default: $MLCBUILD_API_KEY")
+    serve.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help="of everything random (default 0)"
+    )
+    serve.add_argument("--plot", metavar="FILE", help="write distributions as SVG")
+
+
+def natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, found '{text}'")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1e9:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, found '{text}'")
+    return found

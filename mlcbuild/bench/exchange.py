@@ -1,0 +1,154 @@
+"""One HTTP exchange over a connection of its own, and when which bytes of the answer came.
+
+While answers come, reading and looking at the clock is all that happens; what the bytes mean is worked out
+afterwards. So the generator takes little from a machine that it may share with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from mlcbuild.canon import Json
+from mlcbuild.errors import MlcbuildError, UsageError
+
+LONGEST_HEAD = 1 << 16
+"""Bytes of a response's status line and headers."""
+
+
+class ExchangeError(MlcbuildError):
+    """No whole answer came. `kind` is one word, for counting."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Server:
+    host: str
+    port: int
+    tls: bool
+    path: str
+    """What stands before /v1."""
+    key: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, url: str, key: str | None = None) -> Server:
+        """From http://HOST[:PORT][/PATH][/v1]. Raises UsageError."""
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"mlcbuild bench: '{url}' is not a URL such as http://127.0.0.1:8000")
+        if key is not None and not key.isprintable():
+            raise UsageError("mlcbuild bench: the key has characters that no header can have")
+        tls = parts.scheme == "https"
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, port or (443 if tls else 80), tls, path, key)
+
+    @property
+    def name(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def head(self, path: str, body: bytes | None) -> bytes:
+        """The request up to its body."""
+        lines = [
+            f"{'GET' if body is None else 'POST'} {self.path}{path} HTTP/1.1",
+            f"Host: {self.name}",
+            "Connection: close",
+            "Accept: application/json, text/event-stream",
+        ]
+        if body is not None:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        if self.key is not None:
+            lines.append(f"Authorization: Bearer {self.key}")
+        return "\r\n".join([*lines, "", ""]).encode()
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    pieces: tuple[tuple[float, bytes], ...]
+    """(seconds of time.perf_counter, bytes) of the body, in order."""
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(data for _, data in self.pieces)
+
+    def events(self) -> Iterator[tuple[float, bytes]]:
+        """(when its last byte came, data) of each server-sent event."""
+        left, data = b"", list[bytes]()
+        for moment, piece in self.pieces:
+            *lines, left = (left + piece).split(b"\n")
+            for raw in lines:
+                line = raw.removesuffix(b"\r")
+                if line.startswith(b"data:"):
+                    data.append(line[5:].lstrip(b" "))
+                elif not line and data:
+                    yield moment, b"\n".join(data)
+                    data = []
+
+
+async def exchange(server: Server, path: str, document: Mapping[str, Json] | None = None) -> Reply:
+    """GET, or POST of a document. Raises ExchangeError when no whole answer comes."""
+    body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
+    context = ssl.create_default_context() if server.tls else None
+    try:
+        reader, writer = await asyncio.open_connection(
+            server.host, server.port, ssl=context, limit=LONGEST_HEAD
+        )
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ExchangeError("connect", f"{server.name} cannot be reached: {why}") from None
+    try:
+        writer.write(server.head(path, body) + (body or b""))
+        head = await reader.readuntil(b"\r\n\r\n")
+        status, headers = _parse(head)
+        pieces = tuple([piece async for piece in _pieces(reader, headers)])
+    except (asyncio.IncompleteReadError, OSError):
+        raise ExchangeError("cut", f"{server.name} closed the connection before its answer's end") from None
+    except (asyncio.LimitOverrunError, ValueError):
+        raise ExchangeError("malformed", f"{server.name} does not answer in HTTP/1.1") from None
+    finally:
+        writer.close()
+    return Reply(status, pieces)
+
+
+def _parse(head: bytes) -> tuple[int, dict[str, str]]:
+    """Status and headers. Raises ValueError."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    version, status, *_ = first.split(" ", 2)
+    if not version.startswith("HTTP/1."):
+        raise ValueError(first)
+    pairs = (line.partition(":") for line in lines if line)
+    return int(status), {name.strip().lower(): value.strip().lower() for name, _, value in pairs}
+
+
+async def _pieces(
+    reader: asyncio.StreamReader, headers: Mapping[str, str]
+) -> AsyncIterator[tuple[float, bytes]]:
+    """The body as it comes. Raises asyncio.IncompleteReadError when it ends early."""
+    if headers.get("transfer-encoding") == "chunked":
+        while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+            data = await reader.readexactly(size + 2)
+            yield time.perf_counter(), data[:-2]
+        return
+    length = int(headers["content-length"]) if "content-length" in headers else None
+    came = 0
+    while length is None or came < length:
+        data = await reader.read(1 << 16)
+        if not data:
+            if length is not None:
+                raise asyncio.IncompleteReadError(b"", length - came)
+            return
+        came += len(data)
+        yield time.perf_counter(), data

@@ -1,0 +1,227 @@
+"""From what came when to figures: percentiles, throughput, goodput.
+
+    ttft   seconds to the first piece of text (time to first token)
+    tpot   seconds for each later token: (last - first) / (tokens - 1)
+    itl    seconds between two pieces of text (inter-token latency); the sample is the gap, not the request
+    e2e    seconds to the end of the answer
+
+All of them count from the moment at which a request was due: in an open loop a generator that is late does
+not make the server look faster than it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlcbuild.bench.exchange import Reply
+
+METRICS = ("ttft", "tpot", "itl", "e2e")
+PERCENTILES = (50, 90, 99)
+SLO_METRICS = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request. Moments are seconds of one clock."""
+
+    due: float
+    sent: float
+    end: float
+    texts: tuple[float, ...] = ()
+    """When each piece of text came."""
+    prompt_tokens: int | None = None
+    """None: the server does not say."""
+    answer_tokens: int | None = None
+    error: str | None = None
+    """One word, for counting."""
+    message: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Of the answer; pieces of text where the server does not count."""
+        return len(self.texts) if self.answer_tokens is None else self.answer_tokens
+
+    def values(self) -> dict[str, float]:
+        """Of each metric that this request has."""
+        found = {"e2e": self.end - self.due}
+        if self.texts:
+            found["ttft"] = self.texts[0] - self.due
+            if self.tokens > 1:
+                found["tpot"] = (self.texts[-1] - self.texts[0]) / (self.tokens - 1)
+        return found
+
+    def gaps(self) -> list[float]:
+        return [late - soon for soon, late in zip(self.texts, self.texts[1:], strict=False)]
+
+    def meets(self, slo: Mapping[str, float]) -> bool:
+        values = self.values()
+        return self.error is None and all(values.get(name, 0.0) <= most for name, most in slo.items())
+
+
+def sample(due: float, sent: float, end: float, reply: Reply) -> Sample:
+    """What a reply to a streamed request says. Raises nothing: what is wrong is the sample's error."""
+    if reply.status != 200:
+        return Sample(due, sent, end, error=f"http {reply.status}", message=_reason(reply.body))
+    texts, usage, done = list[float](), Usage(), False
+    for moment, data in reply.events():
+        if data == b"[DONE]":
+            done = True
+            break
+        try:
+            document = json.loads(data)
+        except ValueError:
+            return Sample(due, sent, end, error="malformed", message="an event is not JSON")
+        if not isinstance(document, dict):
+            return Sample(due, sent, end, error="malformed", message="an event is not an object")
+        if document.get("error"):
+            return Sample(due, sent, end, error="stream", message=_reason(data))
+        usage = Usage.of(document.get("usage")) or usage
+        if _has_text(document):
+            texts.append(moment)
+    error = None if done else "cut"
+    return Sample(due, sent, end, tuple(texts), usage.prompt, usage.answer, error)
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt: int | None = None
+    answer: int | None = None
+
+    @classmethod
+    def of(cls, found: object) -> Usage | None:
+        if not isinstance(found, dict):
+            return None
+        numbers = (found.get("prompt_tokens"), found.get("completion_tokens"))
+        prompt, answer = (number if isinstance(number, int) else None for number in numbers)
+        return cls(prompt, answer)
+
+
+def _has_text(document: Mapping[str, object]) -> bool:
+    choices = document.get("choices")
+    if not isinstance(choices, list):
+        return False
+    for choice in choices:
+        if isinstance(choice, dict):
+            delta = choice.get("delta")
+            said = delta if isinstance(delta, dict) else choice
+            if any(said.get(key) for key in ("text", "content", "reasoning_content", "tool_calls")):
+                return True
+    return False
+
+
+def _reason(body: bytes) -> str:
+    """The message in an error's document, or its first line."""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        lines = body.decode(errors="replace").strip().splitlines()
+        return lines[0][:200] if lines else ""
+    inner = found.get("error", found) if isinstance(found, dict) else found
+    return str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:300]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything about one load."""
+
+    load: str
+    samples: tuple[Sample, ...]
+    wall: float
+    """Seconds from the first request to the last answer."""
+    cpu: float
+    """CPU seconds of the generator itself."""
+    late: float | None = None
+    """Open loop: seconds by which a request was sent late at worst."""
+
+    @property
+    def good(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.error is None]
+
+    def errors(self) -> dict[str, int]:
+        return dict(Counter(sample.error for sample in self.samples if sample.error is not None))
+
+    def values(self, metric: str) -> list[float]:
+        """Sorted, of the requests that succeeded."""
+        if metric == "itl":
+            return sorted(gap for sample in self.good for gap in sample.gaps())
+        listed = (sample.values() for sample in self.good)
+        return sorted(values[metric] for values in listed if metric in values)
+
+    def rate(self, amount: float) -> float:
+        return amount / self.wall if self.wall > 0 else 0.0
+
+    def to_json(self, slo: Mapping[str, float]) -> dict[str, object]:
+        good = self.good
+        prompt = [sample.prompt_tokens for sample in good if sample.prompt_tokens is not None]
+        goodput = self.rate(sum(sample.meets(slo) for sample in good)) if slo else None
+        return {
+            "load": self.load,
+            "requests": len(self.samples),
+            "failed": len(self.samples) - len(good),
+            "errors": self.errors(),
+            "seconds": round(self.wall, 6),
+            "prompt_tokens_mean": round(sum(prompt) / len(prompt), 1) if prompt else None,
+            "answer_tokens": sum(sample.tokens for sample in good),
+            "answer_tokens_per_second": round(self.rate(sum(sample.tokens for sample in good)), 3),
+            "requests_per_second": round(self.rate(len(good)), 4),
+            "goodput_per_second": None if goodput is None else round(goodput, 4),
+            **{metric: _spread(self.values(metric)) for metric in METRICS},
+            "generator": {
+                "cpu_share": round(self.cpu / self.wall, 4) if self.wall > 0 else 0.0,
+                "late_seconds": None if self.late is None else round(self.late, 6),
+            },
+        }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    found = {f"p{p}": round(percentile(values, p), 6) for p in PERCENTILES}
+    return found | {"mean": round(sum(values) / len(values), 6), "max": round(values[-1], 6)}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Of sorted values, between two of them by linear interpolation."""
+    place = (len(values) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (place - low)
+
+
+_ROWS: Sequence[tuple[str, tuple[str, ...]]] = (
+    ("requests", ("requests",)),
+    ("failed", ("failed",)),
+    ("prompt tokens", ("prompt_tokens_mean",)),
+    ("output tok/s", ("answer_tokens_per_second",)),
+    ("requests/s", ("requests_per_second",)),
+    ("goodput/s", ("goodput_per_second",)),
+    *((f"{name} {part}, s", (name, part)) for name in METRICS for part in ("p50", "p90", "p99", "mean")),
+    ("generator, cores", ("generator", "cpu_share")),
+    ("generator late, s", ("generator", "late_seconds")),
+)
+"""Label of a row -> where its figure is in a document."""
+
+
+def rows(documents: Sequence[Mapping[str, object]]) -> list[list[str]]:
+    """A table for people, a column for each load; rows that would be empty are left out."""
+    lines = [["", *(str(document["load"]) for document in documents)]]
+    for label, path in _ROWS:
+        figures = [_at(document, path) for document in documents]
+        if any(figure is not None for figure in figures):
+            lines.append([label, *map(_number, figures)])
+    return lines
+
+
+def _at(found: object, path: Sequence[str]) -> object:
+    for key in path:
+        found = found[key] if isinstance(found, dict) else None
+    return found
+
+
+def _number(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    return "-" if value is None else str(value)

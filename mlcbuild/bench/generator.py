@@ -1,0 +1,178 @@
+"""Puts load on an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from random import Random
+
+from mlcbuild.bench.exchange import ExchangeError, Reply, Server, exchange
+from mlcbuild.bench.figures import Outcome, Sample, Usage, sample
+from mlcbuild.bench.workload import Demand, Load, Workload, words
+from mlcbuild.canon import Json
+from mlcbuild.errors import MlcbuildError
+
+TRIAL_WORDS = (8, 40)
+"""Lengths of the two prompts that tell how many tokens a word has."""
+
+
+class BenchError(MlcbuildError):
+    """The server cannot be measured."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a demand becomes a body."""
+
+    model: str | None = None
+    chat: bool = False
+    vocabulary: int | None = None
+    """Prompts are random token ids below this; None: they are words."""
+    ignore_eos: bool = True
+    """Answers go on to their length: an extension that local servers know."""
+    tokens_per_word: float = 1.0
+    extra_tokens: float = 0.0
+    """What every prompt has besides its words."""
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+    def body(self, demand: Demand) -> dict[str, Json]:
+        random = Random(demand.seed)
+        if self.vocabulary is not None:
+            prompt: Json = [random.randrange(self.vocabulary) for _ in range(demand.prompt_tokens)]
+        else:
+            wanted = (demand.prompt_tokens - self.extra_tokens) / self.tokens_per_word
+            prompt = words(random, max(1, round(wanted)))
+        return self._around(prompt, demand.answer_tokens) | {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def trial(self, count: int) -> dict[str, Json]:
+        """A prompt of so many words, and the shortest answer, not streamed."""
+        return self._around(words(Random(count), count), 1)
+
+    def _around(self, prompt: Json, answer_tokens: int) -> dict[str, Json]:
+        body: dict[str, Json] = {"max_tokens": answer_tokens, "temperature": 0}
+        if self.model is not None:
+            body["model"] = self.model
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.chat:
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        return body
+
+
+async def prepare(server: Server, style: Style, timeout: float) -> Style:
+    """Asks the server for its model and for the tokens of a word. Raises BenchError."""
+    if style.model is None:
+        found = await _asked(server, "/v1/models", None, timeout)
+        listed = found.get("data")
+        first = listed[0] if isinstance(listed, list) and listed else None
+        name = first.get("id") if isinstance(first, dict) else None
+        style = replace(style, model=name if isinstance(name, str) else None)
+    if style.vocabulary is not None:
+        return style
+    counts = []
+    for count in TRIAL_WORDS:
+        usage = Usage.of((await _asked(server, style.path, style.trial(count), timeout)).get("usage"))
+        if usage is None or usage.prompt is None:
+            return style  # a word for a token: the report shows what there was
+        counts.append(usage.prompt)
+    per_word = max(0.1, (counts[1] - counts[0]) / (TRIAL_WORDS[1] - TRIAL_WORDS[0]))
+    return replace(style, tokens_per_word=per_word, extra_tokens=counts[0] - per_word * TRIAL_WORDS[0])
+
+
+async def _asked(
+    server: Server, path: str, document: Mapping[str, Json] | None, timeout: float
+) -> Mapping[str, object]:
+    """The document of an answer. Raises BenchError."""
+    where = f"{server.name}{server.path}{path}"
+    try:
+        async with asyncio.timeout(timeout):
+            reply = await exchange(server, path, document)
+    except TimeoutError:
+        raise BenchError(f"{where} has not answered after {timeout:g} s") from None
+    except ExchangeError as error:
+        raise BenchError(str(error)) from None
+    text = reply.body.decode(errors="replace").strip()
+    if reply.status != 200:
+        raise BenchError(f"{where} answers {reply.status}: {text[:400]}")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise BenchError(f"{where} does not answer with a JSON object: {text[:200]}")
+    return found
+
+
+async def run(server: Server, style: Style, load: Load, workload: Workload, timeout: float) -> Outcome:
+    """One load, to the end of its last request."""
+    start, cpu = time.perf_counter(), time.process_time()
+    replies: list[tuple[Sample, Reply | None]] = []
+
+    async def ask(demand: Demand, due: float | None = None) -> None:
+        body = style.body(demand)
+        sent = time.perf_counter()
+        replies.append(await _ask(server, style.path, body, (sent if due is None else due, sent, timeout)))
+
+    if load.rate is None:
+        demands = _limited(workload, start)
+
+        async def client() -> None:
+            for demand in demands:
+                await ask(demand)
+
+        await asyncio.gather(*(client() for _ in range(load.clients or 1)))
+    else:
+        async with asyncio.TaskGroup() as group:
+            moments = load.arrivals(Random(f"arrivals {workload.seed}"))
+            for demand, moment in zip(_limited(workload, None), moments, strict=False):
+                if workload.seconds is not None and moment > workload.seconds:
+                    break
+                await asyncio.sleep(max(0.0, start + moment - time.perf_counter()))
+                group.create_task(ask(demand, start + moment))
+    spent = time.process_time() - cpu
+    samples = tuple(
+        found if reply is None else sample(found.due, found.sent, found.end, reply)
+        for found, reply in replies
+    )
+    end = max((found.end for found in samples), default=start)
+    late = None if load.rate is None else max((found.sent - found.due for found in samples), default=0.0)
+    return Outcome(load.name, samples, end - start, spent, late)
+
+
+def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
+    """As many as the workload has; with `start`, only until its seconds are over."""
+    most = workload.requests
+    demands = (
+        (demand for _, demand in zip(range(most), workload.demands(), strict=False))
+        if (most is not None)
+        else workload.demands()
+    )
+    end = None if start is None or workload.seconds is None else start + workload.seconds
+    return takewhile(lambda _: end is None or time.perf_counter() < end, demands)
+
+
+async def _ask(
+    server: Server, path: str, body: Mapping[str, Json], moments: tuple[float, float, float]
+) -> tuple[Sample, Reply | None]:
+    """A reply to look at later, or the sample of a failure. `moments`: due, sent, longest wait."""
+    due, sent, timeout = moments
+    try:
+        async with asyncio.timeout(timeout):
+            reply = await exchange(server, path, body)
+    except TimeoutError:
+        return Sample(due, sent, time.perf_counter(), error="timeout"), None
+    except ExchangeError as error:
+        return Sample(due, sent, time.perf_counter(), error=error.kind, message=str(error)), None
+    return Sample(due, sent, reply.pieces[-1][0] if reply.pieces else time.perf_counter()), reply

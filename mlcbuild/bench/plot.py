@@ -1,0 +1,52 @@
+"""A load's figures as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlcbuild.bench.figures import Outcome, percentile
+from mlcbuild.chart import Curve, Panel, panels
+
+_TITLES = {
+    "ttft": "Time to first token",
+    "tpot": "Time per output token",
+    "itl": "Inter-token latency",
+    "e2e": "Whole request",
+}
+_STEPS = 100
+
+
+def plot(outcomes: Sequence[Outcome]) -> str:
+    """SVG: the distribution of each metric, a curve for each load; with several, throughput and latency."""
+    listed = [_distribution(metric, title, outcomes) for metric, title in _TITLES.items()]
+    listed = [panel for panel in listed if panel.curves]
+    if len(outcomes) > 1:
+        listed += _by_load(outcomes)
+    return panels(listed)
+
+
+def _distribution(metric: str, title: str, outcomes: Sequence[Outcome]) -> Panel:
+    curves = []
+    for outcome in outcomes:
+        if values := outcome.values(metric):
+            points = [(percentile(values, part), part) for part in range(_STEPS + 1)]
+            curves.append(Curve(outcome.load, points))
+    return Panel(title, "seconds", "percentile", curves)
+
+
+def _by_load(outcomes: Sequence[Outcome]) -> list[Panel]:
+    """A point for each load, in their order: throughput across, latency up."""
+    found = []
+    for metric in ("ttft", "tpot"):
+        curves = []
+        for part in (50, 99):
+            points = [
+                (outcome.rate(sum(sample.tokens for sample in outcome.good)), percentile(values, part))
+                for outcome in outcomes
+                if (values := outcome.values(metric))
+            ]
+            curves.append(Curve(f"p{part}", points))
+        if curves[0].points:
+            title = f"{_TITLES[metric]} against throughput"
+            found.append(Panel(title, "output tokens per second", "seconds", curves))
+    return found

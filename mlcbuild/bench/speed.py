@@ -1,0 +1,122 @@
+"""The speed of one bundle without a server: prefill, and decoding with one sequence and with a full batch.
+
+Measured in a process of its own, which loads the bundle first; every figure is the median of some rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from mlcbuild.errors import UsageError, VerificationError
+
+if TYPE_CHECKING:
+    from mlcbuild_runtime.vm import Model
+
+
+@dataclass(frozen=True)
+class Plan:
+    prompt_tokens: int = 128
+    answer_tokens: int = 32
+    rounds: int = 5
+    threads: int | None = None
+
+
+def measure(bundle: Path, plan: Plan) -> dict[str, object]:
+    """What `main` prints. Raises UsageError when the plan does not fit the bundle, VerificationError with the
+    runtime's own sentence when the bundle cannot be run."""
+    from mlcbuild_runtime import bundle as form
+
+    limits = form.read(bundle).limits
+    if plan.prompt_tokens + plan.answer_tokens > limits.context_window:
+        raise UsageError(
+            f"mlcbuild bench: {plan.prompt_tokens} tokens of prompt and {plan.answer_tokens} of answer do"
+            f" not fit the bundle's context of {limits.context_window}: change --prompt-tokens or --tokens"
+        )
+    command = [sys.executable, "-m", "mlcbuild.bench.speed", str(bundle), json.dumps(vars(plan))]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise VerificationError(f"the bundle could not be run: {why}")
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def _main(path: str, plan: Plan) -> None:
+    from mlcbuild_runtime.errors import ServingError
+    from mlcbuild_runtime.vm import Model
+
+    try:
+        start = time.perf_counter()
+        model = Model.load(Path(path), plan.threads)
+        loaded = time.perf_counter() - start
+        batch = model.limits.max_batch
+        _decode(model, plan, 1, steps=1)  # the first call allocates the cache
+        found: dict[str, object] = {
+            "threads": model.threads,
+            "load_seconds": round(loaded, 3),
+            "prefill": _figure(plan.prompt_tokens, plan.rounds, lambda: _prefill(model, plan, 0)),
+        }
+        for count in dict.fromkeys((1, batch)):
+            tokens = count * plan.answer_tokens
+            found[f"decode {count}"] = _figure(tokens, plan.rounds, partial(_decode, model, plan, count))
+    except ServingError as error:
+        sys.exit(str(error))
+    sys.stdout.write(json.dumps(found))
+
+
+def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, float]:
+    seconds = sorted(work() for _ in range(rounds))
+    return {
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / median(seconds), 2),
+        "slowest": round(tokens / seconds[-1], 2),
+        "fastest": round(tokens / seconds[0], 2),
+    }
+
+
+def _pages(model: Model, plan: Plan, number: int) -> range:
+    """Of one sequence."""
+    each = -(-(plan.prompt_tokens + plan.answer_tokens) // model.limits.page_size)
+    return range(number * each, (number + 1) * each)
+
+
+def _prefill(model: Model, plan: Plan, number: int) -> float:
+    """Seconds for the prompt of one sequence, chunk by chunk."""
+    from mlcbuild_runtime.vm import Step
+
+    size, pages = model.limits.page_size, _pages(model, plan, number)
+    tokens = [(number + 31 * i) % model.manifest.vocab_size for i in range(plan.prompt_tokens)]
+    begun = time.perf_counter()
+    for first in range(0, len(tokens), model.limits.prefill_chunk):
+        chunk = tokens[first : first + model.limits.prefill_chunk]
+        end = first + len(chunk)
+        model.forward(Step.of([(chunk, end, pages[: -(-end // size)])]))
+    return time.perf_counter() - begun
+
+
+def _decode(model: Model, plan: Plan, count: int, steps: int | None = None) -> float:
+    """Seconds for the answers of `count` sequences that have their prompts behind them."""
+    from mlcbuild_runtime.vm import Step
+
+    size = model.limits.page_size
+    for number in range(count):
+        _prefill(model, plan, number)
+    begun = time.perf_counter()
+    for step in range(plan.answer_tokens if steps is None else steps):
+        end = plan.prompt_tokens + step + 1
+        used = -(-end // size)
+        model.forward(Step.of([([7], end, _pages(model, plan, number)[:used]) for number in range(count)]))
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Plan(**json.loads(sys.argv[2])))

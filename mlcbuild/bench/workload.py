@@ -1,0 +1,119 @@
+"""What a load generator asks for: how many requests, when, and how long prompts and answers are.
+
+Everything random comes from one seed: a workload is the same against every server and in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from mlcbuild.errors import UsageError
+
+Kind = Literal["constant", "uniform", "normal", "lognormal"]
+_FORMS = "N, uniform:LOW,HIGH, normal:MEAN,DEVIATION or lognormal:MEDIAN,SIGMA"
+_TEXT = (
+    "a about after all and any as at back be but by can come could day do even first for from get give go "
+    "good have he her here him his how I if in into it its just know like look make man many me more my new "
+    "no not now of on one only or other our out over people say see she so some take than that the their "
+    "them then there these they thing think this time to two up us use want was way we well what when which "
+    "who will with work would year you your river stone garden window number letter morning summer paper"
+)
+"""Common English, for which a tokenizer of any model has short tokens."""
+WORDS = _TEXT.split()
+"""Of which prompts are made."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of numbers of tokens, each at least 1."""
+
+    kind: Kind
+    a: float
+    b: float = 0.0
+
+    @classmethod
+    def of(cls, text: str) -> Lengths:
+        """Raises UsageError."""
+        name, colon, rest = text.partition(":")
+        kinds: dict[str, Kind] = {"uniform": "uniform", "normal": "normal", "lognormal": "lognormal"}
+        try:
+            if not colon:
+                found = cls("constant", int(text))
+            else:
+                a, b = (float(part) for part in rest.split(","))
+                found = cls(kinds[name], a, b)
+        except (ValueError, KeyError):
+            raise UsageError(f"mlcbuild bench: '{text}' is not a length: write {_FORMS}") from None
+        if not (1 <= found.a < 1e7 and 0 <= found.b < 1e7) or (found.kind == "uniform" and found.b < found.a):
+            raise UsageError(f"mlcbuild bench: '{text}' is not a length of at least 1 token: write {_FORMS}")
+        return found
+
+    def draw(self, random: Random) -> int:
+        match self.kind:
+            case "constant":
+                value = self.a
+            case "uniform":
+                value = random.randint(int(self.a), int(self.b))
+            case "normal":
+                value = random.gauss(self.a, self.b)
+            case "lognormal":
+                value = min(random.lognormvariate(math.log(self.a), self.b), 1e7)
+        return max(1, round(value))
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One request, before it is a body."""
+
+    prompt_tokens: int
+    answer_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Closed loop: `clients`, each of which asks again when it has its answer. Open loop: `rate` requests a
+    second, whether answers come or not."""
+
+    clients: int | None = None
+    rate: float | None = None
+    even: bool = False
+    """Open loop: the same time between two requests, where it is random else (a Poisson process)."""
+
+    @property
+    def name(self) -> str:
+        if self.rate is not None:
+            return f"{self.rate:g}/s"
+        return f"{self.clients} client{'s' if self.clients != 1 else ''}"
+
+    def arrivals(self, random: Random) -> Iterator[float]:
+        """Open loop: seconds after the start, without end."""
+        assert self.rate is not None
+        moment = 0.0
+        while True:
+            yield moment
+            moment += 1 / self.rate if self.even else random.expovariate(self.rate)
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompts: Lengths
+    answers: Lengths
+    requests: int | None
+    """In all; None: until `seconds` are over."""
+    seconds: float | None = None
+    seed: int = 0
+
+    def demands(self) -> Iterator[Demand]:
+        """Without end, the same every time."""
+        random = Random(f"demands {self.seed}")
+        while True:
+            yield Demand(self.prompts.draw(random), self.answers.draw(random), random.getrandbits(48))
+
+
+def words(random: Random, count: int) -> str:
+    return " ".join(random.choices(WORDS, k=count))

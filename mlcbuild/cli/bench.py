@@ -1,0 +1,152 @@
+"""The verb bench: load on a server, and the speed of a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlcbuild.bench.exchange import Server
+from mlcbuild.bench.figures import SLO_METRICS, Outcome, rows
+from mlcbuild.bench.generator import Style, prepare, run
+from mlcbuild.bench.workload import Lengths, Load, Workload
+from mlcbuild.cli.facts import show, table
+from mlcbuild.errors import UsageError
+
+KEY_VARIABLE = "MLCBUILD_API_KEY"
+PER_CLIENT, OPEN_REQUESTS = 8, 100
+"""Requests by default: of each client, and of an open loop."""
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    if arguments.what == "serve":
+        return _serve(arguments)
+    if arguments.url is not None:
+        raise UsageError("mlcbuild bench: write mlcbuild bench serve URL, or mlcbuild bench BUNDLE")
+    return _bundle(arguments)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    if arguments.url is None:
+        raise UsageError("mlcbuild bench serve: the server's URL is missing, such as http://127.0.0.1:8000")
+    server = Server.of(arguments.url, arguments.api_key or os.environ.get(KEY_VARIABLE))
+    slo, loads = _slo(arguments.slo), _loads(arguments)
+    _writable(arguments.plot)
+    style = Style(arguments.model, arguments.chat, arguments.token_ids, not arguments.no_ignore_eos)
+    outcomes = asyncio.run(_measure(arguments, server, style, loads))
+    documents = [outcome.to_json(slo) for outcome in outcomes]
+    if arguments.plot is not None:
+        from mlcbuild.bench.plot import plot
+
+        Path(arguments.plot).write_text(plot(outcomes), encoding="utf-8")
+    shown = {"url": arguments.url, "seed": arguments.seed, "slo": slo, "loads": documents}
+    show(arguments.json, shown, table(rows(documents)))
+    for outcome in outcomes:
+        _tell_errors(outcome)
+    return 0 if all(outcome.good for outcome in outcomes) else 1
+
+
+async def _measure(
+    arguments: argparse.Namespace, server: Server, style: Style, loads: Sequence[Load]
+) -> list[Outcome]:
+    style = await prepare(server, style, arguments.timeout)
+    outcomes = []
+    for load in loads:
+        workload = _workload(arguments, load)
+        if arguments.warmup:
+            first = Workload(workload.prompts, workload.answers, arguments.warmup, None, ~arguments.seed)
+            await run(server, style, Load(clients=load.clients or 1), first, arguments.timeout)
+        if not arguments.json:
+            print(f"{load.name} ...", file=sys.stderr, flush=True)
+        outcomes.append(await run(server, style, load, workload, arguments.timeout))
+    return outcomes
+
+
+def _workload(arguments: argparse.Namespace, load: Load) -> Workload:
+    requests = arguments.requests
+    if requests is None and arguments.seconds is None:
+        requests = OPEN_REQUESTS if load.clients is None else PER_CLIENT * load.clients
+    prompts, answers = Lengths.of(arguments.prompt_tokens), Lengths.of(arguments.tokens)
+    return Workload(prompts, answers, requests, arguments.seconds, arguments.seed)
+
+
+def _loads(arguments: argparse.Namespace) -> list[Load]:
+    """Raises UsageError."""
+    if arguments.rate is not None and arguments.clients is not None:
+        raise UsageError("mlcbuild bench serve: --clients is a closed loop, --rate an open one: choose")
+    if arguments.rate is not None:
+        even = arguments.arrivals == "constant"
+        return [Load(rate=rate, even=even) for rate in _numbers("--rate", arguments.rate, 1e-3, 1e5)]
+    if arguments.arrivals is not None:
+        raise UsageError("mlcbuild bench serve: --arrivals belongs to --rate")
+    clients = _numbers("--clients", arguments.clients or "1", 1, 10_000)
+    return [Load(clients=int(count)) for count in clients]
+
+
+def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    whole = low < 1 or all(number == int(number) for number in found if low <= number <= high)
+    if not found or not whole or not all(low <= number <= high for number in found):
+        kind = "numbers" if low < 1 else "whole numbers"
+        raise UsageError(
+            f"mlcbuild bench serve: {option} takes {kind} from {low:g} to {high:g}, such as 1,4,16"
+        )
+    return found
+
+
+def _slo(listed: Sequence[str]) -> dict[str, float]:
+    """Raises UsageError."""
+    found = {}
+    for text in listed:
+        name, _, value = text.partition("=")
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = -1.0
+        if name not in SLO_METRICS or not 0 < seconds < 1e9:
+            known = ", ".join(SLO_METRICS)
+            raise UsageError(f"mlcbuild bench serve: --slo {text}: write NAME=SECONDS, with one of {known}")
+        found[name] = seconds
+    return found
+
+
+def _writable(name: str | None) -> None:
+    """A place that cannot be written is found before the work is done. Raises UsageError."""
+    if name is not None:
+        try:
+            with Path(name).open("a"):
+                pass
+        except OSError as error:
+            raise UsageError(f"{name}: cannot be written: {error.strerror}") from None
+
+
+def _tell_errors(outcome: Outcome) -> None:
+    """Each kind once, with what the server said first."""
+    for kind, count in outcome.errors().items():
+        message = next((s.message for s in outcome.samples if s.error == kind and s.message), "")
+        said = f": {message}" if message else ""
+        print(f"{outcome.load}: {count} x {kind}{said}", file=sys.stderr)
+
+
+def _bundle(arguments: argparse.Namespace) -> int:
+    from mlcbuild.bench.speed import Plan, measure
+
+    lengths = [Lengths.of(text) for text in (arguments.prompt_tokens, arguments.tokens)]
+    if any(length.kind != "constant" for length in lengths):
+        raise UsageError("mlcbuild bench: of a bundle, --prompt-tokens and --tokens are numbers")
+    prompt, answer = (int(length.a) for length in lengths)
+    found = measure(Path(arguments.what), Plan(prompt, answer, threads=arguments.threads))
+    lines: list[tuple[str, ...]] = [("", "tok/s", "slowest", "fastest")]
+    for name, figure in found.items():
+        if isinstance(figure, dict):
+            each = (f"{figure[key]:.1f}" for key in ("tokens_per_second", "slowest", "fastest"))
+            lines.append((name, *each))
+    head = f"{arguments.what}: {found['threads']} threads, loaded in {found['load_seconds']} s"
+    show(arguments.json, {"bundle": arguments.what, **found}, [head, *table(lines)])
+    return 0
