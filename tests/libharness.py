@@ -242,6 +242,14 @@ class Session:
         logits = function(embedded, tensor(chosen.astype(np.int32)), *self._batch(parts))
         return np.array(np.from_dlpack(logits), np.float32).reshape(len(chosen), -1)
 
+    def hidden(self, *parts: tuple[int, Sequence[int]]) -> Floats:
+        """New tokens of some sequences in one call -> what their logits are made of, [rows, hidden]."""
+        tokens = [token for _, new in parts for token in new]
+        prefix = "" if len(parts) == 1 else "batch_"
+        function: Callable[..., Any] = self.vm[f"{prefix}prefill_to_last_hidden_states"]
+        found = function(tensor(self.embed(tokens)[None]), *self._batch(parts))
+        return np.array(np.from_dlpack(found), np.float32).reshape(len(tokens), -1)
+
     def decode(self, *parts: tuple[int, int]) -> Floats:
         """One new token of each sequence -> logits [sequences, vocab]."""
         function: Callable[..., Any] = self.vm["decode" if len(parts) == 1 else "batch_decode"]

@@ -91,6 +91,30 @@ def test_chosen_rows_come_in_the_order_asked(tmp_path_factory: pytest.TempPathFa
     assert worst(again, case.logits[[60]]) < TOLERANCE and worst(found[:1], again) == 0
 
 
+@pytest.mark.parametrize("variant", ["mistral-window", "qwen3", "llama-mha-tied"])
+def test_hidden_states_are_what_the_logits_are_made_of(
+    variant: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = golden(variant)
+    scheme = quant.SCHEMES["q0f32"]
+    library = compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window)
+    session = Session(library / "model.so", pack(case.config, scheme, case.weights))
+    tokens = case.tokens
+    model = reference.Reference(case.config, case.weights, np.float64, case.context_window)
+    expected = reference.hidden(model, tokens)[0]
+    whole = session.hidden((0, tokens))
+    assert worst(whole, expected) < TOLERANCE
+    # transformers' logits are products of the same states.
+    name = "embed.weight" if case.config.tie_embeddings else "lm_head.weight"
+    assert worst(whole @ case.weights[name].astype(np.float32).T, case.logits) < TOLERANCE
+    chunks = [session.hidden((1, tokens[start:end])) for start, end in ((0, 9), (9, len(tokens)))]
+    assert worst(np.concatenate(chunks), expected) < TOLERANCE
+    together = session.hidden((2, tokens[:20]), (3, tokens[:13]))
+    assert worst(together, np.concatenate([expected[:20], expected[:13]])) < TOLERANCE
+    # They leave keys and values behind, as any prefill does.
+    assert worst(session.decode((2, tokens[20])), case.logits[[20]]) < TOLERANCE
+
+
 # Keys and values are stored as float16 by the f16 schemes; a8 rounds activations to 8 bits as well.
 TOLERANCES = {"q0f32": 1e-5, "q4f32_1": 1e-5, "q8f32_1": 1e-5, "q4a8_1": 0.15}
 

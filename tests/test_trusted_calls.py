@@ -14,7 +14,8 @@ from mlcbuild.compiler.layers import Parts
 from tests.libharness import Session, compiled, golden, pack, tensor
 
 SCHEME = quant.SCHEMES["q0f32"]
-ENTRIES = {"create_paged_kv_cache", "embed", "prefill", "batch_prefill", "decode", "batch_decode"}
+HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
+ENTRIES = {"create_paged_kv_cache", "embed", "prefill", "batch_prefill", "decode", "batch_decode", *HIDDEN}
 
 
 def calls() -> dict[str, list[str]]:

@@ -100,6 +100,7 @@ def build(decoder: Decoder) -> IRModule:
     trunk = _trunk(decoder, _layer_functions(decoder))
     for name, batched in (("prefill", False), ("batch_prefill", True)):
         _prefill(decoder, trunk, name, batched)
+        _hidden_states(decoder, trunk, f"{name}_to_last_hidden_states", batched)
     for name, batched in (("decode", False), ("batch_decode", True)):
         _decode(decoder, trunk, name, batched)
     return decoder.builder.finalize()
@@ -280,6 +281,21 @@ def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> No
         builder.emit_func_output(_reshaped(builder, logits._expr, (1, q, decoder.config.vocab_size)))
 
 
+def _hidden_states(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> None:
+    """What the logits of each row would be made of, after the last norm, [1, n, hidden]:
+    (input_embeds [1, n, hidden], batch ..., params). For embeddings of texts."""
+    builder, hidden = decoder.builder, decoder.config.hidden_size
+    n, b = _size("n"), _size("b") if batched else 1
+    given = _variable("input_embeds", (1, n, hidden), "float32")
+    batch, packed = _batch_variables(decoder, n, b), _packed(decoder)
+    with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
+        flat = _reshaped(builder, given, (n, hidden))
+        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed])))
+        weights = _unpacked(decoder, packed, _head_params(decoder)[:1])
+        normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
+        builder.emit_func_output(_reshaped(builder, normed._expr, (1, n, hidden)))
+
+
 def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> None:
     """Logits of one row for each sequence: (input_embeds [b, 1, hidden], batch ..., params)."""
     builder, hidden = decoder.builder, decoder.config.hidden_size
@@ -296,9 +312,10 @@ def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> Non
 
 
 def _head_params(decoder: Decoder) -> list[Param]:
-    """What turns the residual stream into logits."""
-    names = {"norm.weight", "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight"}
-    return [param for param in decoder.params if param.name in names]
+    """What turns the residual stream into logits: the last norm, then the product's matrix."""
+    names = ("norm.weight", "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight")
+    params = {param.name: param for param in decoder.params}
+    return [params[name] for name in names]
 
 
 def _reshaped(builder: relax.BlockBuilder, x: relax.Expr, shape: Sequence[Expr | int]) -> relax.Var:

@@ -58,7 +58,9 @@ def _workspace(decoder: Decoder, mod: IRModule) -> int:
     moments = [embedded + trunk + found for name, found in planned.items() if name.startswith("layer")]
     # The trunk's result is in one of its blocks.
     moments += [
-        embedded + trunk + found for name, found in planned.items() if name.endswith(("fill", "decode"))
+        embedded + trunk + found
+        for name, found in planned.items()
+        if name.endswith(("fill", "decode", "hidden_states"))
     ]
     most: Counter[int] = Counter()
     for moment in moments:

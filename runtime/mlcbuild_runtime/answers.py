@@ -1,15 +1,14 @@
-"""The events of a submitted job's answers, as they come: for a thread, or for an event loop."""
+"""The events of submitted requests, as they come: for a thread, or for an event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 from mlcbuild_runtime import service
 from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.request import Event, Sink
-from mlcbuild_runtime.service import Job
+from mlcbuild_runtime.request import Event, Request, Sink
 
 WINDOW = 512
 """Events of an answer that may wait for a client that reads slowly; then the answer rests."""
@@ -22,15 +21,15 @@ def _same(sink: Sink) -> Sink:
 class Answers:
     """For a thread that waits."""
 
-    def __init__(self, running: Engine, job: Job) -> None:
+    def __init__(self, running: Engine, requests: Sequence[Request]) -> None:
         """Raises RequestError or EngineError."""
-        self._job, self._events = job, SimpleQueue[tuple[int, Event]]()
+        self._events = SimpleQueue[tuple[int, Event]]()
 
         def sink(index: int) -> Sink:
             return lambda event: self._events.put((index, event))
 
-        sinks = [sink(index) for index in range(len(job.requests))]
-        self._tickets = service.submit(running, job.requests, sinks, WINDOW)
+        sinks = [sink(index) for index in range(len(requests))]
+        self._tickets = service.submit(running, requests, sinks, WINDOW)
 
     def events(self) -> Iterator[tuple[int, Event]]:
         """(number of the answer, event), to the end of all. Raises what an answer has failed with."""
@@ -51,7 +50,9 @@ class Answers:
 class AsyncAnswers:
     """For an event loop."""
 
-    def __init__(self, running: Engine, job: Job, watch: Callable[[Sink], Sink] = _same) -> None:
+    def __init__(
+        self, running: Engine, requests: Sequence[Request], watch: Callable[[Sink], Sink] = _same
+    ) -> None:
         """`watch`: what else is to see the events. Raises RequestError or EngineError."""
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -62,8 +63,8 @@ class AsyncAnswers:
 
             return watch(deliver)
 
-        sinks = [sink(index) for index in range(len(job.requests))]
-        self._tickets = service.submit(running, job.requests, sinks, WINDOW)
+        sinks = [sink(index) for index in range(len(requests))]
+        self._tickets = service.submit(running, requests, sinks, WINDOW)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """(number of the answer, event), until all have ended or one has failed."""

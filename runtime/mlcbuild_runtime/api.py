@@ -5,47 +5,110 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlcbuild_runtime.body import Body, checked_text, wrong
+from mlcbuild_runtime import formats
+from mlcbuild_runtime.body import (
+    MAX_INTEGER,
+    Body,
+    Field,
+    Table,
+    boolean,
+    checked_text,
+    ignored,
+    integer,
+    neutral,
+    number,
+    structure,
+    text,
+    wrong,
+)
 from mlcbuild_runtime.bundle import Serving
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json, is_integer
-from mlcbuild_runtime.formats import response_format
 from mlcbuild_runtime.grammar import Constraint
-from mlcbuild_runtime.messages import messages
+from mlcbuild_runtime.messages import MESSAGES, messages
 from mlcbuild_runtime.sampling import Sampling
 from mlcbuild_runtime.template import Message
-from mlcbuild_runtime.tools import Toolbox, toolbox
-
-COMMON: tuple[str, ...] = ("model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "n")
-COMMON += ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "ignore_eos")
-COMMON += ("stop", "stream", "stream_options", "logprobs", "priority", "response_format")
-CHAT = (*COMMON, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
-CHAT += ("tools", "tool_choice", "parallel_tool_calls")
-COMPLETION = (*COMMON, "prompt", "echo")
-
-IGNORED: tuple[str, ...] = ("metadata", "prompt_cache_key", "prompt_cache_retention")
-IGNORED += ("safety_identifier", "service_tier", "store", "user")
-"""Fields of OpenAI's that do not change the text."""
-
-NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Fields whose meaning this server cannot honour, with the values that ask for nothing."""
+from mlcbuild_runtime.tools import TOOL_CHOICE, TOOLS, Toolbox, toolbox
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 """Answers to one request: prompts times `n`."""
 MAX_BIASES = 1024
+
+_STOPS: Json = {"type": "array", "maxItems": MAX_STOPS, "items": {"type": "string", "minLength": 1}}
+TOKENS: Json = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER},
+}
+
+SAMPLING: Table = {
+    "temperature": number(0, 2, "Default: the bundle's, else 1. 0 takes the most likely token."),
+    "top_p": number(0, 1, "Default: the bundle's, else 1."),
+    "top_k": integer(0, about="An extension. Default: the bundle's, else 0, which is all."),
+    "min_p": number(0, 1, "An extension: least probability, as a part of the largest one."),
+    "seed": integer(-(1 << 63), (1 << 63) - 1, "The same seed, prompt and settings give the same text."),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "repetition_penalty": number(0.01, 100, "An extension."),
+    "logit_bias": Field(
+        {
+            "type": "object",
+            "maxProperties": MAX_BIASES,
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "Token to what is added to its logit.",
+    ),
+}
+COMMON: Table = {
+    "model": text("The name of a model of /v1/models; may be left out."),
+    "max_tokens": integer(1),
+    **SAMPLING,
+    "n": integer(1, MAX_CHOICES, "Answers to each prompt."),
+    "ignore_eos": boolean("An extension: go on after the end token."),
+    "priority": integer(-1000, 1000, "An extension: lower is served sooner."),
+    "stop": Field({"anyOf": [{"type": "string", "minLength": 1}, _STOPS]}, "Texts that end the answer."),
+    "stream": boolean("Server-sent events."),
+    "stream_options": Field(
+        {"type": "object", "properties": {"include_usage": {"type": "boolean"}}}, "Only with `stream`."
+    ),
+    "response_format": Field(formats.SCHEMA, "What the answer must be."),
+    **ignored("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    **ignored("service_tier", "store", "user"),
+    **neutral(
+        audio=(), best_of=(1,), function_call=("none", "auto"), functions=([],), modalities=(["text"],)
+    ),
+    **neutral(prediction=(), reasoning_effort=(), suffix=("",), verbosity=(), web_search_options=()),
+}
+CHAT: Table = {
+    "messages": Field(MESSAGES, "The chat so far."),
+    **COMMON,
+    "max_completion_tokens": integer(1, about="The newer name of max_tokens."),
+    "logprobs": boolean(),
+    "top_logprobs": integer(0, MAX_LOGPROBS, "Only with `logprobs`."),
+    "chat_template_kwargs": structure("An extension: more variables for the chat template."),
+    "tools": Field(TOOLS, "Functions that the answer may call."),
+    "tool_choice": Field(TOOL_CHOICE, "Only with `tools`."),
+    "parallel_tool_calls": boolean("There may be several calls (default: true)."),
+}
+COMPLETION: Table = {
+    "prompt": Field(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                TOKENS,
+                {"type": "array", "minItems": 1, "items": TOKENS},
+            ]
+        },
+        "A text, a list of tokens, or a list of these.",
+    ),
+    **COMMON,
+    "echo": boolean("The prompt before each answer."),
+    "logprobs": integer(0, MAX_LOGPROBS, "Alternatives to report for each token."),
+}
 
 
 @dataclass(frozen=True)
@@ -82,14 +145,14 @@ class CompletionCall:
 
 def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
     """A body of /v1/chat/completions. Raises RequestError, naming the field."""
-    fields = Body(body, (*CHAT, *IGNORED), NEUTRAL)
-    old, new = fields.integer("max_tokens", 1), fields.integer("max_completion_tokens", 1)
+    fields = Body(body, CHAT)
+    old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise RequestError(
             f"max_tokens is {old} and max_completion_tokens is {new}: send one of them",
             param="max_completion_tokens",
         )
-    alternatives = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+    alternatives = fields.integer("top_logprobs")
     wanted = fields.boolean("logprobs")
     if alternatives is not None and not wanted:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -102,17 +165,17 @@ def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
 
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
     """A body of /v1/completions. Raises RequestError, naming the field."""
-    fields = Body(body, (*COMPLETION, *IGNORED), NEUTRAL)
-    logprobs, echo = fields.integer("logprobs", 0, MAX_LOGPROBS), fields.boolean("echo")
+    fields = Body(body, COMPLETION)
+    logprobs, echo = fields.integer("logprobs"), fields.boolean("echo")
     if echo and logprobs is not None:
         raise RequestError("echo has no logprobs of the prompt: leave one of them out", param="echo")
-    options = _options(fields, serving, fields.integer("max_tokens", 1), logprobs)
-    prompts = _prompts(fields.get("prompt"))
-    if len(prompts) * options.n > MAX_CHOICES:
+    options = _options(fields, serving, fields.integer("max_tokens"), logprobs)
+    found = prompts("prompt", fields.get("prompt"))
+    if len(found) * options.n > MAX_CHOICES:
         raise RequestError(
-            f"{len(prompts)} prompts with n = {options.n} are more than {MAX_CHOICES} answers", param="prompt"
+            f"{len(found)} prompts with n = {options.n} are more than {MAX_CHOICES} answers", param="prompt"
         )
-    return CompletionCall(prompts, echo, options)
+    return CompletionCall(found, echo, options)
 
 
 def _options(body: Body, serving: Serving, max_tokens: int | None, logprobs: int | None) -> Options:
@@ -124,18 +187,18 @@ def _options(body: Body, serving: Serving, max_tokens: int | None, logprobs: int
         stop=_stop(body.get("stop")),
         max_tokens=max_tokens,
         logprobs=logprobs,
-        constraint=response_format(body.get("response_format")),
-        n=body.integer("n", 1, MAX_CHOICES) or 1,
+        constraint=formats.response_format(body.get("response_format")),
+        n=body.integer("n") or 1,
         ignore_eos=body.boolean("ignore_eos"),
-        priority=body.integer("priority", -1000, 1000) or 0,
+        priority=body.integer("priority") or 0,
         stream=stream,
         include_usage=_include_usage(stream_options),
     )
 
 
 def _sampling(body: Body, serving: Serving) -> Sampling:
-    temperature, top_p = body.number("temperature", 0, 2), body.number("top_p", 0, 1)
-    top_k = body.integer("top_k", 0)
+    temperature, top_p = body.number("temperature"), body.number("top_p")
+    top_k = body.integer("top_k")
     if temperature is None:
         temperature = 1.0 if serving.temperature is None else serving.temperature
     if top_p is None:
@@ -146,11 +209,11 @@ def _sampling(body: Body, serving: Serving) -> Sampling:
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        min_p=body.number("min_p", 0, 1) or 0.0,
-        seed=body.integer("seed", -(1 << 63), (1 << 63) - 1),
-        frequency_penalty=body.number("frequency_penalty", -2, 2) or 0.0,
-        presence_penalty=body.number("presence_penalty", -2, 2) or 0.0,
-        repetition_penalty=body.number("repetition_penalty", 0.01, 100) or 1.0,
+        min_p=body.number("min_p") or 0.0,
+        seed=body.integer("seed"),
+        frequency_penalty=body.number("frequency_penalty") or 0.0,
+        presence_penalty=body.number("presence_penalty") or 0.0,
+        repetition_penalty=body.number("repetition_penalty") or 1.0,
         bias=_bias(body.object("logit_bias")),
     )
 
@@ -183,19 +246,20 @@ def _stop(found: Json) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _prompts(found: Json) -> tuple[str | tuple[int, ...], ...]:
+def prompts(key: str, found: Json) -> tuple[str | tuple[int, ...], ...]:
+    """A text, a list of tokens, or a list of these, in the field `key`. Raises RequestError."""
     listed = found if isinstance(found, list) and found and isinstance(found[0], str | list) else [found]
-    return tuple(_prompt(item, found) for item in listed)
+    return tuple(_prompt(key, item, found) for item in listed)
 
 
-def _prompt(item: Json, found: Json) -> str | tuple[int, ...]:
+def _prompt(key: str, item: Json, found: Json) -> str | tuple[int, ...]:
     if isinstance(item, str):
-        return checked_text("prompt", item)
-    if isinstance(item, list):
-        tokens = tuple(token for token in item if is_integer(token) and 0 <= token < 1 << 31)
+        return checked_text(key, item)
+    if isinstance(item, list) and item:
+        tokens = tuple(token for token in item if is_integer(token) and 0 <= token <= MAX_INTEGER)
         if len(tokens) == len(item):
             return tokens
-    raise wrong("prompt", "a text, a list of tokens, or a list of these", found)
+    raise wrong(key, "a text, a list of tokens, or a list of these", found)
 
 
 def _include_usage(value: Json) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import math
 
 from mlcbuild_runtime.access import Access
+from mlcbuild_runtime.bundle import POOLINGS
 from mlcbuild_runtime.serve import KEY_VARIABLE, Options
 
 
@@ -25,6 +26,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-waiting", type=_natural, help="requests that may wait; more get 503 (default: 1024)"
+    )
+    parser.add_argument(
+        "--pooling", choices=POOLINGS, help="how embeddings are made (default: as the bundle says)"
     )
     parser.add_argument(
         "--api-key",
@@ -53,6 +57,7 @@ def options(found: argparse.Namespace) -> Options:
         max_batch=found.max_batch,
         max_pages=found.max_pages,
         max_waiting=found.max_waiting,
+        pooling=found.pooling,
         drain=found.drain,
         access=Access(tuple(found.api_key), tuple(found.cors), found.timeout),
     )

@@ -10,18 +10,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import NoReturn
+from typing import Literal, NoReturn, get_args
 
 from blake3 import blake3
 
 from mlcbuild_runtime import binary, weights
 from mlcbuild_runtime.errors import BundleError
-from mlcbuild_runtime.fields import FieldError, Fields, Json, plain
+from mlcbuild_runtime.fields import FieldError, Fields, Json, describe, plain
 from mlcbuild_runtime.signature import signature
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "POOLINGS",
     "PROVENANCE",
     "File",
     "Limits",
@@ -29,6 +30,7 @@ __all__ = [
     "Manifest",
     "Memory",
     "Model",
+    "Pooling",
     "Serving",
     "check",
     "parse",
@@ -39,6 +41,9 @@ __all__ = [
 FORMAT = "mlcbuild-bundle/1"
 MANIFEST = "bundle.json"
 PROVENANCE = "provenance.json"
+Pooling = Literal["last", "mean"]
+"""How hidden states become one vector. `last`: that of the last token, which alone has seen all others."""
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Model:
     name: str
     family: str
     config: Mapping[str, Json]
-    """The model's config, verbatim; the runtime reads `vocab_size` of it."""
+    """The model's config, verbatim; the runtime reads `vocab_size` and `hidden_size` of it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class Serving:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    pooling: Pooling = "last"
+    """How embeddings are made of hidden states; from the checkpoint's 1_Pooling/config.json."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,10 @@ class Manifest:
     def vocab_size(self) -> int:
         return Fields(plain(self.model.config), "model.config").integer("vocab_size", 1)
 
+    @property
+    def hidden_size(self) -> int:
+        return Fields(plain(self.model.config), "model.config").integer("hidden_size", 1)
+
     def to_json(self) -> dict[str, Json]:
         """The document; `parse` is its inverse."""
         serving: dict[str, Json] = {"bos_token_id": self.serving.bos_token_id}
@@ -137,6 +148,8 @@ class Manifest:
             value = getattr(self.serving, key)
             if value is not None:
                 serving[key] = value
+        if self.serving.pooling != Serving.pooling:
+            serving["pooling"] = self.serving.pooling
         return {
             "format": FORMAT,
             "name": self.name,
@@ -205,7 +218,16 @@ def _serving(fields: Fields) -> Serving:
         temperature=fields.number("temperature", 0, 100),
         top_p=fields.number("top_p", 0, 1),
         top_k=None if top_k is None else fields.integer("top_k", 0),
+        pooling=_pooling(fields),
     )
+
+
+def _pooling(fields: Fields) -> Pooling:
+    found = fields.value.get("pooling", Serving.pooling)
+    for kind in POOLINGS:
+        if found == kind:
+            return kind
+    raise FieldError(f"'serving.pooling' must be one of {', '.join(POOLINGS)}, found {describe(found)}")
 
 
 def _machine(fields: Fields) -> Machine:

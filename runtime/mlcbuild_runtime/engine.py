@@ -12,10 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import replace
+from itertools import accumulate
 from queue import Empty, SimpleQueue
 
+import numpy as np
+
+from mlcbuild_runtime.bundle import Pooling
 from mlcbuild_runtime.errors import EngineError, RequestError
 from mlcbuild_runtime.grammar import Grammars
 from mlcbuild_runtime.pages import Pages
@@ -23,7 +28,7 @@ from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
 from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vm import Model, Step, check_tokens
+from mlcbuild_runtime.vm import Floats, Model, Step, check_tokens
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +47,11 @@ class Engine:
         tokenizer: Tokenizer,
         max_batch: int | None = None,
         max_waiting: int | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
+        """`pooling`: of embeddings, instead of the bundle's."""
         self.model, self.tokenizer = model, tokenizer
+        self.pooling = pooling or model.manifest.serving.pooling
         self.max_batch = min(max_batch or model.limits.max_batch, model.limits.max_batch)
         self.grammars = Grammars(tokenizer.vocabulary, model.manifest.vocab_size, tokenizer.eos)
         self._max_waiting = MAX_WAITING if max_waiting is None else max_waiting
@@ -132,9 +140,15 @@ class Engine:
         context = min(limits.context_window, self.model.pages * limits.page_size)
         if not size:
             raise RequestError("the prompt has no tokens", param="prompt")
-        if size >= context:
+        if request.pooling is not None and not self.model.gives_states:
             raise RequestError(
-                f"the prompt has {size} tokens, but the context has {context}, answer included: shorten it",
+                "this bundle's library gives no hidden states, which embeddings are made of: build it again",
+                code="no_embeddings",
+            )
+        if size + (request.pooling is None) > context:
+            answer = ", answer included" if request.pooling is None else ""
+            raise RequestError(
+                f"the prompt has {size} tokens, but the context has {context}{answer}: shorten it",
                 code="context_length_exceeded",
             )
         wanted = request.max_tokens
@@ -159,7 +173,9 @@ class Engine:
                 self._receive()
                 self._drop()
                 schedule.admit()
-                self._step(schedule.prefills(self.model.limits.prefill_chunk))
+                parts = schedule.prefills(self.model.limits.prefill_chunk)
+                self._step([part for part in parts if part[0].pool is None])
+                self._pool([part for part in parts if part[0].pool is not None])
                 self._step(schedule.decodes())
         except Exception:
             log.exception("the engine has failed")
@@ -198,27 +214,40 @@ class Engine:
                 self._end(sequence, sequence.failed(late))
 
     def _step(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Feeds each sequence that many of its tokens. A failing call ends its own requests only."""
+        """Feeds each sequence that many of its tokens, and chooses the next token of those that have all."""
+        for (sequence, _), row in zip(parts, self._run_model(parts, self.model.forward), strict=False):
+            if sequence.complete:
+                self._answer_tokens += 1
+                self._tell(sequence, sequence.next(row))
+
+    def _pool(self, parts: List[tuple[Sequence, int]]) -> None:
+        """As `_step`, for sequences whose hidden states are wanted."""
+        states = self._run_model(parts, self.model.states)
+        ends = accumulate(count for _, count in parts)
+        for (sequence, count), end in zip(parts if len(states) else (), ends, strict=False):
+            if event := sequence.pooled(states[end - count : end]):
+                self._tell(sequence, event)
+
+    def _run_model(self, parts: List[tuple[Sequence, int]], function: Callable[[Step], Floats]) -> Floats:
+        """The result of a step of the model. A failing call ends its own requests only; it has no rows."""
+        none = np.empty((0, 0), np.float32)
         if not parts:
-            return
+            return none
         size = self.model.limits.page_size
         rows = [(s.tokens[s.length : s.length + count], s.length + count, s.pages) for s, count in parts]
         step = Step.of([(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in rows])
         try:
-            logits = self.model.forward(step)
+            found = function(step)
         except Exception as error:  # whatever the library raises
             log.exception("a step has failed")
             for sequence, _ in parts:
                 failure = sequence.failed(EngineError(f"the model has failed: {error}"))
                 self._end(sequence, failure)
-            return
-        for (sequence, count), row in zip(parts, logits, strict=True):
-            prefilling = sequence.prefilling
+            return none
+        for sequence, count in parts:
+            self._prompt_tokens += count if sequence.prefilling else 0
             self._schedule.computed(sequence, count)
-            self._prompt_tokens += count if prefilling else 0
-            if sequence.complete:
-                self._answer_tokens += 1
-                self._tell(sequence, sequence.next(row))
+        return found
 
     def _tell(self, sequence: Sequence, event: Event) -> None:
         if event.last:

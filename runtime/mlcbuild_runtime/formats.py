@@ -14,6 +14,36 @@ SPACES: dict[str, Json] = {"whitespace_flexible": True, "whitespace_pattern": r"
 """One space, or a new line with its indentation: models that may write any space write it for ever."""
 
 
+def _text_kind(key: str) -> Json:
+    return {
+        "type": "object",
+        "required": ["type", key],
+        "properties": {"type": {"const": key}, key: {"type": "string"}},
+    }
+
+
+SCHEMA: dict[str, Json] = {
+    "anyOf": [
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["schema"],
+                    "properties": {"schema": {"type": ["object", "boolean"]}},
+                },
+            },
+        },
+        _text_kind("regex"),
+        _text_kind("grammar"),
+    ]
+}
+"""JSON Schema of the field."""
+
+
 def response_format(found: Json) -> Constraint | None:
     """The constraint that the field asks for; None for plain text. Raises RequestError."""
     match found:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Self, overload
 
-from mlcbuild_runtime import engine, service
+from mlcbuild_runtime import embeddings, engine, service
 from mlcbuild_runtime.answers import Answers, AsyncAnswers
 from mlcbuild_runtime.fields import Json, plain
 from mlcbuild_runtime.request import Event, State
@@ -79,6 +79,7 @@ class Engine(_Local):
         super().__init__(bundle, threads, max_batch)
         self.completions = Completions(self._running, service.completion)
         self.chat = Chat(Completions(self._running, service.chat))
+        self.embeddings = Embeddings(self._running)
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +106,7 @@ class Completions:
     def create(self, *, stream: bool = False, **body: object) -> Document | Iterator[Document]:
         """The whole answer, or its chunks. Raises RequestError at once, EngineError when it fails later."""
         job = self._prepare(self._running, _body({**body, "stream": stream}))
-        answers = Answers(self._running, job)
+        answers = Answers(self._running, job.requests)
         if stream:
             return self._chunks(answers, job)
         found: list[list[Event]] = [[] for _ in job.requests]
@@ -120,6 +121,20 @@ class Completions:
                 yield Document(document)
 
 
+class Embeddings:
+    def __init__(self, running: engine.Engine) -> None:
+        self._running = running
+
+    def create(self, **body: object) -> Document:
+        """Vectors for the texts in `input`. Raises RequestError or EngineError."""
+        job = embeddings.job(self._running, _body(body))
+        found: list[Event] = []
+        for wave in job.waves():
+            events = dict(Answers(self._running, wave).events())
+            found += [events[index] for index in range(len(wave))]
+        return Document(job.document(found))
+
+
 class AsyncEngine(_Local):
     """A bundle for an event loop."""
 
@@ -127,6 +142,7 @@ class AsyncEngine(_Local):
         super().__init__(bundle, threads, max_batch)
         self.completions = AsyncCompletions(self._running, service.completion)
         self.chat = AsyncChat(AsyncCompletions(self._running, service.chat))
+        self.embeddings = AsyncEmbeddings(self._running)
 
     async def __aenter__(self) -> Self:
         return self
@@ -154,18 +170,10 @@ class AsyncCompletions:
         """The whole answer, or its chunks. Raises RequestError at once, EngineError when it fails later."""
         wanted = _body({**body, "stream": stream})
         job = await asyncio.to_thread(self._prepare, self._running, wanted)
-        answers = AsyncAnswers(self._running, job)
+        answers = AsyncAnswers(self._running, job.requests)
         if stream:
             return self._chunks(answers, job)
-        found: list[list[Event]] = [[] for _ in job.requests]
-        try:
-            async for index, event in answers.events():
-                if event.error is not None:
-                    raise event.error
-                found[index].append(event)
-        finally:
-            answers.cancel()
-        return Document(job.reply.whole(found))
+        return Document(job.reply.whole(await _collected(answers, len(job.requests))))
 
     @staticmethod
     async def _chunks(answers: AsyncAnswers, job: Job) -> AsyncIterator[Document]:
@@ -177,6 +185,33 @@ class AsyncCompletions:
                     yield Document(document)
         finally:
             answers.cancel()
+
+
+class AsyncEmbeddings:
+    def __init__(self, running: engine.Engine) -> None:
+        self._running = running
+
+    async def create(self, **body: object) -> Document:
+        """Vectors for the texts in `input`. Raises RequestError or EngineError."""
+        job = await asyncio.to_thread(embeddings.job, self._running, _body(body))
+        found: list[Event] = []
+        for wave in job.waves():
+            events = await _collected(AsyncAnswers(self._running, wave), len(wave))
+            found += [own[-1] for own in events]
+        return Document(job.document(found))
+
+
+async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
+    """The events of `count` complete answers. Raises what one has failed with."""
+    found: list[list[Event]] = [[] for _ in range(count)]
+    try:
+        async for index, event in answers.events():
+            if event.error is not None:
+                raise event.error
+            found[index].append(event)
+    finally:
+        answers.cancel()
+    return found
 
 
 def _body(fields: Mapping[str, object]) -> dict[str, Json]:

@@ -11,6 +11,69 @@ from mlcbuild_runtime.template import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_PART: Json = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_CALL: Json = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": "string", "contentMediaType": "application/json"},
+            },
+        },
+    },
+}
+_SHARED: dict[str, Json] = {"content": _CONTENT, "name": {"type": ["string", "null"]}}
+_SHARED |= {"refusal": {"type": ["string", "null"]}, "annotations": {"type": ["array", "null"]}}
+MESSAGES: dict[str, Json] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"enum": ["system", "developer", "user"]}, **_SHARED},
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"const": "tool"}, "tool_call_id": {"type": "string"}, **_SHARED},
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"const": "assistant"}, **_SHARED},
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "required": ["role", "tool_calls"],
+                "properties": {
+                    **_SHARED,
+                    "role": {"const": "assistant"},
+                    "content": {"anyOf": [_CONTENT, {"type": "null"}]},
+                    "tool_calls": {"type": "array", "minItems": 1, "items": _CALL},
+                },
+                "additionalProperties": False,
+            },
+        ]
+    },
+}
+"""JSON Schema of the field `messages`."""
+
 
 def messages(body: Body) -> tuple[Message, ...]:
     """The field `messages`. Raises RequestError, naming the message."""

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mlcbuild_runtime.bundle import Pooling
 from mlcbuild_runtime.errors import ServingError
 from mlcbuild_runtime.grammar import Constraint
+from mlcbuild_runtime.pooling import Floats
 from mlcbuild_runtime.sampling import Logprob, Sampling
 
 Finish = Literal["stop", "length"]
@@ -30,6 +32,8 @@ class Request:
     """Only `max_tokens`, the context and `stop` end the answer."""
     priority: int = 0
     """Lower is sooner; the same is in order of arrival."""
+    pooling: Pooling | None = None
+    """The answer is not text but a vector: the prompt's hidden states, pooled in this way."""
     timeout: float | None = None
     """Seconds from submission after which the request ends with an error."""
 
@@ -47,6 +51,9 @@ class Event:
     alternatives: tuple[Logprob, ...] = ()
     cached: int = 0
     """Tokens of the prompt whose keys and values another request had left in the cache."""
+
+    vector: Floats | None = None
+    """Of a request with `pooling`, in its only event."""
 
     @property
     def last(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from mlcbuild_runtime.errors import ServingError
 from mlcbuild_runtime.grammar import Matcher
 from mlcbuild_runtime.pages import Key
+from mlcbuild_runtime.pooling import Pool
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
 from mlcbuild_runtime.sampling import Floats, Logprob, adjusted, choose, generator, logprobs
 from mlcbuild_runtime.text import Tokenizer
@@ -44,6 +45,7 @@ class Sequence:
         self._eos = tokenizer.eos
         self._counts: Counter[int] = Counter()
         self._matcher = matcher
+        self.pool = None if request.pooling is None else Pool(request.pooling)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -70,6 +72,8 @@ class Sequence:
         tokens, and the kernels of prefill and decode need not round alike. So no answer depends on what the
         cache happens to hold.
         """
+        if self.pool is not None and self.pool.kind == "mean":
+            return []  # the cache has keys and values of a prompt, but not the states of all its tokens
         for end in range(len(self._keys) * page_size + page_size, length + 1, page_size):
             block = tuple(self.tokens[end - page_size : end])
             own = end > len(self.request.prompt)
@@ -82,6 +86,16 @@ class Sequence:
             return self._next(logits)
         except ServingError as error:
             return self.failed(error)
+
+    def pooled(self, states: Floats) -> Event | None:
+        """Takes hidden states float32 [n, hidden] of the last n tokens in the cache; the answer after all."""
+        assert self.pool is not None
+        if self.length == len(states):
+            self.pool.clear()
+        self.pool.add(states)
+        if not self.complete:
+            return None
+        return Event(finish="stop", vector=self.pool.vector(), cached=self.cached or 0)
 
     def failed(self, error: ServingError) -> Event:
         return Event(tokens=self.answered, error=error, cached=self.cached or 0)

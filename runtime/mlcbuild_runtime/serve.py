@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from mlcbuild_runtime.access import Access
+from mlcbuild_runtime.bundle import Pooling
 from mlcbuild_runtime.errors import ServingError, SetupError
 
 GRACE = 1
@@ -31,6 +32,8 @@ class Options:
     max_batch: int | None = None
     max_pages: int | None = None
     max_waiting: int | None = None
+    pooling: Pooling | None = None
+    """Of embeddings, instead of the bundle's."""
     drain: float = DRAIN
     access: Access = field(default_factory=Access)
 
@@ -79,7 +82,7 @@ def _serve(path: Path, options: Options, listener: socket.socket) -> int:
     from mlcbuild_runtime.engine import Engine
     from mlcbuild_runtime.server import create_app
 
-    engine = Engine(model, tokenizer, options.max_batch, options.max_waiting).start()
+    engine = Engine(model, tokenizer, options.max_batch, options.max_waiting, options.pooling).start()
 
     class Server(uvicorn.Server):
         """Ends the engine first: every open stream then ends by itself."""

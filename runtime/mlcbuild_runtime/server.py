@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
 
@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
-from mlcbuild_runtime import service
+from mlcbuild_runtime import embeddings, service
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.answers import AsyncAnswers
 from mlcbuild_runtime.body import parse_body
@@ -31,6 +31,7 @@ from mlcbuild_runtime.keys import Keys
 from mlcbuild_runtime.metrics import CONTENT_TYPE, Metrics
 from mlcbuild_runtime.replies import error_document
 from mlcbuild_runtime.request import Event
+from mlcbuild_runtime.request import Request as Wanted
 from mlcbuild_runtime.service import Job
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def create_app(running: Engine, access: Access | None = None) -> Starlette:
         Route("/v1/models/{name:path}", server.model),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
     ]
     handlers: dict[object, ExceptionHandler] = {
         HTTPException: _http_error,
@@ -144,9 +146,9 @@ async def _lines(answers: AsyncAnswers, job: Job) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-async def _whole(request: Request, answers: AsyncAnswers, job: Job) -> Response:
-    """The complete answers. When the client leaves before, the request ends."""
-    found: list[list[Event]] = [[] for _ in job.requests]
+async def _collected(request: Request, answers: AsyncAnswers, count: int) -> list[list[Event]]:
+    """The events of `count` complete answers. When the client leaves before, the request ends."""
+    found: list[list[Event]] = [[] for _ in range(count)]
 
     async def collect() -> None:
         async for index, event in answers.events():
@@ -165,7 +167,7 @@ async def _whole(request: Request, answers: AsyncAnswers, job: Job) -> Response:
         answers.cancel()
         watcher.cancel()
         collector.cancel()
-    return JSONResponse(job.reply.whole(found))
+    return found
 
 
 async def _disconnect(request: Request) -> None:
@@ -227,9 +229,21 @@ class _Server:
         body = parse_body(await _read(request))
         return await self._respond(request, await run_in_threadpool(service.completion, self._engine, body))
 
+    async def embeddings(self, request: Request) -> Response:
+        body = parse_body(await _read(request))
+        service.check_model(self._engine, body.get("model"))
+        job = await run_in_threadpool(embeddings.job, self._engine, body)
+        found: list[Event] = []
+        for wave in job.waves():
+            answers = AsyncAnswers(self._engine, self._timed(wave), self._metrics.watched)
+            found += [events[-1] for events in await _collected(request, answers, len(wave))]
+        return JSONResponse(await run_in_threadpool(job.document, found))
+
+    def _timed(self, requests: Sequence[Wanted]) -> Sequence[Wanted]:
+        return [replace(wanted, timeout=self._timeout) for wanted in requests]
+
     async def _respond(self, request: Request, job: Job) -> Response:
-        timed = tuple(replace(wanted, timeout=self._timeout) for wanted in job.requests)
-        answers = AsyncAnswers(self._engine, replace(job, requests=timed), self._metrics.watched)
+        answers = AsyncAnswers(self._engine, self._timed(job.requests), self._metrics.watched)
         if job.stream:
             return _EventStream(answers, job)
-        return await _whole(request, answers, job)
+        return JSONResponse(job.reply.whole(await _collected(request, answers, len(job.requests))))

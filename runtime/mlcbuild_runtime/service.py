@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mlcbuild_runtime import api, tools
-from mlcbuild_runtime.body import Body, checked_text, wrong
+from mlcbuild_runtime.body import Body, Field, Table, boolean, text, wrong
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json, is_integer
@@ -19,6 +19,17 @@ from mlcbuild_runtime.tools import Form, Reader
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions."""
+TOKENIZE: Table = {
+    "model": api.COMMON["model"],
+    "prompt": text("A text, where there are no messages."),
+    "messages": api.CHAT["messages"],
+    "add_special_tokens": boolean("With BOS, where the tokenizer adds one (default: true)."),
+    "chat_template_kwargs": api.CHAT["chat_template_kwargs"],
+}
+DETOKENIZE: Table = {
+    "model": api.COMMON["model"],
+    "tokens": Field({"type": "array", "items": {"type": "integer", "minimum": 0}}),
+}
 
 
 @dataclass(frozen=True)
@@ -95,15 +106,14 @@ def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], 
 
 def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """A body of /tokenize: a text in `prompt`, or a chat in `messages`. Raises RequestError."""
-    fields = Body(body, ("model", "prompt", "messages", "add_special_tokens", "chat_template_kwargs"), {})
+    fields = Body(body, TOKENIZE)
     check_model(running, fields.get("model"))
     special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
-    prompt = fields.get("prompt")
+    prompt = fields.text("prompt")
     if prompt is None and fields.get("messages") is not None:
         tokens = tokenizer.chat(messages(fields), fields.object("chat_template_kwargs"))
-    elif isinstance(prompt, str):
-        text = checked_text("prompt", prompt)
-        tokens = tokenizer.encode(text) if special else tokenizer.vocabulary.encode(text, special=False)
+    elif prompt is not None:
+        tokens = tokenizer.encode(prompt) if special else tokenizer.vocabulary.encode(prompt, special=False)
     else:
         raise wrong("prompt", "a text, where there are no messages", prompt)
     context = running.model.limits.context_window
@@ -112,7 +122,7 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
 
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """A body of /detokenize: `tokens`. Raises RequestError."""
-    fields = Body(body, ("model", "tokens"), {})
+    fields = Body(body, DETOKENIZE)
     check_model(running, fields.get("model"))
     found, size = fields.get("tokens"), running.model.manifest.vocab_size
     listed = found if isinstance(found, list) else [None]

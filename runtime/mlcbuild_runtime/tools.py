@@ -22,6 +22,46 @@ from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.template import Message
 
 MAX_TOOLS = 128
+_NAME = "[A-Za-z0-9_.-]{1,64}"
+
+TOOLS: dict[str, Json] = {
+    "type": "array",
+    "maxItems": MAX_TOOLS,
+    "items": {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {
+                    "name": {"type": "string", "pattern": f"^{_NAME}$"},
+                    "description": {"type": "string"},
+                    "parameters": {"type": "object", "properties": {"type": {"const": "object"}}},
+                },
+            },
+        },
+    },
+}
+TOOL_CHOICE: dict[str, Json] = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {
+            "type": "object",
+            "required": ["type", "function"],
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {"name": {"type": "string"}},
+                },
+            },
+        },
+    ]
+}
+"""JSON Schemas of the fields."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +139,7 @@ def _tool(where: str, found: Json) -> Tool:
     if not isinstance(function, dict):
         raise wrong(where, 'an object such as {"type": "function", "function": {"name": ...}}', found)
     name, description = function.get("name"), function.get("description") or ""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+    if not isinstance(name, str) or not re.fullmatch(_NAME, name):
         raise wrong(f"{where}.function.name", "1 to 64 letters, digits, '_', '.' or '-'", name)
     if not isinstance(description, str):
         raise wrong(f"{where}.function.description", "a text", description)

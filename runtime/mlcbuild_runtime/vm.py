@@ -180,17 +180,40 @@ class Model:
 
         The array views memory of the VM that is its own: later calls do not change it.
         """
+        embedded, rows, batch = self._inputs(step)
+        n, q, single = len(step.tokens), len(step.rows), len(step.lengths) == 1
+        decode = step.is_decode and q == n
+        shaped = tvm_ffi.from_dlpack(embedded.reshape((n, 1, -1) if decode else (1, n, -1)))
+        given = [shaped] if decode else [shaped, rows]
+        logits = self._forward[decode, single](*given, *batch)
+        return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
+
+    def states(self, step: Step) -> Floats:
+        """Hidden states float32 [n, hidden], after the last norm, of all the step's tokens, which the KV
+        cache takes in. Raises BundleError where the library does not give them."""
+        embedded, _, batch = self._inputs(step)
+        name = ("" if len(step.lengths) == 1 else "batch_") + "prefill_to_last_hidden_states"
+        found = self._function(name)(tvm_ffi.from_dlpack(embedded[None]), *batch)
+        return cast(Floats, np.from_dlpack(found).reshape(embedded.shape))
+
+    @cached_property
+    def gives_states(self) -> bool:
+        """The library has the functions for `states`: those of older builders have not."""
+        try:
+            self._function("prefill_to_last_hidden_states")
+        except BundleError:
+            return False
+        return True
+
+    def _inputs(self, step: Step) -> tuple[Floats, tvm_ffi.Tensor, list[object]]:
+        """Embeddings of a step's tokens float32 [n, hidden], its rows, and the arguments with which forward
+        functions end."""
         where = [step.positions(), step.slots(self.limits.page_size), step.indptr, step.page_indptr]
         tokens, rows, *batch = self._numbers.tensors(
             [step.tokens, step.rows, *where, step.page_table, step.lengths]
         )
-        n, q, single = len(step.tokens), len(step.rows), len(step.lengths) == 1
-        decode = step.is_decode and q == n
-        embedded = np.from_dlpack(self._embed(tokens, self._params))
-        shaped = tvm_ffi.from_dlpack(embedded.reshape((n, 1, -1) if decode else (1, n, -1)))
-        given = [shaped] if decode else [shaped, rows]
-        logits = self._forward[decode, single](*given, self._cache, *batch, self._params)
-        return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
+        embedded = cast(Floats, np.from_dlpack(self._embed(tokens, self._params)))
+        return embedded, rows, [self._cache, *batch, self._params]
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
         """Logits float32 [len(tokens), vocab] of every position of one sequence.
@@ -232,17 +255,20 @@ def _load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
         wanted = os.environ.setdefault("TVM_NUM_THREADS", str(machine.default_threads()))
         if not wanted.isdecimal() or int(wanted) < 1:
             raise SetupError(f"TVM_NUM_THREADS is '{wanted}', which is not a number of at least 1")
-        _load_library(_find_runtime(path, manifest))
+        # A second copy of the library would end a process that has imported tvm.
+        there = tvm_ffi.get_global_func("vm.builtin.alloc_shape_heap", allow_missing=True) is not None
+        _loaded.append(None if there else _load_library(_find_runtime(path, manifest)))
     return int(os.environ["TVM_NUM_THREADS"])
 
 
-_loaded: list[ctypes.CDLL] = []
+_loaded: list[ctypes.CDLL | None] = []
+"""The TVM runtime, once it is loaded; None: by somebody else."""
 
 
-def _load_library(path: Path) -> None:
+def _load_library(path: Path) -> ctypes.CDLL:
     binary.check(path)
     try:
-        _loaded.append(ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL))
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise SetupError(f"{path}: the TVM runtime cannot be loaded: {error}") from None
 

@@ -243,12 +243,12 @@ ERRORS: list[tuple[str, object, int, str | None, str]] = [
     ("/tokenize", {"text": "x"}, 400, "text", "unknown field 'text'"),
     ("/detokenize", {"tokens": [260]}, 400, "tokens", "a list of tokens from 0 to 259"),
     ("/detokenize", {}, 400, "tokens", "it is missing"),
-    (COMPLETION, {"prompt": []}, 400, "prompt", "the prompt has no tokens"),
+    (COMPLETION, {"prompt": []}, 400, "prompt", "a text, a list of tokens, or a list of these"),
     (COMPLETION, {"prompt": [1, True]}, 400, "prompt", "must be a text, a list of tokens"),
     (COMPLETION, {"prompt": [260]}, 400, "prompt", "token 260 is outside the vocabulary"),
     (COMPLETION, {"prompt": "\ud800"}, 400, "prompt", "half of a surrogate pair"),
     (COMPLETION, {"prompt": "x", "model": "other"}, 404, "model", "the model 'other' is not here"),
-    (COMPLETION, {"prompt": "x", "model": 3}, 404, "model", "the model 3 is not here"),
+    (COMPLETION, {"prompt": "x", "model": 3}, 400, "model", "model must be a text; found 3"),
     (COMPLETION, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "an integer from 1 to"),
     (COMPLETION, {"prompt": "x", "max_tokens": 1.5}, 400, "max_tokens", "found 1.5"),
     (COMPLETION, {"prompt": "x", "max_tokens": True}, 400, "max_tokens", "found True"),
@@ -271,7 +271,7 @@ ERRORS: list[tuple[str, object, int, str | None, str]] = [
         {"prompt": "x", "stream": True, "stream_options": 1},
         400,
         "stream_options",
-        "an object such",
+        "an object",
     ),
     (COMPLETION, {"prompt": "x", "logprobs": 21}, 400, "logprobs", "from 0 to 20"),
     (COMPLETION, {"prompt": "x", "best_of": 2}, 400, "best_of", "cannot honour"),
@@ -304,7 +304,7 @@ ERRORS: list[tuple[str, object, int, str | None, str]] = [
     ),
     (CHAT, {"messages": HI, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs: true"),
     (CHAT, {"messages": HI, "chat_template_kwargs": 1}, 400, "chat_template_kwargs", "an object"),
-    ("/v1/embeddings", {}, 404, None, "Not Found"),
+    ("/v1/nowhere", {}, 404, None, "Not Found"),
 ]
 
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlcbuild_runtime import api
 from mlcbuild_runtime.body import Body
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json
@@ -134,14 +135,14 @@ def tool(**function: Any) -> dict[str, Any]:
 )
 def test_tools_that_cannot_be(fields: dict[str, Json], param: str, message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
-        toolbox(Body(fields, sorted(fields), {}))
+        toolbox(Body(fields, api.CHAT))
     assert caught.value.param == param
 
 
 def test_no_tools() -> None:
     bodies: list[dict[str, Json]] = [{}, {"tools": []}, {"tools": [tool()], "tool_choice": "none"}]
     for fields in bodies:
-        assert toolbox(Body(fields, sorted(fields), {})) is None
+        assert toolbox(Body(fields, api.CHAT)) is None
 
 
 def test_calls_and_results_in_words() -> None:

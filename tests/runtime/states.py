@@ -1,0 +1,42 @@
+"""Hidden states by the builder's reference in float64: `states.py BUNDLE OUT.npy TOKENS ...`.
+
+A program of its own, because the tests of the runtime do not load the builder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from mlcbuild_runtime import tensors
+from mlcbuild_runtime.bundle import read
+
+from mlcbuild import models, quant, reference
+from mlcbuild.models import parameters
+
+
+def main(bundle: Path, out: Path, texts: list[str]) -> None:
+    manifest = read(bundle)
+    library = json.loads((bundle / "library.json").read_text())
+    config, scheme = models.from_json(library["config"]), quant.from_json(library["scheme"])
+    params = tuple((name, shape, dtype, layout) for name, shape, dtype, layout in library["params"])
+    loaded = tensors.load(bundle, manifest.weights, params)
+    stored = dict(zip((name for name, *_ in params), loaded.arrays, strict=True))
+    weights = {}
+    for param in parameters(config):
+        own, names = quant.scheme_for(scheme, param.name), [t.name for t in quant.stored(param, scheme)]
+        if len(names) == 2:
+            rows, columns = param.shape
+            weights[param.name] = quant.unpack(stored[names[0]], stored[names[1]], own, (rows, columns))
+        else:
+            weights[param.name] = stored[names[0]].astype(np.float32)
+    model = reference.Reference(config, weights, np.float64, manifest.limits.context_window)
+    listed = [[int(token) for token in text.split(",")] for text in texts]
+    found = [reference.hidden(model, tokens)[0] for tokens in listed]
+    np.save(out, np.concatenate(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

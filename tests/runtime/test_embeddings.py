@@ -1,0 +1,192 @@
+"""/v1/embeddings on a real model, against the float64 reference of the builder."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from mlcbuild_runtime import AsyncEngine, Engine
+from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.pooling import Pool, unit
+from mlcbuild_runtime.text import Tokenizer
+from numpy.typing import NDArray
+
+from . import shared
+from .shared import Server
+from .test_server import post
+
+PATH = "/v1/embeddings"
+TEXTS = ["What is 12 + 30?", "sort 70 8 31", "once upon a time " * 12]
+"""The last one is longer than a chunk."""
+
+
+@pytest.fixture(scope="module")
+def real(tiny_bundle: Path) -> Iterator[Server]:
+    with shared.serving(tiny_bundle) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def states(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> list[NDArray[np.float64]]:
+    """The hidden states of each text's tokens by the builder's reference, float64 [n, hidden], for the
+    weights that the bundle has."""
+    tokenizer = Tokenizer.load(tiny_bundle)
+    out = tmp_path_factory.mktemp("states") / "states.npy"
+    script = Path(__file__).with_name("states.py")
+    listed = [",".join(map(str, tokenizer.encode(text))) for text in TEXTS]
+    path = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
+    command = [sys.executable, str(script), str(tiny_bundle), str(out), *listed]
+    subprocess.run(command, check=True, env=shared.environment(path))
+    ends = np.cumsum([len(text.split(",")) for text in listed])
+    return np.split(np.load(out), ends[:-1])
+
+
+def vectors(document: Any) -> NDArray[np.float64]:
+    assert [entry["index"] for entry in document["data"]] == list(range(len(document["data"])))
+    return np.array([entry["embedding"] for entry in document["data"]])
+
+
+def ask(server: Server, **body: Any) -> Any:
+    response = post(server, PATH, body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def pooled(states: list[NDArray[np.float64]], kind: str) -> NDArray[np.float64]:
+    rows = [own[-1] if kind == "last" else own.mean(axis=0) for own in states]
+    return np.array([row / np.linalg.norm(row) for row in rows])
+
+
+def test_the_last_token_speaks_for_a_text(real: Server, states: list[NDArray[np.float64]]) -> None:
+    found = ask(real, input=TEXTS)
+    assert found["model"] == real.name
+    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] == sum(map(len, states))
+    assert np.abs(vectors(found) - pooled(states, "last")).max() < 2e-3
+    assert np.allclose(np.linalg.norm(vectors(found), axis=1), 1)
+    # What the cache holds, and who shares the step, changes nothing.
+    assert np.array_equal(vectors(ask(real, input=TEXTS[2])), vectors(found)[2:])
+
+
+def test_the_mean_of_all_tokens(tiny_bundle: Path, states: list[NDArray[np.float64]]) -> None:
+    with shared.serving(tiny_bundle, "--pooling", "mean") as server:
+        first, again = vectors(ask(server, input=TEXTS)), vectors(ask(server, input=TEXTS))
+    assert np.abs(first - pooled(states, "mean")).max() < 2e-3
+    assert np.abs(first - pooled(states, "last")).max() > 0.05
+    assert np.array_equal(first, again)
+
+
+def test_the_official_client(real: Server, tiny_bundle: Path) -> None:
+    tokens = Tokenizer.load(tiny_bundle).encode(TEXTS[0])
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+        by_text = client.embeddings.create(model=real.name, input=TEXTS[0])
+        by_tokens = client.embeddings.create(model=real.name, input=[tokens, tokens])
+        plain = client.embeddings.create(model=real.name, input=tokens, encoding_format="float")
+        short = client.embeddings.create(model=real.name, input=TEXTS[0], dimensions=16)
+    vector = by_text.data[0].embedding
+    assert by_tokens.data[1].embedding == vector
+    assert np.allclose(plain.data[0].embedding, vector, atol=1e-7)
+    assert np.allclose(short.data[0].embedding, unit(np.array(vector[:16])), atol=1e-6)
+    assert by_tokens.usage.prompt_tokens == 2 * len(tokens)
+
+
+def test_base64_is_little_endian_float32(real: Server) -> None:
+    found = ask(real, input="a b", encoding_format="base64")["data"][0]["embedding"]
+    plain = ask(real, input="a b")["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(found), "<f4").tolist() == plain
+
+
+def test_more_texts_than_places(tiny_bundle: Path) -> None:
+    with shared.serving(tiny_bundle, "--max-batch", "2", "--max-waiting", "70") as server:
+        texts = [f"number {i}" for i in range(150)]
+        found = vectors(ask(server, input=texts))
+        assert len(found) == 150
+        assert np.array_equal(found[[149]], vectors(ask(server, input=texts[149])))
+        assert server.wait_idle()["running"] == 0
+
+
+def test_in_this_process(tiny_bundle: Path, real: Server) -> None:
+    wanted = ask(real, input=TEXTS[:2])
+
+    async def later() -> Any:
+        async with AsyncEngine(tiny_bundle, threads=1) as engine:
+            return await engine.embeddings.create(input=TEXTS[:2])
+
+    with Engine(tiny_bundle, threads=1) as engine:
+        found = engine.embeddings.create(input=TEXTS[:2])
+        answer = engine.completions.create(prompt=TEXTS[0], max_tokens=4)
+    assert found["data"] == wanted["data"]
+    assert answer["usage"]
+    assert asyncio.run(later())["data"] == wanted["data"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "input", "a text, a list of tokens, or a list of these; it is missing"),
+        ({"input": []}, "input", "a text, a list of tokens"),
+        ({"input": ""}, "input", "an empty text"),
+        ({"input": ["a", ""]}, "input", "an empty text"),
+        ({"input": ["a", 1]}, "input", "a text, a list of tokens"),
+        ({"input": [-1]}, "input", "a text, a list of tokens"),
+        ({"input": [1 << 30]}, "prompt", "outside the vocabulary"),
+        ({"input": ["a"] * 2049}, "input", "2049 texts; at most 2048"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "an integer from 1"),
+        ({"input": "a", "dimensions": 1 << 20}, "dimensions", "this model's vectors have"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", '"float" or "base64"'),
+        ({"input": "a", "model": "other"}, "model", "is not here"),
+        ({"input": "a", "temperature": 1}, "temperature", "unknown field"),
+        ({"input": "a " * 2000}, None, "but the context has 256: shorten it"),
+    ],
+)
+def test_errors(real: Server, body: dict[str, Any], param: str | None, message: str) -> None:
+    response = post(real, PATH, body)
+    assert response.status_code in (400, 404), response.text
+    assert response.json()["error"]["param"] == param
+    assert message in response.json()["error"]["message"]
+
+
+def test_a_text_may_fill_the_context(real: Server) -> None:
+    assert ask(real, input=[5] * 256)["usage"]["prompt_tokens"] == 256
+    response = post(real, PATH, {"input": [5] * 257})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_library_without_hidden_states(server: Server) -> None:
+    """As older builders made them."""
+    response = post(server, PATH, {"input": "hello"})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "no_embeddings"
+
+
+def test_chunks_do_not_show_in_a_mean() -> None:
+    rows = np.random.default_rng(0).standard_normal((300, 8)).astype(np.float32) * 1e3
+    whole, parts = Pool("mean"), Pool("mean")
+    whole.add(rows)
+    for start in range(0, 300, 7):
+        parts.add(rows[start : start + 7])
+    assert np.array_equal(whole.vector(), parts.vector())
+    exact = rows.astype(np.float64).mean(axis=0)
+    assert np.array_equal(whole.vector(), unit(exact))
+    parts.clear()
+    parts.add(rows[:3])
+    assert np.allclose(parts.vector(), unit(rows[:3].mean(axis=0)), atol=1e-6)
+
+
+def test_nothing_has_no_direction() -> None:
+    assert not unit(np.zeros(3)).any()
+
+
+def test_a_pooling_that_does_not_exist(toy_copy: Path) -> None:
+    text = (toy_copy / "bundle.json").read_text().replace('"serving": {', '"serving": {"pooling": "max",')
+    (toy_copy / "bundle.json").write_text(text)
+    with pytest.raises(BundleError, match=r"'serving\.pooling' must be one of last, mean, found 'max'"):
+        Engine(toy_copy)
