@@ -24,8 +24,9 @@ from blake3 import blake3
 
 from mlcbuild.canon import canonical
 from mlcbuild.errors import MlcbuildError, StoreError, UsageError
+from mlcbuild.keyfile import Signer
 from mlcbuild.records import Record
-from mlcbuild.remotes.signing import LARGEST, RefusedError, Signer, seal, unseal
+from mlcbuild.remotes.signing import LARGEST, RefusedError, seal, unseal
 from mlcbuild.staging import Session
 from mlcbuild.store import Store
 

@@ -1,12 +1,11 @@
-"""Lays out a bundle: library, weights, tokenizer, manifest, provenance. The runtime owns the format."""
+"""Lays out a bundle: library, weights, tokenizer, manifest. The runtime owns the format."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from hashlib import sha256
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -173,34 +172,3 @@ def tvm_runtime() -> Path | None:
         if path.suffix in (".so", ".dylib")
     )
     return found[0] if found else None
-
-
-def provenance(
-    manifest: bytes,
-    parameters: Mapping[str, Json],
-    keys: Mapping[str, str],
-    dependencies: Iterable[Mapping[str, Json]],
-    tools: Mapping[str, str],
-) -> bytes:
-    """An in-toto statement with an SLSA v1 predicate about one bundle.
-
-    The subject is bundle.json, which names every other file by BLAKE3 and so vouches for them all: no byte
-    of the weights is read again. `keys` are the steps' keys by name; `dependencies` are the sources, each a
-    resource descriptor. There are no times in it: the same build gives the same statement.
-    Format: https://slsa.dev/spec/v1.0/provenance
-    """
-    statement = {
-        "_type": "https://in-toto.io/Statement/v1",
-        "subject": [{"name": "bundle.json", "digest": {"sha256": sha256(manifest).hexdigest()}}],
-        "predicateType": "https://slsa.dev/provenance/v1",
-        "predicate": {
-            "buildDefinition": {
-                "buildType": "urn:mlcbuild:run:1",
-                "externalParameters": dict(parameters),
-                "internalParameters": {"steps": dict(keys)},
-                "resolvedDependencies": [dict(item) for item in dependencies],
-            },
-            "runDetails": {"builder": {"id": "urn:mlcbuild", "version": dict(tools)}},
-        },
-    }
-    return json.dumps(statement, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"

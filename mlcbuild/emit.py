@@ -6,24 +6,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from typing import cast
 
-from mlcbuild import bundle
+from mlcbuild import provenance
 from mlcbuild.canon import Entry, Json, bytes_digest, file_digest
 from mlcbuild.events import RunResult
 from mlcbuild.export import materialise
 from mlcbuild.graph import Graph, Source, Step
+from mlcbuild.keyfile import Signer
 from mlcbuild.pipeline import Pipeline, Product
 from mlcbuild.records import Record
 from mlcbuild.store import Store
 
 MANIFEST = "bundle.json"
-PROVENANCE = "provenance.json"
 
 
-def emit(pipeline: Pipeline, product: Product, result: RunResult, store: Store) -> bool:
+def emit(
+    pipeline: Pipeline, product: Product, result: RunResult, store: Store, signer: Signer | None = None
+) -> bool:
     """Writes one bundle whose steps all succeeded; False when it was there already, byte for byte.
 
-    The manifest is that of `verify`, where there is one. Raises UsageError when the output holds files of
-    the user, StoreError when the store is damaged, MlcbuildError when the output cannot be written.
+    The manifest is that of `verify`, where there is one. `signer` vouches for its provenance.
+    Raises UsageError when the output holds files of the user, StoreError when the store is damaged,
+    MlcbuildError when the output cannot be written.
     """
     records = {step.name: step.record for step in result.steps if step.record is not None}
     made = records[pipeline.graph.resolve(product.bundle)]
@@ -33,12 +36,16 @@ def emit(pipeline: Pipeline, product: Product, result: RunResult, store: Store) 
         files |= {entry.path: entry for entry in verified.files}
     manifest = store.blob(files[MANIFEST].digest).read_bytes()
     statement = _provenance(pipeline, product, records, manifest)
-    files[PROVENANCE] = Entry(PROVENANCE, bytes_digest(statement), len(statement))
-    if not store.blob(files[PROVENANCE].digest).exists():
-        with store.session() as session:
-            part = session.area() / PROVENANCE
-            part.write_bytes(statement)
-            store.put_blob(files[PROVENANCE].digest, part)
+    own = {provenance.STATEMENT: statement}
+    if signer is not None:
+        own[provenance.ENVELOPE] = provenance.envelope(statement, signer)
+    for name, data in own.items():
+        files[name] = Entry(name, bytes_digest(data), len(data))
+        if not store.blob(files[name].digest).exists():
+            with store.session() as session:
+                part = session.area() / name
+                part.write_bytes(data)
+                store.put_blob(files[name].digest, part)
     # Recorded under no key: this tree follows from its parts and is put together anew each time.
     rows = tuple((entry.path, entry.digest, entry.size) for _, entry in sorted(files.items()))
     return materialise(store, Record("", "", rows, b""), product.variant.output)
@@ -62,7 +69,7 @@ def _provenance(
     }
     keys = {step.name: records[step.name].key for step in steps}
     tools = {name: value for step in steps for name, value in step.tools.items()}
-    return bundle.provenance(
+    return provenance.statement(
         manifest, parameters, keys, dependencies, {**tools, "mlcbuild": version("mlcbuild")}
     )
 

@@ -8,6 +8,7 @@
     │   ├── SourceError           exit code 1   a source could not be fetched, or is not what was pinned
     │   ├── CompileError          exit code 1   a library could not be built
     │   └── VerificationError     exit code 1   a bundle answers too differently from its model
+    ├── ProvenanceError           exit code 1   nobody vouches for a bundle, or for another than this
     ├── StoreError                exit code 1   a store is damaged or cannot be written
     ├── RemoteError               exit code 1   a shared cache cannot be used, or holds what it must not
     └── SetupError                exit code 3   this machine lacks something: the message says what to install
@@ -76,6 +77,10 @@ class CompileError(StepError):
 
 
 class VerificationError(StepError):
+    pass
+
+
+class ProvenanceError(MlcbuildError):
     pass
 
 

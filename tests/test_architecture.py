@@ -43,8 +43,10 @@ BUILDER_TABLE: Mapping[str, str] = {
     "upkeep": "links locks records store",
     "export": "links locks records staging store",
     "events": "records",
-    "remotes": "records store",
-    "archive": "records remotes staging store",
+    "keyfile": "",
+    "provenance": "keyfile",
+    "remotes": "keyfile records store",
+    "archive": "keyfile records remotes staging store",
     "plan": "events graph records remotes store",
     "picture": "graph plan",
     "report": "events",
@@ -70,15 +72,16 @@ BUILDER_TABLE: Mapping[str, str] = {
     "footprint": "",
     # both together
     "pipeline": "bundle compiler fetch graph hub lock models quant recipe targets verify",
-    "emit": "bundle events export graph pipeline records store",
+    "emit": "events export graph keyfile pipeline provenance records store",
     "runlog": "events graph store",
     "chart": "report",
     "bench": "chart",
     "page": "chart graph picture report runlog",
     "ci": "events execute graph hub pipeline plan remotes report runlog store targets",
     "cli": (
-        "archive bench bundle ci compiler emit events execute footprint lock machine models page picture "
-        "pipeline plan quant recipe records remotes report runlog schema store targets upkeep"
+        "archive bench bundle ci compiler emit events execute footprint keyfile lock machine models page "
+        "picture pipeline plan provenance quant recipe records remotes report runlog schema store targets "
+        "upkeep"
     ),
     "__main__": "cli",
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mlcbuild import keyfile
 from mlcbuild.canon import Entry, file_digest
 from mlcbuild.graph import Graph
 from mlcbuild.remotes import Remote, signing
@@ -46,7 +47,7 @@ def test_a_recipe_is_pushed_and_pulled(tiny_bundles: Path, common_store: Path, t
 
 def test_a_recipe_travels_in_a_file(tiny_bundles: Path, common_store: Path, tmp_path: Path) -> None:
     recipe, file = tiny_bundles / "recipe.yaml", tmp_path / "x.tar"
-    key = signing.create(tmp_path / "key.pem")
+    key = keyfile.create(tmp_path / "key.pem")
     variables = {"MLCBUILD_KEY": str(tmp_path / "key.pem")}
     checked(mlcbuild("cache", "export", file, recipe, store=common_store, variables=variables))
     other = mlcbuild("cache", "import", file, "--trust", "ed25519:" + "A" * 43, store=tmp_path / "no")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild import archive
+from mlcbuild import archive, keyfile
 from mlcbuild.canon import bytes_digest
 from mlcbuild.errors import StoreError, UsageError
 from mlcbuild.remotes import Remote, signing
@@ -27,21 +27,21 @@ from tests.test_remotes import BUILT, REUSED, User, by_name, statuses
 
 
 @pytest.fixture
-def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> signing.Signer:
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> keyfile.Signer:
     monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "key.pem"))
-    return signing.create(tmp_path / "key.pem")
+    return keyfile.create(tmp_path / "key.pem")
 
 
 class Signing(User):
     """A user whose uploads are signed."""
 
-    signer: signing.Signer | None = None
+    signer: keyfile.Signer | None = None
 
     def sharing(self) -> Sharing:
         return Sharing(self.store, [Link(remote, self.signer) for remote in self.remotes])
 
 
-def signed(root: Path, url: str, signer: signing.Signer | None) -> Signing:
+def signed(root: Path, url: str, signer: keyfile.Signer | None) -> Signing:
     user = Signing(root, url)
     user.signer = signer
     return user
@@ -50,7 +50,7 @@ def signed(root: Path, url: str, signer: signing.Signer | None) -> Signing:
 # Signatures
 
 
-def test_records_signed_by_a_trusted_key_are_used(tmp_path: Path, key: signing.Signer) -> None:
+def test_records_signed_by_a_trusted_key_are_used(tmp_path: Path, key: keyfile.Signer) -> None:
     with serving() as cache:
         signed(tmp_path / "one", cache.url, key).run()
         second = User(tmp_path / "two", cache.url, trust=("ed25519:" + "A" * 43, key.public))
@@ -58,8 +58,8 @@ def test_records_signed_by_a_trusted_key_are_used(tmp_path: Path, key: signing.S
         assert statuses(User(tmp_path / "three", cache.url).run()) == REUSED, "who asks for none needs none"
 
 
-def test_records_that_nobody_trusted_signed_are_refused(tmp_path: Path, key: signing.Signer) -> None:
-    other = signing.create(tmp_path / "other.pem")
+def test_records_that_nobody_trusted_signed_are_refused(tmp_path: Path, key: keyfile.Signer) -> None:
+    other = keyfile.create(tmp_path / "other.pem")
     for signer in (None, other):
         with serving() as cache:
             signed(tmp_path / f"one{signer}", cache.url, signer).run()
@@ -73,29 +73,29 @@ def test_records_that_nobody_trusted_signed_are_refused(tmp_path: Path, key: sig
             assert statuses(last.run()) == REUSED, "a trusted result replaced the others"
 
 
-def other_key(data: bytes, signer: signing.Signer) -> bytes:
+def other_key(data: bytes, signer: keyfile.Signer) -> bytes:
     return data.replace(signer.public.encode(), b"ed25519:" + b"B" * 43)
 
 
-def other_record(data: bytes, signer: signing.Signer) -> bytes:
+def other_record(data: bytes, signer: keyfile.Signer) -> bytes:
     return data.replace(b'"measured":[', b'"measured":[1')
 
 
-def no_base64(data: bytes, signer: signing.Signer) -> bytes:
+def no_base64(data: bytes, signer: keyfile.Signer) -> bytes:
     return data.replace(b'"signature":"', b'"signature":"*')
 
 
-def no_json(data: bytes, signer: signing.Signer) -> bytes:
+def no_json(data: bytes, signer: keyfile.Signer) -> bytes:
     return b"".join(data.splitlines(keepends=True)[:2]) + b'{"key":1}\n[]\nnonsense\n'
 
 
-def deep(data: bytes, signer: signing.Signer) -> bytes:
+def deep(data: bytes, signer: keyfile.Signer) -> bytes:
     return b"".join(data.splitlines(keepends=True)[:2]) + b"[" * 100_000 + b"\n"
 
 
 @pytest.mark.parametrize("change", [other_key, other_record, no_base64, no_json, deep])
 def test_signatures_that_do_not_fit_are_none(
-    change: Callable[[bytes, signing.Signer], bytes], tmp_path: Path, key: signing.Signer
+    change: Callable[[bytes, keyfile.Signer], bytes], tmp_path: Path, key: keyfile.Signer
 ) -> None:
     record = by_name(User(tmp_path / "one").run())["a"].record
     assert record is not None
@@ -106,7 +106,7 @@ def test_signatures_that_do_not_fit_are_none(
         signing.unseal(record.key, change(data, key), [key.public])
 
 
-def test_a_signature_is_what_the_format_says(tmp_path: Path, key: signing.Signer) -> None:
+def test_a_signature_is_what_the_format_says(tmp_path: Path, key: keyfile.Signer) -> None:
     """Checked with the library alone, by the words of the format."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -126,7 +126,7 @@ def test_keys_are_made_once_and_shown(tmp_path: Path) -> None:
         return mlcbuild("keys", *command, "--file", path, store=tmp_path / "store")
 
     public = checked(run("new")).splitlines()[-1]
-    assert signing.is_public(public)
+    assert keyfile.is_public(public)
     assert path.stat().st_mode & 0o777 == 0o600
     shown = json.loads(checked(run("show", "--json")))
     assert shown == {"file": str(path), "public": public}
@@ -232,7 +232,7 @@ def refused(path: Path, tmp_path: Path, **options: object) -> str:
     return str(caught.value).removeprefix(f"{path} is refused: ")
 
 
-def test_archives_of_another_shape_are_refused(exported: Path, tmp_path: Path, key: signing.Signer) -> None:
+def test_archives_of_another_shape_are_refused(exported: Path, tmp_path: Path, key: keyfile.Signer) -> None:
     content = members(exported)
     assert refused(exported, tmp_path, trust=[key.public]).endswith("not signed by a key that is trusted")
     write(exported, [*content, content[1]])

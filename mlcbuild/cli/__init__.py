@@ -220,8 +220,8 @@ VERBS: dict[str, Verb] = {
         "bundles",
         "verify",
         "re-hash a bundle's files against its manifest",
-        "mlcbuild verify dist/tiny-q4f16_1-host",
-        (_bundle, _json),
+        "mlcbuild verify dist/tiny-q4f16_1-host --provenance",
+        (_bundle, options.provenance, _json),
     ),
     "serve": Verb(
         "bundles",

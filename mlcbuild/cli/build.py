@@ -19,6 +19,7 @@ from mlcbuild.pipeline import Pipeline, Product, build
 from mlcbuild.store import Store, default_root
 
 if TYPE_CHECKING:
+    from mlcbuild.keyfile import Signer
     from mlcbuild.plan import Plan, Planned
     from mlcbuild.recipe import Recipe
     from mlcbuild.remotes.sharing import Sharing
@@ -37,13 +38,13 @@ def read_pipeline(arguments: argparse.Namespace) -> Pipeline:
 
 def open_sharing(arguments: argparse.Namespace, recipe: Recipe, store: Store) -> Sharing:
     """The recipe's remotes, unless --no-remote says otherwise."""
-    from mlcbuild.remotes import signing
+    from mlcbuild import keyfile
     from mlcbuild.remotes.link import Link
     from mlcbuild.remotes.sharing import Sharing
 
     if arguments.no_remote or not recipe.remotes:
         return Sharing(store)
-    signer = signing.load(signing.default_path())
+    signer = keyfile.load(keyfile.default_path())
     return Sharing(store, [Link(remote, signer) for remote in recipe.remotes])
 
 
@@ -158,7 +159,7 @@ def _memories(estimates: dict[str, dict[str, int] | None]) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from mlcbuild import runlog
+    from mlcbuild import keyfile, runlog
     from mlcbuild.ci import turns
     from mlcbuild.cli import telling
     from mlcbuild.execute import Options
@@ -180,6 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
         outputs=_outputs(arguments.only if arguments.shard is None else (), pipeline, wanted),
         executor="inline" if arguments.executor == "inline" else "pool",
     )
+    signer = keyfile.load(keyfile.default_path())
     with reporting(sys.stderr if arguments.json else sys.stdout) as report:
         clock = runlog.Clock(_without_summary(report))
 
@@ -187,7 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
             return open_sharing(arguments, pipeline.recipe, store)
 
         result = turns.run(pipeline.graph, options, names, sharing, clock)
-    outcomes = [_finish(pipeline, item, result, store) for item in wanted]
+    outcomes = [_finish(pipeline, item, result, store, signer) for item in wanted]
     rows = [(outcome.product, outcome.status, outcome.words) for outcome in outcomes]
     log = telling.make_log(pipeline, store, result, clock, rows)
     log = replace(log, shard=arguments.shard or "")
@@ -264,7 +266,9 @@ class Outcome:
         return f"{self.status:<7} {variant.name}{where}" + (f"  ({self.note})" if self.note else "")
 
 
-def _finish(pipeline: Pipeline, product: Product, result: RunResult, store: Store) -> Outcome:
+def _finish(
+    pipeline: Pipeline, product: Product, result: RunResult, store: Store, signer: Signer | None
+) -> Outcome:
     """Emits a variant whose steps succeeded, and says what became of it."""
     from mlcbuild.emit import emit
 
@@ -277,7 +281,7 @@ def _finish(pipeline: Pipeline, product: Product, result: RunResult, store: Stor
         return Outcome(product, "skipped")
     note = f"not verified: {product.unverified}" if product.verify is None else ""
     try:
-        wrote = emit(pipeline, product, result, store)
+        wrote = emit(pipeline, product, result, store, signer)
     except MlcbuildError as error:
         return Outcome(product, "failed", error)
     fresh = wrote or any(step.status == "built" for step in known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlcbuild_runtime import bundle as form
@@ -12,6 +12,9 @@ from mlcbuild_runtime.bundle import Manifest
 
 from mlcbuild.bundle import LIBRARY
 from mlcbuild.cli.facts import show, table
+from mlcbuild.errors import UsageError
+from mlcbuild.keyfile import is_public
+from mlcbuild.provenance import check
 from mlcbuild.report import size
 
 
@@ -90,9 +93,23 @@ def _compared(manifest: Manifest, peak: int) -> str:
 def verify(arguments: argparse.Namespace) -> int:
     path = Path(arguments.bundle)
     manifest = form.check(path, full=True)
-    document = {"bundle": str(path), "ok": True, "files": len(manifest.files)}
-    show(arguments.json, document, [f"{path}: {len(manifest.files)} files are as the manifest says"])
+    document: dict[str, object] = {"bundle": str(path), "ok": True, "files": len(manifest.files)}
+    lines = [f"{path}: {len(manifest.files)} files are as the manifest says"]
+    if arguments.provenance or arguments.trust:
+        for key in arguments.trust:
+            if not is_public(key):
+                raise UsageError(f"mlcbuild verify: --trust {key}: a key is ed25519: and 43 characters")
+        found = check(path, arguments.trust)
+        document |= {"signers": found.signers, "statement": found.statement}
+        lines.append(f"{path}: its provenance is {_signed(found.signers)}")
+    show(arguments.json, document, lines)
     return 0
+
+
+def _signed(signers: Sequence[str]) -> str:
+    if not signers:
+        return "about this bundle; it is not signed"
+    return f"about this bundle; signed by {', '.join(signers)}"
 
 
 def serve(arguments: argparse.Namespace) -> int:

@@ -103,6 +103,21 @@ def cache(parser: argparse.ArgumentParser) -> None:
     settings(parser)
 
 
+def provenance(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--provenance",
+        action="store_true",
+        help="check what it says it was made from, and who signed",
+    )
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="demand provenance that is signed by this key, or by another that is given so",
+    )
+
+
 def keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("new", "show"), help="make a key, or print its public half")
     parser.add_argument("--file", metavar="FILE", help="the private key (default: $MLCBUILD_KEY)")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mlcbuild import archive, upkeep
+from mlcbuild import archive, keyfile, upkeep
 from mlcbuild.cli.build import open_store
 from mlcbuild.cli.facts import show
 from mlcbuild.cli.recipes import read_lock, read_recipe
@@ -18,7 +18,7 @@ from mlcbuild.errors import RemoteError, StoreError, UsageError
 from mlcbuild.pipeline import build
 from mlcbuild.plan import Plan, plan
 from mlcbuild.records import Record
-from mlcbuild.remotes import Mode, Remote, fault, signing
+from mlcbuild.remotes import Mode, Remote, fault
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.report import size
@@ -29,11 +29,11 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 def keys(arguments: argparse.Namespace) -> int:
     """`keys new` makes the key that records are signed with, `keys show` prints its public half."""
-    path = Path(arguments.file) if arguments.file else signing.default_path()
+    path = Path(arguments.file) if arguments.file else keyfile.default_path()
     if arguments.action == "new":
-        signer = signing.create(path)
+        signer = keyfile.create(path)
     else:
-        found = signing.load(path)
+        found = keyfile.load(path)
         if found is None:
             raise UsageError(f"{path}: there is no key; `mlcbuild keys new` makes one")
         signer = found
@@ -65,7 +65,7 @@ def push(arguments: argparse.Namespace) -> int:
     recipe, urls = _operands(arguments, "push", everything=True)
     remotes = _remotes(arguments, recipe, urls, "write")
     records = _all(store) if recipe is None else _of_recipe(arguments, store)
-    signer = signing.load(signing.default_path())
+    signer = keyfile.load(keyfile.default_path())
     sharing = Sharing(store, [Link(remote, signer) for remote in remotes])
     lacking = [name for record in records for name in sharing.send(record, threading.Event())]
     if warnings := sharing.take_warnings():
@@ -126,7 +126,7 @@ def export(arguments: argparse.Namespace) -> int:
     path, *recipe = arguments.operands
     arguments.recipe = recipe[0] if recipe else None
     records = _of_recipe(arguments, store) if recipe else _all(store)
-    moved = archive.write(store, records, Path(path), signing.load(signing.default_path()))
+    moved = archive.write(store, records, Path(path), keyfile.load(keyfile.default_path()))
     print(f"{path}: {moved.records} records and {moved.blobs} files, {size(moved.bytes)}")
     return 0
 
@@ -136,7 +136,7 @@ def take(arguments: argparse.Namespace) -> int:
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
     for key in arguments.trust:
-        if not signing.is_public(key):
+        if not keyfile.is_public(key):
             raise UsageError(f"mlcbuild cache import: --trust {key}: a key is ed25519: and 43 characters")
     moved = archive.read(open_store(arguments), Path(arguments.operands[0]), arguments.trust)
     print(f"{moved.records} records and {moved.blobs} files, {size(moved.bytes)}, are in the store")

@@ -11,12 +11,13 @@ from urllib.parse import unquote, urlsplit
 
 from mlcbuild.canon import Entry
 from mlcbuild.errors import RemoteError
+from mlcbuild.keyfile import Signer
 from mlcbuild.records import Record
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.directory import Directory
 from mlcbuild.remotes.download import DamagedError, download
 from mlcbuild.remotes.http import SLOWEST, TIMEOUT, Http
-from mlcbuild.remotes.signing import LARGEST, RefusedError, Signer, seal, unseal
+from mlcbuild.remotes.signing import LARGEST, RefusedError, seal, unseal
 from mlcbuild.remotes.transport import CancelledError, Transport
 from mlcbuild.store import Store
 

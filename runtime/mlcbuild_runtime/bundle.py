@@ -122,7 +122,7 @@ class Manifest:
     weights: tuple[str, ...]
     signature: str
     files: Mapping[str, File]
-    """Every file of the bundle but bundle.json and provenance.json, by relative path."""
+    """Every file of the bundle but bundle.json and those of provenance, by relative path."""
     memory: Memory
     serving: Serving = Serving()
     verification: Mapping[str, Json] | None = None

@@ -1,0 +1,106 @@
+"""Keys that vouch for what mlcbuild made: ed25519, in PEM files, named by their public half."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlcbuild.errors import UsageError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+_PUBLIC = re.compile(r"ed25519:[A-Za-z0-9_-]{43}")
+
+
+@dataclass(frozen=True)
+class Signer:
+    """A private key."""
+
+    public: str
+    private: Ed25519PrivateKey = field(repr=False)
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes, always the same for the same message."""
+        return self.private.sign(message)
+
+
+def is_public(text: str) -> bool:
+    """Whether a text has the form of a public key."""
+    return bool(_PUBLIC.fullmatch(text)) and len(_decoded(text)) == 32
+
+
+def is_right(public: str, signature: bytes, message: bytes) -> bool:
+    """Whether the owner of a public key signed this message."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(_decoded(public)).verify(signature, message)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def default_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """$MLCBUILD_KEY, or the user's configuration directory on this system."""
+    if chosen := environ.get("MLCBUILD_KEY"):
+        return Path(chosen).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path("~/Library/Application Support/mlcbuild/key.pem").expanduser()
+    base = Path(environ.get("XDG_CONFIG_HOME", ""))
+    return (base if base.is_absolute() else Path("~/.config").expanduser()) / "mlcbuild" / "key.pem"
+
+
+def create(path: Path) -> Signer:
+    """A new key in a new file that only its owner can read. Raises UsageError when it cannot be written."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    private = Ed25519PrivateKey.generate()
+    text = private.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise UsageError(f"{path}: there is a key already; it was not changed") from None
+    except OSError as error:
+        raise UsageError(f"{path}: the key cannot be written: {error.strerror}") from None
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(text)
+    return _signer(private)
+
+
+def load(path: Path) -> Signer | None:
+    """The key of a file; None when there is none. Raises UsageError when it is no ed25519 key."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        private = load_pem_private_key(path.read_bytes(), None)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path}: the key cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError):  # TypeError: it is encrypted
+        private = None
+    if not isinstance(private, Ed25519PrivateKey):
+        raise UsageError(f"{path}: it holds no ed25519 key in PEM form; `mlcbuild keys new` makes one")
+    return _signer(private)
+
+
+def _signer(private: Ed25519PrivateKey) -> Signer:
+    raw = private.public_key().public_bytes_raw()
+    return Signer("ed25519:" + base64.urlsafe_b64encode(raw).decode().rstrip("="), private)
+
+
+def _decoded(public: str) -> bytes:
+    return base64.urlsafe_b64decode(public.removeprefix("ed25519:") + "=")
