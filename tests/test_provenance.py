@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -76,15 +77,20 @@ def test_a_signed_statement_is_checked(bundle: Path, key: keyfile.Signer, tmp_pa
         provenance.check(bundle, [key.public])
 
 
-def change(bundle: Path, edit: Callable[[dict[str, object]], object]) -> None:
+def change(bundle: Path, edit: Callable[[Any], object]) -> None:
     path = bundle / provenance.ENVELOPE
     document = json.loads(path.read_bytes())
     edit(document)
     path.write_text(json.dumps(document))
 
 
-def flipped(document: dict[str, object]) -> None:
-    (signature,) = document["signatures"]  # type: ignore[attr-defined]
+def replaced(bundle: Path) -> None:
+    (bundle / provenance.STATEMENT).unlink()
+    (bundle / provenance.STATEMENT).mkdir()
+
+
+def flipped(document: Any) -> None:
+    (signature,) = document["signatures"]
     raw = bytearray(base64.b64decode(signature["sig"]))
     raw[5] ^= 1
     signature["sig"] = base64.b64encode(raw).decode()
@@ -106,7 +112,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "it is about a bundle.json with sha256 None",
     ),
     "a directory": (
-        lambda b: ((b / "provenance.json").unlink(), (b / "provenance.json").mkdir()),
+        replaced,
         r"provenance.json: cannot be read: Is a directory",
     ),
     "a huge file": (
@@ -119,7 +125,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a changed signature": (lambda b: change(b, flipped), "the signature by ed25519:[^ ]+ is wrong"),
     "a signature of no length": (
-        lambda b: change(b, lambda d: d["signatures"][0].update(sig="")),  # type: ignore[index]
+        lambda b: change(b, lambda d: d["signatures"][0].update(sig="")),
         "the signature by ed25519:[^ ]+ is wrong",
     ),
     "another type": (
@@ -142,7 +148,7 @@ def test_what_is_wrong_is_refused_with_the_reason(name: str, bundle: Path) -> No
 
 
 def test_keys_of_other_kinds_count_for_nothing(bundle: Path) -> None:
-    change(bundle, lambda document: document["signatures"][0].update(keyid="someone"))  # type: ignore[index]
+    change(bundle, lambda document: document["signatures"][0].update(keyid="someone"))
     assert provenance.check(bundle).signers == ()
 
 
