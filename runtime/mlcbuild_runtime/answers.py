@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from queue import SimpleQueue
+from weakref import WeakKeyDictionary
 
 from mlcbuild_runtime import service
 from mlcbuild_runtime.engine import Engine
@@ -47,6 +50,34 @@ class Answers:
                 ticket.cancel()
 
 
+class _Post:
+    """Carries events from other threads to an event loop: it is woken once for all that a step has made."""
+
+    def __init__(self) -> None:
+        self._carried, self._waking = deque[tuple[_Queue, int, Event]](), False
+
+    def put(self, loop: asyncio.AbstractEventLoop, queue: _Queue, index: int, event: Event) -> None:
+        """Raises RuntimeError when the loop has ended."""
+        self._carried.append((queue, index, event))
+        if not self._waking:
+            self._waking = True
+            try:
+                loop.call_soon_threadsafe(self._deliver)
+            except BaseException:
+                self._waking = False
+                raise
+
+    def _deliver(self) -> None:
+        self._waking = False  # first: who comes after the last look wakes the loop again
+        while self._carried:
+            queue, index, event = self._carried.popleft()
+            queue.put_nowait((index, event))
+
+
+_Queue = asyncio.Queue[tuple[int, Event]]
+_posts: WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = WeakKeyDictionary()
+
+
 class AsyncAnswers:
     """For an event loop."""
 
@@ -54,14 +85,12 @@ class AsyncAnswers:
         self, running: Engine, requests: Sequence[Request], watch: Callable[[Sink], Sink] = _same
     ) -> None:
         """`watch`: what else is to see the events. Raises RequestError or EngineError."""
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: _Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        post = _posts.setdefault(loop, _Post())
 
         def sink(index: int) -> Sink:
-            def deliver(event: Event) -> None:
-                loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
-
-            return watch(deliver)
+            return watch(partial(post.put, loop, self._events, index))
 
         sinks = [sink(index) for index in range(len(requests))]
         self._tickets = service.submit(running, requests, sinks, WINDOW)

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 RETRY_AFTER = 1
 """Seconds after which to try again when the server is full or stopping."""
 
@@ -141,8 +142,9 @@ class _EventStream(StreamingResponse):
 
 async def _lines(answers: AsyncAnswers, job: Job) -> AsyncIterator[str]:
     async for index, event in answers.events():
-        for document in job.reply.chunks(index, event, job.include_usage):
-            yield f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        documents = job.reply.chunks(index, event, job.include_usage)
+        if lines := "".join([f"data: {_compact(document)}\n\n" for document in documents]):
+            yield lines
     yield "data: [DONE]\n\n"
 
 

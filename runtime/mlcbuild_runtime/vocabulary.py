@@ -61,6 +61,7 @@ class JsonVocabulary:
             token: (added.content, added.special)
             for token, added in self._tokenizer.get_added_tokens_decoder().items()
         }
+        self._bytes: dict[int, bytes] = {}
         steps = _decoder_steps(self._tokenizer)
         self._byte_level = "ByteLevel" in steps
         self._fallback = "ByteFallback" in steps
@@ -74,6 +75,12 @@ class JsonVocabulary:
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def token_bytes(self, token: int) -> bytes:
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._find_bytes(token)
+        return found
+
+    def _find_bytes(self, token: int) -> bytes:
         if token in self._added:
             content, special = self._added[token]
             return b"" if special else content.encode()
