@@ -25,14 +25,34 @@ class Peer:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+def _compilers() -> dict[str, str]:
+    """clang where there is one: GCC 12 drops stores that llama.cpp's AMX code needs, and the result crashes."""
+    if os.environ.get("CC") or os.environ.get("CXX"):
+        return {}
+    names = ["clang", *(f"clang-{version}" for version in range(22, 13, -1))]
+    found = next((name for name in names if shutil.which(name)), None)
+    return {"CC": found, "CXX": found.replace("clang", "clang++")} if found else {}
+
+
+CONVERTER = ("torch==2.13.0", "transformers")
+"""What the converters of two peers read a checkpoint with; their engines do not import it."""
+
+WEIGHTS = (".gguf", ".bin", ".data")
+"""How the names of the peers' files of weights end."""
+
 PEERS: Mapping[str, Peer] = {
     "llama": Peer(
         ("llama-cpp-python", "gguf"),
         ("q4_0.gguf", "q8_0.gguf"),
         ("--no-binary", "llama-cpp-python"),
-        {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DCMAKE_BUILD_TYPE=Release"},
+        {
+            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DCMAKE_BUILD_TYPE=Release",
+            **_compilers(),
+        },
     ),
     "ctranslate2": Peer(("ctranslate2",), ("int8",)),
+    "onnxruntime": Peer((*CONVERTER, "onnx", "onnx-ir", "onnxruntime-genai"), ("int4",)),
+    "openvino": Peer((*CONVERTER, "optimum-intel", "openvino-genai", "nncf"), ("int4", "int8")),
 }
 
 
@@ -122,8 +142,7 @@ def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
         return
     for model in peer.models:
         path = out / model
-        files = [path] if path.is_file() else [part for part in path.iterdir() if part.suffix == ".bin"]
-        size = sum(file.stat().st_size for file in files)
+        size = sum(file.stat().st_size for file in [path, *path.glob("*")] if file.suffix in WEIGHTS)
         started = (python, str(HERE / f"engine_{name}.py"), str(path))
         bits = 4 if "4" in path.stem else 8
         yield Entry(f"{name} {path.stem}", bits, False, started, str(HERE), size)

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, cast
 
@@ -54,6 +54,12 @@ class Samples:
 class Measured:
     limits: list[Mapping[str, float]]
     samples: Mapping[str, Samples]
+    found: Prepared
+    """Without the entries whose process ended before its time."""
+
+
+class Ended(Exception):
+    """A process did not answer."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Child:
     def hear(self) -> dict[str, object]:
         line = cast("IO[str]", self.process.stdout).readline()
         if not line:
-            sys.exit(f"{self.process.args!r} ended with {self.process.wait()}")
+            raise Ended(f"its process ended with {self.process.wait()}")
         return cast("dict[str, object]", json.loads(line))
 
     def ask(self, **command: object) -> dict[str, object]:
@@ -98,15 +104,28 @@ def measure(found: Prepared, plan: Plan) -> Measured:
     vocabulary = found.config["vocab_size"]
     samples = {entry.name: Samples() for entry in found.entries}
     limits: list[Mapping[str, float]] = []
+
+    @contextmanager
+    def as_long_as_it_runs(name: str) -> Iterator[None]:
+        try:
+            yield
+        except Ended as error:
+            print(f"{name} is left out: {error}", flush=True)
+            del samples[name]
+
     for _ in range(plan.rounds):
         for entry in found.entries:
-            samples[entry.name].add("first token", *_first(entry, plan.threads, vocabulary))
+            if entry.name in samples:
+                with as_long_as_it_runs(entry.name):
+                    samples[entry.name].add("first token", *_first(entry, plan.threads, vocabulary))
     with ExitStack() as stack:
         children = {}
         for entry in found.entries:
-            children[entry.name] = Child.start(entry, plan.threads, CONTEXT, vocabulary)
-            stack.callback(children[entry.name].close)
-            children[entry.name].hear()
+            if entry.name in samples:
+                children[entry.name] = child = Child.start(entry, plan.threads, CONTEXT, vocabulary)
+                stack.callback(child.close)
+                with as_long_as_it_runs(entry.name):
+                    child.hear()
         gauge = Child(_popen([sys.executable, str(HERE / "limits.py"), str(plan.threads)], environment(OURS)))
         stack.callback(gauge.close)
         gauge.hear()
@@ -114,8 +133,11 @@ def measure(found: Prepared, plan: Plan) -> Measured:
             limits.append(cast("Mapping[str, float]", gauge.ask()))
             for figure in FIGURES:
                 for name, child in children.items():
-                    _sample(child, figure, plan, samples[name])
-    return Measured(limits, samples)
+                    if name in samples:
+                        with as_long_as_it_runs(name):
+                            _sample(child, figure, plan, samples[name])
+    left = tuple(entry for entry in found.entries if entry.name in samples)
+    return Measured(limits, samples, replace(found, entries=left))
 
 
 def _first(entry: Entry, threads: int, vocabulary: int) -> tuple[float, float]:

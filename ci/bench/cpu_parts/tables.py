@@ -10,7 +10,8 @@ from engines import Entry, Prepared
 from rounds import FIGURES, Measured
 
 
-def show(shape: str, threads: int, found: Prepared, measured: Measured) -> None:
+def show(shape: str, threads: int, measured: Measured) -> None:
+    found = measured.found
     best = {key: max(limit[key] for limit in measured.limits) for key in ("read", "float32", "int8")}
     print(f"\n## {shape}, {threads} thread{'s' if threads > 1 else ''}\n")
     print(

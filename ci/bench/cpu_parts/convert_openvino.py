@@ -1,0 +1,23 @@
+"""argv: checkpoint, a directory for the results. Writes int4 (symmetric, groups of 32; the table of words stays
+at 8 bits, as is its way) and int8."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+FORMATS = {"int4": ["int4", "--group-size", "32", "--sym", "--ratio", "1.0"], "int8": ["int8"]}
+
+
+def main() -> None:
+    root, out = sys.argv[1], Path(sys.argv[2])
+    # The exporter's packages bring one in that fits only torch with CUDA, and then cannot be imported.
+    subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True)
+    export = str(Path(sys.executable).with_name("optimum-cli"))
+    for name, options in FORMATS.items():
+        command = [export, "export", "openvino", "-m", root, "--task", "text-generation-with-past"]
+        subprocess.run([*command, "--weight-format", *options, str(out / name)], check=True)
+
+
+main()

@@ -1,0 +1,51 @@
+"""OpenVINO GenAI. Its pipeline has no call for one step: a longer answer is compared with a shorter one."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino
+import openvino_genai as genai
+from child import CONTEXT, clock, prompt, run, since
+
+
+class OpenVino:
+    def __init__(self, path: str, threads: int, vocabulary: int) -> None:
+        self.path, self.vocabulary = path, vocabulary
+        properties = {
+            "INFERENCE_NUM_THREADS": threads,
+            "ENABLE_CPU_PINNING": False,
+            "ATTENTION_BACKEND": "SDPA",
+        }
+        self.pipeline = genai.LLMPipeline(path, "CPU", **properties)
+
+    def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, float]:
+        ids = openvino.Tensor(np.array(prompts, np.int64))
+        mask = openvino.Tensor(np.ones((len(prompts), len(prompts[0])), np.int64))
+        config = genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
+        start = clock()
+        self.pipeline.generate(genai.TokenizedInputs(ids, mask), config)
+        return since(start)
+
+    def prefill(self, tokens: list[int]) -> None:
+        self._generate([tokens], 1)
+
+    def decode(self, batch: int, steps: int) -> list[tuple[float, float]]:
+        prompts = [prompt(CONTEXT, self.vocabulary, sequence) for sequence in range(batch)]
+        shorter, longer = self._generate(prompts, 1), self._generate(prompts, 1 + steps)
+        wall, cpu = (max((b - a) / steps, 1e-9) for a, b in zip(shorter, longer, strict=True))
+        return [(wall, cpu)]
+
+    def save_logits(self, tokens: list[int], path: str) -> None:
+        model = openvino.Core().compile_model(f"{self.path}/openvino_model.xml", "CPU")
+        count = len(tokens)
+        given = {
+            "input_ids": np.array([tokens], np.int64),
+            "attention_mask": np.ones((1, count), np.int64),
+            "position_ids": np.arange(count, dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        found = model.create_infer_request().infer(given)
+        np.array(found["logits"])[0].astype(np.float32).tofile(path)
+
+
+run(OpenVino)
