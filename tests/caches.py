@@ -66,7 +66,7 @@ def nginx(home: Path, password_file: str = "") -> Iterator[Nginx]:
     command = [NGINX, "-e", str(home / "error.log"), "-c", str(home / "nginx.conf"), "-p", str(home)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _until_open(port, process, home / "error.log")
+        until_open(port, process, home / "error.log")
         yield Nginx(f"http://127.0.0.1:{port}", home / "root", home / "access.log")
     finally:
         process.terminate()
@@ -79,8 +79,8 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(200):
+def until_open(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 4) -> None:
+    for _ in range(round(seconds / 0.02)):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
@@ -107,6 +107,11 @@ class Cache:
     headers: list[dict[str, str]] = field(default_factory=list)
     fault: Fault = usual
 
+    @property
+    def bucket(self) -> str:
+        """The same cache as a bucket: with one request for each name, S3 is the protocol of the cache."""
+        return f"s3://bucket?endpoint={self.url}"
+
     def names(self, kind: str) -> list[str]:
         return sorted(name for name in self.content if name.startswith(f"/{kind}/"))
 
@@ -116,8 +121,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     cache: Cache
 
     def _handle(self) -> None:
+        self.path = self.path.removeprefix("/bucket")  # as S3 names it
         self.cache.requests.append((self.command, self.path))
-        self.cache.headers.append(dict(self.headers))
+        self.cache.headers.append({name.title(): value for name, value in self.headers.items()})
         if self.cache.fault(self):
             return
         if self.command == "PUT":
@@ -128,13 +134,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if data is None:
             self.answer(404, b"no")
             return
-        wanted = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        start = int(wanted[1]) if wanted else 0
-        if start and start >= len(data):
+        wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if wanted is None:
+            self.answer(200, data)
+            return
+        start, end = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
+        if start >= len(data):
             self.answer(416)
             return
-        extra = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
-        self.answer(206 if start else 200, data[start:], extra)
+        extra = {"Content-Range": f"bytes {start}-{end}/{len(data)}"}
+        self.answer(206, data[start : end + 1], extra)
 
     do_GET = do_HEAD = do_PUT = do_MKCOL = _handle  # noqa: N815
 
@@ -145,7 +154,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self, status: int, data: bytes = b"", extra: dict[str, str] | None = None, length: int | None = None
     ) -> None:
         self.send_response(status)
-        for name, value in (extra or {}).items():
+        for name, value in {"ETag": '"1"', **(extra or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data) if length is None else length))
         self.end_headers()

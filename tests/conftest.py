@@ -7,10 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from tests import buckets
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would reach no test.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -53,6 +55,25 @@ def project(directory: Path, recipe: str, models: Sequence[Path] = (TINY,)) -> P
     path = directory / "recipe.yaml"
     path.write_text(recipe)
     return path
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[buckets.Server]:
+    if buckets.WITHOUT_S3:
+        pytest.skip(buckets.WITHOUT_S3)
+    with buckets.radosgw(tmp_path_factory.mktemp("s3") / "ceph") as server:
+        yield server
+
+
+@pytest.fixture
+def s3_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Credentials for the server, and none of the user who runs the tests."""
+    for name in os.environ:
+        if name.startswith("AWS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", buckets.ACCESS)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", buckets.SECRET)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Shared caches: other stores of the same records and blobs, in a directory or behind HTTP.
+"""Shared caches: other stores of the same records and blobs, in a directory, behind HTTP, or in a bucket.
 
 A remote holds `ac/<key>` and `cas/<digest>` and needs no program of ours on its side. It is never believed:
 a record must follow from its own pre-image (and carry a trusted signature where that is asked for), a blob
@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
+SCHEMES = ("https", "http", "s3", "file")
 Mode: TypeAlias = Literal["read", "write", "readwrite"]
 
 
@@ -22,7 +23,7 @@ class Remote:
     """A remote as a recipe or the command line names it."""
 
     url: str
-    """https://host/path, http://host/path or file:///directory, without credentials."""
+    """file:///directory, https://host/path, http://host/path or s3://bucket/prefix, without credentials."""
     mode: Mode = "readwrite"
     ci_only: bool = False
     """Written to only where the environment variable CI is set."""
@@ -50,10 +51,18 @@ def fault(url: str) -> str:
             "a URL with a user name or password is not taken: put them into netrc or the environment "
             "(MLCBUILD_TOKEN_<HOST>, MLCBUILD_LOGIN_<HOST>)"
         )
-    if parts.scheme not in ("https", "http", "file"):
-        return f"'{url}' must start with https://, http:// or file:///"
-    if parts.query or parts.fragment or re.search(r"[\x00-\x20\x7f]", url):
+    if parts.scheme not in SCHEMES:
+        return f"'{url}' must start with https://, http://, s3:// or file:///"
+    if parts.fragment or re.search(r"[\x00-\x20\x7f]", url) or (parts.query and parts.scheme != "s3"):
         return f"'{url}' must be an address alone, without '?', '#' and spaces"
+    return _place_fault(url, parts)
+
+
+def _place_fault(url: str, parts: SplitResult) -> str:
+    if parts.scheme == "s3":
+        from mlcbuild.remotes import aws
+
+        return aws.fault(url)
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         return f"'{url}' must name a directory of this machine: file:///path"
     return "" if parts.scheme == "file" or parts.hostname else f"'{url}' names no host"

@@ -56,7 +56,7 @@ class Directory:
         except OSError as error:
             raise self._explain(error, "read") from None
 
-    def put(self, name: str, source: BinaryIO, size: int) -> None:
+    def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         self._check()
         part = self._root / "tmp" / secrets.token_hex(16)
         try:

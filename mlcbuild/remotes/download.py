@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from mlcbuild.canon import Entry
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes.transport import CHUNK, CancelledError, Transport
+from mlcbuild.remotes.transport import CHUNK, CancelledError, SlowError, Transport
 
 _ATTEMPTS = 3
 """Requests in a row that bring nothing."""
@@ -61,9 +61,11 @@ def _complete(
         try:
             if not _request(transport, name, target, stop, told):
                 return False
-        except RemoteError:
+        except RemoteError as error:
             if stop.is_set():
                 raise CancelledError from None
+            if isinstance(error, SlowError):
+                raise
             vain = 0 if target.have > before else vain + 1
             if vain == _ATTEMPTS:
                 raise

@@ -18,16 +18,8 @@ from urllib.parse import quote, urlsplit
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.auth import authorization, variables
-from mlcbuild.remotes.transport import CHUNK, Body
+from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT, Body, SlowError
 
-CONNECT = 10.0
-"""Seconds to reach a server."""
-TIMEOUT = 30.0
-"""Seconds without any answer."""
-SLOWEST = 16_384
-"""Bytes per second: a transfer that is slower, over TIMEOUT seconds or more, is given up."""
-_PAUSES = (0.2, 1.0)
-"""Seconds before a request is tried again."""
 _BUSY = {429, 502, 503, 504}
 _FULL = {413, 507}
 _BROKEN = (OSError, http.client.HTTPException)
@@ -76,7 +68,7 @@ class Http:
         length = response.headers.get("Content-Length", "")
         return int(length) if length.isdecimal() else None
 
-    def put(self, name: str, source: BinaryIO, size: int) -> None:
+    def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         response = self._put(name, source, size)
         if response.status == 409:  # some servers want the collection to be there
             self._ask("MKCOL", name.partition("/")[0] + "/").read()
@@ -98,7 +90,7 @@ class Http:
         self, method: str, name: str, headers: dict[str, str] | None = None, source: BinaryIO | None = None
     ) -> http.client.HTTPResponse:
         """The answer to a request, tried again after faults that may pass."""
-        for pause in (*_PAUSES, None):
+        for pause in (*PAUSES, None):
             try:
                 response = self._once(method, name, headers or {}, source)
             except TimeoutError:
@@ -194,7 +186,7 @@ class _Pace:
         elapsed = time.monotonic() - self._since
         if elapsed > self._timeout:
             if self._count < SLOWEST * elapsed:
-                raise RemoteError(f"it is too slow: {self._count} bytes in {elapsed:.0f} seconds")
+                raise SlowError(f"it is too slow: {self._count} bytes in {elapsed:.0f} seconds")
             self._since, self._count = time.monotonic(), 0
         return data
 

@@ -16,9 +16,9 @@ from mlcbuild.records import Record
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.directory import Directory
 from mlcbuild.remotes.download import DamagedError, download
-from mlcbuild.remotes.http import SLOWEST, TIMEOUT, Http
+from mlcbuild.remotes.http import Http
 from mlcbuild.remotes.signing import LARGEST, RefusedError, seal, unseal
-from mlcbuild.remotes.transport import CancelledError, Transport
+from mlcbuild.remotes.transport import SLOWEST, TIMEOUT, CancelledError, Transport
 from mlcbuild.store import Store
 
 _LIES = 3
@@ -120,12 +120,13 @@ class Link:
         name = f"cas/{path.name}"
         if stop.is_set():
             raise CancelledError
-        if name not in self._lies and self._open().size(name) == size:
+        there = self._size(name)
+        if there == size:
             return
         try:
             with path.open("rb") as file:
                 source = _Watched(file, stop, self._timeout)
-                self._open().put(name, cast(BinaryIO, source), size)
+                self._open().put(name, cast(BinaryIO, source), size, new=there is None)
         except OSError as error:
             raise RemoteError(f"{path} cannot be read: {error.strerror or error}") from None
 
@@ -133,10 +134,15 @@ class Link:
         import io
 
         name = f"ac/{record.key}"
-        if name not in self._lies and self._open().size(name) is not None:
+        there = self._size(name)
+        if there is not None and there >= 0:
             return
         data = seal(record, self._signer)
-        self._open().put(name, io.BytesIO(data), len(data))
+        self._open().put(name, io.BytesIO(data), len(data), new=there is None)
+
+    def _size(self, name: str) -> int | None:
+        """What is there: its size, None for nothing, -1 for something that must be replaced."""
+        return -1 if name in self._lies else self._open().size(name)
 
     def _refuse(self, name: str, what: str, why: str) -> None:
         with self._guard:
@@ -186,4 +192,10 @@ class _Watched:
 def connect(url: str, timeout: float = TIMEOUT) -> Transport:
     """The transport of a URL that `fault` finds nothing wrong with. Raises RemoteError."""
     parts = urlsplit(url)
-    return Directory(Path(unquote(parts.path))) if parts.scheme == "file" else Http(url, timeout)
+    if parts.scheme == "file":
+        return Directory(Path(unquote(parts.path)))
+    if parts.scheme == "s3":
+        from mlcbuild.remotes.s3 import S3
+
+        return S3(url, timeout)
+    return Http(url, timeout)

@@ -7,8 +7,22 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, Protocol
 
+from mlcbuild.errors import RemoteError
+
 CHUNK = 1 << 17
 """Bytes in memory at a time. More is slower: the allocator maps larger pieces anew each time."""
+CONNECT = 10.0
+"""Seconds to reach a server."""
+TIMEOUT = 30.0
+"""Seconds without any answer."""
+SLOWEST = 16_384
+"""Bytes per second: a transfer that is slower, over TIMEOUT seconds or more, is given up."""
+PAUSES = (0.2, 1.0)
+"""Seconds before a request is tried again."""
+
+
+class SlowError(RemoteError):
+    """A transfer is so slow that it is given up: to ask again would only bring more of the same."""
 
 
 class CancelledError(Exception):
@@ -43,8 +57,11 @@ class Transport(Protocol):
     def size(self, name: str) -> int | None:
         """How many bytes it has; None when there is no such name."""
 
-    def put(self, name: str, source: BinaryIO, size: int) -> None:
-        """Makes the name stand for `size` bytes of `source`; readers see all of them or nothing new."""
+    def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
+        """Makes the name stand for `size` bytes of `source`; readers see all of them or nothing new.
+
+        `new`: there was no such name; if there is one now, what it stands for may stay.
+        """
 
     def close(self) -> None:
         """Ends what is kept open, also under threads that still use it."""

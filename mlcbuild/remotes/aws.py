@@ -1,0 +1,97 @@
+"""Addresses and credentials of S3 buckets, from where other tools look for them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from configparser import ConfigParser
+from configparser import Error as ConfigError
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from mlcbuild.errors import RemoteError
+
+OPTIONS = ("endpoint", "region")
+_ELSEWHERE = (  # credentials that obstore asks for itself
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_METADATA_ENDPOINT",
+)
+_CONFIG = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+    "region": "region",
+    "endpoint_url": "endpoint",
+}
+"""Names in ~/.aws/config and ~/.aws/credentials, and what obstore calls them."""
+
+
+def fault(url: str) -> str:
+    """What is wrong with an s3:// URL; "" if nothing."""
+    parts = urlsplit(url)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", parts.netloc):
+        return f"'{url}' names no bucket: s3://bucket/prefix"
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := next((name for name in options if name not in OPTIONS), ""):
+        return f"'{url}': the option '{unknown}' is unknown: there are {' and '.join(OPTIONS)}"
+    endpoint = urlsplit(options.get("endpoint", "https://x"))
+    if endpoint.scheme not in ("https", "http") or not endpoint.hostname or "@" in endpoint.netloc:
+        return f"'{url}': the endpoint must be https://host or http://host, without credentials"
+    return ""
+
+
+def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What obstore is told beside bucket and prefix: the URL's options, the environment, the files.
+
+    Raises RemoteError when there are no credentials, or the files cannot be understood.
+    """
+    found: dict[str, Any] = _files(environ)
+    for name, variables in {
+        "access_key_id": ("AWS_ACCESS_KEY_ID",),
+        "secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
+        "session_token": ("AWS_SESSION_TOKEN",),
+        "region": ("AWS_DEFAULT_REGION", "AWS_REGION"),
+        "endpoint": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"),
+    }.items():
+        for variable in variables:
+            if environ.get(variable):
+                found[name] = environ[variable]
+    if environ.get("AWS_ACCESS_KEY_ID") and not environ.get("AWS_SESSION_TOKEN"):
+        found.pop("session_token", None)  # of other credentials
+    found |= parse_qsl(urlsplit(url).query)
+    found.setdefault("region", "us-east-1")
+    if environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
+        return {key: found[key] for key in OPTIONS if key in found} | {"skip_signature": True}
+    if {"access_key_id", "secret_access_key"} <= found.keys() or any(map(environ.get, _ELSEWHERE)):
+        return found
+    raise RemoteError(
+        "there are no credentials for it: set $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, or write them "
+        "into ~/.aws/credentials (and name the section in $AWS_PROFILE); a public bucket needs "
+        "AWS_SKIP_SIGNATURE=true"
+    )
+
+
+def _files(environ: Mapping[str, str]) -> dict[str, Any]:
+    profile = environ.get("AWS_PROFILE") or "default"
+    home = Path.home() / ".aws"
+    sections = {
+        Path(environ.get("AWS_CONFIG_FILE") or home / "config"): ("default", f"profile {profile}"),
+        Path(environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials"): (profile,),
+    }
+    found: dict[str, Any] = {}
+    for path, names in sections.items():
+        parser = ConfigParser(interpolation=None, default_section="\0")
+        try:
+            parser.read(path, encoding="utf-8")
+        except (ConfigError, UnicodeDecodeError):  # its words may quote a secret
+            raise RemoteError(f"{path}: the file cannot be understood") from None
+        except OSError:
+            raise RemoteError(f"{path}: the file cannot be read") from None
+        wanted = names[-1] if parser.has_section(names[-1]) else names[0] if profile == "default" else ""
+        if parser.has_section(wanted):
+            found |= {_CONFIG[key]: value for key, value in parser.items(wanted) if key in _CONFIG}
+    return found

@@ -1,0 +1,160 @@
+"""A real S3 server: Ceph's radosgw on a cluster of one monitor and one storage process, all in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+from tests.caches import free_port, until_open
+
+_PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
+WITHOUT_S3 = next(
+    (
+        f"{name} is not installed: apt-get install radosgw ceph-mon ceph-osd"
+        for name in _PROGRAMS
+        if not shutil.which(name)
+    ),
+    "" if find_spec("obstore") else "obstore is not installed: pip install 'mlcbuild[s3]'",
+)
+"""Why no test can use a real S3 server; "" when they can."""
+ACCESS, SECRET = "testuser", "a secret of the tests"
+
+_CONFIG = """\
+[global]
+fsid = {fsid}
+mon host = [v2:127.0.0.1:{monitor}]
+ms bind msgr1 = false
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+auth cluster required = none
+auth service required = none
+auth client required = none
+ms mon client mode = crc
+run dir = {home}
+admin socket =
+pid file =
+log to file = false
+log to stderr = true
+err to stderr = true
+keyring = {home}/keyring
+mon data = {home}/mon
+mon cluster log file =
+mon data avail crit = 0
+mon data avail warn = 0
+mon allow pool size one = true
+mon max pg per osd = 10000
+paxos propose interval = 0.02
+paxos min wait = 0.005
+osd data = {home}/osd
+osd objectstore = memstore
+memstore device bytes = 1073741824
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 1
+osd pool default pgp num = 1
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+osd crush update on start = false
+rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
+rgw thread pool size = 16
+rgw enable gc threads = false
+rgw enable lc threads = false
+rgw enable quota threads = false
+rgw run sync thread = false
+"""
+
+
+@dataclass(frozen=True)
+class Server:
+    endpoint: str
+    home: Path
+
+    def bucket(self, name: str) -> str:
+        """A new bucket; the URL of a remote in it."""
+        import obstore
+        from obstore.store import S3Store
+
+        store = S3Store(
+            name,
+            endpoint=self.endpoint,
+            region="us-east-1",
+            access_key_id=ACCESS,
+            secret_access_key=SECRET,
+            client_options={"allow_http": True},
+        )
+        signed = obstore.sign(store, "PUT", "", timedelta(minutes=1))
+        with urllib.request.urlopen(urllib.request.Request(signed, method="PUT")) as answer:
+            assert answer.status == 200
+        return f"s3://{name}/cache/mlc?endpoint={self.endpoint}"
+
+    def objects(self, name: str) -> list[str]:
+        """All objects of a bucket, and the parts of uploads that were neither ended nor aborted."""
+        listed = subprocess.run(
+            ["radosgw-admin", "bucket", "list", "--bucket", name, "--allow-unordered"],
+            env={**os.environ, "CEPH_CONF": str(self.home / "ceph.conf")},
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        return sorted(str(item["name"]) for item in json.loads(listed.stdout))
+
+
+@contextmanager
+def radosgw(home: Path) -> Iterator[Server]:
+    home.mkdir(parents=True)
+    for name in ("mon", "osd"):
+        (home / name).mkdir()
+    (home / "keyring").touch()
+    monitor, port, fsid = free_port(), free_port(), str(uuid.uuid4())
+    (home / "ceph.conf").write_text(_CONFIG.format(home=home, monitor=monitor, port=port, fsid=fsid))
+    processes: list[subprocess.Popen[bytes]] = []
+    environment = {**os.environ, "CEPH_CONF": str(home / "ceph.conf")}
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, env=environment, cwd=home, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def start(*command: str) -> None:
+        with (home / f"{command[0]}.log").open("wb") as log:
+            processes.append(
+                subprocess.Popen(
+                    command, env=environment, cwd=home, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
+            )
+
+    try:
+        run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{monitor}]", "monmap")
+        run("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(home / "monmap"))
+        start("ceph-mon", "-f", "-i", "a")
+        identity = str(uuid.uuid4())
+        number = run("ceph", "osd", "new", identity)
+        run("ceph", "osd", "crush", "add", f"osd.{number}", "1.0", "root=default")
+        run("ceph-osd", "--mkfs", "-i", number, "--osd-uuid", identity)
+        start("ceph-osd", "-f", "-i", number)
+        # radosgw has defaults of its own for these two.
+        start(
+            "radosgw", "-f", "-n", "client.admin", "--auth_client_required=none", "--ms_mon_client_mode=crc"
+        )
+        until_open(port, processes[-1], home / "radosgw.log", seconds=60)
+        run(
+            *("radosgw-admin", "user", "create", "--uid", "tests", "--display-name", "tests"),
+            *("--access-key", ACCESS, "--secret-key", SECRET),
+        )
+        yield Server(f"http://127.0.0.1:{port}", home)
+    finally:
+        for process in reversed(processes):
+            process.kill()  # there is nothing to keep
+            process.wait()
