@@ -1,5 +1,5 @@
-"""argv: checkpoint, a directory for the results. Writes int4 (symmetric, groups of 32; the table of words stays
-at 8 bits, as is its way) and int8."""
+"""argv: checkpoint, a directory for the results. Writes int4 (symmetric, groups of 32; the table of words
+stays at 8 bits, as is its way) and int8."""
 
 from __future__ import annotations
 

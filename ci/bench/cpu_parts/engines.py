@@ -26,7 +26,7 @@ class Peer:
 
 
 def _compilers() -> dict[str, str]:
-    """clang where there is one: GCC 12 drops stores that llama.cpp's AMX code needs, and the result crashes."""
+    """clang where there is one: of GCC 12, llama.cpp's code for AMX crashes."""
     if os.environ.get("CC") or os.environ.get("CXX"):
         return {}
     names = ["clang", *(f"clang-{version}" for version in range(22, 13, -1))]

@@ -58,7 +58,7 @@ class Measured:
     """Without the entries whose process ended before its time."""
 
 
-class Ended(Exception):
+class EndedError(Exception):
     """A process did not answer."""
 
 
@@ -75,7 +75,7 @@ class Child:
     def hear(self) -> dict[str, object]:
         line = cast("IO[str]", self.process.stdout).readline()
         if not line:
-            raise Ended(f"its process ended with {self.process.wait()}")
+            raise EndedError(f"its process ended with {self.process.wait()}")
         return cast("dict[str, object]", json.loads(line))
 
     def ask(self, **command: object) -> dict[str, object]:
@@ -109,7 +109,7 @@ def measure(found: Prepared, plan: Plan) -> Measured:
     def as_long_as_it_runs(name: str) -> Iterator[None]:
         try:
             yield
-        except Ended as error:
+        except EndedError as error:
             print(f"{name} is left out: {error}", flush=True)
             del samples[name]
 
