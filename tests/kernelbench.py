@@ -91,7 +91,7 @@ def weights(rng: np.random.Generator, scheme: Scheme, n: int, k: int) -> tuple[t
         plain = matrix.astype(scheme.dtype)
         return (plain,), plain.astype(np.float64)
     words, scales = quant.pack(matrix, scheme)
-    zero = 8 if scheme.layout == "x16" else 2 ** (scheme.bits - 1) - 1
+    zero = 2 ** (scheme.bits - 1) - (scheme.layout == "row")
     unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     unpack = _tiles if scheme.layout == "x16" else _lines
     levels, each = unpack(words, scales)
@@ -105,9 +105,12 @@ def _lines(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tiles(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    tiles, groups, _ = words.shape
-    halves = np.stack([words & 15, words >> 4], axis=2).reshape(tiles, groups, 2, 4, 16, 4)
-    levels = halves.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * 16, groups * 32)
+    tiles, groups, size = words.shape
+    if size == 256:
+        words = np.concatenate([words & 15, words >> 4], axis=2)
+    levels = (
+        words.reshape(tiles, groups, 2, 4, 16, 4).transpose(0, 4, 1, 2, 3, 5).reshape(tiles * 16, groups * 32)
+    )
     return levels, np.repeat(scales.transpose(0, 2, 1).reshape(tiles * 16, groups), 32, axis=1)
 
 

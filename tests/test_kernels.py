@@ -23,7 +23,9 @@ BIAS = (50, 72)
 SHAPES = (BIAS, (320, 576), (1, 31), (20, 1100))
 """[n, k]: tails in n and k, a whole model's width, K within one group, more than one block of K."""
 CASES = [(scheme, BIAS) for scheme in SCHEMES]
-CASES += [(scheme, shape) for scheme in ("q0f32", "q4f16_1", "q8f16_1", "q4a8_1") for shape in SHAPES[1:]]
+CASES += [
+    (scheme, shape) for scheme in ("q0f32", "q4f16_1", "q8f16_1", "q4a8_1", "q8a8_1") for shape in SHAPES[1:]
+]
 CASES += [("q0f16", (20, 1100)), ("q0f16", (7, 1))]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
 TABLES = ((37, 72), (37, 64))

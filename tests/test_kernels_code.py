@@ -60,6 +60,10 @@ def test_vectors_are_not_longer_than_the_target_has() -> None:
         ("avx512", "q4a8_1", r"vpmaddubsw\s.*%zmm"),
         ("avx2", "q4a8_1", r"vpmaddubsw\s.*%ymm"),
         ("portable", "q4a8_1", r"pmullw\s.*%xmm"),
+        ("avx512vnni", "q8a8_1", r"vpdpbusd\s.*%zmm"),
+        ("avx512", "q8a8_1", r"vpmaddwd\s.*%zmm"),
+        ("avx2", "q8a8_1", r"vpmaddwd\s.*%ymm"),
+        ("portable", "q8a8_1", r"pm(?:ullw|addwd)\s.*%xmm"),
         ("avx512", "q4f16_1", r"vfmadd\d+ps\s.*%zmm"),
         ("avx2", "q8f16_1", r"vfmadd\d+ps\s.*%ymm"),
         ("avx2", "q0f16", r"vcvtph2ps\s"),
@@ -83,7 +87,7 @@ def test_instructions_of_a_product(isa: str, scheme: str, instruction: str) -> N
 def test_other_architectures(target: Target, instruction: str) -> None:
     """They compile, with the right instructions and without calls; nothing is run."""
     isa = isa_for(target)
-    schemes = [SCHEMES[name] for name in ("q0f16", "q4f16_1", "q4a8_1")]
+    schemes = [SCHEMES[name] for name in ("q0f16", "q4f16_1", "q4a8_1", "q8a8_1")]
     functions = [kernel(linear(isa, scheme, 20, 72), True) for scheme in schemes]
     functions += [embedding.kernel(embedding.embedding(isa, scheme, 20, 72)) for scheme in schemes]
     asm = kernelbench.compiled(target, functions).asm

@@ -40,7 +40,8 @@ def quantized_group(group: list[float], scheme: Scheme) -> tuple[list[int], floa
     """(q, scale) of 32 weights, as quant.pack defines them."""
     if scheme.layout == "x16":
         extreme = max(group) if max(group) >= -min(group) else min(group)
-        zero, top, scale = 8, 15, stored_scale(f32(extreme / -8), scheme)
+        zero = 2 ** (scheme.bits - 1)
+        top, scale = 2 * zero - 1, stored_scale(f32(extreme / -zero), scheme)
     else:
         zero = 2 ** (scheme.bits - 1) - 1
         top, scale = 2 * zero, stored_scale(f32(max(abs(w) for w in group) / zero), scheme)
@@ -65,10 +66,11 @@ def definition(weight: Matrix, scheme: Scheme) -> tuple[bytes, bytes, Matrix]:
             q, scale = quantized_group(line[g * 32 : g * 32 + 32], scheme)
             scales[t, g, r] = scale
             for k, number in enumerate(q):
-                zero = 8 if tile == 16 else 2 ** (scheme.bits - 1) - 1
+                zero = 2 ** (scheme.bits - 1) - (tile == 1)
                 values[row, g * 32 + k] = f32((number - zero) * scale)
                 if tile == 16:
-                    words[t, g, k % 16 // 4 * 64 + r * 4 + k % 4] |= number << (4 * (k // 16))
+                    place, high = (k, 0) if scheme.bits == 8 else (k % 16, k // 16)
+                    words[t, g, place // 4 * 64 + r * 4 + k % 4] |= number << (4 * high)
                 else:
                     words[t, g, k * scheme.bits // 8] |= number << (k * scheme.bits % 8)
     return words.tobytes(), scales.tobytes(), values[:rows, :columns]
@@ -191,7 +193,7 @@ def test_widening_is_exact_for_every_half() -> None:
 
 def unit(scheme: Scheme) -> int:
     """The largest weight of a group whose scale is 1 (x16: -1)."""
-    return 8 if scheme.layout == "x16" else 2 ** (scheme.bits - 1) - 1
+    return 2 ** (scheme.bits - 1) - (scheme.layout == "row")
 
 
 GOLDEN = {
@@ -220,6 +222,18 @@ def test_golden_bytes_of_x16() -> None:
     rows = q_weight.reshape(4, 16, 4)
     assert [part.tobytes().hex() for part in rows[:, 1]] == ["00112233", "44556677", "8899aabb", "ccddeeff"]
     assert (np.delete(rows, 1, axis=1) == 0x88).all()
+    assert q_scale.tobytes().hex() == "0000003c" + "0000" * 14
+
+
+def test_golden_bytes_of_x16_with_8_bits() -> None:
+    # Row 1 holds -128 ... -97: scale 1, q = 0 ... 31. The other rows are padding: q 128.
+    weight = np.zeros((2, 32), np.float32)
+    weight[1] = np.arange(32) - 128
+    q_weight, q_scale = quant.pack(weight, SCHEMES["q8a8_1"])
+    assert (q_weight.shape, q_scale.shape) == ((1, 1, 512), (1, 1, 16))
+    rows = q_weight.reshape(8, 16, 4)
+    assert rows[:, 1].tobytes() == bytes(range(32))
+    assert (np.delete(rows, 1, axis=1) == 0x80).all()
     assert q_scale.tobytes().hex() == "0000003c" + "0000" * 14
 
 
@@ -321,7 +335,8 @@ def test_sizes() -> None:
     matrix = (Param("a.weight", (32, 64)),)
     bits = {name: quant.bits_per_weight(matrix, scheme) for name, scheme in SCHEMES.items()}
     assert bits == {
-        "q0f32": 32, "q0f16": 16, "q4f32_1": 5, "q4f16_1": 4.5, "q8f32_1": 9, "q8f16_1": 8.5, "q4a8_1": 4.5
+        "q0f32": 32, "q0f16": 16, "q4f32_1": 5, "q4f16_1": 4.5, "q8f32_1": 9, "q8f16_1": 8.5, "q4a8_1": 4.5,
+        "q8a8_1": 8.5,
     }  # fmt: skip
     # One row, one column: padded to a tile of 16 rows and a group of 32.
     assert quant.stored_bytes((Param("a.weight", (1, 1)),), SCHEMES["q4a8_1"]) == 256 + 32

@@ -129,10 +129,10 @@ def test_a_fine_tune_reuses_the_library(tmp_path: Path, tiny_bundles: Path, comm
 def test_changes_re_run_what_depends_on_them(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
     recipe = project(tmp_path, QUICKSTART.replace("verify:", "#"))
     run_json(recipe, common_store)
-    recipe.write_text(recipe.read_text().replace("q4a8_1", "q8f16_1"))
+    recipe.write_text(recipe.read_text().replace("q4a8_1", "q8a8_1"))
     found = run_json(recipe, common_store)
     assert {name for name, step in found.items() if name and step["status"] == "built"} == {
-        name for name in found if "q8f16_1" in name
+        name for name in found if "q8a8_1" in name
     }
     recipe.write_text(recipe.read_text() + "verify: {prompts: ['What is 1 + 2?', 'copy abc']}\n")
     found = run_json(recipe, common_store)
@@ -141,6 +141,8 @@ def test_changes_re_run_what_depends_on_them(tmp_path: Path, tiny_bundles: Path,
         "verify",
     }
     assert all("prompts" in step["reason"] for name, step in found.items() if name.startswith("reference/"))
+    manifest = json.loads((tmp_path / "dist" / "tiny-q8a8_1-host" / "bundle.json").read_bytes())
+    assert 0 < manifest["verification"]["kl_mean"] < 1e-3
 
 
 def test_plan_and_explain_say_why(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:

@@ -109,9 +109,9 @@ def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Ar
 
         row   scale = max|w| / (2**(bits-1) - 1), rounded to the scheme's dtype
               q = clip(rint(w / scale + zero), 0, 2 * zero), zero = 2**(bits-1) - 1
-        x16   scale = extreme / -8, rounded to float16; extreme is the weight of largest magnitude with its
-              sign, the positive one of two equal ones
-              q = clip(rint(w / scale + 8), 0, 15)
+        x16   scale = extreme / -zero, rounded to float16; extreme is the weight of largest magnitude with
+              its sign, the positive one of two equal ones
+              q = clip(rint(w / scale + zero), 0, 2 * zero - 1), zero = 2**(bits-1)
 
     A group whose scale rounds to zero is stored as zeros: all its weights are below 2**-22 for float16.
     q4f32_1 and q8f32_1 have the same bytes as mlc-llm's where K is a multiple of 32. q4f16_1 and q8f16_1 have
@@ -151,7 +151,7 @@ class Packer:
         scheme, tiles = self._scheme, -(-rows // self.step)
         if scheme.layout == "x16":
             return (
-                np.empty((tiles, self._groups, GROUP * TILE // 2), np.uint8),
+                np.empty((tiles, self._groups, GROUP * TILE * scheme.bits // 8), np.uint8),
                 np.empty((tiles, self._groups, TILE), np.float16),
             )
         words = self._groups * scheme.bits
@@ -212,20 +212,23 @@ class Packer:
         q_weight.view(np.uint16).reshape(groups, PLANES)[...] = spare.astype(np.uint8).view(np.uint16).T
 
     def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Layout x16: of each group, weights 0..15 are low nibbles and 16..31 high ones. Per tile and group
-        there are 256 bytes: [quad of the half group][row of the tile][weight of the quad]."""
+        """Layout x16: per tile and group there are bytes [quad][row of the tile][weight of the quad]; with 4
+        bits only for the quads of weights 0..15, and weights 16..31 are in the high halves of those bytes."""
         tiles, groups, _ = q_scale.shape
+        zero = 2 ** (self._scheme.bits - 1)
         planes = self._planes(block, (tiles, TILE, groups, PLANES), (3, 0, 2, 1))
         high, low = _over_groups(np.maximum, planes), _over_groups(np.minimum, planes)
-        scale = self._scale(np.where(high >= -low, high, low), -8)
+        scale = self._scale(np.where(high >= -low, high, low), -zero)
         q_scale[...] = scale.reshape(q_scale.shape)
-        q = self._quantize(planes, scale, 8, 15).view(np.uint64)
-        # A nibble shifted by four stays inside its byte, so eight bytes are shifted at once.
-        merged = q[PLANES // 2 :]
-        np.left_shift(merged, 4, out=merged)
-        np.bitwise_or(merged, q[: PLANES // 2], out=merged)
-        words = merged.view(np.uint32).reshape(PLANES // 2, tiles, groups, TILE)
-        q_weight.view(np.uint32).reshape(tiles, groups, PLANES // 2, TILE)[...] = words.transpose(1, 2, 0, 3)
+        q = self._quantize(planes, scale, zero, 2 * zero - 1).view(np.uint64)
+        if self._scheme.bits == 4:
+            # A nibble shifted by four stays inside its byte, so eight bytes are shifted at once.
+            merged = q[PLANES // 2 :]
+            np.left_shift(merged, 4, out=merged)
+            np.bitwise_or(merged, q[: PLANES // 2], out=merged)
+            q = merged
+        words = q.view(np.uint32).reshape(len(q), tiles, groups, TILE)
+        q_weight.view(np.uint32).reshape(tiles, groups, len(q), TILE)[...] = words.transpose(1, 2, 0, 3)
 
     def _scale(self, extreme: NDArray[np.float32], divisor: int) -> Array:
         """extreme / divisor in the scheme's dtype, never -0."""
@@ -265,9 +268,10 @@ def unpack(q_weight: Array, q_scale: Array, scheme: Scheme, shape: tuple[int, in
     scale = q_scale.astype(np.float32)
     if scheme.layout == "x16":
         tiles, groups, _ = q_weight.shape
-        words = q_weight.view(np.uint8).reshape(tiles, groups, 1, PLANES // 2, TILE, QUAD)
-        q = np.concatenate([words & 15, words >> 4], axis=2)  # [tile, group, half, j, row, b]
-        value = (q.astype(np.float32) - 8) * scale[:, :, None, None, :, None]
+        words = q_weight.view(np.uint8).reshape(tiles, groups, 1, -1, TILE, QUAD)
+        q = words if scheme.bits == 8 else np.concatenate([words & 15, words >> 4], axis=2)
+        # q: [tile, group, half, quad, row, weight]
+        value = (q.astype(np.float32) - 2 ** (scheme.bits - 1)) * scale[:, :, None, None, :, None]
         whole = value.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * TILE, groups * GROUP)
     else:
         shifts = np.arange(0, 32, scheme.bits, dtype=np.uint32)

@@ -51,6 +51,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("q8f32_1", 8, 32, "float32", "row"),
         Scheme("q8f16_1", 8, 32, "float16", "row"),
         Scheme("q4a8_1", 4, 32, "float16", "x16", activation_bits=8),
+        Scheme("q8a8_1", 8, 32, "float16", "x16", activation_bits=8),
     )
 }
 """The built-in schemes by name: q<bits><float dtype>_1 as in mlc-llm; `a8` means 8-bit activations."""
@@ -92,7 +93,7 @@ def stored(param: Param, scheme: Scheme) -> tuple[StoredTensor, ...]:
     """The tensors that hold one parameter [N, K] under a scheme.
 
     row: q_weight uint32 [N, ceil(K/32) * 32*bits/32], q_scale dtype [N, ceil(K/32)].
-    x16 (4 bits): q_weight uint8 [ceil(N/16), ceil(K/32), 256], q_scale float16 [ceil(N/16), ceil(K/32), 16].
+    x16: q_weight uint8 [ceil(N/16), ceil(K/32), 64*bits], q_scale float16 [ceil(N/16), ceil(K/32), 16].
     """
     own = scheme_for(scheme, param.name)
     if own.bits == 0 or len(param.shape) != 2:
@@ -169,7 +170,7 @@ _FORMATS = {
     (0, 0, "float32", "plain"),
     (0, 0, "float16", "plain"),
     *((bits, 32, dtype, "row") for bits in (4, 8) for dtype in ("float32", "float16")),
-    (4, 32, "float16", "x16"),
+    *((bits, 32, "float16", "x16") for bits in (4, 8)),
 }
 """(bits, group_size, dtype, layout) that pack() can write."""
 

@@ -80,7 +80,8 @@ def products(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
 
 def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
     """LOOPS times CHAINS int8 dot products of four in each part, as the int8 kernels do them."""
-    kind, count = ("int16", 2 * isa.lanes) if dot.narrow(isa) else ("int32", isa.lanes)
+    form = dot.Products(isa, 4)
+    kind, count = ("int16", 2 * isa.lanes) if form.narrow else ("int32", isa.lanes)
 
     def body() -> None:
         out = argument("out", (parts, CHAINS * count), kind)
@@ -92,7 +93,7 @@ def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
             sums = [register(zero, count, kind) for _ in range(CHAINS)]
             with T.serial(0, i64(LOOPS)):
                 for total in sums:
-                    total.set(dot.step(isa, total.value, weights, activations))
+                    total.set(form.step(total.value, weights, activations))
             for c, total in enumerate(sums):
                 T.buffer_store(out, total.value, [part, span(c * count, count)])
 
@@ -105,15 +106,15 @@ def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]
     data = tvm.runtime.tensor(np.ones(words, np.int32))
     sums = tvm.runtime.tensor(np.zeros((parts, 4 * isa.lanes), np.int32))
     floats = tvm.runtime.tensor(np.zeros((parts, CHAINS * isa.lanes), np.float32))
-    narrow = dot.narrow(isa)
-    count = CHAINS * isa.lanes * (2 if narrow else 1)
-    ints = tvm.runtime.tensor(np.zeros((parts, count), np.int16 if narrow else np.int32))
+    form = dot.Products(isa, 4)
+    count = CHAINS * isa.lanes * (2 if form.narrow else 1)
+    ints = tvm.runtime.tensor(np.zeros((parts, count), np.int16 if form.narrow else np.int32))
     seed = tvm.runtime.tensor(np.zeros((parts, isa.lanes + 1), np.int32))
     work = parts * LOOPS * CHAINS * isa.lanes
     return {
         "read": READ / _best(lambda: compiled("reads")(data, sums)) / 1e9,
         "float32": 2 * work / _best(lambda: compiled("products")(floats)) / 1e9,
-        "int8": 2 * work * 4 / dot.parts(isa) / _best(lambda: compiled("dots")(ints, seed)) / 1e9,
+        "int8": 2 * work * 4 / form.parts / _best(lambda: compiled("dots")(ints, seed)) / 1e9,
     }
 
 

@@ -115,16 +115,19 @@ def _copy_row(of: _Lookup) -> None:
 
 
 def _copy_x16(of: _Lookup) -> None:
-    """Four bytes of a row's group at a time: low halves are values 4j.., high halves 16 + 4j.. ."""
+    """Four bytes of a row's group at a time: values 4j.. with 8 bits; with 4 bits 4j.. in the low halves and
+    16 + 4j.. in the high ones."""
+    bits = of.of.scheme.bits
     words, scales = of.weights
     tile, r = of.token // 16, of.token % 16
     shifts = T.ramp(T.int32(0), T.int32(8), 4)
     with T.serial(0, words.shape[1]) as group:
         scale = T.bind(load_f32(of.of.isa, scales, (tile, group, r), 1))
-        with T.serial(0, i64(4)) as j:
+        with T.serial(0, i64(bits)) as j:
             quad = words[tile, group, T.ramp(j * 64 + r * 4, 1, 4)]
             spread = T.bind(splat(T.reinterpret("int32", quad), 4))
-            for high in range(2):
-                values = ((spread >> (shifts + i32(4 * high, 4))) & i32(15, 4)) - i32(8, 4)
+            for high in range(8 // bits):
+                field = (spread >> (shifts + i32(bits * high, 4))) & i32(2**bits - 1, 4)
+                values = field - i32(2 ** (bits - 1), 4)
                 column = group * 32 + high * 16 + j * 4
                 of.write(column, T.Cast("float32x4", values) * splat(scale, 4), 4)

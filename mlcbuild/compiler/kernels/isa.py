@@ -11,7 +11,8 @@ from tvm.target.codegen import llvm_get_cpu_features
 from mlcbuild.targets import Target
 
 Dot = Literal["vpdpbusd", "pmaddubsw", "sdot", "mul16"]
-"""How four (or two) products of an unsigned 4-bit weight and a signed 8-bit activation are added up:
+"""How four (or two) products of an unsigned 4-bit weight and a signed 8-bit activation are added up; for
+8-bit weights see dot.Products.way:
 
 vpdpbusd   x86 VNNI: four bytes into each int32 lane.
 pmaddubsw  x86: pairs of bytes into int16 lanes, which hold a whole group of 32; widened once a group.

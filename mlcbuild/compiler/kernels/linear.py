@@ -10,7 +10,7 @@ from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_op
 from tvm.tirx import PrimFunc
 
-from mlcbuild.compiler.kernels import float_product, w4a8
+from mlcbuild.compiler.kernels import float_product, int8_product
 from mlcbuild.compiler.kernels.dense import DenseRows
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.row_group import GroupRows
@@ -30,7 +30,7 @@ class Linear:
     def name(self) -> str:
         """Kernel and instruction set, for example w4a8.avx512vnni."""
         rows = _rows(self)
-        return f"{rows.name if rows else 'w4a8'}.{self.isa.name}"
+        return f"{rows.name if rows else f'w{self.scheme.bits}a8'}.{self.isa.name}"
 
     @property
     def fallback(self) -> str | None:
@@ -42,7 +42,9 @@ class Linear:
     def workspace(self, m: int) -> int:
         """Bytes that a call with m rows takes from the runtime's workspace pools, on one thread."""
         rows = _rows(self)
-        return float_product.workspace(rows, m) if rows else w4a8.workspace(self.isa, self.n, self.k, m)
+        if rows:
+            return float_product.workspace(rows, m)
+        return int8_product.workspace(self.isa, self.scheme.bits, (self.n, self.k), m)
 
     def apply(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
         """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order, bias float32 [n] ->
@@ -72,4 +74,6 @@ def _rows(of: Linear) -> float_product.RowFormat | None:
 def kernel(of: Linear, bias: bool) -> PrimFunc:
     """The function (x, stored tensors, bias if asked for, out) behind a product; one object for equals."""
     rows = _rows(of)
-    return float_product.product(rows, bias) if rows else w4a8.product(of.isa, of.n, of.k, bias)
+    if rows:
+        return float_product.product(rows, bias)
+    return int8_product.product(of.isa, of.scheme.bits, (of.n, of.k), bias)

@@ -37,8 +37,12 @@ _ROUNDER_BITS = 0x4B400000
 class Records:
     """Quantized rows of x [.., k] in one int32 buffer [rows, stride]."""
 
-    isa: ISA
+    dot: dot.Products
     k: int
+
+    @property
+    def isa(self) -> ISA:
+        return self.dot.isa
 
     @property
     def groups(self) -> int:
@@ -47,14 +51,14 @@ class Records:
     @property
     def step(self) -> int:
         """int32 values in a record."""
-        return dot.QUADS * dot.parts(self.isa) + 2
+        return dot.QUADS * self.dot.parts + 2
 
     @property
     def stride(self) -> int:
         return odd_lines(self.groups * self.step)
 
     def activations(self, records: Buffer, row: Expr, group: Expr, quad: int) -> list[Expr]:
-        count = dot.parts(self.isa)
+        count = self.dot.parts
         return [records[row, group * self.step + quad * count + part] for part in range(count)]
 
     def scale(self, records: Buffer, row: Expr, group: Expr) -> Expr:
@@ -99,9 +103,9 @@ def _quantize_group(
     total = intrinsic("int32", "llvm.vector.reduce.add", _tree(whole, lambda a, b: a + b))
     first = group * form.step
     for v, quantized in enumerate(whole):
-        _store_quads(form, records, row, first + v * (lanes // 4) * dot.parts(form.isa), quantized)
+        _store_quads(form, records, row, first + v * (lanes // 4) * form.dot.parts, quantized)
     T.buffer_store(records, T.reinterpret("int32", largest * f32(1 / 127)), [row, first + form.step - 2])
-    T.buffer_store(records, total * -8, [row, first + form.step - 1])
+    T.buffer_store(records, total * -form.dot.offset, [row, first + form.step - 1])
 
 
 def _tree(values: list[Expr], join: Callable[[Expr, Expr], Expr]) -> Expr:
@@ -112,10 +116,9 @@ def _tree(values: list[Expr], join: Callable[[Expr, Expr], Expr]) -> Expr:
 
 def _store_quads(form: Records, records: Buffer, row: Expr, place: Expr, quantized: Expr) -> None:
     lanes = form.isa.lanes
-    if form.isa.dot == "mul16":
-        for part in range(2):
-            pair = T.Cast("int16x2", shuffle([quantized], [part, part + 2]))
-            T.buffer_store(records, T.reinterpret("int32", pair), [row, place + part])
-        return
-    packed = T.reinterpret(typed("int32", lanes // 4), T.Cast(typed("int8", lanes), quantized))
-    T.buffer_store(records, packed, [row, span(place, lanes // 4)])
+    if form.dot.parts == 2:
+        order = [quad + part + step for quad in range(0, lanes, 4) for part in (0, 1) for step in (0, 2)]
+        quantized = shuffle([quantized], order)
+    kind, count = f"int{8 * form.dot.parts}", lanes // 4 * form.dot.parts
+    packed = T.reinterpret(typed("int32", count), T.Cast(typed(kind, lanes), quantized))
+    T.buffer_store(records, packed, [row, span(place, count)])

@@ -1,4 +1,4 @@
-"""x @ W.T with 4-bit weights in the x16 layout and activations quantized to 8 bits.
+"""x @ W.T with 4- or 8-bit weights in the x16 layout and activations quantized to 8 bits.
 
 Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. Three paths
 by the number of rows m of x, as in float_product: one row streams the weights; a few share one pass over
@@ -34,8 +34,6 @@ from mlcbuild.compiler.kernels.vectors import (
 
 TILE = 16
 """Rows in a tile of the layout."""
-TILE_BYTES = 256
-"""Bytes of a tile's weights in one group."""
 FETCH_BYTES = 4096
 """How far ahead of the reader weights are prefetched."""
 STREAMED_BATCHES = 6
@@ -51,8 +49,18 @@ class _Matrix:
     """A stored matrix [n, k]."""
 
     isa: ISA
+    bits: int
     n: int
     k: int
+
+    @property
+    def dot(self) -> dot.Products:
+        return dot.Products(self.isa, self.bits)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile's weights in one group."""
+        return 64 * self.bits
 
     @property
     def tiles(self) -> int:
@@ -65,7 +73,7 @@ class _Matrix:
 
     @property
     def records(self) -> Records:
-        return Records(self.isa, self.k)
+        return Records(self.dot, self.k)
 
     @property
     def block_tiles(self) -> int:
@@ -92,36 +100,41 @@ class _Call:
     def isa(self) -> ISA:
         return self.matrix.isa
 
-    def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
-        """One vector of int32 lanes, each with the bytes of quads j (low) and 4 + j (high) of a row."""
-        lanes = self.isa.lanes
-        raw = self.weight[tile, group, span(j * 64 + vector * lanes * 4, 4 * lanes)]
-        return T.reinterpret(typed("int32", lanes), raw)
+    def operands(self, tile: Expr, group: Expr, vector: int) -> list[list[Expr]]:
+        """Of each quad of a group the operands with the weights of one vector of rows."""
+        lanes, form = self.isa.lanes, self.matrix.dot
+        count = dot.QUADS // form.fields
+        found: list[list[list[Expr]]] = []
+        for j in range(count):
+            raw = self.weight[tile, group, span(j * 64 + vector * lanes * 4, 4 * lanes)]
+            found.append(form.operands(T.reinterpret(typed("int32", lanes), raw)))
+        return [found[quad % count][quad // count] for quad in range(dot.QUADS)]
 
     def scales(self, tile: Expr, group: Expr, vector: int) -> Expr:
         lanes = self.isa.lanes
         return load_f32(self.isa, self.scale, (tile, group, vector * lanes), lanes)
 
 
-def workspace(isa: ISA, n: int, k: int, m: int) -> int:
+def workspace(isa: ISA, bits: int, shape: tuple[int, int], m: int) -> int:
     """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
-    matrix = _Matrix(isa, n, k)
+    matrix = _Matrix(isa, bits, *shape)
     scratch = 0
     if m > STREAMED_BATCHES * isa.dot_batch:
-        scratch = matrix.block_groups * matrix.block_tiles * TILE * (dot.QUADS * dot.parts(isa) + 1)
+        scratch = matrix.block_groups * matrix.block_tiles * TILE * (dot.QUADS * matrix.dot.parts + 1)
     return 4 * (m * matrix.records.stride + scratch)
 
 
-def product(isa: ISA, n: int, k: int, bias: bool) -> PrimFunc:
-    """The kernel (x f32[m, k], q_weight, q_scale, bias f32[n] if asked for, out f32[m, n])."""
-    matrix = _Matrix(isa, n, k)
-    name = f"w4a8_{n}x{k}" + ("_bias" if bias else "")
+def product(isa: ISA, bits: int, shape: tuple[int, int], bias: bool) -> PrimFunc:
+    """The kernel (x f32[m, k], q_weight, q_scale, bias f32[n] if asked for, out f32[m, n]); shape: n, k."""
+    n, k = shape
+    matrix = _Matrix(isa, bits, n, k)
+    name = f"w{bits}a8_{n}x{k}" + ("_bias" if bias else "")
     groups = matrix.records.groups
 
     def body() -> None:
         m = T.int64()
         x = argument("x", (m, k), "float32")
-        weight = argument("q_weight", (matrix.tiles, groups, TILE_BYTES), "uint8")
+        weight = argument("q_weight", (matrix.tiles, groups, matrix.tile_bytes), "uint8")
         scale = argument("q_scale", (matrix.tiles, groups, TILE), "float16")
         added = argument("bias", (n,), "float32") if bias else None
         output = Output(argument("out", (m, n), "float32"), n, added, TILE * matrix.block_tiles)
@@ -139,7 +152,7 @@ def product(isa: ISA, n: int, k: int, bias: bool) -> PrimFunc:
 def _one_row(call: _Call, x: Buffer) -> None:
     matrix = call.matrix
     quantize_row(matrix.records, x, call.records, i64(0))
-    small = matrix.tiles * matrix.records.groups * TILE_BYTES < SERIAL_BYTES
+    small = matrix.tiles * matrix.records.groups * matrix.tile_bytes < SERIAL_BYTES
     with (T.serial if small else T.parallel)(0, i64(matrix.tiles)) as tile:
         _stream_tile(call, tile, [i64(0)])
 
@@ -162,14 +175,11 @@ def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
     matrix, isa = call.matrix, call.isa
     acc = registers(len(rows), matrix.vectors, isa.lanes)
     with T.serial(0, i64(matrix.records.groups)) as group:
-        for line in range(0, TILE_BYTES, 64):
+        for line in range(0, matrix.tile_bytes, 64):
             prefetch(call.weight, (tile, group, line + FETCH_BYTES))
         for vector in range(matrix.vectors):
-            operands = [dot.quads(isa, call.packed(tile, group, j, vector)) for j in range(4)]
-            weights = [low for low, _ in operands] + [high for _, high in operands]
-            _add_group(
-                call, rows, group, [(weights, call.scales(tile, group, vector))], [[r[vector]] for r in acc]
-            )
+            columns = [(call.operands(tile, group, vector), call.scales(tile, group, vector))]
+            _add_group(call, rows, group, columns, [[r[vector]] for r in acc])
     for row, cells in zip(rows, acc, strict=True):
         for vector, cell in enumerate(cells):
             column = tile * TILE + vector * isa.lanes
@@ -185,21 +195,21 @@ def _add_group(
 ) -> None:
     """acc[i][c] += one group of row i of x times the weights of column vector c: (operands of the group's
     quads, scales)."""
-    isa, form, records = call.isa, call.matrix.records, call.records
+    isa, form, records, products = call.isa, call.matrix.records, call.records, call.matrix.dot
     corrections = [form.correction(records, row, group) for row in rows]
-    kind, count = ("int16", 2 * isa.lanes) if dot.narrow(isa) else ("int32", isa.lanes)
-    totals = [[register(dot.start(isa, c), count, kind) for _ in columns] for c in corrections]
+    kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
+    totals = [[register(products.start(c), count, kind) for _ in columns] for c in corrections]
     for quad in range(dot.QUADS):
         for i, row in enumerate(rows):
             activations = form.activations(records, row, group, quad)
             for c, (operands, _) in enumerate(columns):
                 for operand, a in zip(operands[quad], activations, strict=True):
                     total = totals[i][c]
-                    total.set(dot.step(isa, total.value, operand, a))
+                    total.set(products.step(total.value, operand, a))
     for i, row in enumerate(rows):
         scale = form.scale(records, row, group)
         for c, (_, scales) in enumerate(columns):
-            sums = T.Cast(typed("float32", isa.lanes), dot.finish(isa, totals[i][c].value, corrections[i]))
+            sums = T.Cast(typed("float32", isa.lanes), products.finish(totals[i][c].value, corrections[i]))
             factor = scales * splat(scale, isa.lanes)
             acc[i][c].set(fma(sums, factor, acc[i][c].value, isa.lanes))
 
@@ -218,7 +228,7 @@ def _block_product(call: _Call, block: Expr) -> None:
     """block_tiles tiles times all rows of x."""
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE
-    operands = T.alloc_buffer((matrix.block_groups, dot.QUADS * dot.parts(isa), wide), "int32")
+    operands = T.alloc_buffer((matrix.block_groups, dot.QUADS * matrix.dot.parts, wide), "int32")
     scales = T.alloc_buffer((matrix.block_groups, wide), "float32")
     size, groups = matrix.block_groups, matrix.records.groups
     with T.serial(0, i64(-(-groups // size))) as number:
@@ -246,12 +256,10 @@ def _unpack(call: _Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
         for vector in range(matrix.vectors):
             lane = span(t * TILE + vector * isa.lanes, isa.lanes)
             T.buffer_store(scratch.scales, call.scales(tile, scratch.first + group, vector), [group, lane])
-            for j in range(4):
-                pair = dot.quads(isa, call.packed(tile, scratch.first + group, j, vector))
-                for quad, values in zip((j, 4 + j), pair, strict=True):
-                    for part, value in enumerate(values):
-                        place = quad * dot.parts(isa) + part
-                        T.buffer_store(scratch.operands, value, [group, place, lane])
+            for quad, values in enumerate(call.operands(tile, scratch.first + group, vector)):
+                for part, value in enumerate(values):
+                    place = quad * matrix.dot.parts + part
+                    T.buffer_store(scratch.operands, value, [group, place, lane])
 
 
 def _tile_product(call: _Call, scratch: _Scratch, first: Expr, vectors: range) -> list[list[Register]]:
@@ -259,7 +267,7 @@ def _tile_product(call: _Call, scratch: _Scratch, first: Expr, vectors: range) -
     isa = call.isa
     acc = registers(isa.dot_rows, len(vectors), isa.lanes)
     rows = [T.min(first + i, call.m - 1) for i in range(isa.dot_rows)]
-    count = dot.parts(isa)
+    count = call.matrix.dot.parts
     with T.serial(0, scratch.count) as group:
         columns = []
         for vector in vectors:
