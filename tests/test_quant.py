@@ -38,16 +38,34 @@ def stored_scale(value: float, scheme: Scheme) -> float:
 
 def quantized_group(group: list[float], scheme: Scheme) -> tuple[list[int], float]:
     """(q, scale) of 32 weights, as quant.pack defines them."""
-    if scheme.layout == "x16":
-        extreme = max(group) if max(group) >= -min(group) else min(group)
-        zero = 2 ** (scheme.bits - 1)
-        top, scale = 2 * zero - 1, stored_scale(f32(extreme / -zero), scheme)
+    extreme = max(group) if max(group) >= -min(group) else min(group)
+    zero = 2 ** (scheme.bits - 1) - (scheme.layout == "row")
+    if scheme.bits == 4:
+        top, wide = 15, fit(group, extreme) * (1 if scheme.layout == "row" else -1)
+    elif scheme.layout == "row":
+        top, wide = 254, f32(abs(extreme) / 127)
     else:
-        zero = 2 ** (scheme.bits - 1) - 1
-        top, scale = 2 * zero, stored_scale(f32(max(abs(w) for w in group) / zero), scheme)
+        top, wide = 255, f32(extreme / -128)
+    scale = stored_scale(wide, scheme)
     if scale == 0:
         return [zero] * 32, 0.0
     return [min(max(round(f32(f32(w / scale) + zero)), 0), top) for w in group], scale
+
+
+def fit(group: list[float], extreme: float) -> float:
+    """The scale for levels -7 .. 8."""
+    if abs(extreme) < 2**-96:
+        return 0.0
+    inverse = f32(2016 / extreme)
+    units = [round(f32(w * inverse)) for w in group]
+    best, most = 0.0, 0.0
+    for steps in (8, 7, 9):
+        codes = [min(max(round(f32(u * f32(steps / 2016))), -7), 8) for u in units]
+        along = sum(u * c for u, c in zip(units, codes, strict=True))
+        fitted = f32(along / sum(c * c for c in codes))
+        if f32(fitted * along) > most:
+            best, most = fitted, f32(fitted * along)
+    return f32(extreme * f32(best / 2016))
 
 
 def definition(weight: Matrix, scheme: Scheme) -> tuple[bytes, bytes, Matrix]:
@@ -123,7 +141,7 @@ def test_error_is_at_most_half_a_step_but_for_clipping(scheme: Scheme, weight: M
     assert (error <= allowed).all()
 
 
-@EVERY
+@pytest.mark.parametrize("scheme", [s for s in QUANTIZED if s.bits == 8], ids=lambda s: s.name)
 @PROPERTY
 @given(weight=matrices(least=0.125))
 def test_packing_again_changes_nothing(scheme: Scheme, weight: Matrix) -> None:
@@ -131,6 +149,42 @@ def test_packing_again_changes_nothing(scheme: Scheme, weight: Matrix) -> None:
     first = quant.pack(weight, scheme)
     again = quant.pack(quant.unpack(*first, scheme, shape), scheme)
     assert [part.tobytes() for part in first] == [part.tobytes() for part in again]
+
+
+@pytest.mark.parametrize("scheme", [s for s in QUANTIZED if s.bits == 4], ids=lambda s: s.name)
+@pytest.mark.parametrize("extreme", [-8, -7, 7])
+def test_weights_that_lie_on_sixteen_levels_are_kept(scheme: Scheme, extreme: int) -> None:
+    """As those of checkpoints that were trained for 4 bits, or of other 4-bit formats."""
+    rng = np.random.default_rng(5)
+    scale = rng.uniform(0.001, 0.01, (64, 4, 1)).astype(np.float16).astype(np.float32)
+    levels = rng.integers(-7, 7, (64, 4, 32), endpoint=extreme != -7).astype(np.float32)
+    levels[:, :, 3] = extreme
+    weight = (levels * scale * rng.choice((1, -1), scale.shape)).astype(np.float32).reshape(64, 128)
+    found = quant.unpack(*quant.pack(weight, scheme), scheme, weight.shape)
+    np.testing.assert_allclose(found, weight, rtol=0 if scheme.dtype == "float16" else 3e-7, atol=0)
+
+
+@pytest.mark.parametrize("scheme", [s for s in QUANTIZED if s.bits == 4], ids=lambda s: s.name)
+def test_squared_error_of_four_bits(scheme: Scheme) -> None:
+    """On gaussian weights, next to what a scale of extreme / -8 or of max|w| / 7 leaves."""
+    weight = normal(64, 4096)
+    groups = weight.reshape(-1, 32).astype(np.float64)
+    extreme = groups[np.arange(len(groups)), np.abs(groups).argmax(1)][:, None]
+
+    def error(scale: NDArray[np.float64], least: int, most: int) -> float:
+        return float(((np.clip(np.rint(groups / scale), least, most) * scale - groups) ** 2).mean())
+
+    found = float(((quant.unpack(*quant.pack(weight, scheme), scheme, weight.shape) - weight) ** 2).mean())
+    assert found < 0.915 * error(extreme / -8, -8, 7)
+    assert found < 0.72 * error(np.abs(extreme) / 7, -7, 7)
+    finest = np.min(
+        [
+            ((np.clip(np.rint(groups / s), -8, 7) * s - groups) ** 2).mean(1)
+            for s in (extreme / d for d in (*np.arange(-11, -6, 0.05), *np.arange(6, 11, 0.05)))
+        ],
+        axis=0,
+    )
+    assert found < 1.04 * finest.mean(), "an exhaustive search is hardly better"
 
 
 @EVERY
@@ -193,12 +247,12 @@ def test_widening_is_exact_for_every_half() -> None:
 
 def unit(scheme: Scheme) -> int:
     """The largest weight of a group whose scale is 1 (x16: -1)."""
-    return 2 ** (scheme.bits - 1) - (scheme.layout == "row")
+    return 8 if scheme.bits == 4 else 128 - (scheme.layout == "row")
 
 
 GOLDEN = {
-    # w = -7, -6 ... 7, again, -7, -6: scale 1, so q counts from 0 to 14.
-    "q4": ([i % 15 - 7 for i in range(32)], "1032547698badc0e21436587a9cbed10"),
+    # w = -7, -6 ... 8, twice: scale 1, so q counts from 0 to 15.
+    "q4": ([i % 16 - 7 for i in range(32)], "1032547698badcfe" * 2),
     # w = -127, -126 ...: scale 1, q counts from 0.
     "q8": ([i - 127 for i in range(32)], bytes(range(32)).hex()),
 }
@@ -240,9 +294,9 @@ def test_golden_bytes_of_x16_with_8_bits() -> None:
 def test_x16_takes_the_positive_one_of_two_equal_extremes() -> None:
     weight = np.zeros((1, 32), np.float32)
     weight[0, :2] = -4, 4
-    q_weight, q_scale = quant.pack(weight, SCHEMES["q4a8_1"])
-    assert q_scale[0, 0, 0] == -0.5
-    assert quant.unpack(q_weight, q_scale, SCHEMES["q4a8_1"], (1, 32))[0, :3].tolist() == [-3.5, 4, 0]
+    q_weight, q_scale = quant.pack(weight, SCHEMES["q8a8_1"])
+    assert q_scale[0, 0, 0] == -1 / 32
+    assert quant.unpack(q_weight, q_scale, SCHEMES["q8a8_1"], (1, 32))[0, :3].tolist() == [-4 + 1 / 32, 4, 0]
 
 
 @EVERY
