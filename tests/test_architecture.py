@@ -114,13 +114,19 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "api": "body bundle fields formats grammar messages sampling template tools",
     "replies": "fields request sampling tools vocabulary",
     "service": "api body engine fields messages replies request tools",
+    "responses": "api body fields formats tools",
+    "outputs": "fields replies request tools",
+    "history": "fields outputs",
     "embeddings": "api body engine fields pooling request",
     "answers": "engine request service",
     "local": "answers embeddings engine fields request service text vm",
     "metrics": "request",
     "access": "",
     "keys": "replies",
-    "server": "access answers body embeddings engine fields keys metrics replies request service",
+    "server": (
+        "access answers body embeddings engine fields history keys metrics outputs replies request responses "
+        "service"
+    ),
     "serve": "access bundle engine server text vm",
     "chat": "api engine fields request text vm",
     "arguments": "access bundle serve",

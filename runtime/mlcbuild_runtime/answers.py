@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from mlcbuild_runtime import service
 from mlcbuild_runtime.engine import Engine
+from mlcbuild_runtime.errors import ServingError
 from mlcbuild_runtime.request import Event, Request, Sink
 
 WINDOW = 512
@@ -105,5 +106,11 @@ class AsyncAnswers:
             running = 0 if event.error else running - event.last
 
     def cancel(self) -> None:
+        """Nobody waits for the rest."""
         for ticket in self._tickets:
             ticket.cancel()
+
+    def interrupt(self, error: ServingError) -> None:
+        """Ends all answers; who waits for them gets the error."""
+        self.cancel()
+        self._events.put_nowait((0, Event(error=error)))

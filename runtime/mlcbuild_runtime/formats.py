@@ -14,7 +14,8 @@ SPACES: dict[str, Json] = {"whitespace_flexible": True, "whitespace_pattern": r"
 """One space, or a new line with its indentation: models that may write any space write it for ever."""
 
 
-def _text_kind(key: str) -> Json:
+def text_kind(key: str) -> Json:
+    """JSON Schema of a format that holds a text under its own name."""
     return {
         "type": "object",
         "required": ["type", key],
@@ -37,8 +38,8 @@ SCHEMA: dict[str, Json] = {
                 },
             },
         },
-        _text_kind("regex"),
-        _text_kind("grammar"),
+        text_kind("regex"),
+        text_kind("grammar"),
     ]
 }
 """JSON Schema of the field."""

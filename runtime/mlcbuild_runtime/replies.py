@@ -76,6 +76,7 @@ class Reply:
         """`prompts`: of each answer."""
         self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.prompts = prompts
         self._choices = [_Choice(prompt) for prompt in prompts]
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:

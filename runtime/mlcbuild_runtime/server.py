@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -20,21 +21,24 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
-from mlcbuild_runtime import embeddings, service
+from mlcbuild_runtime import embeddings, responses, service
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.answers import AsyncAnswers
 from mlcbuild_runtime.body import parse_body
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
+from mlcbuild_runtime.history import History, Kept, listed
 from mlcbuild_runtime.keys import Keys
 from mlcbuild_runtime.metrics import CONTENT_TYPE, Metrics
+from mlcbuild_runtime.outputs import CANCELLED, Output
 from mlcbuild_runtime.replies import error_document
 from mlcbuild_runtime.request import Event
 from mlcbuild_runtime.request import Request as Wanted
 from mlcbuild_runtime.service import Job
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_BODY = 8 << 20
 """Bytes of a request's body."""
@@ -61,6 +65,11 @@ def create_app(running: Engine, access: Access | None = None) -> Starlette:
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/embeddings", server.embeddings, methods=["POST"]),
+        Route("/v1/responses", server.responses, methods=["POST"]),
+        Route("/v1/responses/{id}", server.response),
+        Route("/v1/responses/{id}", server.forget, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", server.input_items),
+        Route("/v1/responses/{id}/cancel", server.cancel, methods=["POST"]),
     ]
     handlers: dict[object, ExceptionHandler] = {
         HTTPException: _http_error,
@@ -128,8 +137,8 @@ async def _read(request: Request) -> bytes:
 class _EventStream(StreamingResponse):
     """Server-sent events that end the request when the client leaves, even before the first event."""
 
-    def __init__(self, answers: AsyncAnswers, job: Job) -> None:
-        super().__init__(_lines(answers, job), media_type="text/event-stream")
+    def __init__(self, answers: AsyncAnswers, lines: AsyncIterator[str]) -> None:
+        super().__init__(lines, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self._answers = answers
 
@@ -148,28 +157,34 @@ async def _lines(answers: AsyncAnswers, job: Job) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-async def _collected(request: Request, answers: AsyncAnswers, count: int) -> list[list[Event]]:
-    """The events of `count` complete answers. When the client leaves before, the request ends."""
-    found: list[list[Event]] = [[] for _ in range(count)]
-
-    async def collect() -> None:
-        async for index, event in answers.events():
-            found[index].append(event)
-            if event.error is not None:
-                raise event.error
-
-    collector = asyncio.create_task(collect())
+async def _unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[None, None, T]) -> T:
+    """What `work` makes of the answers. When the client leaves before, the request ends."""
+    worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(request))
     try:
-        await asyncio.wait({collector, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not collector.done():
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
             raise ClientDisconnect
-        collector.result()
+        return worker.result()
     finally:
         answers.cancel()
         watcher.cancel()
-        collector.cancel()
+        worker.cancel()
+
+
+async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
+    """The events of `count` complete answers. Raises what one has failed with."""
+    found: list[list[Event]] = [[] for _ in range(count)]
+    async for index, event in answers.events():
+        found[index].append(event)
+        if event.error is not None:
+            raise event.error
     return found
+
+
+async def _exhausted(events: AsyncIterator[object]) -> None:
+    async for _ in events:
+        pass
 
 
 async def _disconnect(request: Request) -> None:
@@ -184,6 +199,7 @@ class _Server:
     def __init__(self, running: Engine, timeout: float | None) -> None:
         self._engine, self._name, self._timeout = running, running.model.manifest.name, timeout
         self._metrics = Metrics(running.state)
+        self._history = History()
         self._card: dict[str, Json] = {
             "id": self._name,
             "object": "model",
@@ -238,8 +254,61 @@ class _Server:
         found: list[Event] = []
         for wave in job.waves():
             answers = AsyncAnswers(self._engine, self._timed(wave), self._metrics.watched)
-            found += [events[-1] for events in await _collected(request, answers, len(wave))]
+            all_events = await _unless_gone(request, answers, _collected(answers, len(wave)))
+            found += [events[-1] for events in all_events]
         return JSONResponse(await run_in_threadpool(job.document, found))
+
+    async def responses(self, request: Request) -> Response:
+        body = parse_body(await _read(request))
+        call = responses.call(body)
+        before = self._history.before(call.previous)
+        job = await run_in_threadpool(service.chat, self._engine, call.body(before))
+        sampling = job.requests[0].sampling
+        shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        output = Output(self._name, job.reply.prompts[0], shown)
+        answers = AsyncAnswers(self._engine, self._timed(job.requests), self._metrics.watched)
+        documents = self._making(answers, output, Kept(output.document, before, call.items), job.stream)
+        if job.stream:
+            lines = (f"event: {event['type']}\ndata: {_compact(event)}\n\n" async for event in documents)
+            return _EventStream(answers, lines)
+        await _unless_gone(request, answers, _exhausted(documents))
+        return JSONResponse(output.document)
+
+    async def _making(
+        self, answers: AsyncAnswers, output: Output, kept: Kept, stream: bool
+    ) -> AsyncIterator[dict[str, Json]]:
+        """The events of a response, which is kept at its end if its request says so. Where there is no stream
+        that could tell of an error, it is raised."""
+        cancelled = RequestError("the response was cancelled", code=CANCELLED)
+        self._history.start(output, lambda: answers.interrupt(cancelled))
+        try:
+            for document in output.begin():
+                yield document
+            async for _, event in answers.events():
+                if event.error is not None and event.error is not cancelled and not stream:
+                    raise event.error
+                for document in output.events(event):
+                    yield document
+            if output.document["store"]:
+                self._history.keep(kept)
+        finally:
+            self._history.end(output)
+
+    async def response(self, request: Request) -> Response:
+        return JSONResponse(self._history.find(request.path_params["id"]).document)
+
+    async def forget(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        self._history.forget(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        return JSONResponse(listed(self._history.find(request.path_params["id"]).items))
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends a response that runs; one that has ended stays as it is."""
+        name = request.path_params["id"]
+        return JSONResponse(self._history.cancel(name) or self._history.find(name).document)
 
     def _timed(self, requests: Sequence[Wanted]) -> Sequence[Wanted]:
         return [replace(wanted, timeout=self._timeout) for wanted in requests]
@@ -247,5 +316,6 @@ class _Server:
     async def _respond(self, request: Request, job: Job) -> Response:
         answers = AsyncAnswers(self._engine, self._timed(job.requests), self._metrics.watched)
         if job.stream:
-            return _EventStream(answers, job)
-        return JSONResponse(job.reply.whole(await _collected(request, answers, len(job.requests))))
+            return _EventStream(answers, _lines(answers, job))
+        found = await _unless_gone(request, answers, _collected(answers, len(job.requests)))
+        return JSONResponse(job.reply.whole(found))

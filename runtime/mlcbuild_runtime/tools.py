@@ -24,6 +24,11 @@ from mlcbuild_runtime.template import Message
 MAX_TOOLS = 128
 _NAME = "[A-Za-z0-9_.-]{1,64}"
 
+FUNCTION: dict[str, Json] = {
+    "name": {"type": "string", "pattern": f"^{_NAME}$"},
+    "description": {"type": ["string", "null"]},
+    "parameters": {"type": ["object", "null"], "properties": {"type": {"const": "object"}}},
+}
 TOOLS: dict[str, Json] = {
     "type": "array",
     "maxItems": MAX_TOOLS,
@@ -35,11 +40,7 @@ TOOLS: dict[str, Json] = {
             "function": {
                 "type": "object",
                 "required": ["name"],
-                "properties": {
-                    "name": {"type": "string", "pattern": f"^{_NAME}$"},
-                    "description": {"type": "string"},
-                    "parameters": {"type": "object", "properties": {"type": {"const": "object"}}},
-                },
+                "properties": FUNCTION,
             },
         },
     },
