@@ -145,7 +145,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         extra = {"Content-Range": f"bytes {start}-{end}/{len(data)}"}
         self.answer(206, data[start : end + 1], extra)
 
-    do_GET = do_HEAD = do_PUT = do_MKCOL = _handle  # noqa: N815
+    do_GET = do_HEAD = do_PUT = do_PATCH = do_POST = do_MKCOL = _handle  # noqa: N815
 
     def body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))

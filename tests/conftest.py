@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import buckets
+from tests import buckets, registries
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would reach no test.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -62,6 +62,14 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[buckets.Serv
     if buckets.WITHOUT_S3:
         pytest.skip(buckets.WITHOUT_S3)
     with buckets.radosgw(tmp_path_factory.mktemp("s3") / "ceph") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def registry_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[registries.Server]:
+    if registries.REGISTRY is None:
+        pytest.skip(registries.WITHOUT_REGISTRY)
+    with registries.registry(tmp_path_factory.mktemp("oci") / "registry") as server:
         yield server
 
 

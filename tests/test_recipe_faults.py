@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             )
         ),
         [
-            "7:13: 'ftp://a/b' must start with https://, http://, s3:// or file:///",
+            "7:13: 'ftp://a/b' must start with https://, http://, s3://, oci:// or file:///",
             "8:13: a URL with a user name or password is not taken: put them into netrc or the environment "
             "(MLCBUILD_TOKEN_<HOST>, MLCBUILD_LOGIN_<HOST>)",
             "9:13: 'https:///x' names no host",
@@ -79,9 +79,9 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             "8:35: 'mode' must be 'read' or 'write' or 'readwrite', not 'both'",
             "8:49: item 1 of 'trust' must be 'ed25519:' and 43 characters, as `mlcbuild keys show` prints "
             "them, not 'ed25519:short'",
-            "9:7: item 3 of 'remotes' lacks the key 'url': file:///directory, https://host/path or "
-            "s3://bucket/prefix, without credentials: those come from netrc, MLCBUILD_TOKEN_<HOST> or "
-            "MLCBUILD_LOGIN_<HOST>",
+            "9:7: item 3 of 'remotes' lacks the key 'url': file:///directory, https://host/path, "
+            "s3://bucket/prefix or oci://host/repository, without credentials: those come from netrc, "
+            "MLCBUILD_TOKEN_<HOST> or MLCBUILD_LOGIN_<HOST>",
         ],
     ),
     "duplicate key": (HEAD + "name: a\nname: b\n", ["6:1: the key 'name' appears twice; first on line 5"]),

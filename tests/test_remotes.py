@@ -29,7 +29,7 @@ from tests.caches import NGINX, WITHOUT_NGINX, Cache, Handler, nginx, serving
 needs_nginx = pytest.mark.skipif(NGINX is None, reason=WITHOUT_NGINX)
 
 
-@pytest.fixture(params=["directory", "server", pytest.param("nginx", marks=needs_nginx), "s3"])
+@pytest.fixture(params=["directory", "server", pytest.param("nginx", marks=needs_nginx), "s3", "oci"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """An empty cache of each kind."""
     if request.param == "directory":
@@ -38,6 +38,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     elif request.param == "s3":
         request.getfixturevalue("s3_login")
         yield request.getfixturevalue("s3_server").bucket(f"b{secrets.token_hex(8)}")
+    elif request.param == "oci":
+        yield request.getfixturevalue("registry_server").url(f"team/b{secrets.token_hex(8)}")
     elif request.param == "server":
         with serving() as cache:
             yield cache.url

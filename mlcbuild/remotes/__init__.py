@@ -1,4 +1,4 @@
-"""Shared caches: other stores of the same records and blobs, in a directory, behind HTTP, or in a bucket.
+"""Shared caches: other stores of the same records and blobs: a directory, a web server, a bucket, a registry.
 
 A remote holds `ac/<key>` and `cas/<digest>` and needs no program of ours on its side. It is never believed:
 a record must follow from its own pre-image (and carry a trusted signature where that is asked for), a blob
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
-SCHEMES = ("https", "http", "s3", "file")
+SCHEMES = ("https", "http", "s3", "oci", "file")
 Mode: TypeAlias = Literal["read", "write", "readwrite"]
 
 
@@ -23,7 +23,7 @@ class Remote:
     """A remote as a recipe or the command line names it."""
 
     url: str
-    """file:///directory, https://host/path, http://host/path or s3://bucket/prefix, without credentials."""
+    """file:///directory, https://host/path, s3://bucket/prefix or oci://host/repository."""
     mode: Mode = "readwrite"
     ci_only: bool = False
     """Written to only where the environment variable CI is set."""
@@ -52,8 +52,12 @@ def fault(url: str) -> str:
             "(MLCBUILD_TOKEN_<HOST>, MLCBUILD_LOGIN_<HOST>)"
         )
     if parts.scheme not in SCHEMES:
-        return f"'{url}' must start with https://, http://, s3:// or file:///"
-    if parts.fragment or re.search(r"[\x00-\x20\x7f]", url) or (parts.query and parts.scheme != "s3"):
+        return f"'{url}' must start with https://, http://, s3://, oci:// or file:///"
+    if (
+        parts.fragment
+        or re.search(r"[\x00-\x20\x7f]", url)
+        or (parts.query and parts.scheme not in ("s3", "oci"))
+    ):
         return f"'{url}' must be an address alone, without '?', '#' and spaces"
     return _place_fault(url, parts)
 
@@ -63,6 +67,11 @@ def _place_fault(url: str, parts: SplitResult) -> str:
         from mlcbuild.remotes import aws
 
         return aws.fault(url)
+    if parts.scheme == "oci":
+        from mlcbuild.remotes import registry
+
+        problem, tagged = registry.fault(url), bool(registry.parse(url).reference)
+        return problem or (f"'{url}' has a tag or digest: a cache is a whole repository" if tagged else "")
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         return f"'{url}' must name a directory of this machine: file:///path"
     return "" if parts.scheme == "file" or parts.hostname else f"'{url}' names no host"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 import netrc
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -53,3 +56,64 @@ def _from_netrc(host: str, environ: Mapping[str, str]) -> str | None:
     except (OSError, UnicodeDecodeError):
         raise RemoteError(f"{path}: the file cannot be read") from None
     return _basic(f"{entry[0]}:{entry[2]}") if entry is not None else None
+
+
+def refusal(host: str, status: int, *, authorized: bool) -> str:
+    """What a refusal of credentials means to the user, as the end of a sentence."""
+    if authorized:
+        return f"it refuses the credentials for {host} (status {status})"
+    token, login = variables(host.partition(":")[0])
+    return (
+        f"it wants credentials (status {status}): set ${token} to a token, or ${login} to "
+        "user:password, or write them into netrc"
+    )
+
+
+def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """As `authorization`, for a registry: then from Docker's and Podman's files, and the helpers they name.
+
+    `host` may have a port. Raises RemoteError.
+    """
+    found = authorization(host.rpartition(":")[0] if ":" in host else host, environ)
+    if found is not None:
+        return found
+    docker = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    podman = (
+        environ.get("REGISTRY_AUTH_FILE")
+        or f"{environ.get('XDG_RUNTIME_DIR', '/nowhere')}/containers/auth.json"
+    )
+    for path in (Path(podman), docker):
+        if path.is_file() and (found := _from_docker(path, host)) is not None:
+            return found
+    return None
+
+
+def _from_docker(path: Path, host: str) -> str | None:
+    try:
+        document = json.loads(path.read_bytes())
+        helper = document.get("credHelpers", {}).get(host) or document.get("credsStore")
+        entry = document.get("auths", {}).get(host, {})
+        stored = base64.b64decode(entry.get("auth", "")).decode()
+    except (OSError, ValueError, AttributeError, TypeError):  # its words may quote a secret
+        raise RemoteError(f"{path}: the file cannot be understood") from None
+    if stored:
+        return _basic(stored)
+    return _from_helper(str(helper), host) if helper else None
+
+
+def _from_helper(helper: str, host: str) -> str | None:
+    """What a program of Docker's protocol for credentials knows of a host."""
+    program = (
+        shutil.which(f"docker-credential-{helper}") if re.fullmatch(r"[A-Za-z0-9_.-]+", helper) else None
+    )
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "get"], input=host.encode(), capture_output=True, timeout=30, check=False
+        )
+        document = json.loads(done.stdout) if done.returncode == 0 else {}
+        user, secret = document.get("Username"), document.get("Secret")
+    except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired):
+        raise RemoteError(f"docker-credential-{helper} does not answer as it should") from None
+    return _basic(f"{user}:{secret}") if user and secret else None

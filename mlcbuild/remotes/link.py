@@ -198,4 +198,8 @@ def connect(url: str, timeout: float = TIMEOUT) -> Transport:
         from mlcbuild.remotes.s3 import S3
 
         return S3(url, timeout)
+    if parts.scheme == "oci":
+        from mlcbuild.remotes.oci import Oci
+
+        return Oci(url, timeout)
     return Http(url, timeout)

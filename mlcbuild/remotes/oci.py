@@ -1,0 +1,73 @@
+"""A shared cache in an OCI registry: `oci://host/repository`.
+
+    tag ac-<key>, cas-<digest>   a manifest with one layer: the record, the file
+
+A registry has content by its SHA-256 and removes what no manifest names, so each name is a tag.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import BinaryIO
+
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes.registry import EMPTY, EMPTY_TYPE, MANIFEST, Descriptor, Registry, parse
+from mlcbuild.remotes.transport import TIMEOUT, Body
+
+TYPE = "application/vnd.mlcbuild.cache.v1"
+_FILE = "application/octet-stream"
+
+
+class Oci:
+    """A transport. Raises RemoteError for credentials that cannot be used."""
+
+    def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
+        self._registry = Registry(parse(url), timeout)
+        self._config = ""
+        self._guard = threading.Lock()
+
+    def open(self, name: str, start: int = 0) -> Body | None:
+        layer = self._layer(name)
+        if layer is None:
+            return None
+        if start >= layer.size:
+            start = 0
+        return self._registry.blob(layer.digest, start)
+
+    def size(self, name: str) -> int | None:
+        layer = self._layer(name)
+        return None if layer is None else layer.size
+
+    def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
+        with self._guard:
+            if not self._config:
+                self._config = self._registry.send_bytes(EMPTY)
+        digest = self._registry.send(source, size)
+        document = {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST,
+            "artifactType": TYPE,
+            "config": Descriptor(EMPTY_TYPE, self._config, len(EMPTY)).to_json(),
+            "layers": [Descriptor(_FILE, digest, size).to_json()],
+        }
+        self._registry.tag(_tag(name), json.dumps(document).encode())
+
+    def close(self) -> None:
+        self._registry.close()
+
+    def _layer(self, name: str) -> Descriptor | None:
+        found = self._registry.manifest(_tag(name))
+        if found is None:
+            return None
+        try:
+            (layer,) = json.loads(found[1])["layers"]
+            return Descriptor(_FILE, str(layer["digest"]), int(layer["size"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise RemoteError(
+                f"the tag {_tag(name)} stands for something else than a file of a cache"
+            ) from None
+
+
+def _tag(name: str) -> str:
+    return name.replace("/", "-")

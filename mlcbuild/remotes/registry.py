@@ -1,0 +1,402 @@
+"""The OCI distribution protocol: blobs and manifests of one repository in a registry.
+
+Speaks https, and http to this machine or with `?plain-http=true`. Credentials are those of auth.py, else
+Docker's and Podman's (config.json with its helpers). Specification:
+https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import BinaryIO, Protocol
+from urllib.parse import parse_qsl, urlencode, urljoin, urlsplit
+
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes import auth
+from mlcbuild.remotes.client import Client, Response, is_missing, status_words
+from mlcbuild.remotes.transport import TIMEOUT, Body
+
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+EMPTY = b"{}"
+"""What stands where a manifest must name a config and there is none."""
+EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+LARGEST = 4 << 20
+"""Bytes of a manifest: registries take no more."""
+PIECE = 64 << 20
+"""Bytes of a blob in one request: what is sent again when a connection breaks."""
+_ATTEMPTS = 3
+_REDIRECTS = 5
+_NAME = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*)*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """`oci://host/repository`, and what is meant in it."""
+
+    host: str
+    """With its port."""
+    repository: str
+    reference: str = ""
+    """A tag, or sha256:<64 hex>, or nothing."""
+    plain: bool = False
+    """Whether http is spoken."""
+
+    @property
+    def address(self) -> str:
+        return f"{'http' if self.plain else 'https'}://{self.host}"
+
+    def __str__(self) -> str:
+        mark = "@" if self.reference.startswith("sha256:") else ":" if self.reference else ""
+        return f"oci://{self.host}/{self.repository}{mark}{self.reference}"
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A blob, as a manifest names it."""
+
+    media: str
+    digest: str
+    """sha256:<64 hex>."""
+    size: int
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        document: dict[str, object] = {"mediaType": self.media, "digest": self.digest, "size": self.size}
+        return document | ({"annotations": dict(self.annotations)} if self.annotations else {})
+
+
+def fault(url: str) -> str:
+    """What is wrong with an oci:// URL; "" if nothing."""
+    parts = urlsplit(url)
+    repository, _ = _split(parts.path)
+    if not parts.hostname or not _NAME.fullmatch(repository):
+        return (
+            f"'{url}' names no repository: oci://host/name, in lower case letters, digits, '.', '_', '-', '/'"
+        )
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name != "plain-http" or value not in ("true", "false"):
+            return f"'{url}': after '?' there can be plain-http=true or plain-http=false, and nothing else"
+    return "" if _reference_fault(url) == "" else f"'{url}': {_reference_fault(url)}"
+
+
+def _reference_fault(url: str) -> str:
+    _, reference = _split(urlsplit(url).path)
+    if not reference or _TAG.fullmatch(reference) or _DIGEST.fullmatch(reference):
+        return ""
+    return f"'{reference}' is neither a tag (letters, digits, '.', '_', '-') nor sha256: and 64 hex digits"
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Repository and reference."""
+    repository, at, digest = path.strip("/").partition("@")
+    head, slash, tail = repository.rpartition("/")
+    name, _, tag = tail.partition(":")
+    return f"{head}{slash}{name}", digest if at else tag
+
+
+def parse(url: str) -> Place:
+    """The place of a URL that `fault` finds nothing wrong with."""
+    parts = urlsplit(url)
+    repository, reference = _split(parts.path)
+    local = parts.hostname in ("localhost", "::1") or bool(re.match(r"127\.", parts.hostname or ""))
+    options = dict(parse_qsl(parts.query))
+    return Place(
+        parts.netloc, repository, reference, options.get("plain-http", "true" if local else "") == "true"
+    )
+
+
+class Source(Protocol):
+    """Bytes to send."""
+
+    def read(self, count: int = -1, /) -> bytes: ...
+    def seek(self, offset: int, /) -> int: ...
+
+
+class Registry:
+    """One repository. Methods may be called from several threads and raise RemoteError when it fails."""
+
+    def __init__(self, place: Place, timeout: float = TIMEOUT) -> None:
+        self.place = place
+        self._timeout = timeout
+        self._clients = {place.address: Client(place.address, timeout)}
+        self._guard = threading.Lock()
+        self._login = auth.login(place.host)
+        self._authorization: dict[str, str] = {}
+        """Scope -> what is sent with requests of it."""
+
+    # Reading
+
+    def manifest(self, reference: str) -> tuple[str, bytes] | None:
+        """Digest and bytes of a manifest, checked; None when there is none."""
+        response = self._ask("GET", f"manifests/{reference}", {"Accept": MANIFEST})
+        if is_missing(response):
+            return None
+        self._demand(response, 200)
+        with self._home.body(response, 0) as body:
+            data = bytearray()
+            while piece := body.read():
+                data += piece
+                if len(data) > LARGEST:
+                    raise RemoteError(f"the manifest {reference} has more than {LARGEST} bytes")
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if reference.startswith("sha256:") and digest != reference:
+            raise RemoteError(f"the manifest {reference} has other bytes than its digest says")
+        return digest, bytes(data)
+
+    def blob(self, digest: str, start: int = 0) -> Body | None:
+        """The bytes of a blob, not checked; None when there is none."""
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        client, response = self._follow("GET", f"blobs/{digest}", headers)
+        if response.status == 416:  # shorter than it should be: what is there, from the beginning
+            response.read()
+            client, response = self._follow("GET", f"blobs/{digest}", {})
+        if is_missing(response):
+            return None
+        self._demand(response, 200, 206, client=client)
+        return client.body(response, start)
+
+    def has(self, digest: str) -> bool:
+        client, response = self._follow("HEAD", f"blobs/{digest}", {})
+        response.read()
+        if is_missing(response):
+            return False
+        self._demand(response, 200, client=client)
+        return True
+
+    # Writing
+
+    def mount(self, digest: str, repository: str) -> bool:
+        """Whether the registry took a blob from another of its repositories, without it being sent."""
+        query = urlencode({"mount": digest, "from": repository})
+        response = self._ask("POST", f"blobs/uploads/?{query}", {"Content-Length": "0"}, mounts=repository)
+        response.read()
+        if response.status == 202:  # it opened an upload instead: that is abandoned
+            self._ask("DELETE", self._location(response)).read()
+        return response.status == 201
+
+    def send(self, source: Source, size: int) -> str:
+        """Sends a blob and returns its digest, which is computed as the bytes go."""
+        response = self._ask("POST", "blobs/uploads/", {"Content-Length": "0"})
+        response.read()
+        self._demand(response, 202)
+        location, hasher, done = self._location(response), hashlib.sha256(), 0
+        while done < size:
+            end = min(done + PIECE, size)
+            location, hasher = self._piece(location, source, hasher, done, end)
+            done = end
+        digest = f"sha256:{hasher.hexdigest()}"
+        mark = "&" if "?" in location else "?"
+        last = self._ask("PUT", f"{location}{mark}{urlencode({'digest': digest})}", {"Content-Length": "0"})
+        last.read()
+        self._demand(last, 201, 204)
+        return digest
+
+    def send_bytes(self, data: bytes) -> str:
+        """As `send`, unless the registry has it."""
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        return digest if self.has(digest) else self.send(io.BytesIO(data), len(data))
+
+    def tag(self, reference: str, manifest: bytes) -> str:
+        """Makes a tag stand for a manifest; its digest."""
+        headers = {"Content-Type": MANIFEST, "Content-Length": str(len(manifest))}
+        response = self._ask("PUT", f"manifests/{reference}", headers, io.BytesIO(manifest))
+        response.read()
+        self._demand(response, 201)
+        return f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+
+    def __enter__(self) -> Registry:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for client in list(self._clients.values()):
+            client.close()
+
+    def _piece(
+        self, location: str, source: Source, before: hashlib._Hash, start: int, end: int
+    ) -> tuple[str, hashlib._Hash]:
+        """Sends bytes `start` to `end`; the next location and the digest until there."""
+        begin = start
+        for attempt in range(_ATTEMPTS):
+            piece = _Piece(source, before.copy(), start, begin, end)
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(end - begin),
+                "Content-Range": f"{begin}-{end - 1}",
+            }
+            try:
+                response = self._ask("PATCH", location, headers, piece)  # type: ignore[arg-type]
+                response.read()
+                if response.status in (202, 204):
+                    return self._location(response), piece.hasher
+                if response.status != 416:
+                    self._demand(response, 202)
+            except RemoteError:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+            answer = self._ask("GET", location)  # how far it came
+            answer.read()
+            self._demand(answer, 204)
+            location = self._location(answer)
+            came = re.fullmatch(r"(?:bytes=)?0-(\d+)", answer.headers.get("Range", ""))
+            have = int(came[1]) + 1 if came else start
+            # A registry says 0-0 both of one byte and of none.
+            begin = have if start < have <= end and have > 1 else start
+            if begin == end:
+                piece = _Piece(source, before.copy(), start, end, end)
+                piece.seek(0)
+                return location, piece.hasher
+        raise RemoteError("it does not take the bytes that it is sent")
+
+    @property
+    def _home(self) -> Client:
+        return self._clients[self.place.address]
+
+    def _location(self, response: Response) -> str:
+        """Where an upload goes on: only on the same server, which is the one that has credentials."""
+        found = urljoin(f"{self.place.address}/", response.headers.get("Location", ""))
+        parts = urlsplit(found)
+        if parts.netloc != self.place.host or not parts.path.startswith("/v2/"):
+            raise RemoteError(f"it names {parts.netloc} as the place to send to, which is another server")
+        return parts.path + (f"?{parts.query}" if parts.query else "")
+
+    def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
+        """A request that may be answered by another server, which gets no credentials."""
+        client, response = self._home, self._ask(method, name, headers)
+        url = f"{self.place.address}/v2/{self.place.repository}/{name}"
+        for _ in range(_REDIRECTS):
+            if response.status not in (301, 302, 303, 307, 308):
+                break
+            response.read()
+            url = urljoin(url, response.headers.get("Location", ""))
+            parts = urlsplit(url)
+            if parts.scheme not in ("https", "http") or (parts.scheme == "http" and not self.place.plain):
+                raise RemoteError("it sends clients to an address that is not https")
+            address = f"{parts.scheme}://{parts.netloc}"
+            with self._guard:
+                client = self._clients.setdefault(address, Client(address, self._timeout))
+            response = client.ask(method, parts.path + (f"?{parts.query}" if parts.query else ""), headers)
+        return client, response
+
+    # Credentials
+
+    def _ask(
+        self,
+        method: str,
+        name: str,
+        headers: Mapping[str, str] | None = None,
+        source: BinaryIO | None = None,
+        *,
+        mounts: str = "",
+    ) -> Response:
+        """A request to the registry, authorized in the way that it asks for."""
+        target = name if name.startswith("/") else f"/v2/{self.place.repository}/{name}"
+        scope = f"repository:{self.place.repository}:{'pull' if method in ('GET', 'HEAD') else 'pull,push'}"
+        if mounts:
+            scope += f" repository:{mounts}:pull"
+        sent = self._authorization.get(scope)
+        response = self._home.ask(method, target, _with(headers, sent), source)
+        if response.status != 401:
+            return response
+        challenge = response.headers.get("WWW-Authenticate", "")
+        if source is None:
+            response.read()
+        else:
+            self._home.drop()
+        granted = self._answer(challenge, scope)
+        if granted is None or granted == sent:
+            raise RemoteError(auth.refusal(self.place.host, 401, authorized=self._login is not None))
+        self._authorization[scope] = granted
+        return self._home.ask(method, target, _with(headers, granted), source)
+
+    def _answer(self, challenge: str, scope: str) -> str | None:
+        """What a registry wants to see; None when that is not known."""
+        kind, _, rest = challenge.partition(" ")
+        if kind.lower() == "basic":
+            return self._login
+        fields = {name.lower(): value for name, value in re.findall(r'(\w+)="([^"]*)"', rest)}
+        if kind.lower() != "bearer" or "realm" not in fields:
+            return None
+        if self._login is not None and self._login.startswith("Bearer "):
+            return self._login
+        return self._token(fields, scope)
+
+    def _token(self, fields: Mapping[str, str], scope: str) -> str:
+        realm = urlsplit(fields["realm"])
+        if realm.scheme != "https" and not (realm.scheme == "http" and self.place.plain):
+            raise RemoteError("the service that it names for tokens is not https")
+        pairs = [("service", fields["service"])] if "service" in fields else []
+        query = urlencode([*pairs, *(("scope", item) for item in scope.split(" "))])
+        address = f"{realm.scheme}://{realm.netloc}"
+        with self._guard:
+            client = self._clients.setdefault(address, Client(address, self._timeout))
+        response = client.ask("GET", f"{realm.path}?{query}", _with(None, self._login))
+        data = response.read(LARGEST)
+        if response.status in (401, 403):
+            raise RemoteError(
+                auth.refusal(self.place.host, response.status, authorized=self._login is not None)
+            )
+        try:
+            document = json.loads(data)
+            token = document.get("token") or document["access_token"]
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise RemoteError(f"the service {realm.netloc} that it names for tokens gives none") from None
+        if not re.fullmatch(r"[\x21-\x7e]+", str(token)):
+            raise RemoteError(f"the service {realm.netloc} that it names for tokens gives no proper one")
+        return f"Bearer {token}"
+
+    def _demand(self, response: Response, *accepted: int, client: Client | None = None) -> None:
+        if response.status in accepted:
+            return
+        (client or self._home).drop()
+        if response.status in (401, 403):
+            words = auth.refusal(self.place.host, response.status, authorized=self._login is not None)
+            raise RemoteError(words)
+        raise RemoteError(status_words(response.status))
+
+
+class _Piece:
+    """Part of a source, from `begin` to `end`; what is between `start` and `begin` is only hashed."""
+
+    def __init__(self, source: Source, hasher: hashlib._Hash, start: int, begin: int, end: int) -> None:
+        self.hasher = hasher
+        self._source = source
+        self._before = hasher.copy()
+        self._start = start
+        self._begin = begin
+        self._left = self._size = end - begin
+
+    def seek(self, offset: int) -> int:
+        """To the beginning: requests are tried again."""
+        self.hasher = self._before.copy()
+        self._source.seek(self._start)
+        self._left = self._begin - self._start
+        while self._left:
+            self.read()
+        self._left = self._size
+        return offset
+
+    def read(self, count: int = 1 << 17) -> bytes:
+        data = self._source.read(min(count, self._left)) if self._left else b""
+        if self._left and not data:
+            raise OSError(f"{self._left} bytes to send are missing")
+        self.hasher.update(data)
+        self._left -= len(data)
+        return data
+
+
+def _with(headers: Mapping[str, str] | None, authorization: str | None) -> dict[str, str]:
+    return {**(headers or {}), **({"Authorization": authorization} if authorization else {})}
