@@ -67,6 +67,22 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
 
 
 @each_isa
+@pytest.mark.parametrize(("scheme", "shape"), CASES)
+def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int, int]) -> None:
+    """Bit by bit, up to 16 rows: what shares a step, drafts too, must not change an answer."""
+    kernelbench.need(TARGETS[isa])
+    rng = np.random.default_rng(2)
+    stored, _ = kernelbench.weights(rng, SCHEMES[scheme], *shape)
+    added = (rng.standard_normal(shape[0]).astype(np.float32),) if shape == BIAS else ()
+    made = kernel(product(isa, scheme, shape), shape == BIAS)
+    x = kernelbench.rows(rng, 16, shape[1])
+    alone = [module(isa).run(made, (1, shape[0]), row[None], *stored, *added) for row in x]
+    for m in range(2, 17):
+        found = module(isa).run(made, (m, shape[0]), x[:m], *stored, *added)
+        assert (found == np.concatenate(alone[:m])).all(), m
+
+
+@each_isa
 @each_scheme
 @pytest.mark.parametrize("shape", TABLES)
 def test_embedding(isa: str, scheme: str, shape: tuple[int, int]) -> None:

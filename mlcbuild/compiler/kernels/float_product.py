@@ -10,7 +10,8 @@ of their number, and LLVM finds common ones by itself.
 
 Three paths by the number of rows m of x:
     1       weights stream through registers once;
-    2 .. 16 the same with `batch` rows of x for each pass over a few weight rows, which stay in L1;
+    2 .. 16 the same with some rows of x for each pass over a few weight rows, which stay in L1; each row's
+            sums are added up in the order of a single one, so that they are the same bit by bit;
     more    a block of weights is turned into float32 in an L2-sized buffer, and register tiles run over it.
 """
 
@@ -137,6 +138,12 @@ def block_rows(n: int) -> int:
     return 64 if n >= 1024 else 32
 
 
+def streamed_batch(form: RowFormat) -> int:
+    """Rows of x that share a pass over streamed weights. Where values have offset and scale, each sum takes
+    two registers, so that there is room for fewer."""
+    return 2 if form.offset else form.isa.batch
+
+
 def workspace(form: RowFormat, m: int) -> int:
     """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
     scratch = block_rows(form.n) * _scratch_stride(form) if m > STREAMED_ROWS else 0
@@ -192,7 +199,7 @@ def _several_rows(call: _Call, x: Buffer) -> None:
     lines = T.alloc_buffer((m, packed(form).stride), "float32")
     with T.parallel(0, m) as i:
         _pack_row(form, x, lines, i)
-    batch = form.isa.batch
+    batch = streamed_batch(form)
     with T.If(m <= STREAMED_ROWS):
         tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
         with T.Then(), T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
@@ -240,10 +247,7 @@ def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -
         for column in columns:
             form.fetch(call.weights, column, block)
         loaded = [form.load(call.weights, column, block) for column in columns]
-        if len(rows) == 1:
-            _stream_one(form, _XBlock(lines, rows, block), loaded, acc[0])
-        else:
-            _stream_few(form, _XBlock(lines, rows, block), loaded, acc)
+        _stream_block(form, _XBlock(lines, rows, block), loaded, acc)
     for row, line in zip(rows, acc, strict=True):
         sums = lane_sums([cell.value for cell in line], form.lanes)
         call.output.store(row, tile * wide, sums, wide, True)
@@ -261,35 +265,30 @@ class _XBlock:
         return self.lines[self.rows[i], span(self.block * order.step + plane * order.lanes, order.lanes)]
 
 
-def _stream_one(
-    form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Register]
+def _stream_block(
+    form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """acc[c] += one block of a single row of x times that of weight row c. Scales and offsets are applied to
-    the block's sum: that takes the fewest instructions for each weight, but twice the registers."""
+    """acc[i][c] += one block of row i of x times that of weight row c. Scales and offsets are applied to the
+    block's sum: that takes the fewest instructions for each weight, but twice the registers."""
     order, lanes = packed(form), form.lanes
     scales = [form.scale(block) for block in loaded]
     totals = acc
     if scales[0] is not None:
-        start = x.vector(order, 0, form.planes) if order.offset else f32(0, lanes)
-        totals = [register(start, lanes) for _ in loaded]
+        totals = [[register(_start(x, order, i), lanes) for _ in loaded] for i in range(len(acc))]
     for plane in range(form.planes):
-        for total, block in zip(totals, loaded, strict=True):
-            total.set(fma(form.streamed(block, plane), x.vector(order, 0, plane), total.value, lanes))
-    for cell, total, scale in zip(acc, totals, scales, strict=True):
-        if scale is not None:
-            cell.set(fma(total.value, scale, cell.value, lanes))
+        values = [form.streamed(block, plane) for block in loaded]
+        for i, line in enumerate(totals):
+            for total, value in zip(line, values, strict=True):
+                total.set(fma(value, x.vector(order, i, plane), total.value, lanes))
+    if scales[0] is not None:
+        for cells, line in zip(acc, totals, strict=True):
+            for cell, total, scale in zip(cells, line, scales, strict=True):
+                cell.set(fma(total.value, scale, cell.value, lanes))
 
 
-def _stream_few(
-    form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
-) -> None:
-    """acc[i][c] += one block of row i of x times that of weight row c; each weight is made exact once."""
-    order = packed(form)
-    for plane in range(form.planes):
-        values = [form.unpacked(block, plane) for block in loaded]
-        for i, line in enumerate(acc):
-            for value, cell in zip(values, line, strict=True):
-                cell.set(fma(value, x.vector(order, i, plane), cell.value, form.lanes))
+def _start(x: _XBlock, order: Packed, i: int) -> Expr:
+    """What the sum of a block begins with."""
+    return x.vector(order, i, order.planes) if order.offset else f32(0, order.lanes)
 
 
 @dataclass(frozen=True)

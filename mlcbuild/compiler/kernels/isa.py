@@ -38,7 +38,8 @@ class ISA:
     stream_rows: int
     """Weight rows that a matrix-vector product reads at a time."""
     batch: int
-    """Rows of x that share one pass over streamed weights when there are only a few."""
+    """Rows of x that share one pass over streamed weights when there are only a few: plain ones; weights with
+    scales need more registers."""
     dot_batch: int
     """The same for int8 products."""
     dot_rows: int
