@@ -106,7 +106,9 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "request": "bundle grammar pooling sampling",
     "sequence": "grammar pages pooling request sampling text",
     "schedule": "pages sequence",
-    "engine": "bundle grammar pages request schedule sequence text vm",
+    "trace": "",
+    "accesslog": "request",
+    "engine": "bundle grammar pages request schedule sequence text trace vm",
     "body": "fields",
     "messages": "body fields template",
     "formats": "body fields grammar",
@@ -124,10 +126,10 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "access": "",
     "keys": "replies",
     "server": (
-        "access answers body embeddings engine fields history keys metrics outputs replies request responses "
-        "service"
+        "access accesslog answers body embeddings engine fields history keys metrics outputs replies request "
+        "responses service"
     ),
-    "serve": "access bundle engine server text vm",
+    "serve": "access bundle engine server text trace vm",
     "chat": "api engine fields request text vm",
     "arguments": "access bundle serve",
     "__main__": "arguments serve",

@@ -46,6 +46,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=defaults.drain,
         help=f"seconds that running requests get to end after SIGTERM (default {defaults.drain})",
     )
+    parser.add_argument(
+        "--access-log", metavar="FILE", help="add a line of JSON for each request to FILE; '-': stdout"
+    )
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the engine's steps to FILE, in Chrome's trace format"
+    )
 
 
 def options(found: argparse.Namespace) -> Options:
@@ -59,6 +65,8 @@ def options(found: argparse.Namespace) -> Options:
         max_waiting=found.max_waiting,
         pooling=found.pooling,
         drain=found.drain,
+        access_log=found.access_log,
+        trace=found.trace,
         access=Access(tuple(found.api_key), tuple(found.cors), found.timeout),
     )
 

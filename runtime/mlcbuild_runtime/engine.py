@@ -28,6 +28,7 @@ from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
 from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.trace import Trace
 from mlcbuild_runtime.vm import Floats, Model, Step, check_tokens
 
 log = logging.getLogger(__name__)
@@ -57,11 +58,14 @@ class Engine:
         self._max_waiting = MAX_WAITING if max_waiting is None else max_waiting
         self._incoming: SimpleQueue[Sequence | None] = SimpleQueue()
         self._schedule = Schedule(Pages(model.pages), model.limits.page_size, self.max_batch)
+        self._trace: Trace | None = None
         self._closing, self._draining, self._door = False, False, threading.Lock()
-        self._prompt_tokens = self._answer_tokens = self._order = self._arrived = 0
+        self._prompt_tokens = self._answer_tokens = self._decode_steps = self._order = self._arrived = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> Engine:
+    def start(self, trace: Trace | None = None) -> Engine:
+        """`trace`: where to note every step and request."""
+        self._trace = trace
         self._thread.start()
         return self
 
@@ -94,6 +98,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=schedule.cached_tokens,
             answer_tokens=self._answer_tokens,
+            decode_steps=self._decode_steps,
             preemptions=schedule.preemptions,
             alive=self._thread.is_alive(),
         )
@@ -121,6 +126,8 @@ class Engine:
                     code="overloaded",
                     status=503,
                 )
+            if self._trace is not None:
+                self._trace.request(self._arrived, "b", {"prompt_tokens": len(request.prompt)})
             self._arrived += 1
             self._incoming.put(sequence)
         return ticket
@@ -208,6 +215,7 @@ class Engine:
         for sequence in [*self._schedule.active, *self._schedule.waiting]:
             if sequence.ticket.cancelled:
                 self._schedule.remove(sequence)
+                self._trace_end(sequence, "cancelled")
             elif sequence.deadline is not None and now > sequence.deadline:
                 seconds = sequence.request.timeout
                 late = RequestError(f"not done after {seconds:g} s", code="timeout", status=504)
@@ -215,10 +223,16 @@ class Engine:
 
     def _step(self, parts: List[tuple[Sequence, int]]) -> None:
         """Feeds each sequence that many of its tokens, and chooses the next token of those that have all."""
-        for (sequence, _), row in zip(parts, self._run_model(parts, self.model.forward), strict=False):
+        kind, begun = "prefill" if any(s.prefilling for s, _ in parts) else "decode", time.perf_counter()
+        rows = self._run_model(parts, self.model.forward)
+        computed = time.perf_counter()
+        self._decode_steps += kind == "decode" and bool(parts)
+        for (sequence, _), row in zip(parts, rows, strict=False):
             if sequence.complete:
                 self._answer_tokens += 1
                 self._tell(sequence, sequence.next(row))
+        if self._trace is not None and parts:
+            self._trace_step(kind, parts, (begun, computed, time.perf_counter()))
 
     def _pool(self, parts: List[tuple[Sequence, int]]) -> None:
         """As `_step`, for sequences whose hidden states are wanted."""
@@ -249,7 +263,29 @@ class Engine:
             self._schedule.computed(sequence, count)
         return found
 
+    def _trace_step(
+        self, kind: str, parts: List[tuple[Sequence, int]], moments: tuple[float, float, float]
+    ) -> None:
+        assert self._trace is not None
+        counts, schedule = [count for _, count in parts], self._schedule
+        args = {"requests": [sequence.order for sequence, _ in parts], "tokens": counts}
+        self._trace.step(f"{kind} {sum(counts)}", moments, {"batch": len(parts), **args})
+        self._trace.counters(
+            {
+                "running": len(schedule.active),
+                "waiting": len(schedule.waiting),
+                "free pages": schedule.pages.available,
+            }
+        )
+
+    def _trace_end(self, sequence: Sequence, why: str | None) -> None:
+        if self._trace is not None:
+            args = {"end": why, "cached_tokens": sequence.cached or 0, "answer_tokens": sequence.answered}
+            self._trace.request(sequence.order, "e", args)
+
     def _tell(self, sequence: Sequence, event: Event) -> None:
+        if event.tokens == 1 and self._trace is not None:
+            self._trace.request(sequence.order, "n")
         if event.last:
             self._end(sequence, event)
         else:
@@ -258,6 +294,7 @@ class Engine:
     def _end(self, sequence: Sequence, event: Event) -> None:
         # What a failing model has computed is not for others.
         self._schedule.remove(sequence, forget=isinstance(event.error, EngineError))
+        self._trace_end(sequence, "error" if event.error is not None else event.finish)
         self._deliver(sequence, event)
 
     @staticmethod

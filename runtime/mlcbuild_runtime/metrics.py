@@ -25,6 +25,7 @@ _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Tokens prefilled."),
     "cached_tokens": ("prompt_tokens_cached", "Tokens of prompts that the prefix cache has spared."),
     "answer_tokens": ("answer_tokens", "Tokens made."),
+    "decode_steps": ("decode_steps", "Steps that made tokens; answer tokens for each are the batch size."),
     "preemptions": ("preemptions", "Times that a request had to give up its pages."),
 }
 
@@ -39,6 +40,9 @@ class Metrics:
         self._whole = self._seconds("request", "Until the last token.", _SECONDS)
         self._ended = Counter(
             "mlcbuild_requests", "Answers that have ended.", ["reason"], registry=self._registry
+        )
+        self._errors = Counter(
+            "mlcbuild_errors", "Requests that were refused or failed.", ["status"], registry=self._registry
         )
         self._registry.register(_EngineState(state))
 
@@ -63,6 +67,10 @@ class Metrics:
             sink(event)
 
         return take
+
+    def error(self, status: int) -> None:
+        """A request has had this for an answer."""
+        self._errors.labels(str(status)).inc()
 
     def text(self) -> bytes:
         """The metrics in Prometheus' text format."""

@@ -107,6 +107,8 @@ class State:
     """Tokens of prompts that the prefix cache has spared since the start."""
     answer_tokens: int
     """Tokens made since the start."""
+    decode_steps: int
+    """Steps since the start that took one token of each running request."""
     preemptions: int
     """Times since the start that a request had to give up its pages and compute them again."""
     alive: bool

@@ -8,13 +8,18 @@ import signal
 import socket
 import sys
 import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, TextIO
 
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.bundle import Pooling
 from mlcbuild_runtime.errors import ServingError, SetupError
+
+if TYPE_CHECKING:
+    from mlcbuild_runtime.trace import Trace
 
 GRACE = 1
 """Seconds that open connections get to end when the server stops."""
@@ -36,6 +41,10 @@ class Options:
     """Of embeddings, instead of the bundle's."""
     drain: float = DRAIN
     access: Access = field(default_factory=Access)
+    access_log: str | None = None
+    """A file to which a line of JSON is added for each request; "-": standard output."""
+    trace: str | None = None
+    """A file for the engine's steps, in Chrome's trace format; written anew."""
 
 
 def serve(path: Path | str, options: Options | None = None) -> int:
@@ -45,8 +54,10 @@ def serve(path: Path | str, options: Options | None = None) -> int:
         access = options.access
         options = replace(options, access=replace(access, keys=(*access.keys, named)))
     try:
-        with _bind(options.host, options.port) as listener:
-            return _serve(Path(path), options, listener)
+        with ExitStack() as stack:
+            listener = stack.enter_context(_bind(options.host, options.port))
+            lines = stack.enter_context(_opened(options.access_log))
+            return _serve(Path(path), options, listener, lines)
     except ServingError as error:
         print(f"mlcbuild-serve: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
@@ -70,10 +81,31 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _serve(path: Path, options: Options, listener: socket.socket) -> int:
+def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
+    """The access log. Raises SetupError."""
+    if name is None or name == "-":
+        return nullcontext(None if name is None else sys.stdout)
+    try:
+        return Path(name).open("a", encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"the access log {name} cannot be written: {error.strerror}") from None
+
+
+def _trace(name: str | None) -> Trace | None:
+    """Raises SetupError."""
+    from mlcbuild_runtime.trace import Trace
+
+    try:
+        return None if name is None else Trace(name)
+    except OSError as error:
+        raise SetupError(f"the trace {name} cannot be written: {error.strerror}") from None
+
+
+def _serve(path: Path, options: Options, listener: socket.socket, lines: TextIO | None) -> int:
     from mlcbuild_runtime.text import Tokenizer
     from mlcbuild_runtime.vm import Model
 
+    trace = _trace(options.trace)
     model = Model.load(path, options.threads, options.max_pages)
     tokenizer = Tokenizer.load(path, model.manifest.serving)
     # Imported late: a bundle that cannot be served is refused sooner.
@@ -82,7 +114,7 @@ def _serve(path: Path, options: Options, listener: socket.socket) -> int:
     from mlcbuild_runtime.engine import Engine
     from mlcbuild_runtime.server import create_app
 
-    engine = Engine(model, tokenizer, options.max_batch, options.max_waiting, options.pooling).start()
+    engine = Engine(model, tokenizer, options.max_batch, options.max_waiting, options.pooling).start(trace)
 
     class Server(uvicorn.Server):
         """Ends the engine first: every open stream then ends by itself."""
@@ -120,14 +152,17 @@ def _serve(path: Path, options: Options, listener: socket.socket) -> int:
             return await super().on_tick(counter)
 
     config = uvicorn.Config(
-        create_app(engine, options.access),
+        create_app(engine, options.access, lines),
         lifespan="off",
         log_level="error",
         access_log=False,
         timeout_graceful_shutdown=GRACE,
     )
     Server(config).run(sockets=[listener])
-    if not engine.close(timeout=0.2):
+    ended = engine.close(timeout=0.2)
+    if trace is not None:
+        trace.close()
+    if not ended:
         # A long step is still running inside the library, which cannot be interrupted: leave at once
         # rather than unload the library under it.
         sys.stdout.flush()

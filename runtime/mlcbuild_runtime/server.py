@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -23,6 +23,7 @@ from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from mlcbuild_runtime import embeddings, responses, service
 from mlcbuild_runtime.access import Access
+from mlcbuild_runtime.accesslog import AccessLog, record
 from mlcbuild_runtime.answers import AsyncAnswers
 from mlcbuild_runtime.body import parse_body
 from mlcbuild_runtime.engine import Engine
@@ -48,8 +49,8 @@ RETRY_AFTER = 1
 """Seconds after which to try again when the server is full or stopping."""
 
 
-def create_app(running: Engine, access: Access | None = None) -> Starlette:
-    """The application over an engine that has been started."""
+def create_app(running: Engine, access: Access | None = None, access_log: TextIO | None = None) -> Starlette:
+    """The application over an engine that has been started. `access_log`: takes a line for each request."""
     access = access or Access()
     server = _Server(running, access.timeout)
     routes = [
@@ -73,11 +74,13 @@ def create_app(running: Engine, access: Access | None = None) -> Starlette:
     ]
     handlers: dict[object, ExceptionHandler] = {
         HTTPException: _http_error,
-        ServingError: _serving_error,
+        ServingError: server.error,
         ClientDisconnect: _gone,
         Exception: _unexpected_error,
     }
     middleware = []
+    if access_log is not None:
+        middleware.append(Middleware(AccessLog, out=access_log))
     if access.origins:
         # Before the keys: a browser asks for leave without one.
         every = ["*"]
@@ -102,13 +105,6 @@ async def _http_error(_request: Request, error: Exception) -> Response:
         RequestError(f"{error.detail}: see /v1/models, /v1/chat/completions and /v1/completions")
     )
     return JSONResponse(document, error.status_code, headers=error.headers)
-
-
-async def _serving_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServingError)
-    status = error.status if isinstance(error, RequestError) else 500
-    headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
-    return JSONResponse(error_document(error), status, headers=headers)
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:
@@ -207,6 +203,13 @@ class _Server:
             "owned_by": "mlcbuild",
         }
 
+    async def error(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, ServingError)
+        status = error.status if isinstance(error, RequestError) else 500
+        self._metrics.error(status)
+        headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+        return JSONResponse(error_document(error), status, headers=headers)
+
     async def health(self, _request: Request) -> Response:
         state = self._engine.state()
         status = "ok" if state.alive else "stopped"
@@ -253,7 +256,7 @@ class _Server:
         job = await run_in_threadpool(embeddings.job, self._engine, body)
         found: list[Event] = []
         for wave in job.waves():
-            answers = AsyncAnswers(self._engine, self._timed(wave), self._metrics.watched)
+            answers = self._submit(request, wave)
             all_events = await _unless_gone(request, answers, _collected(answers, len(wave)))
             found += [events[-1] for events in all_events]
         return JSONResponse(await run_in_threadpool(job.document, found))
@@ -266,7 +269,7 @@ class _Server:
         sampling = job.requests[0].sampling
         shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
         output = Output(self._name, job.reply.prompts[0], shown)
-        answers = AsyncAnswers(self._engine, self._timed(job.requests), self._metrics.watched)
+        answers = self._submit(request, job.requests, job.stream)
         documents = self._making(answers, output, Kept(output.document, before, call.items), job.stream)
         if job.stream:
             lines = (f"event: {event['type']}\ndata: {_compact(event)}\n\n" async for event in documents)
@@ -310,11 +313,15 @@ class _Server:
         name = request.path_params["id"]
         return JSONResponse(self._history.cancel(name) or self._history.find(name).document)
 
-    def _timed(self, requests: Sequence[Wanted]) -> Sequence[Wanted]:
-        return [replace(wanted, timeout=self._timeout) for wanted in requests]
+    def _submit(self, request: Request, wanted: Sequence[Wanted], stream: bool = False) -> AsyncAnswers:
+        """Metrics and the access log see the events of the answers."""
+        line = record(request.scope)
+        line.model(self._name, wanted, stream)
+        timed = [replace(each, timeout=self._timeout) for each in wanted]
+        return AsyncAnswers(self._engine, timed, lambda sink: self._metrics.watched(line.watched(sink)))
 
     async def _respond(self, request: Request, job: Job) -> Response:
-        answers = AsyncAnswers(self._engine, self._timed(job.requests), self._metrics.watched)
+        answers = self._submit(request, job.requests, job.stream)
         if job.stream:
             return _EventStream(answers, _lines(answers, job))
         found = await _unless_gone(request, answers, _collected(answers, len(job.requests)))

@@ -123,7 +123,7 @@ def samples(server: Server) -> dict[str, float]:
     response = httpx.get(f"{server.url}/metrics", timeout=shared.WAIT)
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     return {
-        sample.name + "".join(sample.labels.get("reason", "")): sample.value
+        sample.name + sample.labels.get("reason", "") + sample.labels.get("status", ""): sample.value
         for family in text_string_to_metric_families(response.text)
         for sample in family.samples
         if "le" not in sample.labels
@@ -146,6 +146,8 @@ def test_metrics(toy_bundle: Path) -> None:
     assert found["mlcbuild_kv_pages_cached"] == 2
     assert found["mlcbuild_requests_running"] == found["mlcbuild_requests_waiting"] == 0
     assert found["mlcbuild_preemptions_total"] == 0
+    assert found["mlcbuild_decode_steps_total"] == 8, "the first of five tokens is of the prefill"
+    assert found["mlcbuild_errors_total400"] == 1
 
 
 def test_keys_and_origins(toy_bundle: Path) -> None:

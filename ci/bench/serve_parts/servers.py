@@ -1,0 +1,160 @@
+"""What takes part: bundles of ours and llama.cpp's own server, both of the same random checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import engines
+
+SHAPE = "smollm2-135m"
+CONTEXT, SLOTS = 512, 16
+"""Tokens of a request, prompt and answer, and requests at a time: of both servers."""
+CMAKE = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_TOOLS=ON",
+    "-DLLAMA_BUILD_SERVER=ON",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+
+
+@dataclass(frozen=True)
+class Competitor:
+    name: str
+    command: tuple[str, ...]
+    """Without the port, which follows."""
+    ours: bool
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Running:
+    competitor: Competitor
+    url: str
+    pid: int
+
+    def cpu(self) -> float:
+        """CPU seconds of the process so far, all threads; 0 where the system does not say."""
+        try:
+            words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competitor]:
+    """Make what is not there yet."""
+    found = engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
+    area = directory / SHAPE
+    listed = _ours(area, schemes, threads)
+    model = area / "llama" / "q4_0.gguf"
+    if model.is_file():
+        server = _llama_server(directory)
+        python = str(directory / "environments" / "llama" / "bin" / "python")
+        whole = area / "llama" / "q4_0-vocabulary.gguf"
+        if not whole.is_file():
+            part = whole.with_suffix(".part")
+            script = Path(__file__).with_name("add_vocabulary.py")
+            tokenizer = found.checkpoint / "tokenizer.json"
+            subprocess.run([python, str(script), str(model), str(tokenizer), str(part)], check=True)
+            part.rename(whole)
+        limits = ("-c", str(CONTEXT * SLOTS), "-np", str(SLOTS), "-t", str(threads), "-tb", str(threads))
+        quiet = ("--no-webui", "--log-disable", "--host", "127.0.0.1")
+        listed.append(Competitor("llama.cpp", (server, "-m", str(whole), *limits, *quiet, "--port"), False))
+    return listed
+
+
+def _ours(area: Path, schemes: list[str], threads: int) -> list[Competitor]:
+    recipe = area / "serve.yaml"
+    recipe.write_text(
+        "version: 1\n"
+        "models: {random: ./checkpoint}\n"
+        f"quantizations: [{', '.join(schemes)}]\n"
+        "targets: [host]\n"
+        f"compile: {{context_window: {CONTEXT}, prefill_chunk: 512, max_batch: {SLOTS}}}\n"
+        'verify: {prompts: ["0123456789 abcdefghijkl"]}\n'
+        'bundle: {output: "serve/{quantization}"}\n'
+    )
+    command = [sys.executable, "-m", "mlcbuild", "run", str(recipe), "--store", str(area.parent / "store")]
+    subprocess.run(command, check=True, env=engines.environment(engines.OURS), stdout=subprocess.DEVNULL)
+    variables = engines.environment(engines.OURS)
+    start = (sys.executable, "-m", "mlcbuild_runtime")
+    return [
+        Competitor(
+            f"ours {scheme}",
+            (*start, str(area / "serve" / scheme), "--threads", str(threads), "--port"),
+            True,
+            variables,
+        )
+        for scheme in schemes
+    ]
+
+
+def _llama_server(directory: Path) -> str:
+    """llama.cpp's server, built for this machine from the source that llama-cpp-python brings."""
+    area = directory / "llama-server"
+    made = area / "build" / "bin" / "llama-server"
+    if not made.is_file():
+        print("building llama.cpp's server: this takes a while ...", flush=True)
+        shutil.rmtree(area, ignore_errors=True)
+        area.mkdir()
+        fetch = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+        subprocess.run([*fetch, "--dest", str(area), "llama-cpp-python"], check=True)
+        with tarfile.open(next(area.glob("*.tar.gz"))) as archive:
+            archive.extractall(area / "source", filter="data")
+        source = next((area / "source").glob("*/vendor/llama.cpp"))
+        with (area / "build.log").open("wb") as log:
+            configure = ["cmake", "-S", str(source), "-B", str(area / "build"), *CMAKE]
+            subprocess.run(configure, check=True, stdout=log, stderr=log)
+            build = ["cmake", "--build", str(area / "build"), "--target", "llama-server", "--parallel"]
+            subprocess.run(build, check=True, stdout=log, stderr=log)
+    return str(made)
+
+
+@contextmanager
+def running(competitor: Competitor) -> Iterator[Running]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [*competitor.command, str(port)],
+        env={**os.environ, **competitor.variables},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(process, f"{url}/health")
+        yield Running(competitor, url, process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str) -> None:
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            sys.exit(f"{process.args!r} ended with {process.returncode}")
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except OSError:
+            time.sleep(0.2)
+    sys.exit(f"{process.args!r} is not ready after 300 s")

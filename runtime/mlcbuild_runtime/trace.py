@@ -1,0 +1,80 @@
+"""What the engine does, step by step, as a file in the trace format (a JSON array) of Chrome and Perfetto.
+
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the format. On the row
+`engine` every step is a slice with two parts, the model's work and the choice of tokens, and says which
+requests it had. Each request is a row of its own from its arrival to its end. Counters show how many run and
+wait, and the free pages.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import TextIO
+
+log = logging.getLogger(__name__)
+
+_PROCESS, _ENGINE = 1, 1
+
+Args = Mapping[str, object]
+
+
+class Trace:
+    """Open until `close`; a file of a process that was killed lacks only the last bracket, and can be read.
+
+    Its methods may be called from any thread.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """Raises OSError."""
+        self._out: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (open until close)
+        self._start, self._lock, self._empty = time.perf_counter(), Lock(), True
+        self._event("M", "process_name", args={"name": "mlcbuild-serve"})
+        self._event("M", "thread_name", args={"name": "engine"})
+
+    def step(self, name: str, moments: tuple[float, float, float], args: Args) -> None:
+        """`moments` of time.perf_counter: the beginning, the model's answer, the last token's choice."""
+        begun, computed, ended = moments
+        self._slice(name, begun, ended, args)
+        self._slice("model", begun, computed)
+        self._slice("tokens", computed, ended)
+
+    def counters(self, args: Args) -> None:
+        for name, value in args.items():
+            self._event("C", name, args={name: value})
+
+    def request(self, number: int, phase: str, args: Args | None = None) -> None:
+        """`phase`: "b" when it comes, "n" at its first token, "e" when it ends."""
+        self._event(phase, "first token" if phase == "n" else "request", id=number, args=args)
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._out.closed:
+                with suppress(OSError):
+                    self._out.write("\n]\n")
+                    self._out.close()
+
+    def _slice(self, name: str, begun: float, ended: float, args: Args | None = None) -> None:
+        self._event("X", name, at=begun, dur=round(1e6 * (ended - begun), 1), args=args)
+
+    def _event(self, phase: str, name: str, at: float | None = None, **more: object) -> None:
+        moment = (time.perf_counter() if at is None else at) - self._start
+        event = {"ph": phase, "name": name, "cat": "engine", "ts": round(1e6 * moment, 1)}
+        whole = event | {"pid": _PROCESS, "tid": _ENGINE}
+        whole |= {key: value for key, value in more.items() if value is not None}
+        line = json.dumps(whole, separators=(",", ":"))
+        with self._lock:
+            if self._out.closed:
+                return
+            try:
+                self._out.write(("[\n" if self._empty else ",\n") + line)
+            except OSError as error:  # a full disk ends the trace, and nothing else
+                log.warning("the trace cannot be written any more: %s", error)
+                with suppress(OSError):
+                    self._out.close()
+            self._empty = False
