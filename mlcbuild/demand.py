@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 from mlcbuild.canon import Entry
+from mlcbuild.capacity import Running
 from mlcbuild.errors import StoreError
 from mlcbuild.events import Reporter, StepFetched, StepFetching
 from mlcbuild.graph import Source, Step
@@ -12,7 +14,7 @@ from mlcbuild.plan import Planned, Planner
 from mlcbuild.remotes.sharing import Found
 from mlcbuild.staging import Session
 from mlcbuild.transfer import Fetched, Transfers
-from mlcbuild.worker import Given
+from mlcbuild.worker import Given, Job
 
 
 class Demand:
@@ -35,9 +37,22 @@ class Demand:
         """Whether a step waits for files."""
         return bool(self._awaited.get(name))
 
-    def given(self, step: Step) -> tuple[Given, ...]:
-        """The inputs of a step that can start."""
-        return tuple(self._given(argument, step) for argument in step.inputs)
+    def job(self, running: Running, area: Path, *, again: bool) -> Job:
+        """What a worker must know to run a step in the directory `area`."""
+        step = running.step
+        preimage = self._planner.preimage(step)
+        return Job(
+            name=step.name,
+            key=running.planned.key or preimage.key(),
+            preimage=preimage,
+            inputs=tuple(self._given(argument, step) for argument in step.inputs),
+            cores=running.cores,
+            store=self._planner.store.root,
+            area=area,
+            log=running.log,
+            shared=step.shared,
+            again=again,
+        )
 
     def fetch_inputs(self, step: Step) -> bool:
         """Whether a step must wait for files of its inputs; they are on their way then."""

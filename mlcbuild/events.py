@@ -27,6 +27,8 @@ class StepResult:
     error: MlcbuildError | None = None
     log: Path | None = None
     """The log of a step that ran."""
+    worker: str = ""
+    """The machine of a cluster that ran it; "" for this one."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,14 @@ class StepStarted:
     estimate: float | None
     """Seconds it took last time."""
     log: Path
+
+
+@dataclass(frozen=True)
+class StepPlaced:
+    """A worker of a cluster has begun a step."""
+
+    name: str
+    worker: str
 
 
 @dataclass(frozen=True)
@@ -148,6 +158,7 @@ Event: TypeAlias = (
     SourceRead
     | RunStarted
     | StepStarted
+    | StepPlaced
     | StepWaiting
     | StepFetching
     | StepFetched

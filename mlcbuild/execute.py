@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
-from pathlib import Path
 
-from mlcbuild import machine
+from mlcbuild.capacity import Capacity, Running, executor
 from mlcbuild.demand import Demand
-from mlcbuild.errors import StoreError
+from mlcbuild.errors import SetupError, StoreError
 from mlcbuild.events import (
     Reporter,
     RunFinished,
@@ -25,7 +24,6 @@ from mlcbuild.events import (
     Warned,
     silent,
 )
-from mlcbuild.executors import Executor, Inline, Pool
 from mlcbuild.graph import Graph, Step
 from mlcbuild.locks import Lock
 from mlcbuild.plan import Planned, Planner
@@ -35,7 +33,7 @@ from mlcbuild.signals import Bell, caught
 from mlcbuild.staging import Session, remove_tree
 from mlcbuild.store import Store
 from mlcbuild.transfer import Fetched, Transfers
-from mlcbuild.worker import Job, Outcome, tail
+from mlcbuild.worker import Outcome, tail
 
 __all__ = ["Options", "execute"]
 
@@ -74,17 +72,6 @@ def execute(
     return result
 
 
-@dataclass
-class _Running:
-    step: Step
-    planned: Planned
-    lock: Lock
-    cores: int
-    log: Path
-    area: Path | None = None
-    started: float = field(default_factory=time.monotonic)
-
-
 class _Run:
     def __init__(self, planner: Planner, options: Options, report: Reporter) -> None:
         self.planner = planner
@@ -102,14 +89,14 @@ class _Run:
         """Heap of (-seconds of work that hang on it, place in the plan, step)."""
         self.plans: dict[str, Planned] = {}
         self.blocked = Blocked()
-        self.running: dict[str, _Running] = {}
-        self.free_cores = options.jobs or machine.cores()
-        self.free_memory = options.memory or machine.memory()
+        self.running: dict[str, Running] = {}
         self.stopping = ""
         """Why no more steps are started."""
         self.interrupted = ""
         self.stopped: tuple[str, ...] = ()
         self.not_uploaded: dict[str, tuple[str, ...]] = {}
+        self.elsewhere: dict[str, StepResult] = {}
+        """Results of workers with other stores."""
         self.saved = time.monotonic()
 
     # Setting up
@@ -140,16 +127,26 @@ class _Run:
         return {need for need in needs if need in self.left and self.plans[need].state != "remote"}
 
     def open(self, stack: ExitStack) -> None:
-        inline = self.options.executor == "inline"
         self.session: Session = stack.enter_context(self.store.session())
-        self.executor: Executor = Inline() if inline else Pool(self.free_cores)
-        self.bell: Bell = stack.enter_context(caught(self._interrupt, inline))
+        self.bell: Bell = stack.enter_context(caught(self._interrupt, self.options.executor == "inline"))
+        self.executor = executor(self.options, self.planner.sharing, self.session, self.bell)
+        self.capacity = Capacity(self.executor, self.options)
         self.transfers = Transfers(self.planner.sharing, self.bell.ring)
         self.demand.open(self.transfers, self.session)
         stack.callback(self._finish)
+        self._refuse()
         for name in sorted(self.left, key=self.places.__getitem__):
             if self.plans[name].state == "remote":
                 self.demand.fetch_all(name)
+
+    def _refuse(self) -> None:
+        """Finds the steps that nobody can run before any is started. Raises SetupError."""
+        steps = (self.graph.step(name) for name in self.left if self.plans[name].state != "remote")
+        refused = self.executor.refusals(sorted(steps, key=lambda step: self.places[step.name]))
+        if refused and not self.options.keep_going:
+            raise SetupError("\n".join(refused.values()))
+        for name, why in refused.items():
+            self._settle(StepResult(name, "failed", self.plans[name].key, error=SetupError(why)))
 
     def _interrupt(self, name: str) -> None:
         self.interrupted = self.interrupted or name
@@ -157,7 +154,7 @@ class _Run:
     def _finish(self) -> None:
         self.executor.close()
         self.transfers.close()
-        self.not_uploaded = self.transfers.not_uploaded
+        self.not_uploaded |= self.transfers.not_uploaded
         for running in self.running.values():
             running.lock.release()
         self._remember()
@@ -200,25 +197,22 @@ class _Run:
         for name in self.blocked.due():
             self._enqueue(name)
         later = []
-        while self.ready and not self.stopping and not self.interrupted and self._has_core():
+        while self.ready and not self.stopping and not self.interrupted and self.capacity.open():
             item = heappop(self.ready)
             name = item[2]
             if not self._can_start(name):
                 continue  # it is queued again when it can
             step = self.graph.step(name)
-            if self.running and step.memory > self.free_memory:
-                later.append(item)
-            else:
+            if self.capacity.fits(step):
                 self._try_start(step)
+            else:
+                later.append(item)
         for item in later:
             heappush(self.ready, item)
 
     def _can_start(self, name: str) -> bool:
         waits = self.missing.get(name) or self.demand.waits(name)
         return name in self.left and name not in self.running and not waits
-
-    def _has_core(self) -> bool:
-        return not self.running or (self.free_cores > 0 and len(self.running) < self.executor.capacity)
 
     def _try_start(self, step: Step) -> None:
         planned = self.plans[step.name]
@@ -233,7 +227,7 @@ class _Run:
             lock.release()
             self._settle(StepResult(step.name, "reused", key, reason="built meanwhile", record=record))
             return
-        if self.demand.fetch_inputs(step):
+        if self.executor.here(step) and self.demand.fetch_inputs(step):
             lock.release()
             return
         self._start(step, planned, lock)
@@ -244,11 +238,9 @@ class _Run:
             self.report(StepWaiting(name, self.store.holder(key)))
 
     def _start(self, step: Step, planned: Planned, lock: Lock) -> None:
-        grant = max(1, min(step.cores, self.free_cores // (len(self.ready) + 1)))
-        running = _Running(step, planned, lock, grant, self.store.log(step.name))
+        granted = self.capacity.take(step, len(self.ready))
+        running = Running(step, planned, lock, granted, self.store.log(step.name))
         self.running[step.name] = running
-        self.free_cores -= grant
-        self.free_memory -= step.memory
         self.report(StepStarted(step.name, planned.reason, estimate(planned), running.log))
         try:
             with self.store.writing():
@@ -256,22 +248,8 @@ class _Run:
         except StoreError as error:
             self._end(Outcome(step.name, error=error))
             return
-        self.executor.start(self._job(running, area))
-
-    def _job(self, running: _Running, area: Path) -> Job:
-        step = running.step
-        preimage = self.planner.preimage(step)
-        return Job(
-            name=step.name,
-            key=running.planned.key or preimage.key(),
-            preimage=preimage,
-            inputs=self.demand.given(step),
-            cores=running.cores,
-            store=self.store.root,
-            area=area,
-            log=running.log,
-            shared=step.shared,
-        )
+        job = self.demand.job(running, area, again=step.name in self.planner.force)
+        self.executor.start(job, step)
 
     # Results
 
@@ -280,26 +258,41 @@ class _Run:
         if running.area is not None:
             remove_tree(running.area)  # there still when its worker was killed
         running.lock.release()
-        self.free_cores += running.cores
-        self.free_memory += running.step.memory
+        self.capacity.give_back(running.step)
         if outcome.fault:
             self.report(Warned(outcome.fault))
         if outcome.error is not None and not self.options.keep_going:
             self.stopping = f"not started: {outcome.name} failed"
-        elif outcome.record is not None and running.step.shared:
+        elif outcome.record is not None and running.step.shared and not outcome.origin:
             self.transfers.upload(outcome.name, outcome.record)
-        self._settle(
-            StepResult(
-                outcome.name,
-                "failed" if outcome.error is not None else "built",
-                running.planned.key,
-                time.monotonic() - running.started,
-                running.planned.reason,
-                outcome.record,
-                outcome.error,
-                running.log,
-            )
+        result = StepResult(
+            outcome.name,
+            "failed" if outcome.error is not None else "built",
+            running.planned.key,
+            time.monotonic() - running.started,
+            running.planned.reason,
+            outcome.record,
+            outcome.error,
+            running.log,
+            outcome.worker,
         )
+        if outcome.origin:
+            self._take_elsewhere(result, outcome)
+        else:
+            self._settle(result)
+
+    def _take_elsewhere(self, result: StepResult, outcome: Outcome) -> None:
+        """Settles a step whose files are in a remote, at once or when they have come, if they are wanted."""
+        self.demand.remote[result.name] = Planned(
+            result.name, "remote", result.key, result.reason, outcome.record, outcome.origin
+        )
+        if outcome.unsent:
+            self.not_uploaded[result.name] = outcome.unsent
+        self.elsewhere[result.name] = result
+        if result.name in self.outputs:
+            self.demand.fetch_all(result.name)
+        else:
+            self._settle(result)
 
     def _settle(self, result: StepResult) -> None:
         """Notes a result and, from it, whatever becomes known of the steps behind it."""
@@ -349,11 +342,15 @@ class _Run:
 
     def _fetched(self, done: Fetched) -> None:
         name, user = self.demand.fetched(done)
-        if done.why:
+        made = self.elsewhere.get(name)
+        if done.why and made is not None:
+            why = f"{name} was built by {made.worker}, but its files cannot be fetched: {done.why}"
+            self._settle(StepResult(user, "failed", self.plans[user].key, error=StoreError(why)))
+        elif done.why:
             self._demote(name, done.why)
         elif user == name and (planned := self.demand.remote.get(name)) is not None:
-            self._settle(_reused(planned))
-        if user != name and not self.demand.waits(user) and not self.missing.get(user):
+            self._settle(made or _reused(planned))
+        if user != name and user in self.left and not self.demand.waits(user) and not self.missing.get(user):
             self._enqueue(user)
 
     def _demote(self, name: str, why: str) -> None:
@@ -387,6 +384,7 @@ class _Run:
         for step in self.results.values():
             if step.status == "reused" and step.record is not None:
                 self.store.touch(step.record)
+            if step.record is not None:
                 self.demand.keep(step.name)
         self._warn()
         steps = tuple(self.results[step.name] for step in self.planner.steps)

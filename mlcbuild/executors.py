@@ -6,27 +6,47 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from mlcbuild import machine
 from mlcbuild.errors import StepError
-from mlcbuild.events import StepProgress
+from mlcbuild.events import StepPlaced, StepProgress, Warned
+from mlcbuild.graph import Step
 from mlcbuild.worker import Job, Outcome, perform
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-Message: TypeAlias = Outcome | StepProgress
+Message: TypeAlias = Outcome | StepProgress | StepPlaced | Warned
 
 
 class Executor(Protocol):
-    capacity: int
-    """How many jobs it can have at once."""
+    @property
+    def capacity(self) -> int:
+        """How many jobs it can have at once."""
 
-    def start(self, job: Job) -> None:
-        """Takes a job. Its outcome comes from `messages`, whatever happens to it."""
+    @property
+    def cores(self) -> int:
+        """To share out among jobs."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes to share out among jobs."""
+
+    def here(self, step: Step) -> bool:
+        """Whether it runs on this machine, so that its inputs must be in the store before it starts."""
+
+    def grant(self, step: Step, wanted: int) -> int:
+        """How many of the wanted cores a step can have."""
+
+    def refusals(self, steps: Iterable[Step]) -> Mapping[str, str]:
+        """Step -> the sentence that says why it can never be started."""
+
+    def start(self, job: Job, step: Step) -> None:
+        """Takes the job of a step. Its outcome comes from `messages`, whatever happens to it."""
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
         """What happened, after waiting up to `timeout` seconds or until the descriptor `wake` is readable."""
@@ -35,15 +55,32 @@ class Executor(Protocol):
         """Ends all workers at once, with what they run."""
 
 
-class Inline:
+class _Here:
+    """What the executors on this machine have in common."""
+
+    def __init__(self, capacity: int) -> None:
+        self.cores = machine.cores()
+        self.capacity = capacity or self.cores
+        self.memory = machine.memory()
+
+    def here(self, step: Step) -> bool:
+        return True
+
+    def grant(self, step: Step, wanted: int) -> int:
+        return wanted
+
+    def refusals(self, steps: Iterable[Step]) -> Mapping[str, str]:
+        return {}
+
+
+class Inline(_Here):
     """Runs a job in this process when it is started: for debugging, and where processes cannot be had."""
 
-    capacity = 1
-
     def __init__(self) -> None:
+        super().__init__(1)
         self._done: list[Message] = []
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Job, step: Step | None = None) -> None:
         self._done.append(perform(job))
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
@@ -91,7 +128,7 @@ class _Worker:
             self.process.stdin.close()
 
 
-class Pool:
+class Pool(_Here):
     """Spawned processes that are kept from job to job; as many as there were jobs at once.
 
     A worker that dies fails its job with a sentence and is replaced by the next job. When this process
@@ -99,10 +136,10 @@ class Pool:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        super().__init__(capacity)
         self._workers: list[_Worker] = []
 
-    def start(self, job: Job) -> None:
+    def start(self, job: Job, step: Step | None = None) -> None:
         idle = [worker for worker in self._workers if worker.job is None]
         for worker in sorted(idle, key=lambda worker: job.preimage.action not in worker.actions):
             if worker.take(job):

@@ -56,6 +56,8 @@ class Step:
     """Cores it can use; it is told how many it got through MLCBUILD_CORES."""
     memory: int = 256 << 20
     """Bytes it needs at the peak."""
+    needs: tuple[str, ...] = ()
+    """What else the machine must have, as labels of workers; tools go without saying. Never in the key."""
     shared: bool = True
     """False: the result holds on this machine only, and is never sent to a remote."""
 

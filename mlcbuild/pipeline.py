@@ -305,6 +305,7 @@ def _verify(variant: Variant, checkpoint: _Checkpoint, made: str, reference: str
         {"bundle": Input(made), "reference": Input(reference)},
         cores=MANY_CORES,
         memory=size + PROCESS_MEMORY,
+        needs=targets.labels(variant.target),
     )
 
 

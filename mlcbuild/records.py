@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 from mlcbuild.canon import Entry, Json, Tree, canonical, salt, step_key, tree_digest
 
@@ -70,6 +70,15 @@ class Made:
             "tools": dict(image.tools),
         }
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Made:
+        """The inverse of to_json(). Raises KeyError, TypeError or AttributeError on anything else."""
+        inputs = {
+            argument: Tree.of(Entry(*row) for row in rows) for argument, rows in found["inputs"].items()
+        }
+        preimage = Preimage(found["action"], found["params"], found["code"], found["tools"], inputs)
+        return cls(found["step"], preimage, Measured(*found["measured"]), found["shared"])
+
 
 @dataclass(frozen=True)
 class Record:
@@ -118,12 +127,7 @@ class Record:
     def made(self) -> Made:
         """Raises ValueError when the second line does not hold what it should."""
         try:
-            found = json.loads(self.rest)
-            inputs = {
-                argument: Tree.of(Entry(*row) for row in rows) for argument, rows in found["inputs"].items()
-            }
-            preimage = Preimage(found["action"], found["params"], found["code"], found["tools"], inputs)
-            return Made(found["step"], preimage, Measured(*found["measured"]), found["shared"])
+            return Made.from_json(json.loads(self.rest))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the record of {self.key} lacks a part: {error}") from None
 

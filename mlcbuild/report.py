@@ -21,6 +21,7 @@ from mlcbuild.events import (
     StepFetched,
     StepFetching,
     StepFinished,
+    StepPlaced,
     StepProgress,
     StepResult,
     StepStarted,
@@ -64,6 +65,8 @@ class Tally:
     started: dict[str, float] = field(default_factory=dict)
     progress: dict[str, StepProgress] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    """Running step -> the worker of a cluster that has begun it."""
 
     def note(self, event: Event) -> None:
         match event:
@@ -73,6 +76,9 @@ class Tally:
                 self.waiting.pop(event.name, None)
                 self.started[event.name] = time.monotonic()
                 self.running[event.name] = event
+            case StepPlaced():
+                self.places[event.name] = event.worker
+                self.started[event.name] = time.monotonic()
             case StepProgress():
                 self.progress[event.name] = event
             case StepWaiting():
@@ -86,7 +92,7 @@ class Tally:
                 pass
 
     def _forget(self, name: str) -> None:
-        for table in (self.running, self.started, self.progress, self.waiting):
+        for table in (self.running, self.started, self.progress, self.waiting, self.places):
             table.pop(name, None)
 
     def left(self, name: str) -> float | None:
@@ -128,6 +134,8 @@ def _lines(event: Event, tally: Tally) -> list[str]:
         case StepStarted():
             guess = f", {duration(event.estimate)} last time" if event.estimate else ""
             lines = [f"start   {event.name} ({event.reason}{guess})"]
+        case StepPlaced():
+            lines = [f"begin   {event.name} on {event.worker}"]
         case StepFetching():
             lines = [f"fetch   {event.name} ({size(event.size)} from {event.origin})"]
         case Uploading():

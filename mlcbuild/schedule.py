@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from mlcbuild.graph import Graph
 from mlcbuild.plan import Planned, Planner
@@ -30,7 +29,10 @@ class Options:
     outputs: tuple[str, ...] = ()
     """Names or globs of steps whose files must be here in the end; () means `only`, or else the steps that
     no other takes as an input. Files of other steps that a remote has come only when a step reads them."""
-    executor: Literal["pool", "inline"] = "pool"
+    executor: str = "pool"
+    """ "pool": processes of this machine; "inline": this process; "dask://host:port": a cluster."""
+    tls: str | None = None
+    """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts."""
 
 
 def outputs(planner: Planner, options: Options) -> frozenset[str]:

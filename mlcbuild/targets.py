@@ -158,6 +158,11 @@ def missing_features(target: Target, host: Target) -> tuple[str, ...]:
     return tuple(sorted(needed - present))
 
 
+def labels(target: Target) -> tuple[str, ...]:
+    """What a machine must have to run what is compiled for a target, and what a machine of that kind has."""
+    return (f"{target.system} {_family(target)}", *sorted(_checkable(target)))
+
+
 def why_not(target: Target, host: Target) -> str | None:
     """Why the machine `host` cannot run what is compiled for `target`; None when it can."""
     if target.output == "object":

@@ -61,6 +61,8 @@ class Job:
     """A fresh directory of the session, removed afterwards."""
     log: Path
     shared: bool = True
+    again: bool = False
+    """It was asked for though its result is known."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,12 @@ class Outcome:
     error: MlcbuildError | None = None
     retire: bool = False
     """The worker ends after this job."""
+    worker: str = ""
+    """The machine of a cluster that ran it."""
+    origin: str = ""
+    """The remote that has the files; "" when they are in the store."""
+    unsent: tuple[str, ...] = ()
+    """Remotes that should have the files and lack them."""
 
 
 def perform(job: Job) -> Outcome:

@@ -1,4 +1,4 @@
-"""A build of a known graph as a process of its own: `python -m tests.builder STORE GRAPH [NOTE]`.
+"""A build of a known graph as a process: `python -m tests.builder STORE GRAPH [NOTE [EXECUTOR [REMOTE]]]`.
 
 Prints one JSON document; what is reported goes to standard error as plain lines.
 """
@@ -12,6 +12,9 @@ from pathlib import Path
 from mlcbuild.canon import Json
 from mlcbuild.execute import Options, execute
 from mlcbuild.graph import Graph, Input, Node, Step
+from mlcbuild.remotes import Remote
+from mlcbuild.remotes.link import Link
+from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.report import document, reporting
 from mlcbuild.store import Store
 
@@ -44,10 +47,13 @@ def holding(note: str) -> list[Node]:
     ]
 
 
-def main(store: str, graph: str, note: str = "") -> int:
+def main(place: str, graph: str, note: str = "", executor: str = "pool", remote: str = "") -> int:
     nodes = {"chain": chain, "shared": shared, "holding": holding}[graph](note)
+    store = Store(Path(place))
+    sharing = Sharing(store, [Link(Remote(remote))] if remote else [])
+    options = Options(jobs=2, executor=executor)
     with reporting(sys.stderr, plain=True) as report:
-        result = execute(Graph(nodes), Store(Path(store)), Options(jobs=2), report)
+        result = execute(Graph(nodes), store, options, report, sharing)
     sys.stdout.write(json.dumps(document(result)) + "\n")
     return result.exit_code
 

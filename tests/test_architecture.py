@@ -51,13 +51,14 @@ BUILDER_TABLE: Mapping[str, str] = {
     "picture": "graph plan",
     "report": "events",
     "worker": "links progress records staging store",
-    "executors": "events worker",
+    "executors": "events graph machine worker",
+    "cluster": "events executors graph keyfile links records remotes signals staging store worker",
     "transfer": "events records remotes",
     "schedule": "graph plan",
-    "demand": "events graph plan remotes staging transfer worker",
+    "capacity": "cluster executors graph locks plan remotes schedule signals staging",
+    "demand": "capacity events graph plan remotes staging transfer worker",
     "execute": (
-        "demand events executors graph locks machine plan remotes schedule signals staging store transfer "
-        "worker"
+        "capacity demand events graph locks plan remotes schedule signals staging store transfer worker"
     ),
     # the work itself; knows nothing of graphs and stores
     "fetch": "hub progress",
@@ -79,9 +80,9 @@ BUILDER_TABLE: Mapping[str, str] = {
     "page": "chart graph picture report runlog",
     "ci": "events execute graph hub pipeline plan remotes report runlog store targets",
     "cli": (
-        "archive bench bundle ci compiler emit events execute footprint keyfile lock machine models page "
-        "picture pipeline plan provenance quant recipe records remotes report runlog schema store targets "
-        "upkeep"
+        "archive bench bundle ci cluster compiler emit events execute footprint keyfile lock machine models "
+        "page picture pipeline plan provenance quant recipe records remotes report runlog schema store "
+        "targets upkeep"
     ),
     "__main__": "cli",
 }
@@ -236,6 +237,7 @@ HEAVY = {
     "numpy",
     "networkx",
     "dask",
+    "distributed",
     "rich",
     "huggingface_hub",
     "sentencepiece",

@@ -77,10 +77,11 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="say what would run; the same as `plan`")
     parser.add_argument(
         "--executor",
-        choices=("processes", "inline"),
         default="processes",
-        help="where steps run: worker processes, or this one (for debugging)",
+        metavar="WHERE",
+        help="where steps run: processes, inline (this process, for debugging), or a cluster: dask://HOST:PORT",
     )
+    options.tls(parser)
 
 
 def _lock(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +192,13 @@ VERBS: dict[str, Verb] = {
         "make an HTML page of the last run",
         "mlcbuild report recipe.yaml -o report.html",
         (options.report, _store),
+    ),
+    "worker": Verb(
+        "cluster",
+        "worker",
+        "do steps for runs on other machines",
+        "mlcbuild worker dask://10.0.0.5:8786 --labels gpu=1",
+        (options.worker, _store),
     ),
     "cache": Verb(
         "sharing",

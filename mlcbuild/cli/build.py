@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -179,7 +180,8 @@ def run(arguments: argparse.Namespace) -> int:
         keep_going=arguments.keep_going,
         force=tuple(arguments.force),
         outputs=_outputs(arguments.only if arguments.shard is None else (), pipeline, wanted),
-        executor="inline" if arguments.executor == "inline" else "pool",
+        executor=_executor(arguments.executor),
+        tls=arguments.tls or os.environ.get("MLCBUILD_TLS"),
     )
     signer = keyfile.load(keyfile.default_path())
     with reporting(sys.stderr if arguments.json else sys.stdout) as report:
@@ -201,6 +203,17 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join([*(outcome.line for outcome in outcomes if outcome.line), _last(result, outcomes)]))
     errors = [outcome.error.exit_code for outcome in outcomes if outcome.error is not None]
     return result.exit_code or max(errors, default=0)
+
+
+def _executor(text: str) -> str:
+    """The executor of options. Raises UsageError."""
+    from mlcbuild.cluster import SCHEME, address
+
+    if text.startswith(SCHEME):
+        return str(address(text))
+    if text in ("processes", "inline"):
+        return {"processes": "pool"}.get(text, text)
+    raise UsageError(f"--executor: '{text}' must be processes, inline, or {SCHEME}HOST:PORT")
 
 
 def _outputs(only: Sequence[str], pipeline: Pipeline, products: Sequence[Product]) -> tuple[str, ...]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 
+from mlcbuild.errors import UsageError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 Formats = ("github", "gitlab", "json")
 
 
@@ -71,10 +75,43 @@ def settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def amount(text: str, option: str) -> int:
+    """Bytes of a size such as 20GB. Raises UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
+    if found is None:
+        raise UsageError(f"{option} '{text}': write a size such as 500MB or 20GB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found '{text}'")
     return int(text)
+
+
+def tls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tls",
+        metavar="DIR",
+        help="encrypt what goes over dask, with ca.pem, cert.pem and key.pem of DIR (default: $MLCBUILD_TLS)",
+    )
+
+
+def worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("scheduler", help="a scheduler of dask.distributed: dask://HOST:PORT")
+    parser.add_argument("--name", help="what it is called (default: the machine and the process)")
+    parser.add_argument("--cores", type=positive, metavar="N", help="to share among steps (default: all)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="to share among steps, such as 48GB (default: nine tenths)"
+    )
+    parser.add_argument(
+        "--labels",
+        action="append",
+        default=[],
+        metavar="NAME[=COUNT],...",
+        help="what else it has, for COUNT steps at a time; tools and the processor are found by themselves",
+    )
+    tls(parser)
 
 
 def cache(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from pathlib import Path
 from mlcbuild import archive, keyfile, upkeep
 from mlcbuild.cli.build import open_store
 from mlcbuild.cli.facts import show
+from mlcbuild.cli.options import amount
 from mlcbuild.cli.recipes import read_lock, read_recipe
 from mlcbuild.cli.store import no_operands, status, verify
 from mlcbuild.errors import RemoteError, StoreError, UsageError
@@ -23,8 +23,6 @@ from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.report import size
 from mlcbuild.store import Store
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def keys(arguments: argparse.Namespace) -> int:
@@ -105,7 +103,7 @@ def pull(arguments: argparse.Namespace) -> int:
 def gc(arguments: argparse.Namespace) -> int:
     """Removes what was not used for long, or the oldest of what is too much."""
     no_operands(arguments)
-    most = None if arguments.max_size is None else _bytes(arguments.max_size)
+    most = None if arguments.max_size is None else amount(arguments.max_size, "mlcbuild cache gc: --max-size")
     if most is None and arguments.unused_days is None:
         raise UsageError("mlcbuild cache gc: say what may go: --max-size 50GB, --unused-days 30, or both")
     found = upkeep.gc(open_store(arguments), unused_days=arguments.unused_days, max_bytes=most)
@@ -200,10 +198,3 @@ def _shared(records: Iterable[Record]) -> list[Record]:
             if record.made.shared:
                 found.append(record)
     return found
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
-    if found is None:
-        raise UsageError(f"mlcbuild cache gc: --max-size '{text}': write a size such as 500MB or 20GB")
-    return int(float(found[1]) * _UNITS[found[2]])

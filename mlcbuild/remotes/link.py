@@ -82,14 +82,27 @@ class Link:
             return False
         try:
             for digest, size in {row[1]: row[2] for row in record.rows}.items():
-                self._send_blob(store.blob(digest), size, stop)
+                self._send_blob(digest, store.blob(digest), size, stop)
             self._send_record(record)
         except RemoteError as error:
-            if stop.is_set():
-                raise CancelledError from None
-            self._fail(error, writing=True)
-            return False
+            return self._unsent(error, stop)
         return True
+
+    def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
+        """Whether a blob is there now, sent from the file `place`. Raises CancelledError."""
+        if self.unwritten:
+            return False
+        try:
+            self._send_blob(entry.digest, place, entry.size, stop)
+        except RemoteError as error:
+            return self._unsent(error, stop)
+        return True
+
+    def _unsent(self, error: RemoteError, stop: threading.Event) -> bool:
+        if stop.is_set():
+            raise CancelledError from None
+        self._fail(error, writing=True)
+        return False
 
     def take_warnings(self) -> list[str]:
         with self._guard:
@@ -116,8 +129,8 @@ class Link:
                     raise RefusedError(f"it has more than {LARGEST} bytes")
         return bytes(data)
 
-    def _send_blob(self, path: Path, size: int, stop: threading.Event) -> None:
-        name = f"cas/{path.name}"
+    def _send_blob(self, digest: str, path: Path, size: int, stop: threading.Event) -> None:
+        name = f"cas/{digest}"
         if stop.is_set():
             raise CancelledError
         there = self._size(name)

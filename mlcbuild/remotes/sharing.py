@@ -117,6 +117,14 @@ class Sharing:
         chosen = [link for link in self.links if link.remote.writes()]
         return tuple(link.name for link in chosen if not link.send(record, self.store, stop))
 
+    def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
+        """Whether the file `place`, which has the entry's bytes, is now a blob of a remote that is read, too.
+
+        Raises CancelledError.
+        """
+        chosen = [link for link in self.links if link.remote.writes() and link.remote.reads]
+        return any(link.offer(entry, place, stop) for link in chosen)
+
     def take_warnings(self) -> list[str]:
         return [sentence for link in self.links for sentence in link.take_warnings()]
 

@@ -1,0 +1,48 @@
+"""The verb of machines that do steps for others: worker."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from ctypes.util import find_library
+
+from mlcbuild import cluster, machine, targets
+from mlcbuild.cli.build import open_store
+from mlcbuild.cli.options import amount
+from mlcbuild.compiler.versions import tools
+from mlcbuild.errors import SetupError
+
+
+def worker(arguments: argparse.Namespace) -> int:
+    """Works until it is told to stop: 0 after SIGTERM, 130 after SIGINT, 1 when the scheduler ends."""
+    from mlcbuild.cluster import serve
+
+    address = cluster.address(arguments.scheduler, arguments.tls or os.environ.get("MLCBUILD_TLS"))
+    texts = [text.strip() for item in arguments.labels for text in item.split(",")]
+    labels = {**dict.fromkeys(found_labels(), cluster.PLENTY), **cluster.parse_labels(texts)}
+    memory = machine.memory() if arguments.memory is None else amount(arguments.memory, "--memory")
+    offer = serve.Offer(
+        arguments.name or serve.default_name(), arguments.cores or machine.cores(), memory, labels
+    )
+    store = open_store(arguments)
+    print(f"worker {offer.name}: {offer.cores} cores, {memory / 1e9:.1f} GB, store {store.root}", flush=True)
+    print(f"worker {offer.name}: labels {', '.join(sorted(labels))}", flush=True)
+    return serve.serve(address, store, offer, lambda line: print(line, flush=True))
+
+
+def found_labels() -> Iterator[str]:
+    """What this machine has, as far as it can tell: its processor, compiler, linkers, CUDA."""
+    host: list[targets.Target] = []
+    with suppress(SetupError):
+        host.append(targets.resolve(targets.HOST))
+        yield from targets.labels(host[0])
+    for target in (*host, *targets.presets().values()):
+        with suppress(SetupError):
+            yield from (f"{tool} {version}" for tool, version in tools(target).items())
+    if shutil.which("nvcc"):
+        yield "nvcc"
+    if find_library("cuda"):
+        yield "cuda"
