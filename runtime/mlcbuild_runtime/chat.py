@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TextIO
 
 from mlcbuild_runtime import api
@@ -23,9 +25,19 @@ HELP = """\
 /help              this text
 /set name=value    temperature, top_p, top_k, min_p, seed, max_tokens, stop; system=TEXT
 /stats             speed of the last answer, and totals
+/metrics           what the engine has done so far
+/regen             answer the last message again
+/save FILE         write the conversation to a new file, as JSON
 /reset             forget the conversation
 /exit              leave (so does the end of the input)
+A line that ends with \\ goes on in the next; so does everything between two lines of \"\"\".
 Ctrl-C interrupts an answer."""
+
+BLOCK = '"""'
+"""A line of this begins and ends a message of several lines."""
+PATIENCE = 0.5
+"""Seconds after which a wait for the model looks for signals again: one that comes just before the wait does
+not end it."""
 
 FIXED = ("messages", "stream", "logprobs", "top_logprobs", "model", "n", "tools", "tool_choice")
 """Fields that this chat sets itself, or has no use for."""
@@ -109,7 +121,10 @@ class _Session:
         ticket = self.running.submit(request, events.put)
         try:
             while True:
-                event = events.get()
+                try:
+                    event = events.get(timeout=PATIENCE)
+                except Empty:
+                    continue
                 if event.error is not None:
                     raise event.error
                 self._count(event, time.perf_counter() - start)
@@ -128,11 +143,14 @@ class _Session:
         stats.total_tokens += 1
 
     def command(self, line: str) -> bool:
-        """Obeys a line that begins with a slash. False: leave."""
+        """Obeys a line that begins with a slash. False: leave. Raises ServingError."""
         word, _, rest = line.partition(" ")
         actions: dict[str, Callable[[], str]] = {
             "/help": lambda: HELP,
             "/stats": lambda: str(self.stats),
+            "/metrics": self._metrics,
+            "/regen": self._regen,
+            "/save": lambda: self._save(rest.strip()),
             "/reset": self._reset,
             "/set": lambda: self._set(rest),
         }
@@ -140,9 +158,43 @@ class _Session:
             return False
         action = actions.get(word)
         text = action() if action is not None else f"unknown command {word}; /help lists them"
-        self.out.write(f"{text}\n")
-        self.out.flush()
+        if text:
+            self.out.write(f"{text}\n")
+            self.out.flush()
         return True
+
+    def _metrics(self) -> str:
+        shown = {name: value for name, value in asdict(self.running.state()).items() if name != "alive"}
+        width = max(map(len, shown))
+        return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items())
+
+    def _regen(self) -> str:
+        """Raises RequestError."""
+        match self.history[-2:]:
+            case [{"role": "user", "content": str(text)}, answer]:
+                del self.history[-2:]
+                try:
+                    self.answer(text)
+                except ServingError:
+                    self.history += [{"role": "user", "content": text}, answer]
+                    raise
+                return ""
+            case _:
+                return "there is no message to answer again"
+
+    def _save(self, name: str) -> str:
+        if not name:
+            return "usage: /save FILE"
+        head: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
+        model = self.running.model.manifest.name
+        document = {"model": model, **self.settings, "messages": head + self.history}
+        try:
+            with Path(name).open("x", encoding="utf-8") as file:
+                json.dump(document, file, indent=2, ensure_ascii=False)
+                file.write("\n")
+        except OSError as error:
+            return f"{name} cannot be written: {error.strerror}"
+        return f"{name}: {len(self.history)} messages"
 
     def _reset(self) -> str:
         self.history = []
@@ -209,29 +261,90 @@ def _converse(session: _Session) -> int:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() a history and editing)
         session.out.write(f"{session.running.model.manifest.name}: /help lists the commands\n")
-    for line in _lines(terminal):
-        if line.startswith("/"):
-            if not session.command(line):
-                break
-        elif line:
-            try:
+    for line in _messages(_typed() if terminal else _piped()):
+        try:
+            if line.startswith("/") and "\n" not in line:
+                if not session.command(line):
+                    break
+            elif line:
                 session.answer(line)
-            except ServingError as error:
-                session.failed = True
-                sys.stderr.write(f"{error}\n")
+        except ServingError as error:
+            session.failed = True
+            sys.stderr.write(f"{error}\n")
     return 1 if session.failed and not terminal else 0
 
 
-def _lines(terminal: bool) -> Iterator[str]:
-    """Lines of the input, without surrounding spaces. Ctrl-C on a terminal only clears the line."""
+def _messages(lines: Iterator[str | None]) -> Iterator[str]:
+    """Lines put together, without surrounding spaces; None gives up what was begun."""
+    begun: list[str] = []
+    block = False
+    for line in lines:
+        if line is None:
+            begun, block = [], False
+        elif line.strip() == BLOCK:
+            block = not block
+            if not block:
+                yield "\n".join(begun).strip()
+                begun = []
+        elif block or line.endswith("\\"):
+            begun.append(line if block else line[:-1])
+        else:
+            yield "\n".join([*begun, line]).strip()
+            begun = []
+    if begun:
+        yield "\n".join(begun).strip()
+
+
+def _typed() -> Iterator[str | None]:
+    """Lines from a terminal. Ctrl-C is None: it clears what was typed."""
     while True:
         try:
-            yield input("> " if terminal else "").strip()
+            yield input("> ")
         except EOFError:
             return
         except KeyboardInterrupt:
-            if not terminal:
-                raise
             sys.stdout.write("\n")
+            yield None
         except UnicodeDecodeError as error:
             sys.stderr.write(f"the input is not {error.encoding}: {error.reason}\n")
+
+
+def _piped() -> Iterator[str]:
+    """Lines of standard input.
+
+    A signal that comes between Python's last look for one and a blocking call would be seen after the call
+    only. Here it also makes a pipe readable, for which the call waits, too.
+    """
+    source, encoding, left = sys.stdin.fileno(), sys.stdin.encoding, b""
+    with _signals() as signalled:
+        while True:
+            ready, _, _ = select.select([source, signalled], [], [])
+            if source not in ready:
+                os.read(signalled, 1)  # the handler has run by now, and raised if it was to
+                continue
+            data = os.read(source, 1 << 16)
+            *lines, left = (left + data).split(b"\n")
+            for line in lines if data else [left] if left else []:
+                try:
+                    yield line.removesuffix(b"\r").decode(encoding)
+                except UnicodeDecodeError as error:
+                    sys.stderr.write(f"the input is not {error.encoding}: {error.reason}\n")
+            if not data:
+                return
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """A descriptor that becomes readable with every signal."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    before = None
+    with contextlib.suppress(ValueError):  # signals belong to the main thread
+        before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    try:
+        yield readable
+    finally:
+        if before is not None:
+            signal.set_wakeup_fd(before)
+        os.close(readable)
+        os.close(writable)

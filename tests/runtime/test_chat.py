@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import pty
 import re
@@ -182,15 +182,86 @@ def test_a_signal_ends_a_piped_chat(toy_bundle: Path) -> None:
         process.stdin.write(b"/set max_tokens=1\n")
         process.stdin.flush()
         assert process.stdout.readline() == b"max_tokens = 1\n"
-        # A signal between Python's last look for one and the system call waits for the next, as a
-        # person's second Ctrl-C would be.
-        end = time.monotonic() + shared.WAIT
-        while process.poll() is None and time.monotonic() < end:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1)
-        assert process.returncode == 130
+        process.send_signal(signal.SIGINT)
+        assert process.wait(shared.WAIT) == 130
         assert process.stderr.read() == b""
+
+
+def test_a_message_of_several_lines(toy_bundle: Path) -> None:
+    """The prompt's tokens are its bytes, so that their number shows what was put together."""
+    done = talk(
+        toy_bundle,
+        *("/set max_tokens=1", "a\\", "b", "/stats", "/reset", '"""', " a", "", "/b", '"""', "/stats"),
+        *("/reset", "abc", "/stats", "/reset", "ab\\"),
+    )
+    assert done.returncode == 0, done
+    sizes = [int(size) for size in re.findall(r"prompt (\d+) tokens", done.stdout)]
+    assert sizes == [sizes[2], sizes[2] + 2, sizes[2]], "a|b, a||/b, abc"
+    assert done.stdout.splitlines()[-1] != "the conversation is forgotten", "the end of the input ends it"
+
+
+def test_metrics_regen_and_save(toy_bundle: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    done = talk(
+        toy_bundle,
+        *("/regen", "/set max_tokens=4", "/set temperature=0", "/set system=Be kind", "one", "/regen"),
+        *("two", "/save", f"/save {saved}", f"/save {saved}", f"/save {tmp_path}/no/where", "/metrics"),
+    )
+    assert done.returncode == 0, done
+    lines = done.stdout.splitlines()
+    assert lines[0] == "there is no message to answer again"
+    first, again, second = lines[4:7]
+    assert first == again != ""
+    assert lines[7:11] == [
+        "usage: /save FILE",
+        f"{saved}: 4 messages",
+        f"{saved} cannot be written: File exists",
+        f"{tmp_path}/no/where cannot be written: No such file or directory",
+    ]
+    assert json.loads(saved.read_text()) == {
+        "model": "toy-q0f32-host",
+        "max_tokens": 4,
+        "temperature": 0,
+        "messages": [
+            {"role": "system", "content": "Be kind"},
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": first},
+            {"role": "user", "content": "two"},
+            {"role": "assistant", "content": second},
+        ],
+    }
+    metrics = dict(line.rsplit("  ", 1) for line in lines[11:])
+    assert {name.strip(): value for name, value in metrics.items()}["answer tokens"] == "12"
+
+
+def test_an_answer_that_fails_again_leaves_the_conversation(toy_bundle: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    long = "/set system=" + "x" * 300
+    done = talk(toy_bundle, "/set max_tokens=1", "one", long, "/regen", "/set system=", f"/save {saved}")
+    assert done.returncode == 1
+    assert "but the context has 256" in done.stderr
+    assert json.loads(saved.read_text())["messages"][0]["content"] == "one"
+    assert f"{saved}: 2 messages" in done.stdout
+
+
+def test_several_lines_on_a_terminal(toy_bundle: Path) -> None:
+    terminal = Terminal(sys.executable, "-c", PROGRAM, str(toy_bundle))
+    terminal.wait_for("> ")
+    for line in ("/set max_tokens=1", '"""', "never sent"):
+        terminal.send(f"{line}\n")
+        terminal.wait_for("> ")
+    terminal.send("\x03")
+    terminal.wait_for("> ")
+    terminal.send("/stats\n")
+    assert "no answer yet" in terminal.wait_for("> ")
+    terminal.send("hi\\\n")
+    terminal.wait_for("> ")
+    terminal.send("you\n")
+    terminal.wait_for("> ")
+    terminal.send("/stats\n")
+    assert "answer 1 tokens" in terminal.wait_for("> ")
+    terminal.send("\x04")
+    assert terminal.exit_code() == 0
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe\n"])

@@ -120,7 +120,9 @@ def _llama_server(directory: Path) -> str:
         source = next((area / "source").glob("*/vendor/llama.cpp"))
         with (area / "build.log").open("wb") as log:
             configure = ["cmake", "-S", str(source), "-B", str(area / "build"), *CMAKE]
-            subprocess.run(configure, check=True, stdout=log, stderr=log)
+            # The compiler that its kernels work with, as for the engine of ci/bench/cpu.
+            variables = {**os.environ, **engines.PEERS["llama"].environment}
+            subprocess.run(configure, check=True, stdout=log, stderr=log, env=variables)
             build = ["cmake", "--build", str(area / "build"), "--target", "llama-server", "--parallel"]
             subprocess.run(build, check=True, stdout=log, stderr=log)
     return str(made)
