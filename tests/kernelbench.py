@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+from mlcbuild_runtime import machine
 from numpy.typing import NDArray
-from tvm.target.codegen import llvm_get_cpu_features, llvm_get_system_cpu
 
 from mlcbuild import quant
 from mlcbuild.compiler.kernels.isa import ISA, isa_for, tvm_target
 from mlcbuild.compiler.pipeline import kernel_pipeline
 from mlcbuild.quant import Scheme
-from mlcbuild.targets import Target
+from mlcbuild.targets import Target, presets
 
 Floats = NDArray[np.float64]
 Tensor = NDArray[Any]
 
 TARGETS: Mapping[str, Target] = {
+    "avx512amx": presets()["x86-64-v4-amx"],
     "avx512vnni": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4", ("+avx512vnni",)),
     "avx512": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4"),
     "avx2": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v3"),
@@ -70,10 +71,12 @@ def need(target: Target) -> None:
     """Skip the test unless this machine can run the target's code."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("this machine is no x86-64: the code cannot run here")
-    here = tvm.target.Target({"kind": "llvm", "mcpu": str(llvm_get_system_cpu())})
-    missing = {str(f) for f in isa_for(target).features} - {str(f) for f in llvm_get_cpu_features(here)}
+    isa = isa_for(target)
+    missing = set(isa.features) - (machine.features() or frozenset())
     if missing:
         pytest.skip(f"this processor lacks {', '.join(sorted(missing))}: the code cannot run here")
+    if isa.amx and not machine.allow_tiles():
+        pytest.skip("this system does not let processes use AMX tiles: the code cannot run here")
 
 
 def libraries_called(asm: str) -> set[str]:

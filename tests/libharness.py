@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from mlcbuild_runtime import machine
 from numpy.typing import NDArray
 
 from mlcbuild import canon, models, quant, targets
@@ -42,6 +43,7 @@ def _ffi() -> Any:
     assert spec is not None and spec.submodule_search_locations
     runtime = Path(spec.submodule_search_locations[0], "lib", "libtvm_runtime.so")
     ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    machine.allow_tiles()
     return tvm_ffi
 
 

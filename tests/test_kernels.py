@@ -13,6 +13,7 @@ from tvm.tirx import Var
 from mlcbuild import quant
 from mlcbuild.compiler.kernels import embedding
 from mlcbuild.compiler.kernels.embedding import Embedding
+from mlcbuild.compiler.kernels.int8_product import AMX_ROWS
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import Linear, kernel, linear
 from mlcbuild.quant import SCHEMES, Scheme
@@ -62,8 +63,11 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     for m in ROWS:
         x = kernelbench.rows(rng, m, shape[1])
         found = module(isa).run(made, (m, shape[0]), x, *stored, *added)
-        wanted = kernelbench.activations(x, SCHEMES[scheme]) @ matrix.T + (bias if added else 0)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=8e-6 * np.sqrt(shape[1]), err_msg=f"m={m}")
+        bfloat16 = isa == "avx512amx" and SCHEMES[scheme].activation_bits and m > AMX_ROWS
+        seen = x.astype(np.float64) if bfloat16 else kernelbench.activations(x, SCHEMES[scheme])
+        wanted = seen @ matrix.T + (bias if added else 0)
+        bound = (2e-2 if bfloat16 else 8e-6) * np.sqrt(shape[1])
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=bound, err_msg=f"m={m}")
 
 
 @each_isa
@@ -118,18 +122,36 @@ def test_float16_of_every_magnitude(isa: str) -> None:
         np.testing.assert_array_equal(found, plain.astype(np.float32))
 
 
-def test_error_of_8_bit_activations() -> None:
+@pytest.mark.parametrize(("isa", "m"), [("portable", 8), ("avx512amx", 8), ("avx512amx", 64)])
+def test_error_of_8_bit_activations(isa: str, m: int) -> None:
     """Relative to the unquantized product, on gaussian data, as good as other 4-bit formats."""
-    target = TARGETS["portable"]
-    kernelbench.need(target)
+    kernelbench.need(TARGETS[isa])
     rng, (n, k) = np.random.default_rng(4), (320, 576)
     matrix = rng.standard_normal((n, k)).astype(np.float32)
-    x = rng.standard_normal((8, k)).astype(np.float32)
-    made = kernel(product("portable", "q4a8_1", (n, k)), False)
-    found = module("portable").run(made, (8, n), x, *quant.pack(matrix, SCHEMES["q4a8_1"]))
+    x = rng.standard_normal((m, k)).astype(np.float32)
+    made = kernel(product(isa, "q4a8_1", (n, k)), False)
+    found = module(isa).run(made, (m, n), x, *quant.pack(matrix, SCHEMES["q4a8_1"]))
     exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
     error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
     assert error <= 0.087
+
+
+@pytest.mark.parametrize("scheme", ["q4a8_1", "q8a8_1"])
+def test_tile_registers(scheme: str) -> None:
+    """More rows than are computed in one go; values of any magnitude; and cutting does not make results
+    smaller on the average."""
+    kernelbench.need(TARGETS["avx512amx"])
+    rng, (n, k), m = np.random.default_rng(6), (20, 1100), 530
+    stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], n, k)
+    x = rng.standard_normal((m, k)).astype(np.float32)
+    made = kernel(product("avx512amx", scheme, (n, k)), False)
+    found = module("avx512amx").run(made, (m, n), x, *stored)
+    exact = x.astype(np.float64) @ matrix.T
+    assert np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean()) < 0.0026
+    assert abs((found * exact).sum() / (exact**2).sum() - 1) < 2e-4
+    for factor in (np.float32(2**20), np.float32(2**-20)):
+        scaled = module("avx512amx").run(made, (m, n), x * factor, *stored)
+        np.testing.assert_array_equal(scaled, found * factor)
 
 
 def test_equal_products_share_one_kernel() -> None:

@@ -21,6 +21,8 @@ LINUX, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 @pytest.mark.parametrize(
     ("triple", "cpu", "features", "name"),
     [
+        (LINUX, "sapphirerapids", (), "avx512amx"),
+        (LINUX, "sapphirerapids", ("-amx-bf16",), "avx512vnni"),
         (LINUX, "cascadelake", (), "avx512vnni"),
         (LINUX, "znver4", (), "avx512vnni"),
         (LINUX, "x86-64-v4", ("+avx512vnni",), "avx512vnni"),
@@ -51,11 +53,15 @@ def test_vectors_are_not_longer_than_the_target_has() -> None:
     assert not re.search(r"%[yz]mm|\bv[a-z]+\s.*%xmm", module("portable").asm)
     assert not re.search(r"%zmm|%[xy]mm(?:1[6-9]|2\d|3[01])\b|%k[0-7]\b", module("avx2").asm)
     assert "vpdpbusd" not in module("avx512").asm
+    assert "tile" not in module("avx512vnni").asm
 
 
 @pytest.mark.parametrize(
     ("isa", "scheme", "instruction"),
     [
+        ("avx512amx", "q4a8_1", r"tdpbf16ps\s.*%tmm"),
+        ("avx512amx", "q4a8_1", r"tileloaddt1\s.*%tmm"),
+        ("avx512amx", "q4a8_1", r"vpdpbusd\s.*%zmm"),
         ("avx512vnni", "q4a8_1", r"vpdpbusd\s.*%zmm"),
         ("avx512", "q4a8_1", r"vpmaddubsw\s.*%zmm"),
         ("avx2", "q4a8_1", r"vpmaddubsw\s.*%ymm"),

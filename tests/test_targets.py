@@ -79,6 +79,12 @@ def test_presets_are_what_their_names_say() -> None:
         "x86-64-v2": (LINUX, "x86-64-v2", (), "shared"),
         "x86-64-v3": (LINUX, "x86-64-v3", (), "shared"),
         "x86-64-v4": (LINUX, "x86-64-v4", (), "shared"),
+        "x86-64-v4-amx": (
+            LINUX,
+            "x86-64-v4",
+            ("+amx-bf16", "+amx-tile", "+avx512fp16", "+avx512vbmi", "+avx512vnni"),
+            "shared",
+        ),
         "x86-64-v4-vnni": (LINUX, "x86-64-v4", ("+avx512vnni",), "shared"),
     }
     assert list(targets.presets()) == sorted(targets.presets())
@@ -292,6 +298,7 @@ def test_this_machine_runs_what_is_made_for_it() -> None:
         ("x86-64-v4", ("x86_64", V3), "avx512bw, avx512cd, avx512dq, avx512f, avx512vl"),
         ("x86-64-v4-vnni", ("x86_64", V4), "avx512vnni"),
         ("x86-64-v4-vnni", ("x86_64", f"{V4} avx512_vnni"), None),
+        ("x86-64-v4-amx", ("x86_64", f"{V4} avx512_vnni avx512vbmi avx512_fp16"), "amx-bf16, amx-tile"),
         ("x86-64-v3", ("x86_64", V3.replace(" fma", "")), "fma"),
         ("aarch64-linux", ("aarch64", "asimd"), "dotprod"),
         ("aarch64-linux", ("aarch64", "asimd asimddp i8mm"), None),

@@ -2,7 +2,8 @@
 
 The names are LLVM's. A library that uses an instruction which the processor lacks ends the process by a
 signal, so `refusal` is asked before anything of the library is loaded. Sources: LLVM's X86.td and
-AArch64Processors.td; the x86-64 psABI for the levels; Linux's asm/hwcap.h.
+AArch64Processors.td; the x86-64 psABI for the levels; Linux's asm/hwcap.h and
+Documentation/arch/x86/xstate.rst.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ _APPLE = {
     "FEAT_SHA256": "sha2",
     "FEAT_LRCPC": "rcpc",
 }
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
+"""Linux on x86-64: the system call, ARCH_REQ_XCOMP_PERM, and the state component of tile registers."""
 _CHECKED = frozenset().union(*CPUS.values(), _LINUX_X86.values(), _HWCAP.values(), _HWCAP2.values())
 """Features whose absence this module can see; others (tuning flags, for example) are not judged."""
 
@@ -115,6 +118,34 @@ def refusal(target: Machine) -> str | None:
 
 def missing_features(target: Machine, present: frozenset[str]) -> list[str]:
     """The features that `target` needs and `present` lacks, sorted."""
+    return sorted(_needed(target) - present)
+
+
+def prepare(target: Machine) -> str | None:
+    """Get from the system what a bundle for `target` uses; otherwise why it cannot run, as one sentence.
+
+    Called before any of the bundle's code runs, on a machine that has the processor for it.
+    """
+    if "amx-tile" not in _needed(target) or allow_tiles():
+        return None
+    return (
+        "the bundle uses the tile registers of AMX, and this system does not let processes have them: Linux"
+        " does from 5.16 on, unless it runs in a virtual machine or a sandbox that forbids it; build a bundle"
+        " for a target without amx-tile"
+    )
+
+
+def allow_tiles() -> bool:
+    """Whether this process, all its threads, may use AMX tile registers; Linux wants to be asked once."""
+    if sys.platform != "linux" or architecture(platform.machine()) != "x86_64":
+        return False
+    try:
+        return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)
+    except (OSError, AttributeError):
+        return False
+
+
+def _needed(target: Machine) -> set[str]:
     needed = set(CPUS.get(target.cpu, frozenset()))
     for feature in target.features:
         name = feature.lstrip("+-")
@@ -122,7 +153,7 @@ def missing_features(target: Machine, present: frozenset[str]) -> list[str]:
             needed.discard(name)
         elif name in _CHECKED:
             needed.add(name)
-    return sorted(needed - present)
+    return needed
 
 
 def features() -> frozenset[str] | None:

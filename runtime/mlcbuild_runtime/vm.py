@@ -158,7 +158,7 @@ class Model:
         """
         path = Path(path).absolute()
         manifest = bundle.read(path)
-        refused = machine.refusal(manifest.machine)
+        refused = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
         if refused is not None:
             raise BundleError(f"{path}: {refused}")
         limits = manifest.limits

@@ -80,6 +80,44 @@ def test_missing_features(cpu: str, features: tuple[str, ...], missing: list[str
     assert machine.missing_features(target, LAPTOP) == missing
 
 
+TILES = replace(HERE, cpu="x86-64-v4", features=("+amx-bf16", "+amx-tile"))
+
+
+def test_a_machine_without_tile_registers_is_named() -> None:
+    assert {"amx-bf16", "amx-tile"} <= set(machine.missing_features(TILES, LAPTOP))
+
+
+def test_nothing_is_asked_for_bundles_without_tile_registers() -> None:
+    assert machine.prepare(HERE) is None
+    assert machine.prepare(replace(TILES, features=())) is None
+
+
+def test_a_system_that_refuses_tile_registers() -> None:
+    """Linux refuses them to a process whose signal stack would be too small for them, and where the
+    processor has none."""
+    program = """
+import ctypes
+from mlcbuild_runtime import machine
+from mlcbuild_runtime.bundle import Machine
+
+class Stack(ctypes.Structure):
+    _fields_ = [("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+room = ctypes.create_string_buffer(4096)
+ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(room), 0, 4096)), None)
+print(machine.prepare(Machine("x86_64-unknown-linux-gnu", "sapphirerapids", (), "cpu", "shared")))
+"""
+    found = shared.run("-c", program).stdout
+    assert "this system does not let processes have them" in found and found.count("\n") == 1
+
+
+@pytest.mark.skipif("amx-tile" not in (machine.features() or ()), reason="this processor has no AMX tiles")
+def test_a_system_that_grants_tile_registers() -> None:
+    if not machine.allow_tiles():
+        pytest.skip("this system does not let processes use AMX tiles")
+    assert machine.prepare(TILES) is None
+
+
 def test_features_of_this_processor() -> None:
     found = machine.features()
     assert found is not None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
-from mlcbuild.compiler.kernels import dot
+from mlcbuild.compiler.kernels import amx, dot
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.output import Output
 from mlcbuild.compiler.kernels.quantize_activations import Records, quantize_row
@@ -36,6 +37,8 @@ TILE = 16
 """Rows in a tile of the layout."""
 FETCH_BYTES = 4096
 """How far ahead of the reader weights are prefetched."""
+AMX_ROWS = 16
+"""Up to this many rows of x, tile registers are not worth the unpacking of weights."""
 STREAMED_BATCHES = 6
 """Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
 BLOCK_GROUPS = 16
@@ -76,6 +79,11 @@ class _Matrix:
         return Records(self.dot, self.k)
 
     @property
+    def batched_rows(self) -> int:
+        """Up to this many rows of x share passes over the weights without unpacking them first."""
+        return AMX_ROWS if self.isa.amx else STREAMED_BATCHES * self.isa.dot_batch
+
+    @property
     def block_tiles(self) -> int:
         """Tiles unpacked together."""
         return max(1, self.isa.dot_vectors // self.vectors)
@@ -102,13 +110,16 @@ class _Call:
 
     def operands(self, tile: Expr, group: Expr, vector: int) -> list[list[Expr]]:
         """Of each quad of a group the operands with the weights of one vector of rows."""
-        lanes, form = self.isa.lanes, self.matrix.dot
+        form = self.matrix.dot
         count = dot.QUADS // form.fields
-        found: list[list[list[Expr]]] = []
-        for j in range(count):
-            raw = self.weight[tile, group, span(j * 64 + vector * lanes * 4, 4 * lanes)]
-            found.append(form.operands(T.reinterpret(typed("int32", lanes), raw)))
+        found = [form.operands(self.packed(tile, group, j, vector)) for j in range(count)]
         return [found[quad % count][quad // count] for quad in range(dot.QUADS)]
+
+    def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
+        """One vector of int32 lanes of the j-th 64 bytes of a group."""
+        lanes = self.isa.lanes
+        raw = self.weight[tile, group, span(j * 64 + vector * lanes * 4, 4 * lanes)]
+        return T.reinterpret(typed("int32", lanes), raw)
 
     def scales(self, tile: Expr, group: Expr, vector: int) -> Expr:
         lanes = self.isa.lanes
@@ -119,7 +130,9 @@ def workspace(isa: ISA, bits: int, shape: tuple[int, int], m: int) -> int:
     """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
     matrix = _Matrix(isa, bits, *shape)
     scratch = 0
-    if m > STREAMED_BATCHES * isa.dot_batch:
+    if m > matrix.batched_rows and isa.amx:
+        return amx.workspace(amx.Shape(*shape), m)
+    if m > matrix.batched_rows:
         scratch = matrix.block_groups * matrix.block_tiles * TILE * (dot.QUADS * matrix.dot.parts + 1)
     return 4 * (m * matrix.records.stride + scratch)
 
@@ -144,7 +157,8 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], bias: bool) -> PrimFunc
                 _one_row(_Call(matrix, weight, scale, output, records, m), x)
             with T.Else():
                 records = T.alloc_buffer((m, matrix.records.stride), "int32")
-                _several_rows(_Call(matrix, weight, scale, output, records, m), x)
+                several = _several_rows_amx if isa.amx else _several_rows
+                several(_Call(matrix, weight, scale, output, records, m), x)
 
     return prim_func(name, body)
 
@@ -158,16 +172,46 @@ def _one_row(call: _Call, x: Buffer) -> None:
 
 
 def _several_rows(call: _Call, x: Buffer) -> None:
-    matrix, m = call.matrix, call.m
-    with T.parallel(0, m) as i:
-        quantize_row(matrix.records, x, call.records, i)
-    with T.If(m <= STREAMED_BATCHES * matrix.isa.dot_batch):
-        with T.Then(), T.parallel(0, i64(matrix.tiles)) as tile:
-            batch = matrix.isa.dot_batch
-            with T.serial(0, (m + (batch - 1)) // batch) as part:
-                _stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
+    matrix = call.matrix
+    _quantize(call, x)
+    with T.If(call.m <= matrix.batched_rows):
+        with T.Then():
+            _batches(call)
         with T.Else(), T.parallel(0, i64(-(-matrix.tiles // matrix.block_tiles))) as block:
             _block_product(call, block)
+
+
+def _several_rows_amx(call: _Call, x: Buffer) -> None:
+    """Many rows are not quantized: tile registers multiply bfloat16."""
+    matrix = call.matrix
+    with T.If(call.m <= matrix.batched_rows):
+        with T.Then():
+            _quantize(call, x)
+            _batches(call)
+        with T.Else():
+            shape = amx.Shape(matrix.n, matrix.k)
+            amx.product(shape, x, call.m, partial(_unpack_tile, call), call.output)
+
+
+def _quantize(call: _Call, x: Buffer) -> None:
+    with T.parallel(0, call.m) as i:
+        quantize_row(call.matrix.records, x, call.records, i)
+
+
+def _batches(call: _Call) -> None:
+    batch, m = call.isa.dot_batch, call.m
+    with T.parallel(0, i64(call.matrix.tiles)) as tile, T.serial(0, (m + (batch - 1)) // batch) as part:
+        _stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
+
+
+def _unpack_tile(call: _Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
+    """One group of a tile for the tile registers."""
+    scales = amx.pair_scales(call.scale[tile, group, span(0, TILE)])
+    for j in range(4):
+        packed = [T.bind(call.packed(tile, group, i, 0)) for i in range(j, call.matrix.bits, 4)]
+        for byte in range(4):
+            line = amx.scaled(amx.levels(packed, byte), scales)
+            T.buffer_store(buffer, line, [*place, 4 * j + byte, span(0, TILE)])
 
 
 def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:

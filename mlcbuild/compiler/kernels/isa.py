@@ -46,11 +46,27 @@ class ISA:
     """Rows of x in the register tile of an int8 product."""
     dot_vectors: int
     """Vectors of weight rows in the register tile of an int8 product."""
+    amx: bool = False
+    """Tile registers with bfloat16 products, for many rows of x."""
 
 
 _X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
 
 ISAS: tuple[ISA, ...] = (
+    ISA(
+        "avx512amx",
+        (*_X86_512, "avx512vnni", "avx512vbmi", "avx512fp16", "amx-tile", "amx-bf16"),
+        lanes=16,
+        half=True,
+        dot="vpdpbusd",
+        tile_rows=6,
+        stream_rows=4,
+        batch=4,
+        dot_batch=8,
+        dot_rows=6,
+        dot_vectors=2,
+        amx=True,
+    ),
     ISA(
         "avx512vnni",
         (*_X86_512, "avx512vnni"),
