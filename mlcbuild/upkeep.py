@@ -41,6 +41,10 @@ class Kind:
 
     records: int = 0
     bytes: int = 0
+    last_used: float = 0.0
+    """When any of them was made or used last, in seconds since 1970."""
+    oldest_use: float = 0.0
+    """When the one that gc would take first was made or used last."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,14 @@ def status(store: Store) -> Status:
         named, count = _sound_records(store, [], repair=False)
         for name, record in named:
             kind = name.partition("/")[0]
-            old = kinds.get(kind, Kind())
-            kinds[kind] = Kind(old.records + 1, old.bytes + record.size)
+            used = (store.root / "ac" / record.key[:2] / record.key).stat().st_mtime
+            old = kinds.get(kind, Kind(last_used=used, oldest_use=used))
+            kinds[kind] = Kind(
+                old.records + 1,
+                old.bytes + record.size,
+                max(old.last_used, used),
+                min(old.oldest_use, used),
+            )
         sizes = [blob.stat().st_size for blob in _files(store.root / "cas")]
     return Status(store.root, count, len(sizes), sum(sizes), dict(sorted(kinds.items())))
 

@@ -28,8 +28,12 @@ from tests.test_remotes import CHAIN, User, statuses, step
 
 
 def states(recipe: Path, store: Path) -> set[str]:
+    return set(by_step(recipe, store).values())
+
+
+def by_step(recipe: Path, store: Path) -> dict[str, str]:
     document = json.loads(checked(mlcbuild("plan", recipe, "--no-remote", "--json", store=store)))
-    return {found["status"] for found in document["steps"]}
+    return {found["name"]: found["status"] for found in document["steps"]}
 
 
 def test_a_recipe_is_pushed_and_pulled(tiny_bundles: Path, common_store: Path, tmp_path: Path) -> None:
@@ -43,6 +47,21 @@ def test_a_recipe_is_pushed_and_pulled(tiny_bundles: Path, common_store: Path, t
     assert said == f"{found[1]} fetched, 0 were here, 0 are in no remote\n"
     assert states(recipe, here) == {"hit"} and verify(Store(here)).ok
     assert checked(mlcbuild("cache", "push", "--all", url, store=here)).startswith(f"{url}: {found[1]} of ")
+
+
+def test_one_variant_is_pushed_with_all_that_it_needs(
+    tiny_bundles: Path, common_store: Path, tmp_path: Path
+) -> None:
+    recipe, url = tiny_bundles / "recipe.yaml", (tmp_path / "shared").as_uri()
+    (tmp_path / "shared").mkdir()
+    checked(mlcbuild("cache", "push", recipe, url, "--only", "tiny-q4f16_1-host", store=common_store))
+    here = tmp_path / "here"
+    said = checked(mlcbuild("cache", "pull", recipe, url, store=here))
+    assert re.fullmatch(r"7 fetched, 0 were here, \d+ are in no remote\n", said)
+    found = by_step(recipe, here)
+    assert found["verify/tiny-q4f16_1-host"] == "hit" and found["weights/tiny/q0f32/plain"] != "hit"
+    wrong = mlcbuild("cache", "push", recipe, url, "--only", "nothing", store=common_store)
+    assert wrong.returncode == 2 and "nothing" in wrong.stderr
 
 
 def test_a_recipe_travels_in_a_file(tiny_bundles: Path, common_store: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from mlcbuild.execute import Options, execute
 from mlcbuild.graph import Graph, Input, Step
 from mlcbuild.links import STAMP
 from mlcbuild.store import Store
-from mlcbuild.upkeep import Collected, Kind, gc, status, verify
+from mlcbuild.upkeep import Collected, gc, status, verify
 
 INLINE = Options(executor="inline")
 GRAPH = Graph(
@@ -99,7 +99,13 @@ def test_a_copy_of_a_store_gets_its_stamps_back(store: Store, tmp_path: Path) ->
 def test_status_counts_by_kind(store: Store) -> None:
     found = status(store)
     assert (found.records, found.blobs, found.bytes) == (3, 2, 6)
-    assert found.kinds == {"bundle": Kind(1, 4), "weights": Kind(2, 6)}
+    assert {name: (kind.records, kind.bytes) for name, kind in found.kinds.items()} == {
+        "bundle": (1, 4),
+        "weights": (2, 6),
+    }
+    weights = found.kinds["weights"]
+    os.utime(record_path(store, "weights/a"), (STAMP, STAMP))
+    assert status(store).kinds["weights"].oldest_use == STAMP < weights.oldest_use <= weights.last_used
     assert status(Store(store.root / "absent")).records == 0
 
 

@@ -137,6 +137,7 @@ def cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust", action="append", default=[], metavar="KEY", help="import: only records signed by this key"
     )
+    only(parser)
     settings(parser)
 
 

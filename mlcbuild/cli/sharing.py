@@ -176,8 +176,10 @@ def _remotes(
 
 
 def _plan(arguments: argparse.Namespace, store: Store, sharing: Sharing | None = None) -> Plan:
+    """Of the recipe, or of what --only names of it and all that this needs."""
     recipe = read_recipe(arguments)
-    return plan(build(recipe, read_lock(recipe)).graph, store, sharing=sharing)
+    pipeline = build(recipe, read_lock(recipe))
+    return plan(pipeline.graph, store, only=pipeline.choose(arguments.only), sharing=sharing)
 
 
 def _of_recipe(arguments: argparse.Namespace, store: Store) -> list[Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 
 from mlcbuild import upkeep
 from mlcbuild.cli.build import open_store
@@ -22,8 +23,12 @@ def no_operands(arguments: argparse.Namespace) -> None:
 def status(arguments: argparse.Namespace) -> int:
     no_operands(arguments)
     found = upkeep.status(open_store(arguments))
-    rows = [("step", "records", "bytes")]
-    rows += [(name, str(kind.records), size(kind.bytes)) for name, kind in sorted(found.kinds.items())]
+    now = time.time()
+    rows = [("step", "records", "bytes", "last used", "oldest use")]
+    rows += [
+        (name, str(kind.records), size(kind.bytes), _ago(now - kind.last_used), _ago(now - kind.oldest_use))
+        for name, kind in sorted(found.kinds.items())
+    ]
     document = {
         "root": str(found.root),
         "records": found.records,
@@ -34,6 +39,13 @@ def status(arguments: argparse.Namespace) -> int:
     last = f"{found.root}: {found.records} records, {found.blobs} files, {size(found.bytes)}"
     show(arguments.json, document, [*table(rows), last])
     return 0
+
+
+def _ago(seconds: float) -> str:
+    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if (count := int(seconds // length)) >= 1:
+            return f"{count} {name}{'s' if count > 1 else ''} ago"
+    return "just now"
 
 
 def verify(arguments: argparse.Namespace) -> int:

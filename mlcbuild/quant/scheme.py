@@ -132,7 +132,7 @@ def check_overrides(scheme: Scheme, params: Sequence[Param]) -> tuple[str, ...]:
             )
             problems.append(
                 f"scheme {scheme.name}: the override '{pattern}' matches no parameter of the model; {hint} "
-                "Layers are named like layers.0.attn.qkv, layers.0.mlp.down"
+                "(layers are named like layers.0.attn.qkv, layers.0.mlp.down)"
             )
         elif not matched & left:
             problems.append(
