@@ -53,6 +53,23 @@ def config(shape: str) -> dict[str, object]:
     return {**COMMON, **SHAPES[shape]}
 
 
+def sized(hidden: int, inner: int, layers: int, vocabulary: int) -> dict[str, object]:
+    """config.json of a model with heads of 64, four to a head of keys and values."""
+    heads = hidden // 64
+    return {
+        **COMMON,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 4),
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+
+
 def tensors(values: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of each tensor of a Llama checkpoint, in file order."""
     size = {key: value for key, value in values.items() if isinstance(value, int)}
@@ -72,10 +89,9 @@ def tensors(values: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, ...]
         yield "lm_head.weight", (size["vocab_size"], hidden)
 
 
-def make(root: Path, shape: str) -> None:
-    """Write the checkpoint, in bfloat16, into the empty directory `root`."""
+def make(root: Path, values: Mapping[str, object]) -> None:
+    """Write a checkpoint with this config.json, in bfloat16, into the new directory `root`."""
     root.mkdir(parents=True)
-    values = config(shape)
     listed = list(tensors(values))
     header: dict[str, object] = {}
     end = 0
@@ -127,10 +143,15 @@ def _tokenizer(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def read(root: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every tensor of a checkpoint that `make` wrote, as float32, one after the other."""
+    """Every tensor of a checkpoint in one file, as float32, one after the other."""
     with (root / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, entry in header.items():
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"][0]):
             size = entry["data_offsets"][1] - entry["data_offsets"][0]
-            bits = np.frombuffer(file.read(size), np.uint16).astype(np.uint32) << 16
-            yield name, bits.view(np.float32).reshape(entry["shape"])
+            data = file.read(size)
+            if entry["dtype"] == "BF16":
+                found = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+            else:
+                found = np.frombuffer(data, {"F32": "<f4", "F16": "<f2"}[entry["dtype"]]).astype(np.float32)
+            yield name, found.reshape(entry["shape"])

@@ -71,7 +71,8 @@ def run(load: Callable[[str, int, int], Engine]) -> None:
         elif command["do"] == "decode":
             samples = engine.decode(command["batch"], command["steps"])
         elif command["do"] == "logits":
-            engine.save_logits(prompt(command["tokens"], vocabulary), command["path"])
+            tokens = command.get("ids") or prompt(command["tokens"], vocabulary)
+            engine.save_logits(tokens, command["path"])
         _say({"samples": samples, "threads": _active(before), **_memory()})
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from child import prompt
+from numpy.typing import NDArray
 
 from mlcbuild import models
 from mlcbuild.reference import logits
@@ -23,12 +24,14 @@ def reference(checkpoint: str, count: str, out: str) -> None:
 
 
 def compare(expected: str, found: str, vocabulary: str) -> None:
-    """KL(expected || found) in nats and agreement of the most likely token, means over positions; root of
-    the mean square of the error over that of the values, both without their mean."""
-    p, q = (
-        np.fromfile(path, np.float32).reshape(-1, int(vocabulary)).astype(np.float64)
-        for path in (expected, found)
-    )
+    p, q = (np.fromfile(path, np.float32).reshape(-1, int(vocabulary)) for path in (expected, found))
+    print(json.dumps(figures(p, q)))
+
+
+def figures(expected: NDArray[np.float32], found: NDArray[np.float32]) -> dict[str, float]:
+    """Of logits [n, vocabulary]: KL(expected || found) in nats and agreement of the most likely token, means
+    over positions; root of the mean square of the error over that of the values, both without their mean."""
+    p, q = expected.astype(np.float64), found.astype(np.float64)
     p -= p.mean(axis=-1, keepdims=True)
     q -= q.mean(axis=-1, keepdims=True)
     error = float(np.sqrt(((p - q) ** 2).mean() / (p**2).mean()))
@@ -36,10 +39,11 @@ def compare(expected: str, found: str, vocabulary: str) -> None:
     p -= np.log(np.exp(p).sum(axis=-1, keepdims=True))
     q -= np.log(np.exp(q).sum(axis=-1, keepdims=True))
     kl = float((np.exp(p) * (p - q)).sum(axis=-1).mean())
-    print(json.dumps({"kl": kl, "error": error, "agree": agree}))
+    return {"kl": kl, "error": error, "agree": agree}
 
 
-if sys.argv[1] == "compare":
-    compare(*sys.argv[2:])
-else:
-    reference(*sys.argv[1:])
+if __name__ == "__main__":
+    if sys.argv[1] == "compare":
+        compare(*sys.argv[2:])
+    else:
+        reference(*sys.argv[1:])

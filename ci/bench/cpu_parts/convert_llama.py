@@ -1,4 +1,5 @@
-"""argv: checkpoint, a directory for the results. Writes f32.gguf, then q4_0.gguf and q8_0.gguf from it."""
+"""argv: checkpoint, a directory for the results, formats (q4_0 and q8_0 when none is given). Writes f32.gguf,
+then <format>.gguf from it."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-FORMATS = {"q4_0": lib.LLAMA_FTYPE_MOSTLY_Q4_0, "q8_0": lib.LLAMA_FTYPE_MOSTLY_Q8_0}
+FORMATS = {
+    "q4_0": lib.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "q4_k_m": lib.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "q8_0": lib.LLAMA_FTYPE_MOSTLY_Q8_0,
+}
 
 
 def rename(name: str) -> str:
@@ -69,11 +74,11 @@ def write(root: Path, out: Path) -> None:
 def main() -> None:
     root, out = Path(sys.argv[1]), Path(sys.argv[2])
     write(root, out / "f32.gguf")
-    for name, kind in FORMATS.items():
+    for name in sys.argv[3:] or ("q4_0", "q8_0"):
         params = lib.llama_model_quantize_default_params()
-        params.ftype = kind
-        # Otherwise the output matrix gets more bits than the name says.
-        params.pure = True
+        params.ftype = FORMATS[name]
+        # Otherwise the output matrix gets more bits than the name says; q4_k_m is a mixture by definition.
+        params.pure = name != "q4_k_m"
         if lib.llama_model_quantize(
             str(out / "f32.gguf").encode(), str(out / f"{name}.gguf").encode(), params
         ):

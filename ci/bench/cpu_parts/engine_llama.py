@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import llama_cpp as lib
 import numpy as np
@@ -21,7 +22,9 @@ class Llama:
         lib.llama_log_set(_silent, ctypes.c_void_p(0))
         lib.llama_backend_init()
         self.vocabulary, self.filled = vocabulary, 0
-        self.model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+        how = lib.llama_model_default_params()
+        how.use_extra_bufts = "LLAMA_PLAIN_BUFFERS" not in os.environ
+        self.model = lib.llama_model_load_from_file(path.encode(), how)
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_seq_max = ROOM * SEQUENCES, SEQUENCES
         params.n_batch = params.n_ubatch = 512

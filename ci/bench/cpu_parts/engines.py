@@ -96,7 +96,10 @@ def _in_process_of_its_own(root: Path, shape: str) -> None:
     """NumPy stays out of this process: it would be counted in the memory of every child."""
     part = root.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
-    code = f"import sys, pathlib, checkpoint; checkpoint.make(pathlib.Path(sys.argv[1]), {shape!r})"
+    code = (
+        "import sys, pathlib, checkpoint;"
+        f"checkpoint.make(pathlib.Path(sys.argv[1]), checkpoint.config({shape!r}))"
+    )
     subprocess.run([sys.executable, "-c", code, str(part)], check=True, env=environment(OURS))
     part.rename(root)
 
@@ -128,14 +131,14 @@ def _ours(area: Path, schemes: list[str]) -> Iterator[Entry]:
 def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
     peer, out = PEERS[name], area / name
     try:
-        python = _installed(directory / "environments" / name, peer)
+        python = installed(directory / "environments" / name, peer)
         if not out.is_dir():
             print(f"converting for {name} ...", flush=True)
             part = out.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
             command = [python, str(HERE / f"convert_{name}.py"), str(area / "checkpoint"), str(part)]
-            _quietly(command, environment(str(HERE)), area / f"{name}.log")
+            quietly(command, environment(str(HERE)), area / f"{name}.log")
             part.rename(out)
     except subprocess.CalledProcessError as error:
         print(f"{name} is left out: {error.cmd[0]} failed; see {error.output}", flush=True)
@@ -148,7 +151,7 @@ def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
         yield Entry(f"{name} {path.stem}", bits, False, started, str(HERE), size)
 
 
-def _installed(place: Path, peer: Peer) -> str:
+def installed(place: Path, peer: Peer) -> str:
     """The interpreter of a peer's environment, made where it is not there yet."""
     python = place / "bin" / "python"
     if not (place / "done").is_file():
@@ -156,12 +159,12 @@ def _installed(place: Path, peer: Peer) -> str:
         place.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", *peer.options, *peer.packages, "numpy"]
-        _quietly(install, {**os.environ, **peer.environment}, place / "install.log")
+        quietly(install, {**os.environ, **peer.environment}, place / "install.log")
         (place / "done").touch()
     return str(python)
 
 
-def _quietly(command: list[str], variables: Mapping[str, str], log: Path) -> None:
+def quietly(command: list[str], variables: Mapping[str, str], log: Path) -> None:
     """Run with the output in a file, which the error of a failure carries."""
     with log.open("wb") as file:
         done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
