@@ -105,11 +105,13 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "grammar": "vocabulary",
     "pooling": "bundle",
     "request": "bundle grammar pooling sampling",
-    "sequence": "grammar pages pooling request sampling text",
+    "drafts": "",
+    "sequence": "drafts grammar pages pooling request sampling text",
+    "speculation": "drafts sequence text vm",
     "schedule": "pages sequence",
     "trace": "",
     "accesslog": "request",
-    "engine": "bundle grammar pages request schedule sequence text trace vm",
+    "engine": "bundle drafts grammar pages request schedule sequence speculation text trace vm",
     "body": "fields",
     "messages": "body fields template",
     "formats": "body fields grammar",
@@ -122,7 +124,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "history": "fields outputs",
     "embeddings": "api body engine fields pooling request",
     "answers": "engine request service",
-    "local": "answers embeddings engine fields request service text vm",
+    "local": "answers drafts embeddings engine fields request service text vm",
     "metrics": "request",
     "access": "",
     "keys": "replies",
@@ -130,9 +132,9 @@ RUNTIME_TABLE: Mapping[str, str] = {
         "access accesslog answers body embeddings engine fields history keys metrics outputs replies request "
         "responses service"
     ),
-    "serve": "access bundle engine server text trace vm",
+    "serve": "access bundle drafts engine server text trace vm",
     "chat": "api engine fields request text vm",
-    "arguments": "access bundle serve",
+    "arguments": "access bundle drafts serve",
     "__main__": "arguments serve",
 }
 SHARED = {"errors", "canon"}

@@ -68,6 +68,7 @@ COMMON: Table = {
     **SAMPLING,
     "n": integer(1, MAX_CHOICES, "Answers to each prompt."),
     "ignore_eos": boolean("An extension: go on after the end token."),
+    "speculate": boolean("An extension: draft tokens, where the server does (default: true)."),
     "priority": integer(-1000, 1000, "An extension: lower is served sooner."),
     "stop": Field({"anyOf": [{"type": "string", "minLength": 1}, _STOPS]}, "Texts that end the answer."),
     "stream": boolean("Server-sent events."),
@@ -123,6 +124,7 @@ class Options:
     constraint: Constraint | None
     n: int
     ignore_eos: bool
+    speculate: bool
     priority: int
     stream: bool
     include_usage: bool
@@ -190,6 +192,7 @@ def _options(body: Body, serving: Serving, max_tokens: int | None, logprobs: int
         constraint=formats.response_format(body.get("response_format")),
         n=body.integer("n") or 1,
         ignore_eos=body.boolean("ignore_eos"),
+        speculate=body.boolean("speculate", default=True),
         priority=body.integer("priority") or 0,
         stream=stream,
         include_usage=_include_usage(stream_options),

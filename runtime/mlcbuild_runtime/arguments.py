@@ -7,6 +7,7 @@ import math
 
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.bundle import POOLINGS
+from mlcbuild_runtime.drafts import TOKENS, Speculate
 from mlcbuild_runtime.serve import KEY_VARIABLE, Options
 
 
@@ -29,6 +30,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--pooling", choices=POOLINGS, help="how embeddings are made (default: as the bundle says)"
+    )
+    parser.add_argument(
+        "--speculate",
+        metavar="lookup|BUNDLE",
+        help="draft tokens: from what was said before, or by a smaller bundle of the same vocabulary",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=_positive,
+        help=f"to draft at most, with --speculate (default: {TOKENS})",
     )
     parser.add_argument(
         "--api-key",
@@ -64,6 +75,7 @@ def options(found: argparse.Namespace) -> Options:
         max_pages=found.max_pages,
         max_waiting=found.max_waiting,
         pooling=found.pooling,
+        speculate=None if found.speculate is None else Speculate.of(found.speculate, found.draft_tokens),
         drain=found.drain,
         access_log=found.access_log,
         trace=found.trace,

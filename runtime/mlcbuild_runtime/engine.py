@@ -21,12 +21,14 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from mlcbuild_runtime.bundle import Pooling
+from mlcbuild_runtime.drafts import Speculate
 from mlcbuild_runtime.errors import EngineError, RequestError
 from mlcbuild_runtime.grammar import Grammars
 from mlcbuild_runtime.pages import Pages
 from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
 from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence
+from mlcbuild_runtime.speculation import Speculation
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.trace import Trace
 from mlcbuild_runtime.vm import Floats, Model, Step, check_tokens
@@ -49,8 +51,10 @@ class Engine:
         max_batch: int | None = None,
         max_waiting: int | None = None,
         pooling: Pooling | None = None,
+        speculate: Speculate | None = None,
     ) -> None:
-        """`pooling`: of embeddings, instead of the bundle's."""
+        """`pooling`: of embeddings, instead of the bundle's. `speculate`: draft tokens, and how. Raises
+        BundleError for a draft bundle that does not fit."""
         self.model, self.tokenizer = model, tokenizer
         self.pooling = pooling or model.manifest.serving.pooling
         self.max_batch = min(max_batch or model.limits.max_batch, model.limits.max_batch)
@@ -59,6 +63,8 @@ class Engine:
         self._incoming: SimpleQueue[Sequence | None] = SimpleQueue()
         self._schedule = Schedule(Pages(model.pages), model.limits.page_size, self.max_batch)
         self._trace: Trace | None = None
+        self._speculation = None if speculate is None else Speculation.load(speculate, model, tokenizer)
+        self._drafted = self._accepted = 0
         self._closing, self._draining, self._door = False, False, threading.Lock()
         self._prompt_tokens = self._answer_tokens = self._decode_steps = self._order = self._arrived = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -99,6 +105,8 @@ class Engine:
             cached_tokens=schedule.cached_tokens,
             answer_tokens=self._answer_tokens,
             decode_steps=self._decode_steps,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
             preemptions=schedule.preemptions,
             alive=self._thread.is_alive(),
         )
@@ -183,7 +191,7 @@ class Engine:
                 parts = schedule.prefills(self.model.limits.prefill_chunk)
                 self._step([part for part in parts if part[0].pool is None])
                 self._pool([part for part in parts if part[0].pool is not None])
-                self._step(schedule.decodes())
+                self._decode(schedule.decodes())
         except Exception:
             log.exception("the engine has failed")
         finally:
@@ -221,18 +229,41 @@ class Engine:
                 late = RequestError(f"not done after {seconds:g} s", code="timeout", status=504)
                 self._end(sequence, sequence.failed(late))
 
-    def _step(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Feeds each sequence that many of its tokens, and chooses the next token of those that have all."""
+    def _decode(self, parts: List[tuple[Sequence, int]]) -> None:
+        """One token for each sequence, and what drafts may add."""
+        ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
+        speculation, begun = self._speculation, time.perf_counter()
+        if speculation is None or not ready:
+            self._step(parts)
+            return
+        allotted = speculation.allot(ready, len(parts))
+        stretched = [(sequence, self._schedule.stretch(sequence, count)) for sequence, count in allotted]
+        speculation.propose([(sequence, count) for sequence, count in stretched if count > 0])
+        checked = self._step([(sequence, count + len(sequence.draft)) for sequence, count in parts])
+        speculation.settle(len(parts), checked, time.perf_counter() - begun)
+
+    def _step(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int, int]]:
+        """Feeds each sequence that many of its tokens, its draft last, and chooses the next tokens of those
+        that have all. (sequence, tokens drafted, tokens accepted) of these."""
         kind, begun = "prefill" if any(s.prefilling for s, _ in parts) else "decode", time.perf_counter()
-        rows = self._run_model(parts, self.model.forward)
-        computed = time.perf_counter()
+        logits = self._run_model(parts, self.model.forward)
+        computed, place, found = time.perf_counter(), 0, []
         self._decode_steps += kind == "decode" and bool(parts)
-        for (sequence, _), row in zip(parts, rows, strict=False):
+        for sequence, _ in parts if len(logits) else ():
+            drafted, before = len(sequence.draft), sequence.accepted
+            rows = logits[place : place + 1 + drafted]
+            place += len(rows)
             if sequence.complete:
-                self._answer_tokens += 1
-                self._tell(sequence, sequence.next(row))
+                events = sequence.next(rows)
+                accepted = sequence.accepted - before
+                found.append((sequence, drafted, accepted))
+                self._drafted += drafted
+                self._accepted += accepted
+                self._tell(sequence, events)
+                self._schedule.trim(sequence)
         if self._trace is not None and parts:
             self._trace_step(kind, parts, (begun, computed, time.perf_counter()))
+        return found
 
     def _pool(self, parts: List[tuple[Sequence, int]]) -> None:
         """As `_step`, for sequences whose hidden states are wanted."""
@@ -240,7 +271,7 @@ class Engine:
         ends = accumulate(count for _, count in parts)
         for (sequence, count), end in zip(parts if len(states) else (), ends, strict=False):
             if event := sequence.pooled(states[end - count : end]):
-                self._tell(sequence, event)
+                self._tell(sequence, [event])
 
     def _run_model(self, parts: List[tuple[Sequence, int]], function: Callable[[Step], Floats]) -> Floats:
         """The result of a step of the model. A failing call ends its own requests only; it has no rows."""
@@ -248,8 +279,9 @@ class Engine:
         if not parts:
             return none
         size = self.model.limits.page_size
-        rows = [(s.tokens[s.length : s.length + count], s.length + count, s.pages) for s, count in parts]
-        step = Step.of([(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in rows])
+        rows = [([*s.tokens[s.length :], *s.draft][:count], s.length + count, s.pages) for s, count in parts]
+        given = [(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in rows]
+        step = Step.of(given, all_rows=any(sequence.draft for sequence, _ in parts))
         try:
             found = function(step)
         except Exception as error:  # whatever the library raises
@@ -258,9 +290,12 @@ class Engine:
                 failure = sequence.failed(EngineError(f"the model has failed: {error}"))
                 self._end(sequence, failure)
             return none
+        filled = [(s, part) for (s, _), part in zip(parts, given, strict=True) if s.prefilling]
         for sequence, count in parts:
             self._prompt_tokens += count if sequence.prefilling else 0
-            self._schedule.computed(sequence, count)
+            self._schedule.computed(sequence, count - len(sequence.draft))
+        if self._speculation is not None and filled:
+            self._speculation.prefilled(filled)
         return found
 
     def _trace_step(
@@ -283,13 +318,15 @@ class Engine:
             args = {"end": why, "cached_tokens": sequence.cached or 0, "answer_tokens": sequence.answered}
             self._trace.request(sequence.order, "e", args)
 
-    def _tell(self, sequence: Sequence, event: Event) -> None:
-        if event.tokens == 1 and self._trace is not None:
-            self._trace.request(sequence.order, "n")
-        if event.last:
-            self._end(sequence, event)
-        else:
-            self._deliver(sequence, event)
+    def _tell(self, sequence: Sequence, events: List[Event]) -> None:
+        for event in events:
+            self._answer_tokens += event.error is None and event.vector is None
+            if event.tokens == 1 and self._trace is not None:
+                self._trace.request(sequence.order, "n")
+            if event.last:
+                self._end(sequence, event)
+            else:
+                self._deliver(sequence, event)
 
     def _end(self, sequence: Sequence, event: Event) -> None:
         # What a failing model has computed is not for others.

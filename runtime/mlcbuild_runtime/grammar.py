@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -58,6 +58,22 @@ class Matcher:
         """The token that was chosen. Raises EngineError when the constraint is too costly to follow."""
         self._matcher.consume_token(token)
         self._check()
+
+    def forced(self, count: int) -> list[int]:
+        """Up to `count` tokens that spell what must come next, whatever is chosen: none where there is a
+        choice."""
+        return [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
+
+    def accepted(self, tokens: Sequence[int]) -> int:
+        """How many of the first `tokens` may come next, one after the other."""
+        return int(self._matcher.validate_tokens(list(tokens)))
+
+    def after(self, tokens: Sequence[int]) -> Matcher:
+        """Another matcher, which has taken `tokens`."""
+        other = Matcher(self._matcher.deep_copy(), self._ends)
+        for token in tokens:
+            other.take(token)
+        return other
 
     @property
     def finished(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal, Self, overload
 
 from mlcbuild_runtime import embeddings, engine, service
 from mlcbuild_runtime.answers import Answers, AsyncAnswers
+from mlcbuild_runtime.drafts import Speculate
 from mlcbuild_runtime.fields import Json, plain
 from mlcbuild_runtime.request import Event, State
 from mlcbuild_runtime.service import Job
@@ -42,15 +43,23 @@ def _shown(value: Json) -> Json:
 class _Local:
     """What both engines have in common."""
 
-    def __init__(self, bundle: Path | str, threads: int | None = None, max_batch: int | None = None) -> None:
+    def __init__(
+        self,
+        bundle: Path | str,
+        threads: int | None = None,
+        max_batch: int | None = None,
+        speculate: str | Path | Speculate | None = None,
+    ) -> None:
         """Loads the bundle in directory `bundle`. Raises BundleError or SetupError.
 
         threads: workers of this process (default: the physical cores at hand; the first load decides).
         max_batch: answers at a time (default: the library's limit).
+        speculate: draft tokens by `lookup`, or by a smaller bundle of the same vocabulary.
         """
         model = Model.load(bundle, threads)
         tokenizer = Tokenizer.load(Path(bundle), model.manifest.serving)
-        self._running = engine.Engine(model, tokenizer, max_batch).start()
+        how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
+        self._running = engine.Engine(model, tokenizer, max_batch, speculate=how).start()
 
     @property
     def model(self) -> str:
@@ -75,8 +84,14 @@ class _Local:
 class Engine(_Local):
     """A bundle for threads that wait: any number of them may ask at a time."""
 
-    def __init__(self, bundle: Path | str, threads: int | None = None, max_batch: int | None = None) -> None:
-        super().__init__(bundle, threads, max_batch)
+    def __init__(
+        self,
+        bundle: Path | str,
+        threads: int | None = None,
+        max_batch: int | None = None,
+        speculate: str | Path | Speculate | None = None,
+    ) -> None:
+        super().__init__(bundle, threads, max_batch, speculate)
         self.completions = Completions(self._running, service.completion)
         self.chat = Chat(Completions(self._running, service.chat))
         self.embeddings = Embeddings(self._running)
@@ -138,8 +153,14 @@ class Embeddings:
 class AsyncEngine(_Local):
     """A bundle for an event loop."""
 
-    def __init__(self, bundle: Path | str, threads: int | None = None, max_batch: int | None = None) -> None:
-        super().__init__(bundle, threads, max_batch)
+    def __init__(
+        self,
+        bundle: Path | str,
+        threads: int | None = None,
+        max_batch: int | None = None,
+        speculate: str | Path | Speculate | None = None,
+    ) -> None:
+        super().__init__(bundle, threads, max_batch, speculate)
         self.completions = AsyncCompletions(self._running, service.completion)
         self.chat = AsyncChat(AsyncCompletions(self._running, service.chat))
         self.embeddings = AsyncEmbeddings(self._running)

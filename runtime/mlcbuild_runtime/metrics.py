@@ -26,6 +26,8 @@ _COUNTERS = {
     "cached_tokens": ("prompt_tokens_cached", "Tokens of prompts that the prefix cache has spared."),
     "answer_tokens": ("answer_tokens", "Tokens made."),
     "decode_steps": ("decode_steps", "Steps that made tokens; answer tokens for each are the batch size."),
+    "drafted_tokens": ("draft_tokens", "Tokens drafted by speculative decoding."),
+    "accepted_tokens": ("draft_tokens_accepted", "Drafted tokens that became part of answers."),
     "preemptions": ("preemptions", "Times that a request had to give up its pages."),
 }
 

@@ -166,10 +166,12 @@ class Reply:
         }
 
     def _usage(self) -> dict[str, Json]:
-        answer_tokens, prompts, cached = 0, dict[int, int](), dict[int, int]()
+        answer_tokens, accepted, rejected, prompts, cached = 0, 0, 0, dict[int, int](), dict[int, int]()
         for choice in self._choices:
             assert choice.last is not None
             answer_tokens += choice.last.tokens
+            accepted += choice.last.accepted
+            rejected += choice.last.rejected
             # The answers to one prompt share it, and the first of them computes it for all.
             number = choice.prompt.number
             prompts[number] = choice.prompt.size
@@ -180,6 +182,10 @@ class Reply:
             "completion_tokens": answer_tokens,
             "total_tokens": prompt_tokens + answer_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            },
         }
 
     def _logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:

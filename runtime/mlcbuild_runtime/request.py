@@ -30,6 +30,8 @@ class Request:
     """What the answer must be."""
     ignore_eos: bool = False
     """Only `max_tokens`, the context and `stop` end the answer."""
+    speculate: bool = True
+    """Draft tokens, where the engine does; the answer is the same."""
     priority: int = 0
     """Lower is sooner; the same is in order of arrival."""
     pooling: Pooling | None = None
@@ -52,6 +54,10 @@ class Event:
     cached: int = 0
     """Tokens of the prompt whose keys and values another request had left in the cache."""
 
+    accepted: int = 0
+    """Tokens of the answer so far that were drafted."""
+    rejected: int = 0
+    """Drafted tokens so far that were not chosen."""
     vector: Floats | None = None
     """Of a request with `pooling`, in its only event."""
 
@@ -87,9 +93,15 @@ class Ticket:
             self._wake()
 
     @property
+    def room(self) -> int | None:
+        """Events that may be told before the client reads on; None: any number."""
+        return None if self._window is None else self._window - (self.told - self._read)
+
+    @property
     def resting(self) -> bool:
         """The client does not keep up, so its request waits for it."""
-        return self._window is not None and self.told - self._read >= self._window
+        room = self.room
+        return room is not None and room <= 0
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,11 @@ class State:
     answer_tokens: int
     """Tokens made since the start."""
     decode_steps: int
-    """Steps since the start that took one token of each running request."""
+    """Steps since the start that took one token of each running request, and its draft."""
+    drafted_tokens: int
+    """Tokens that were drafted and checked since the start."""
+    accepted_tokens: int
+    """Those of them that became part of answers."""
     preemptions: int
     """Times since the start that a request had to give up its pages and compute them again."""
     alive: bool

@@ -57,6 +57,18 @@ def generator(sampling: Sampling) -> np.random.Generator:
     return np.random.default_rng([seed, sampling.choice] if sampling.choice else seed)
 
 
+class Numbers:
+    """The random numbers of one request: each place of the answer has one, however often it is asked for."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._random, self._drawn = generator(sampling), list[float]()
+
+    def at(self, place: int) -> float:
+        while len(self._drawn) <= place:
+            self._drawn.append(self._random.random())
+        return self._drawn[place]
+
+
 def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: Mapping[int, int]) -> Floats:
     """Logits after penalties and biases; a copy where they change. `answer`: how often a token is in it.
 
@@ -78,8 +90,9 @@ def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: 
     return logits
 
 
-def choose(logits: Floats, sampling: Sampling, random: np.random.Generator) -> int:
-    """One token from logits float32 [vocab]. Raises EngineError when they are not numbers."""
+def choose(logits: Floats, sampling: Sampling, number: float) -> int:
+    """One token from logits float32 [vocab]; `number`, from 0 to 1, decides which. Raises EngineError when
+    the logits are not numbers."""
     best = int(logits.argmax())
     highest = logits[best]
     if not np.isfinite(highest):
@@ -90,7 +103,7 @@ def choose(logits: Floats, sampling: Sampling, random: np.random.Generator) -> i
         scaled = (logits.astype(np.float64) - np.float64(highest)) / sampling.temperature
     tokens, weights = _candidates(np.exp(scaled), sampling)
     sums = np.cumsum(weights)
-    place = int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
+    place = int(np.searchsorted(sums, number * sums[-1], side="right"))
     return int(tokens[min(place, len(tokens) - 1)])
 
 

@@ -74,6 +74,21 @@ class Schedule:
                 parts.append((sequence, 1))
         return parts
 
+    def stretch(self, sequence: Sequence, count: int) -> int:
+        """Pages for a draft of `count` tokens, as far as nobody has to give any up; how many tokens fit."""
+        while len(sequence.pages) * self._page_size <= sequence.length + count:
+            more = self.pages.take(1)
+            if more is None:
+                break
+            sequence.pages += more
+        return min(count, len(sequence.pages) * self._page_size - sequence.length - 1)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Gives back the pages that only rejected drafts needed."""
+        needed = -(-len(sequence.tokens) // self._page_size)
+        self.pages.release(sequence.pages[needed:])
+        del sequence.pages[needed:]
+
     def computed(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens are in the cache; full pages of the prompt can now be shared."""
         before = sequence.length
@@ -95,6 +110,7 @@ class Schedule:
             return False
         sequence.pages = shared + own
         sequence.length = len(shared) * self._page_size
+        sequence.draft_length = min(sequence.length, len(sequence.request.prompt))
         if sequence.cached is None:
             sequence.cached = sequence.length
             self.cached_tokens += sequence.length

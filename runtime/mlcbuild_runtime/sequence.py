@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence as List
+from dataclasses import replace
 
 import numpy as np
 
+from mlcbuild_runtime.drafts import Credit, Lookup
 from mlcbuild_runtime.errors import ServingError
 from mlcbuild_runtime.grammar import Matcher
 from mlcbuild_runtime.pages import Key
 from mlcbuild_runtime.pooling import Pool
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
-from mlcbuild_runtime.sampling import Floats, Logprob, adjusted, choose, generator, logprobs
+from mlcbuild_runtime.sampling import Floats, Logprob, Numbers, adjusted, choose, logprobs
 from mlcbuild_runtime.text import Tokenizer
 
 
@@ -39,8 +41,14 @@ class Sequence:
         self.cached: int | None = None
         """Tokens that the prefix cache had when it was first admitted; None before."""
         self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        self.draft: list[int] = []
+        """Tokens that may follow, to be checked in the next step."""
+        self.draft_length = 0
+        """Tokens whose keys and values are in the cache of a draft model."""
+        self.credit, self.lookup = Credit(), Lookup()
+        self.accepted = self.rejected = 0
         self._keys: list[Key] = []
-        self._random = generator(request.sampling)
+        self._numbers = Numbers(request.sampling)
         self._stream = tokenizer.stream(request.stop, request.message)
         self._eos = tokenizer.eos
         self._counts: Counter[int] = Counter()
@@ -80,10 +88,22 @@ class Sequence:
             self._keys.append((-1 - self.order, *block) if own else block)
         return self._keys[: length // page_size]
 
-    def next(self, logits: Floats) -> Event:
-        """Chooses a token. An error is an event, too."""
+    def next(self, rows: Floats) -> list[Event]:
+        """Chooses tokens from logits [1 + len(draft), vocab]: one, and one more for each drafted token that
+        was chosen. An error is an event, too."""
+        draft, self.draft = self.draft, []
+        self.rejected += len(draft)
+        events: list[Event] = []
+        for row, guess in zip(rows, [*draft, None], strict=True):
+            events.append(self._event(row, guess))
+            if events[-1].last or self.tokens[-1] != guess:
+                break
+            self.length += 1
+        return events
+
+    def _event(self, logits: Floats, guess: int | None) -> Event:
         try:
-            return self._next(logits)
+            return self._next(logits, guess)
         except ServingError as error:
             return self.failed(error)
 
@@ -98,24 +118,69 @@ class Sequence:
         return Event(finish="stop", vector=self.pool.vector(), cached=self.cached or 0)
 
     def failed(self, error: ServingError) -> Event:
-        return Event(tokens=self.answered, error=error, cached=self.cached or 0)
+        return self._told(Event(error=error))
 
-    def _next(self, logits: Floats) -> Event:
+    def _told(self, event: Event) -> Event:
+        """With what is known of the whole answer."""
+        return replace(
+            event,
+            tokens=self.answered,
+            cached=self.cached or 0,
+            accepted=self.accepted,
+            rejected=self.rejected,
+        )
+
+    def _next(self, logits: Floats, guess: int | None) -> Event:
         request = self.request
-        adapted = adjusted(logits, request.sampling, request.prompt, self._counts)
-        if self._matcher is not None:
-            allowed = self._matcher.allowed(len(adapted))
-            adapted = np.where(allowed, adapted, np.float32(-np.inf))
-        token = choose(adapted, request.sampling, self._random)
+        token = self._choice(logits, self._matcher, [])
         if self._matcher is not None:
             self._matcher.take(token)
         self.tokens.append(token)
         self._counts[token] += 1
+        if token == guess:
+            self.accepted += 1
+            self.rejected -= 1
         logprob, alternatives = None, tuple[Logprob, ...]()
         if request.logprobs is not None:
             logprob, alternatives = logprobs(logits, token, request.logprobs)
         text, finish = self._text(token)
-        return Event(text, self.answered, finish, None, logprob, alternatives, self.cached or 0)
+        return self._told(Event(text, finish=finish, logprob=logprob, alternatives=alternatives))
+
+    def _choice(self, logits: Floats, matcher: Matcher | None, draft: List[int]) -> int:
+        """The token after all tokens and `draft`. It depends on nothing else but the logits and the seed."""
+        request, counts = self.request, self._counts
+        if draft and request.sampling.adjusts:
+            counts = counts + Counter(draft)
+        adapted = adjusted(logits, request.sampling, request.prompt, counts)
+        if matcher is not None:
+            allowed = matcher.allowed(len(adapted))
+            adapted = np.where(allowed, adapted, np.float32(-np.inf))
+        return choose(adapted, request.sampling, self._numbers.at(self.answered + len(draft)))
+
+    def draft_limit(self, most: int) -> int:
+        """Tokens to draft now, at most; 0: none."""
+        limits = [(self.request.max_tokens or 0) - self.answered - 1]
+        if self.ticket.room is not None:
+            limits.append(self.ticket.room - 1)
+        wanted = most if self._matcher is not None else self.credit.wanted(most)
+        return max(0, min(wanted, *limits))
+
+    def forced(self, count: int) -> list[int]:
+        """What the constraint leaves no choice about."""
+        return [] if self._matcher is None else self._matcher.forced(count)
+
+    def allowed(self, draft: list[int]) -> list[int]:
+        """As much of a draft as the constraint allows."""
+        return draft if self._matcher is None else draft[: self._matcher.accepted(draft)]
+
+    def guess(self, logits: Floats) -> bool:
+        """One more token for the draft, from a draft model's logits. False: nothing can come after it."""
+        try:
+            matcher = None if self._matcher is None else self._matcher.after(self.draft)
+            self.draft.append(self._choice(logits, matcher, self.draft))
+        except ServingError:
+            return False
+        return self.draft[-1] not in self._eos
 
     def _text(self, token: int) -> tuple[str, Finish | None]:
         """What the token adds to the answer, and whether that was all."""

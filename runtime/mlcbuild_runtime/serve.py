@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.bundle import Pooling
+from mlcbuild_runtime.drafts import Speculate
 from mlcbuild_runtime.errors import ServingError, SetupError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Options:
     max_waiting: int | None = None
     pooling: Pooling | None = None
     """Of embeddings, instead of the bundle's."""
+    speculate: Speculate | None = None
     drain: float = DRAIN
     access: Access = field(default_factory=Access)
     access_log: str | None = None
@@ -114,7 +116,9 @@ def _serve(path: Path, options: Options, listener: socket.socket, lines: TextIO 
     from mlcbuild_runtime.engine import Engine
     from mlcbuild_runtime.server import create_app
 
-    engine = Engine(model, tokenizer, options.max_batch, options.max_waiting, options.pooling).start(trace)
+    engine = Engine(
+        model, tokenizer, options.max_batch, options.max_waiting, options.pooling, options.speculate
+    ).start(trace)
 
     class Server(uvicorn.Server):
         """Ends the engine first: every open stream then ends by itself."""

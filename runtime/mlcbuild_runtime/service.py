@@ -150,6 +150,7 @@ def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], mes
         logprobs=options.logprobs,
         constraint=options.constraint,
         ignore_eos=options.ignore_eos,
+        speculate=options.speculate,
         priority=options.priority,
     )
 

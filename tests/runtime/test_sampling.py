@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 def frequencies(logits: Floats, sampling: Sampling, count: int = 5_000) -> NDArray[np.float64]:
     random = generator(sampling)
-    found = [choose(logits, sampling, random) for _ in range(count)]
+    found = [choose(logits, sampling, random.random()) for _ in range(count)]
     return np.bincount(found, minlength=len(logits)) / count
 
 
@@ -35,7 +35,7 @@ def kept(logits: Floats, sampling: Sampling) -> list[int]:
 
 def test_temperature_zero_takes_the_most_likely() -> None:
     logits = np.array([0.0, 3.0, 2.9], np.float32)
-    assert choose(logits, Sampling(temperature=0), generator(Sampling())) == 1
+    assert choose(logits, Sampling(temperature=0), 0.5) == 1
 
 
 def test_tiny_temperatures_are_as_zero() -> None:
@@ -65,7 +65,7 @@ def test_only_kept_tokens_are_chosen(
     array = np.array(logits, np.float32)
     sampling = Sampling(1.0, top_p, top_k, min_p, seed)
     random = generator(sampling)
-    chosen = {choose(array, sampling, random) for _ in range(20)}
+    chosen = {choose(array, sampling, random.random()) for _ in range(20)}
     probable = kept(array, Sampling(1.0, min(1.0, top_p + 1e-9), top_k, min_p * (1 - 1e-9), seed))
     assert chosen <= set(probable)
 
@@ -83,8 +83,8 @@ def test_a_seed_gives_the_same_tokens_again() -> None:
     logits = np.zeros(50, np.float32)
     for seed in (0, 7, -7, (1 << 63) - 1, -(1 << 63)):
         a, b = generator(Sampling(seed=seed)), generator(Sampling(seed=seed))
-        assert [choose(logits, Sampling(), a) for _ in range(9)] == [
-            choose(logits, Sampling(), b) for _ in range(9)
+        assert [choose(logits, Sampling(), a.random()) for _ in range(9)] == [
+            choose(logits, Sampling(), b.random()) for _ in range(9)
         ]
     assert generator(Sampling()).random() != generator(Sampling()).random()
 
@@ -94,12 +94,12 @@ def test_logits_that_are_not_numbers_are_an_error(value: float) -> None:
     logits = np.array([0.0, value, 1.0], np.float32)
     for temperature in (0.0, 1.0):
         with pytest.raises(EngineError, match="logits are not numbers"):
-            choose(logits, Sampling(temperature), generator(Sampling()))
+            choose(logits, Sampling(temperature), 0.5)
 
 
 def test_all_logits_minus_infinity_are_an_error() -> None:
     with pytest.raises(EngineError, match="logits are not numbers"):
-        choose(np.full(3, -np.inf, np.float32), Sampling(), generator(Sampling()))
+        choose(np.full(3, -np.inf, np.float32), Sampling(), 0.5)
 
 
 def test_one_impossible_token_is_never_chosen() -> None:

@@ -1,0 +1,211 @@
+"""Speculative decoding: several tokens of a sequence in one step, drafted first and then checked.
+
+The model computes the last token and the draft in one step. Then each row's token is chosen as it is
+without drafts, with the random number of its place in the answer, and the next row counts as long as the
+chosen token is the drafted one. A draft of probability p is so accepted with probability p, and what comes in
+its place is distributed as the rest: that is rejection sampling of Leviathan et al. (2023, arXiv:2211.17192)
+for a proposal that is certain. A draft bundle's proposals are drawn with the same random numbers as the
+model's tokens, so that they agree when the distributions do (Daliri et al., 2024, arXiv:2408.07978). Either
+way an answer is what it is without drafts, token by token, for every seed and whatever shares its batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as List
+from pathlib import Path
+
+import numpy as np
+
+from mlcbuild_runtime.drafts import Prices, Speculate
+from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.sequence import Sequence
+from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.vm import Floats, Model, Step
+
+log = logging.getLogger(__name__)
+
+ROWS = 16
+"""Rows of a step with drafts. Up to so many, kernels give each row what it has alone, bit by bit."""
+
+Part = tuple[List[int], int, List[int]]
+"""(new tokens, length after them, pages) of a sequence in a step."""
+
+
+class Speculation:
+    """Drafts for one engine. All but `load` runs on the engine's thread."""
+
+    def __init__(self, tokens: int, rows: int, drafter: Drafter | None = None) -> None:
+        """`tokens`: to draft at most. `rows`: of a step with drafts."""
+        self._tokens, self._rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
+
+    @classmethod
+    def load(cls, how: Speculate, model: Model, tokenizer: Tokenizer) -> Speculation:
+        """Raises BundleError when the draft bundle does not fit the model."""
+        drafter = None if how.draft is None else Drafter.load(how.draft, model, tokenizer)
+        return cls(how.tokens, min(ROWS, model.limits.prefill_chunk), drafter)
+
+    def allot(self, sequences: List[Sequence], batch: int) -> list[tuple[Sequence, int]]:
+        """How many tokens to draft for each of `sequences`, which are among the `batch` of a step."""
+        room = self._rows - batch
+        willing = [
+            (sequence, wanted)
+            for sequence in sequences
+            if sequence.request.speculate and (wanted := sequence.draft_limit(self._tokens)) > 0
+        ]
+        found = []
+        for left, (sequence, wanted) in zip(range(len(willing), 0, -1), willing, strict=True):
+            count = min(wanted, room // left)
+            room -= max(0, count)
+            if count > 0:
+                found.append((sequence, count))
+        return found
+
+    def propose(self, parts: List[tuple[Sequence, int]]) -> None:
+        """Sets the drafts of sequences that have pages for that many more tokens."""
+        open_parts = []
+        for sequence, count in parts:
+            sequence.draft = sequence.forced(count)
+            wanted = sequence.credit.wanted(count)
+            if not sequence.draft and wanted:
+                open_parts.append((sequence, wanted))
+        if self._drafter is None:
+            for sequence, count in open_parts:
+                sequence.draft = sequence.lookup.propose(sequence.tokens, count)
+        elif open_parts:
+            self._draft(self._drafter, open_parts)
+        for sequence, _ in parts:
+            sequence.draft = sequence.allowed(sequence.draft)
+
+    def settle(self, batch: int, drafts: List[tuple[Sequence, int, int]], seconds: float) -> None:
+        """After a step: (sequence, tokens drafted, tokens accepted) of all, and how long it took."""
+        drafted = sum(count for _, count, _ in drafts)
+        self._prices.observe(batch, drafted, seconds)
+        price = self._prices.price(batch, drafted) if drafted else 0
+        for sequence, count, accepted in drafts:
+            if count:
+                sequence.credit.settle(count, accepted, price)
+            else:
+                sequence.credit.rest()
+
+    def prefilled(self, parts: List[tuple[Sequence, Part]]) -> None:
+        """The model has taken in these; a draft model follows, so that its cache can be shared alike."""
+        if self._drafter is not None:
+            try:
+                self._drafter.follow(parts)
+            except Exception:  # whatever the library raises
+                self._give_up()
+
+    def _draft(self, drafter: Drafter, parts: List[tuple[Sequence, int]]) -> None:
+        try:
+            drafter.draft(parts)
+        except Exception:  # whatever the library raises
+            for sequence, _ in parts:
+                sequence.draft = []
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Answers do not need drafts."""
+        log.exception("the draft bundle has failed and is not used any more")
+        self._drafter = None
+
+
+class Drafter:
+    """A second, smaller model. Its cache has the model's pages: a token's keys and values have one place."""
+
+    def __init__(self, model: Model, size: int) -> None:
+        """`size`: of the vocabulary of the model that checks."""
+        self._model, self._size = model, size
+
+    @classmethod
+    def load(cls, path: Path, model: Model, tokenizer: Tokenizer) -> Drafter:
+        """Raises BundleError when it cannot be loaded or does not fit `model` and its tokenizer."""
+        found = Model.load(path, model.threads)
+        refused = refusal(model, found) or _other_tokens(model, tokenizer, found)
+        if refused is not None:
+            raise BundleError(f"{path} cannot draft for {model.manifest.name}: {refused}")
+        found.pages = model.pages
+        return cls(found, model.manifest.vocab_size)
+
+    def follow(self, parts: List[tuple[Sequence, Part]]) -> None:
+        """Takes in what the model has taken in."""
+        fitting = [(sequence, part) for sequence, part in parts if self._fits(part[1])]
+        if fitting:
+            self._forward([part for _, part in fitting])
+        for sequence, (_, end, _) in fitting:
+            sequence.draft_length = end
+
+    def draft(self, parts: List[tuple[Sequence, int]]) -> None:
+        """Sets drafts, one token after the other for all sequences together."""
+        going = self._caught_up([part for part in parts if self._fits(len(part[0].tokens) + part[1])])
+        while going:
+            logits = self._forward([self._part(sequence) for sequence, _ in going])
+            more = []
+            for (sequence, count), row in zip(going, logits, strict=True):
+                sequence.draft_length = len(sequence.tokens) + len(sequence.draft)
+                if sequence.guess(padded(row, self._size)) and len(sequence.draft) < count:
+                    more.append((sequence, count))
+            going = more
+
+    def _fits(self, length: int) -> bool:
+        return length <= self._model.limits.context_window
+
+    def _part(self, sequence: Sequence) -> Part:
+        known, size = sequence.draft_length, len(sequence.tokens)
+        tokens = [*sequence.tokens[known:], *sequence.draft[max(0, known - size) :]]
+        return tokens, size + len(sequence.draft), sequence.pages
+
+    def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+        """Those whose tokens can be taken in at once. Others have rested; one of them gets a chunk."""
+        room, found = self._model.limits.prefill_chunk, []
+        for sequence, count in parts:
+            sequence.draft_length = min(sequence.draft_length, sequence.length)
+            missing = len(sequence.tokens) - sequence.draft_length
+            if missing <= room:
+                found.append((sequence, count))
+                room -= missing
+            elif room == self._model.limits.prefill_chunk:
+                end = sequence.draft_length + room
+                self._forward([(sequence.tokens[sequence.draft_length : end], end, sequence.pages)])
+                sequence.draft_length = end
+        return found
+
+    def _forward(self, parts: List[Part]) -> Floats:
+        """Logits float32 [len(parts), vocab] of the last tokens."""
+        size, last = self._model.limits.page_size, self._model.manifest.vocab_size - 1
+        known = [([min(token, last) for token in tokens], end, pages) for tokens, end, pages in parts]
+        step = Step.of([(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in known])
+        return self._model.forward(step)
+
+
+def refusal(model: Model, draft: Model) -> str | None:
+    """Why the limits of a draft bundle do not do for a model; None: they do."""
+    ours, theirs = model.limits, draft.limits
+    if ours.page_size != theirs.page_size:
+        return f"its pages hold {theirs.page_size} tokens, not {ours.page_size}"
+    for name in ("prefill_chunk", "max_batch"):
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if there < here:
+            return f"it was compiled with {name} = {there}, and at least {here} is needed"
+    return None
+
+
+def _other_tokens(model: Model, tokenizer: Tokenizer, draft: Model) -> str | None:
+    """The first difference between the vocabularies; None: there is none but in the padding at the end."""
+    other = Tokenizer.load(draft.path, draft.manifest.serving)
+    sizes = model.manifest.vocab_size, draft.manifest.vocab_size
+    for token in range(max(sizes)):
+        names = [found.vocabulary.token_name(token) for found in (tokenizer, other)]
+        if names[0] != names[1] or (names[0] and token >= min(sizes)):
+            return (
+                f"token {token} is {names[1]!r} there and {names[0]!r} here, with vocabularies of {sizes[1]}"
+                f" and {sizes[0]} tokens; both need the same one"
+            )
+    return None
+
+
+def padded(logits: Floats, size: int) -> Floats:
+    """Logits for a vocabulary of another size: what is missing is impossible."""
+    if len(logits) >= size:
+        return logits[:size]
+    return np.concatenate([logits, np.full(size - len(logits), -np.inf, np.float32)])

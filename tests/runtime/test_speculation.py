@@ -1,0 +1,480 @@
+"""Speculative decoding: answers are what they are without it, whatever is drafted."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlcbuild_runtime import local
+from mlcbuild_runtime.drafts import Credit, Lookup, Prices, Speculate
+from mlcbuild_runtime.engine import Engine
+from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.grammar import Constraint
+from mlcbuild_runtime.request import Event, Request
+from mlcbuild_runtime.sampling import Sampling
+from mlcbuild_runtime.sequence import Sequence
+from mlcbuild_runtime.speculation import ROWS, Speculation
+from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.vm import Floats, Model, Step
+
+from . import shared, toy
+from .test_engine import GREEDY, ask, drain, greedy, tokens_of, wait_idle
+
+Guess = Callable[[Sequence, int], list[int]]
+
+
+class Drafting(Speculation):
+    """Drafts what a function says, for every sequence, however well that goes."""
+
+    def __init__(self, guess: Guess) -> None:
+        super().__init__(7, ROWS)
+        self._guess = guess
+
+    def allot(self, sequences: Any, batch: int) -> list[tuple[Sequence, int]]:
+        for sequence in sequences:
+            sequence.credit.balance, sequence.credit.length = 5.0, 7
+        return super().allot(sequences, batch)
+
+    def propose(self, parts: Any) -> None:
+        for sequence, count in parts:
+            sequence.draft = sequence.allowed(self._guess(sequence, count)[:count])
+
+
+def perfect(sequence: Sequence, count: int) -> list[int]:
+    return toy.expected(sequence.tokens, count)
+
+
+def garbage(sequence: Sequence, count: int) -> list[int]:
+    return [random.Random(len(sequence.tokens) + i).randrange(256) for i in range(count)]
+
+
+def partly(sequence: Sequence, count: int) -> list[int]:
+    """Right for a while, then wrong, of any length; sometimes nothing."""
+    source = random.Random(sum(sequence.tokens))
+    found = toy.expected(sequence.tokens, source.randrange(count + 1))
+    if found and source.random() < 0.6:
+        found[source.randrange(len(found))] ^= 1
+    return found
+
+
+GUESSES = [perfect, garbage, partly]
+
+
+def start(bundle: Path, guess: Guess | None, eos: bool = False, **options: Any) -> Engine:
+    model = Model.load(bundle, max_pages=options.pop("max_pages", None))
+    tokenizer = Tokenizer.load(bundle, model.manifest.serving)
+    if not eos:
+        tokenizer.eos = frozenset()
+    engine = Engine(model, tokenizer, **options)
+    if guess is not None:
+        engine._speculation = Drafting(guess)
+    return engine.start()
+
+
+@pytest.fixture(scope="module", params=GUESSES)
+def drafting(request: pytest.FixtureRequest, toy_bundle: Path) -> Iterator[Engine]:
+    engine = start(toy_bundle, request.param)
+    yield engine
+    assert engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(toy_bundle: Path) -> Iterator[Engine]:
+    engine = start(toy_bundle, None)
+    yield engine
+    assert engine.close()
+
+
+def jobs(seed: int, count: int) -> list[tuple[list[int], int]]:
+    source = random.Random(seed)
+    return [
+        ([source.randrange(256) for _ in range(source.randrange(1, 80))], source.randrange(1, 90))
+        for _ in range(count)
+    ]
+
+
+def test_greedy_answers_alone_and_together(drafting: Engine) -> None:
+    for prompt, count in jobs(1, 6):
+        events = drain(ask(drafting, greedy(prompt, count)))
+        assert tokens_of(events) == toy.expected(prompt, count)
+        assert [event.tokens for event in events] == list(range(1, count + 1))
+        assert events[-1].finish == "length"
+    many = jobs(2, 20)
+    queues = [ask(drafting, greedy(*job)) for job in many]
+    for (prompt, count), queue in zip(many, queues, strict=True):
+        assert tokens_of(drain(queue)) == toy.expected(prompt, count)
+    wait_idle(drafting)
+    state = drafting.state()
+    assert state.free_pages == state.pages
+    assert state.drafted_tokens > 100
+
+
+def test_perfect_drafts_are_accepted_and_save_steps(toy_bundle: Path) -> None:
+    engine = start(toy_bundle, perfect)
+    try:
+        events = drain(ask(engine, greedy([3, 5, 7], 100)))
+        assert tokens_of(events) == toy.expected([3, 5, 7], 100)
+        assert (events[-1].accepted, events[-1].rejected) == (86, 0)  # 1 + 12 steps of 1 + 7, and 1 + 2
+        state = engine.state()
+        assert (state.drafted_tokens, state.accepted_tokens, state.answer_tokens) == (86, 86, 100)
+        off = drain(ask(engine, Request((3, 5, 7), 20, GREEDY, speculate=False)))
+        assert (off[-1].accepted, off[-1].rejected, off[-1].tokens) == (0, 0, 20)
+    finally:
+        engine.close()
+
+
+def test_garbage_is_counted_as_rejected(toy_bundle: Path) -> None:
+    engine = start(toy_bundle, garbage)
+    try:
+        last = drain(ask(engine, greedy([1, 2], 50)))[-1]
+        assert last.rejected > 200
+        assert last.accepted < 20
+    finally:
+        engine.close()
+
+
+SAMPLINGS = [
+    Sampling(temperature=1.5, seed=3),
+    Sampling(temperature=1.2, top_p=0.8, top_k=30, min_p=0.01, seed=4),
+    Sampling(temperature=0, frequency_penalty=0.7, presence_penalty=0.3),
+    Sampling(temperature=1.3, repetition_penalty=1.4, bias=((5, 4.0), (9, -100.0)), seed=6),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_same_tokens_and_logprobs_with_and_without(
+    plain: Engine, drafting: Engine, sampling: Sampling
+) -> None:
+    """With one seed the very same, alone and in a batch."""
+
+    def request(prompt: list[int], count: int) -> Request:
+        return Request(tuple(prompt), count, sampling, logprobs=3)
+
+    many = jobs(3, 8)
+    wanted = [drain(ask(plain, request(*job))) for job in many]
+    alone = [drain(ask(drafting, request(*job))) for job in many[:3]]
+    queues = [ask(drafting, request(*job)) for job in many]
+    together = [drain(queue) for queue in queues]
+    for found, events in zip([*alone, *together], [*wanted[:3], *wanted], strict=True):
+        assert tokens_of(found) == tokens_of(events)
+        assert [(e.logprob, e.alternatives) for e in found] == [(e.logprob, e.alternatives) for e in events]
+        assert "".join(e.text for e in found) == "".join(e.text for e in events)
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_answers_when_pages_run_out(toy_bundle: Path, guess: Guess) -> None:
+    engine = start(toy_bundle, guess, max_pages=18)
+    try:
+        many = [(prompt[:70], count) for prompt, count in jobs(5, 12)]
+        queues = [ask(engine, greedy(*job)) for job in many]
+        for (prompt, count), queue in zip(many, queues, strict=True):
+            assert tokens_of(drain(queue)) == toy.expected(prompt, count)
+        wait_idle(engine)
+        assert engine.state().free_pages == 18
+        assert engine.state().preemptions > 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_stop_strings_and_end_tokens_inside_a_draft(toy_bundle: Path, plain: Engine, guess: Guess) -> None:
+    engine, without = start(toy_bundle, guess, eos=True), start(toy_bundle, None, eos=True)
+    try:
+        for prompt in ([seed, 2, seed] for seed in range(6)):
+            text = "".join(e.text for e in drain(ask(plain, greedy(prompt, 60))))
+            for request in (
+                Request(tuple(prompt), 200, GREEDY),
+                Request(tuple(prompt), 60, GREEDY, stop=(text[20:23],), ignore_eos=True),
+            ):
+                found, wanted = drain(ask(engine, request)), drain(ask(without, request))
+                assert [(e.text, e.finish, e.tokens) for e in found] == [
+                    (e.text, e.finish, e.tokens) for e in wanted
+                ]
+        wait_idle(engine)
+        assert engine.state().free_pages == engine.state().pages
+    finally:
+        engine.close()
+        without.close()
+
+
+def test_a_slow_reader_gets_no_more_than_its_window(toy_bundle: Path) -> None:
+    engine = start(toy_bundle, perfect)
+    try:
+        slow: SimpleQueue[Event] = SimpleQueue()
+        ticket = engine.submit(greedy([1], 60), slow.put, window=5)
+        most, events = 0, list[Event]()
+        while not events or not events[-1].last:
+            events.append(slow.get(timeout=30))
+            most = max(most, slow.qsize() + 1)
+            ticket.read()
+        assert tokens_of(events) == toy.expected([1], 60)
+        assert most <= 5
+    finally:
+        engine.close()
+
+
+def test_cancelling_leaves_no_trace(drafting: Engine) -> None:
+    queue: SimpleQueue[Event] = SimpleQueue()
+    tickets = [drafting.submit(greedy([i], 255), queue.put) for i in range(8)]
+    queue.get(timeout=30)
+    for ticket in tickets:
+        ticket.cancel()
+    wait_idle(drafting)
+    assert drafting.state().free_pages == drafting.state().pages
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_constrained_answers(toy_bundle: Path, guess: Guess) -> None:
+    """Masks are those of each place; the matcher never sees a token that was not chosen."""
+    constraint = Constraint("regex", "[a-f]{3}(-[0-9]+){2}[xyz]{5,40}", "response_format")
+    engine, without = start(toy_bundle, guess, eos=True), start(toy_bundle, None, eos=True)
+    try:
+        for seed in range(6):
+            request = Request((1, 2, seed), 60, Sampling(1.0, seed=seed), constraint=constraint, logprobs=0)
+            found, wanted = drain(ask(engine, request)), drain(ask(without, request))
+            assert tokens_of(found) == tokens_of(wanted)
+            assert found[-1].finish == wanted[-1].finish
+    finally:
+        engine.close()
+        without.close()
+
+
+def test_what_a_constraint_forces_is_drafted(toy_bundle: Path) -> None:
+    constraint = Constraint("regex", "the answer is certainly (yes|no)", "response_format")
+    engine = start(toy_bundle, None, eos=True, speculate=Speculate())
+    try:
+        events = drain(ask(engine, Request((1,), 60, GREEDY, constraint=constraint)))
+        text = "".join(event.text for event in events)
+        assert text in ("the answer is certainly yes", "the answer is certainly no")
+        assert events[-1].accepted >= 15
+        assert events[-1].rejected == 0
+    finally:
+        engine.close()
+
+
+def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float], total: int) -> float:
+    """(statistic - degrees) / sqrt(2 degrees): about normal where what is expected is at least 5."""
+    common = {key: p for key, p in exact.items() if p * total >= 5}
+    rest = 1 - sum(common.values())
+    statistic = sum((counts[key] - p * total) ** 2 / (p * total) for key, p in common.items())
+    if rest * total >= 5:
+        seen = total - sum(counts[key] for key in common)
+        statistic += (seen - rest * total) ** 2 / (rest * total)
+    degrees = len(common) - (rest * total < 5)
+    return float((statistic - degrees) / (2 * degrees) ** 0.5)
+
+
+@pytest.mark.parametrize("guess", [perfect, partly])
+def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
+    """Triples of tokens against the product of exact probabilities."""
+    model = Model.load(toy_bundle)
+    prompt, total = [7, 8, 9], 1500
+
+    def exact(tokens: list[int], left: int) -> dict[tuple[int, ...], float]:
+        if not left:
+            return {(): 1.0}
+        row = model.score(tokens)[-1].astype(np.float64)
+        best = np.argsort(-row)[:4]
+        weights = np.exp(row[best] - row[best[0]])
+        found = {}
+        for token, p in zip(best.tolist(), weights / weights.sum(), strict=True):
+            for rest, more in exact([*tokens, token], left - 1).items():
+                found[token, *rest] = p * more
+        return found
+
+    wanted = exact(prompt, 3)
+    engine = start(toy_bundle, guess, max_waiting=total)
+    try:
+        samplings = [Sampling(temperature=1.0, top_k=4, seed=seed) for seed in range(total)]
+        queues = [ask(engine, Request(tuple(prompt), 3, sampling, logprobs=0)) for sampling in samplings]
+        counts = Counter(tuple(tokens_of(drain(queue))) for queue in queues)
+        state = engine.state()
+        assert state.accepted_tokens > 150
+        assert state.drafted_tokens - state.accepted_tokens > 150
+        assert set(counts) <= set(wanted)
+        assert chi_squared(counts, wanted, total) < 5
+    finally:
+        engine.close()
+
+
+@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60), count=st.integers(1, 9))
+def test_lookup_is_what_followed_the_longest_known_end(tokens: list[int], count: int) -> None:
+    lookup = Lookup()
+    for end in range(1, len(tokens) + 1):
+        text, found = tokens[:end], lookup.propose(tokens[:end], count)
+        wanted = []
+        for size in (4, 3, 2):
+            places = [i for i in range(size, end) if size <= end and text[i - size : i] == text[end - size :]]
+            if places:
+                whole = text[:]
+                for i in range(count):
+                    whole.append(whole[places[-1] + i])
+                wanted = whole[end:]
+                break
+        assert found == wanted
+
+
+@settings(max_examples=50)
+@given(prices=st.lists(st.floats(0, 0.9), min_size=1), seed=st.integers(0, 1000))
+def test_bad_drafts_cost_little(prices: list[float], seed: int) -> None:
+    credit, source, cost, plain = Credit(), random.Random(seed), 0.0, 0
+    for step in range(2000):
+        count = credit.wanted(8)
+        if count:
+            price = prices[step % len(prices)]
+            credit.settle(count, 0, price)
+            cost += count * price
+        else:
+            credit.rest()
+            plain += 1
+        source.random()
+    assert cost <= 1.5 + 0.02 * plain + 8
+
+
+def test_good_drafts_grow() -> None:
+    credit = Credit()
+    lengths = []
+    for _ in range(4):
+        lengths.append(credit.wanted(16))
+        credit.settle(lengths[-1], lengths[-1], 0.2)
+    assert lengths == [4, 8, 16, 16]
+    credit.settle(16, 3, 0.2)
+    assert credit.wanted(16) == 4
+
+
+def test_prices_come_from_times() -> None:
+    prices = Prices()
+    assert prices.price(1, 4) == pytest.approx(0.2)
+    prices.observe(1, 0, 1.0)
+    prices.observe(1, 4, 9.0)
+    prices.observe(1, 4, 3.0)
+    assert prices.price(1, 4) == pytest.approx(0.5)
+    assert prices.price(4, 4) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("rows", range(2, ROWS + 1))
+def test_checking_is_as_decoding_bit_by_bit(tiny_bundle: Path, rows: int) -> None:
+    model = _tiny(tiny_bundle)
+    tokens = [1, *range(30, 30 + 60)]
+    pages = list(range(4))
+    decoded = model.score(tokens, chunk=1)[60 - rows : 60].copy()
+    checked = model.forward(Step.of([(tokens[60 - rows : 60], 60, pages)], all_rows=True))
+    assert (decoded == checked).all()
+    # Beside others, too.
+    other = ([5, 6, 7][: max(1, ROWS - rows)], 3, [9])
+    checked = model.forward(Step.of([other, (tokens[60 - rows : 60], 60, pages)], all_rows=True))
+    if rows + len(other[0]) <= ROWS:
+        assert (decoded == checked[len(other[0]) :]).all()
+
+
+_loaded: dict[Path, Model] = {}
+
+
+def _tiny(path: Path) -> Model:
+    if path not in _loaded:
+        _loaded[path] = Model.load(path)
+    return _loaded[path]
+
+
+TEXT = "one two three four five six seven. one two three four five six seven. one two three"
+
+
+@pytest.mark.parametrize("how", ["lookup", "draft"])
+def test_a_real_model_says_the_same(tiny_bundle: Path, how: str) -> None:
+    """Drafted by itself, nearly all is accepted: draws and masks are those of the model."""
+    tokenizer = Tokenizer.load(tiny_bundle, Model.load(tiny_bundle).manifest.serving)
+    prompt = tuple(tokenizer.encode(TEXT))
+    fields = '{"name": {"type": "string"}, "age": {"type": "integer"}}'
+    source = f'{{"type": "object", "properties": {fields}, "required": ["name", "age"]}}'
+    schema = Constraint("json_schema", source, "response_format")
+    requests = [
+        Request(prompt, 60, GREEDY, logprobs=0, ignore_eos=True),
+        Request(prompt, 60, Sampling(0.8, seed=1, frequency_penalty=0.3), logprobs=0, ignore_eos=True),
+        Request(prompt[:20], 40, Sampling(1.0, seed=2), logprobs=0, constraint=schema),
+    ]
+    answers, engines = [], [
+        start(tiny_bundle, None, eos=True),
+        start(tiny_bundle, None, eos=True, speculate=Speculate(tiny_bundle if how == "draft" else None)),
+    ]  # fmt: skip
+    for engine in engines:
+        queues = [ask(engine, request) for request in [*requests, *requests]]
+        answers.append([drain(queue) for queue in queues])
+        state = engine.state()
+        engine.close()
+    assert [tokens_of(events) for events in answers[0]] == [tokens_of(events) for events in answers[1]]
+    assert state.accepted_tokens > 0
+    if how == "draft":
+        assert state.accepted_tokens > 0.9 * state.drafted_tokens > 10
+
+
+class Broken(Model):
+    def forward(self, step: Step) -> Floats:
+        raise RuntimeError("no")
+
+
+def test_a_draft_bundle_that_fails_is_left_out(tiny_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(tiny_bundle, None, speculate=Speculate(tiny_bundle))
+    assert engine._speculation is not None and engine._speculation._drafter is not None
+    engine._speculation._drafter._model.__class__ = Broken
+    try:
+        assert drain(ask(engine, Request((1, 40, 41), 20, GREEDY)))[-1].finish == "length"
+        assert "the draft bundle has failed and is not used any more" in caplog.text
+    finally:
+        engine.close()
+
+
+def test_draft_bundles_that_do_not_fit(toy_bundle: Path, tiny_bundle: Path) -> None:
+    with pytest.raises(BundleError, match="cannot draft for tiny-q4f16_1: it was compiled with prefill"):
+        start(tiny_bundle, None, speculate=Speculate(toy_bundle))
+    with pytest.raises(BundleError, match=r"cannot draft for toy-q0f32-host: token 0 is .* there and"):
+        start(toy_bundle, None, speculate=Speculate(tiny_bundle))
+    with pytest.raises(BundleError, match=r"bundle\.json"):
+        start(toy_bundle, None, speculate=Speculate(toy_bundle / "missing"))
+
+
+def test_a_server_with_drafts(toy_bundle: Path) -> None:
+    with shared.serving(toy_bundle, "--speculate", "lookup", "--draft-tokens", "3") as server:
+
+        def ask(**more: Any) -> Any:
+            body = {"prompt": "abc" * 9, "max_tokens": 40, "temperature": 0, "ignore_eos": True, **more}
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=shared.WAIT).json()
+
+        forced = {"type": "regex", "regex": "this can only be one text, and nothing else"}
+        first, off = ask(response_format=forced), ask(response_format=forced, speculate=False)
+        assert first["choices"][0]["text"] == off["choices"][0]["text"]
+        details = first["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] >= 20
+        assert off["usage"]["completion_tokens_details"] == {
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        }
+        text = httpx.get(f"{server.url}/metrics").text
+        accepted = float(text.split("\nmlcbuild_draft_tokens_accepted_total ")[1].split()[0])
+        drafted = float(text.split("\nmlcbuild_draft_tokens_total ")[1].split()[0])
+        assert drafted >= accepted >= details["accepted_prediction_tokens"]
+
+
+def test_a_server_whose_draft_bundle_does_not_fit(toy_bundle: Path, tiny_bundle: Path) -> None:
+    command = ("-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0")
+    done = shared.run(*command, "--speculate", str(tiny_bundle))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "cannot draft for toy-q0f32-host" in done.stderr
+
+
+def test_the_python_api_drafts(tiny_bundle: Path) -> None:
+    with local.Engine(tiny_bundle, speculate="lookup") as engine:
+        reply = engine.completions.create(prompt=TEXT, max_tokens=40, temperature=0, ignore_eos=True)
+        assert engine.state().drafted_tokens > 0
+    with local.Engine(tiny_bundle) as engine:
+        plain = engine.completions.create(prompt=TEXT, max_tokens=40, temperature=0, ignore_eos=True)
+    assert reply.choices == plain.choices
