@@ -63,7 +63,7 @@ def execute(
     planner = Planner(graph, store, force=force, only=only, sharing=sharing, report=report)
     run = _Run(planner, options, report)
     run.begin()
-    if run.left:
+    if run.left or planner.sharing.promised():
         with ExitStack() as stack:
             run.open(stack)
             run.loop()
@@ -135,6 +135,7 @@ class _Run:
         self.demand.open(self.transfers, self.session)
         stack.callback(self._finish)
         self._refuse()
+        self.transfers.resume(self.results.values())
         for name in sorted(self.left, key=self.places.__getitem__):
             if self.plans[name].state == "remote":
                 self.demand.fetch_all(name)
@@ -248,6 +249,8 @@ class _Run:
         except StoreError as error:
             self._end(Outcome(step.name, error=error))
             return
+        if step.shared and planned.key:
+            self.planner.sharing.promise(planned.key)
         job = self.demand.job(running, area, again=step.name in self.planner.force)
         self.executor.start(job, step)
 
@@ -288,6 +291,8 @@ class _Run:
         )
         if outcome.unsent:
             self.not_uploaded[result.name] = outcome.unsent
+        elif outcome.record is not None:
+            self.planner.sharing.kept(outcome.record.key)
         self.elsewhere[result.name] = result
         if result.name in self.outputs:
             self.demand.fetch_all(result.name)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
 from mlcbuild.canon import Entry
-from mlcbuild.events import StepProgress, Warned
+from mlcbuild.events import StepProgress, StepResult, Warned
 from mlcbuild.records import Record
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.remotes.transport import CancelledError
@@ -90,6 +90,14 @@ class Transfers:
         self._uploads.put(partial(self._send, step, record))
         self._start(self._uploads, _UPLOADS)
 
+    def resume(self, results: Iterable[StepResult]) -> None:
+        """Sends what an earlier run should have sent, and did not live to."""
+        promised = self._sharing.promised()
+        for result in results:
+            record = result.record if result.key in promised else None
+            if record is not None and not self._sharing.store.lost(record):
+                self.upload(result.name, record)
+
     @property
     def uploading(self) -> int:
         """Results that are not sent yet."""
@@ -165,6 +173,8 @@ class Transfers:
         with self._guard:
             if missing:
                 self.not_uploaded[step] = missing
+            else:
+                self._sharing.kept(record.key)
             del self._pending[step]
         self._wake()
 

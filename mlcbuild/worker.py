@@ -102,9 +102,9 @@ def _attempt(job: Job, store: Store) -> Outcome:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return Outcome(job.name, error=_portable(error))
     except (Exception, SystemExit) as error:
-        traceback.print_exc()
         if isinstance(error, OSError) and is_full(error):
             return Outcome(job.name, error=store.explain(error))
+        traceback.print_exc()
         words = " ".join(str(error).split())[:300]
         return Outcome(
             job.name,

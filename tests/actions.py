@@ -34,6 +34,22 @@ def text(params: Params, inputs: Inputs, out: Path) -> None:
     (out / "text.txt").write_text("\n".join(parts))
 
 
+def stir(params: Params, inputs: Inputs, out: Path) -> None:
+    """Two files of 100 kB and more that depend on every byte of the inputs, written a piece at a time."""
+    from blake3 import blake3
+
+    hasher = blake3(str(params["salt"]).encode())
+    for argument in sorted(inputs):
+        for path in sorted(inputs[argument].rglob("*")):
+            if path.is_file():
+                hasher.update(path.read_bytes())
+    for number in range(2):
+        with (out / f"{number}.bin").open("wb") as file:
+            for piece in range(5 + 5 * number):
+                file.write(hasher.digest(length=20_000, seek=20_000 * (20 * number + piece)))
+                time.sleep(0.003)
+
+
 def first_letter(params: Params, inputs: Inputs, out: Path) -> None:
     """Keeps so little of its input that most changes of it do not show."""
     (out / "letter.txt").write_text((inputs["of"] / "text.txt").read_text()[:1])

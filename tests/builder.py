@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlcbuild.canon import Json
 from mlcbuild.execute import Options, execute
-from mlcbuild.graph import Graph, Input, Node, Step
+from mlcbuild.graph import Graph, Input, Node, Source, Step
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
@@ -47,8 +47,20 @@ def holding(note: str) -> list[Node]:
     ]
 
 
+def heavy(directory: str) -> list[Node]:
+    """Nine steps in three layers on the file `data` of a directory, with files that take a moment to send."""
+    nodes: list[Node] = [Source("data", Path(directory), ("data",))]
+    for layer in range(3):
+        for index in range(3):
+            needs = (
+                {f"in{n}": Input(f"{layer - 1}/{n}") for n in range(3)} if layer else {"in": Input("data")}
+            )
+            nodes.append(Step(f"{layer}/{index}", "tests.actions:stir", {"salt": f"{layer}/{index}"}, needs))
+    return nodes
+
+
 def main(place: str, graph: str, note: str = "", executor: str = "pool", remote: str = "") -> int:
-    nodes = {"chain": chain, "shared": shared, "holding": holding}[graph](note)
+    nodes = {"chain": chain, "shared": shared, "holding": holding, "heavy": heavy}[graph](note)
     store = Store(Path(place))
     sharing = Sharing(store, [Link(Remote(remote))] if remote else [])
     options = Options(jobs=2, executor=executor)

@@ -46,6 +46,7 @@ class Sharing:
         self.store = store
         self.links = tuple(links)
         self._known = store.root / "known"
+        self._unsent = store.root / "unsent"
         self._found: dict[str, Found | None] = {}
 
     @property
@@ -108,6 +109,24 @@ class Sharing:
             return str(self.store.explain(error))
         except StoreError as error:
             return str(error)
+
+    def promise(self, key: str) -> None:
+        """Notes, before a step is built, that its result is to be sent: by a later run, if this one dies."""
+        if self.writers:
+            with suppress(OSError):
+                self._unsent.mkdir(exist_ok=True)
+                (self._unsent / key).touch()
+
+    def promised(self) -> frozenset[str]:
+        """Keys of results that no run has sent to all the remotes that it should have been sent to."""
+        if not self.writers or not self._unsent.is_dir():
+            return frozenset()
+        return frozenset(path.name for path in self._unsent.iterdir())
+
+    def kept(self, key: str) -> None:
+        """The promise is kept."""
+        with suppress(OSError):
+            (self._unsent / key).unlink(missing_ok=True)
 
     def send(self, record: Record, stop: threading.Event) -> tuple[str, ...]:
         """Sends a record with its blobs to every remote that is written to; those that lack it now.

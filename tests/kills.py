@@ -1,0 +1,261 @@
+"""kill -9 at random moments, a full disk, wrong clocks: what a build must survive.
+
+`ci/bench/kills` does this at length; `tests/test_kills.py` does a little of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from mlcbuild.canon import file_digest
+from mlcbuild.remotes.signing import unseal
+from mlcbuild.store import Store
+from mlcbuild.upkeep import verify
+
+ROOT = Path(__file__).resolve().parent.parent
+VICTIMS = ("builder", "worker", "uploader")
+ROUND = 5
+"""Kills on one store and remote before they are completed and compared."""
+FAKETIME = next(
+    (
+        path
+        for path in sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+        if path.exists() and sys.platform == "linux"
+    ),
+    None,
+)
+
+
+def records(store: Path) -> dict[str, bytes]:
+    """Key -> which files with which bytes, of a store or of a remote."""
+    found = (path for path in (store / "ac").rglob("*") if path.is_file())
+    return {path.name: path.read_bytes().partition(b"\n")[0] for path in found}
+
+
+def blobs(store: Path) -> set[str]:
+    return {path.name for path in (store / "cas").rglob("*") if path.is_file()}
+
+
+def faults(place: Path) -> list[str]:
+    """What is wrong with the store and the remote below `place`."""
+    found = []
+    if (place / "store" / "store.json").exists():
+        report = verify(Store(place / "store"))
+        found = [*report.damaged, *report.missing]
+    remote = place / "remote"
+    found += [f"remote: {path}" for path in (remote / "cas").glob("*") if file_digest(path) != path.name]
+    there = blobs(remote)
+    for path in (remote / "ac").glob("*"):
+        record = unseal(path.name, path.read_bytes(), ())
+        found += [
+            f"remote: {row[0]} of {path.name} is not there" for row in record.rows if row[1] not in there
+        ]
+    return found
+
+
+@dataclass
+class Site:
+    """A source, a store and a remote that builders work on, and what an undisturbed build gives."""
+
+    place: Path
+    seed: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    kills: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        source = self.place / "source"
+        source.mkdir(parents=True)
+        (source / "data").write_bytes(random.Random(1).randbytes(200_000))
+        self.clear()
+        self.complete()
+        self.whole = records(self.place / "store"), blobs(self.place / "store")
+        assert len(self.whole[0]) == 9
+
+    def clear(self) -> None:
+        """Without store and remote, as on the first day."""
+        for name in ("store", "remote"):
+            shutil.rmtree(self.place / name, ignore_errors=True)
+        (self.place / "remote").mkdir()
+
+    def build(
+        self, limit: int | None = None, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[str]:
+        """A builder in a process group of its own; `limit` is the most bytes that a file of it may have."""
+
+        def before() -> None:
+            if limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        command = [str(self.place / "store"), "heavy", str(self.place / "source"), "pool"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.builder", *command, f"file://{self.place}/remote"],
+            cwd=ROOT,
+            env={**os.environ, **self.environment, **variables},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=before,  # noqa: PLW1509 - there are no threads here
+        )
+
+    def finish(self, process: subprocess.Popen[str], code: int | None = 0) -> str:
+        _, text = process.communicate(timeout=250)
+        assert code is None or process.returncode == code, text
+        assert "Traceback" not in text
+        return text
+
+    def complete(self) -> None:
+        """A build that nobody disturbs."""
+        self.finish(self.build())
+
+    def check(self) -> None:
+        found = faults(self.place)
+        assert not found, found
+
+    def compare(self) -> None:
+        """What is there now is what an undisturbed build gives, here and in the remote; and nothing else."""
+        self.check()
+        store, remote = self.place / "store", self.place / "remote"
+        assert (records(store), blobs(store)) == self.whole
+        assert (records(remote), blobs(remote)) == self.whole
+        assert not list((store / "tmp").iterdir()) and not list((store / "locks").iterdir())
+
+    def kill(self, victim: str) -> None:
+        """Starts a builder and kills it, one of its workers, or it while it sends something."""
+        process = self.build()
+        if victim == "uploader":
+            self._wait(process, lambda: any((self.place / "remote" / "tmp").glob("*")))
+            time.sleep(self.random.uniform(0.0, 0.01))
+        else:
+            self._wait(process, lambda: any((self.place / "store" / "tmp").glob("*/*")))
+            time.sleep(self.random.uniform(0.0, 0.4))
+        if victim == "worker":
+            chosen = children(process.pid)
+            if chosen:
+                self._shoot(self.random.choice(chosen), victim)
+            self.finish(process, None)
+        elif process.poll() is None:
+            self._shoot(process.pid, victim)
+        process.communicate()
+        self.check()
+
+    def _shoot(self, pid: int, victim: str) -> None:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.kills[victim] += 1
+
+    def _wait(self, process: subprocess.Popen[str], seen: Callable[[], bool]) -> None:
+        while process.poll() is None and not seen():
+            time.sleep(0.002)
+
+
+def children(parent: int) -> list[int]:
+    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+    rows = [line.split() for line in found.stdout.splitlines()]
+    return [int(pid) for pid, owner in rows if int(owner) == parent]
+
+
+def kill_many(
+    place: Path, count: int, seed: int, told: Callable[[str], None] = lambda _: None
+) -> Counter[str]:
+    """Kills `count` processes in rounds; what was killed, by kind."""
+    site = Site(place, seed)
+    while site.kills.total() < count:
+        site.clear()
+        goal = min(count, site.kills.total() + ROUND)
+        idle = 0
+        while site.kills.total() < goal and idle < 3:
+            before = site.kills.total()
+            site.kill(site.random.choice(VICTIMS))
+            idle = idle + 1 if site.kills.total() == before else 0  # all is built: nothing can be met
+        site.complete()
+        site.compare()
+        told(f"{site.kills.total()} kills, nothing lost: {dict(site.kills)}")
+    return site.kills
+
+
+def fill_disk(place: Path, seed: int) -> None:
+    """Files may not grow beyond a size that some of the results need; then they may."""
+    site = Site(place, seed)
+    for limit in (1500, 150_000):
+        site.clear()
+        text = site.finish(site.build(limit), 1)
+        assert "no space is left" in text, text
+        site.check()
+        site.complete()
+        site.compare()
+
+
+def full_file_system(place: Path, seed: int) -> None:
+    """The same with a file system of its own that is too small, `place`/small, and then is not."""
+    site = Site(place, seed)
+    for size in ("300k", "900k", "1500k"):
+        site.clear()
+        store = place / "store"
+        store.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(store)], check=True)
+        try:
+            text = site.finish(site.build(), None)
+            assert "no space is left" in text, text
+            site.check()
+            subprocess.run(["mount", "-o", "remount,size=64m", str(store)], check=True)
+            site.complete()
+            site.compare()
+        finally:
+            subprocess.run(["umount", str(store)], check=True)
+
+
+def can_mount(place: Path) -> bool:
+    """Whether this process may mount a tmpfs."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return False
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)], capture_output=True, check=False
+    )
+    if done.returncode == 0:
+        subprocess.run(["umount", str(place)], check=True)
+    return done.returncode == 0
+
+
+def skew_clocks(place: Path, seed: int) -> None:
+    """Builders whose clocks are days off, and files that come from the past and the future."""
+    site = Site(place, seed)
+    data = place / "source" / "data"
+    original = data.read_bytes()
+    shifts = ("-400d", "+400d") if FAKETIME is not None else ("", "")
+    for shift in shifts:
+        fake = {"LD_PRELOAD": str(FAKETIME), "FAKETIME": shift, "FAKETIME_NO_CACHE": "1"} if shift else {}
+        site.clear()
+        site.finish(site.build(variables=fake))
+        site.complete()
+        site.compare()
+        for days in (-400, 400):
+            moment = time.time() + days * 86_400
+            os.utime(data, (moment, moment))
+            assert "9 reused" in site.finish(site.build(variables=fake)), "the same bytes have the same key"
+            fresh = site.random.randbytes(len(original))
+            data.write_bytes(fresh)  # as long as before, and then with the same time
+            os.utime(data, (moment, moment))
+            assert "0 reused" in site.finish(site.build(variables=fake)), (
+                "other bytes are seen whatever the clock says"
+            )
+            data.write_bytes(original)
+            os.utime(data, (moment, moment))
+            site.finish(site.build(variables=fake))
+        site.check()
