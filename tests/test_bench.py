@@ -48,7 +48,7 @@ SHORT = ("--api-key", "key", "--prompt-tokens", "uniform:20,40", "--tokens", "6"
 
 def test_a_closed_loop(url: str, capsys: Out, tmp_path: Path) -> None:
     picture = tmp_path / "load.svg"
-    slo = ("--slo", "ttft=60", "--slo", "tpot=0.0000001")
+    slo = ("--slo", "tpot=60", "--slo", "ttft=0.0000001")
     load = ("--clients", "1,3", "--requests", "6", "--plot", str(picture), *slo)
     stdout, _ = bench(capsys, 0, f"{url}/v1/", *SHORT, *load, "--json")
     document = json.loads(stdout)
@@ -60,7 +60,7 @@ def test_a_closed_loop(url: str, capsys: Out, tmp_path: Path) -> None:
         assert 15 < found["prompt_tokens_mean"] < 50, "words were counted in tokens first"
         assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["max"] < found["e2e"]["max"]
         assert found["itl"]["mean"] == pytest.approx(found["tpot"]["mean"], rel=0.5)
-        assert found["goodput_per_second"] == 0, "no token takes 100 ns"
+        assert found["goodput_per_second"] == 0, "no answer begins after 100 ns"
         assert 0 < found["generator"]["cpu_share"] < 1
     assert three["e2e"]["mean"] < found["seconds"] <= 6 * three["e2e"]["max"]
     ET.parse(picture)
@@ -125,7 +125,7 @@ def scripted(answers: Sequence[bytes | None]) -> Iterator[str]:
             self.rfile.read(length)
             answer = next(turn, answers[-1])
             if answer is None:
-                time.sleep(0.5)
+                time.sleep(1.5)
             with contextlib.suppress(OSError):
                 self.wfile.write(answer or b"")
 
@@ -144,6 +144,11 @@ def plain(body: bytes, status: str = "200 OK") -> bytes:
 def stream(*documents: object, done: bool = True) -> bytes:
     lines = [f"data: {json.dumps(document)}\r\n\r\n" for document in documents]
     return b"HTTP/1.1 200 OK\r\n\r\n" + "".join([*lines, "data: [DONE]\n\n" if done else ""]).encode()
+
+
+def patience(answer: bytes | None) -> str:
+    """Seconds: few only where nothing comes; a busy machine is slow."""
+    return "1.0" if answer is None else "60"
 
 
 MODELS = plain(b'{"data": [{"id": "m"}]}')
@@ -168,7 +173,7 @@ SAID = {"choices": [{"text": "a"}]}
 )
 def test_bad_servers(answer: bytes | None, error: str, capsys: Out) -> None:
     with scripted([MODELS, answer]) as url:
-        options = ("--token-ids", "9", "--warmup", "0", "--requests", "2", "--timeout", "0.2")
+        options = ("--token-ids", "9", "--warmup", "0", "--requests", "2", "--timeout", patience(answer))
         stdout, stderr = bench(capsys, 1, url, *options)
     assert ["failed", "2"] in [line.split() for line in stdout.splitlines()]
     assert f"1 client: 2 x {error}" in stderr
@@ -188,13 +193,13 @@ def test_a_server_that_counts_nothing(capsys: Out) -> None:
     [
         ([plain(b"no")], "/v1/models does not answer with a JSON object: no"),
         ([plain(b"{}", "404 Not Found")], "/v1/models answers 404: {}"),
-        ([None], "/v1/models has not answered after 0.2 s"),
+        ([None], "/v1/models has not answered after 1 s"),
         ([MODELS, plain(b"ignore_eos?", "400 Bad")], "/v1/completions answers 400: ignore_eos?"),
     ],
 )
 def test_servers_that_cannot_be_measured(answers: Sequence[bytes | None], sentence: str, capsys: Out) -> None:
     with scripted(answers) as url:
-        _, stderr = bench(capsys, 1, url, "--timeout", "0.2")
+        _, stderr = bench(capsys, 1, url, "--timeout", patience(answers[-1]))
     assert sentence in stderr
     assert stderr.count("\n") == 1
 

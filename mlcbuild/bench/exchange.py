@@ -10,7 +10,8 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -100,6 +101,18 @@ class Reply:
 
 async def exchange(server: Server, path: str, document: Mapping[str, Json] | None = None) -> Reply:
     """GET, or POST of a document. Raises ExchangeError when no whole answer comes."""
+    async with answering(server, path, document) as (status, pieces):
+        return Reply(status, tuple([piece async for piece in pieces]))
+
+
+@asynccontextmanager
+async def answering(
+    server: Server, path: str, document: Mapping[str, Json] | None = None
+) -> AsyncIterator[tuple[int, AsyncIterator[tuple[float, bytes]]]]:
+    """The status of an answer, and its body as it comes; leaving early closes the connection.
+
+    Raises ExchangeError when no whole answer comes.
+    """
     body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
     context = ssl.create_default_context() if server.tls else None
     try:
@@ -111,16 +124,15 @@ async def exchange(server: Server, path: str, document: Mapping[str, Json] | Non
         raise ExchangeError("connect", f"{server.name} cannot be reached: {why}") from None
     try:
         writer.write(server.head(path, body) + (body or b""))
-        head = await reader.readuntil(b"\r\n\r\n")
-        status, headers = _parse(head)
-        pieces = tuple([piece async for piece in _pieces(reader, headers)])
+        status, headers = _parse(await reader.readuntil(b"\r\n\r\n"))
+        async with aclosing(_pieces(reader, headers)) as pieces:
+            yield status, pieces
     except (asyncio.IncompleteReadError, OSError):
         raise ExchangeError("cut", f"{server.name} closed the connection before its answer's end") from None
     except (asyncio.LimitOverrunError, ValueError):
         raise ExchangeError("malformed", f"{server.name} does not answer in HTTP/1.1") from None
     finally:
         writer.close()
-    return Reply(status, pieces)
 
 
 def _parse(head: bytes) -> tuple[int, dict[str, str]]:
@@ -135,7 +147,7 @@ def _parse(head: bytes) -> tuple[int, dict[str, str]]:
 
 async def _pieces(
     reader: asyncio.StreamReader, headers: Mapping[str, str]
-) -> AsyncIterator[tuple[float, bytes]]:
+) -> AsyncGenerator[tuple[float, bytes], None]:
     """The body as it comes. Raises asyncio.IncompleteReadError when it ends early."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):

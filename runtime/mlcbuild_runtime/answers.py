@@ -98,12 +98,22 @@ class AsyncAnswers:
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """(number of the answer, event), until all have ended or one has failed."""
-        running = len(self._tickets)
-        while running:
-            index, event = await self._events.get()
-            yield index, event
-            self._tickets[index].read()
-            running = 0 if event.error else running - event.last
+        async for batch in self.batches():
+            for index, event in batch:
+                yield index, event
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        """As `events`; together what is there together, which one write can send."""
+        running, failed = len(self._tickets), False
+        while running and not failed:
+            batch = [await self._events.get()]
+            while not self._events.empty() and batch[-1][1].error is None:
+                batch.append(self._events.get_nowait())
+            yield batch
+            for index, event in batch:
+                self._tickets[index].read()
+                running -= event.last
+            failed = batch[-1][1].error is not None
 
     def cancel(self) -> None:
         """Nobody waits for the rest."""

@@ -146,8 +146,12 @@ class _EventStream(StreamingResponse):
 
 
 async def _lines(answers: AsyncAnswers, job: Job) -> AsyncIterator[str]:
-    async for index, event in answers.events():
-        documents = job.reply.chunks(index, event, job.include_usage)
+    async for batch in answers.batches():
+        documents = (
+            document
+            for index, event in batch
+            for document in job.reply.chunks(index, event, job.include_usage)
+        )
         if lines := "".join([f"data: {_compact(document)}\n\n" for document in documents]):
             yield lines
     yield "data: [DONE]\n\n"

@@ -1,0 +1,63 @@
+"""ci/bench/schemas on a small suite of the same form: what it counts, and what makes it fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+GROUPS = [
+    {
+        "description": "an object",
+        "schema": {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "minimum": 3}, "b": {"enum": ["x", None]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+        "tests": [
+            {"data": {"a": 3}, "valid": True},
+            {"data": {"b": "x", "a": 3}, "valid": True},
+            {"data": {"a": 2}, "valid": False},
+            {"data": {"a": 3, "c": 1}, "valid": False},
+        ],
+    },
+    {"description": "nothing", "schema": False, "tests": [{"data": 1, "valid": False}]},
+    {"description": "anything", "schema": True, "tests": [{"data": [1, {"a": None}], "valid": True}]},
+    {"description": "unsupported", "schema": {"unevaluatedItems": False}, "tests": []},
+]
+
+
+def tried(suite: Path, groups: object) -> subprocess.CompletedProcess[str]:
+    place = suite / "tests" / "draft2020-12"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "small.json").write_text(json.dumps(groups))
+    script = ROOT / "ci" / "bench" / "schemas"
+    path = os.pathsep.join([str(ROOT), str(ROOT / "runtime")])
+    command = [sys.executable, str(script), "--suite", str(suite), "--draws", "20"]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+
+
+def test_a_small_suite(tmp_path: Path) -> None:
+    done = tried(tmp_path, GROUPS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts, *refused = done.stdout.splitlines()
+    assert "4 schemas, " in counts and "2 schemas refused" in counts
+    assert "2 valid instances let through" in counts
+    assert "1 valid instances kept out" in counts, "the order of properties is fixed"
+    assert "2 invalid instances kept out" in counts
+    assert any('Unimplemented keys: ["unevaluatedItems"]' in line for line in refused)
+
+
+def test_what_gets_through_wrongly_is_found(tmp_path: Path) -> None:
+    """The suite says that the schema does not accept what it does accept."""
+    wrong = {"description": "lie", "schema": {"type": "null"}, "tests": [{"data": None, "valid": False}]}
+    done = tried(tmp_path, [wrong])
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "small: lie: lets null through"
