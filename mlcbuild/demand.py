@@ -61,7 +61,7 @@ class Demand:
             name = self._planner.graph.resolve(item.node)
             if name in self.remote:
                 files = self._planner.tree(item).files
-                absent = [entry for entry in files if not store.holds(entry.digest, entry.size)]
+                absent = [entry for entry in files if not store.hold(entry.digest, entry.size)]
                 if absent:
                     self._fetch(name, tuple(absent), step.name)
         return self.waits(step.name)

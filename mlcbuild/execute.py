@@ -26,6 +26,7 @@ from mlcbuild.events import (
 )
 from mlcbuild.graph import Graph, Step
 from mlcbuild.locks import Lock
+from mlcbuild.notes import Notes
 from mlcbuild.plan import Planned, Planner
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.schedule import Blocked, Options, estimate, outputs, weights
@@ -39,7 +40,6 @@ __all__ = ["Options", "execute"]
 
 _TICK = 0.5
 """Seconds after which workers are looked at though nothing was heard."""
-_SAVE_SECONDS = 2.0
 
 
 def execute(
@@ -97,7 +97,7 @@ class _Run:
         self.not_uploaded: dict[str, tuple[str, ...]] = {}
         self.elsewhere: dict[str, StepResult] = {}
         """Results of workers with other stores."""
-        self.saved = time.monotonic()
+        self.notes = Notes(planner)
 
     # Setting up
 
@@ -105,7 +105,7 @@ class _Run:
         """Settles what is known from the start."""
         self.places = {step.name: place for place, step in enumerate(self.planner.steps)}
         self.outputs = outputs(self.planner, self.options)
-        for planned in self.planner.all():
+        for planned in self.notes.plan():
             if planned.state == "remote":
                 self.demand.remote[planned.name] = planned
             if planned.state == "hit" or (planned.state == "remote" and planned.name not in self.outputs):
@@ -158,7 +158,7 @@ class _Run:
         self.not_uploaded |= self.transfers.not_uploaded
         for running in self.running.values():
             running.lock.release()
-        self._remember()
+        self.notes.write(self.results)
 
     # The loop
 
@@ -167,8 +167,7 @@ class _Run:
             while not self.interrupted and (self.running or (self.left and not self.stopping)):
                 self._start_ready()
                 self._listen()
-                if time.monotonic() - self.saved > _SAVE_SECONDS:
-                    self._remember()
+                self.notes.write_sometimes(self.results)
             if self.transfers.uploading:
                 self.report(Uploading(self.transfers.uploading))
             while self.transfers.uploading and not self.interrupted:
@@ -223,7 +222,7 @@ class _Run:
         if lock is None:
             self._wait_for(step.name, key)
             return
-        record = None if step.name in self.planner.force else self.store.find(key)
+        record = None if step.name in self.planner.force else self.notes.find(key)
         if record is not None:  # somebody built it since the plan was made
             lock.release()
             self._settle(StepResult(step.name, "reused", key, reason="built meanwhile", record=record))
@@ -325,7 +324,7 @@ class _Run:
         waits.discard(need.name)
         if waits:
             return []
-        planned, before = self.planner.consider(self.graph.step(name)), self.plans[name]
+        planned, before = self.notes.consider(self.graph.step(name)), self.plans[name]
         if planned.state == "run" and planned.key == before.key:
             planned = before  # why it runs is that its files cannot be fetched
         self.plans[name] = planned
@@ -377,18 +376,10 @@ class _Run:
         for sentence in (*self.store.take_warnings(), *self.planner.sharing.take_warnings()):
             self.report(Warned(sentence))
 
-    def _remember(self) -> None:
-        self.saved = time.monotonic()
-        keys = {name: step.key for name, step in self.results.items() if step.record is not None and step.key}
-        self.store.cache.remember(keys)
-        self.store.cache.save()
-
     def result(self, seconds: float) -> RunResult:
         """Called once, at the end."""
-        self._remember()
+        self.notes.write(self.results)
         for step in self.results.values():
-            if step.status == "reused" and step.record is not None:
-                self.store.touch(step.record)
             if step.record is not None:
                 self.demand.keep(step.name)
         self._warn()

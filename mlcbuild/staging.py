@@ -17,15 +17,14 @@ class Session:
     left by a process that died.
     """
 
-    def __init__(self, directory: Path, lock: Lock, guard: Lock) -> None:
+    def __init__(self, directory: Path, lock: Lock) -> None:
         self.directory = directory
         self._lock = lock
-        self._guard = guard
         self._count = 0
 
     @classmethod
-    def start(cls, root: Path, guard: Lock) -> Session:
-        """Also removes what killed processes left. `guard` keeps gc away; it is released on close."""
+    def start(cls, root: Path) -> Session:
+        """Also removes what killed processes left."""
         tmp = root / "tmp"
         while True:
             directory = tmp / secrets.token_hex(8)
@@ -37,7 +36,7 @@ class Session:
         for path in (root / "locks").iterdir():
             if (stale := try_lock(path)) is not None:
                 stale.release()
-        return cls(directory, lock, guard)
+        return cls(directory, lock)
 
     def area(self) -> Path:
         """A fresh directory."""
@@ -49,7 +48,6 @@ class Session:
     def close(self) -> None:
         remove_tree(self.directory)
         self._lock.release()
-        self._guard.release()
 
     def __enter__(self) -> Session:
         return self
@@ -65,6 +63,17 @@ def remove_tree(path: Path) -> None:
         for directory, _, _ in os.walk(path):
             Path(directory).chmod(0o755)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def living(root: Path) -> bool:
+    """Whether a process works in the store: a run, a worker, an import."""
+    for path in (root / "tmp").glob("*.lock"):
+        lock = try_lock(path)
+        if lock is None:
+            return True
+        remove_tree(path.with_suffix(""))
+        lock.release()
+    return False
 
 
 def _collect(tmp: Path) -> None:

@@ -30,7 +30,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +46,7 @@ from mlcbuild.statcache import StatCache
 FORMAT = "mlcbuild-store/1"
 _STAMP_NS = STAMP * 1_000_000_000
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_DAY_NS = 86_400_000_000_000
+_NOTED_NS = 600 * 1_000_000_000
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -191,10 +191,10 @@ class Store:
                 ) from None
 
     def touch(self, record: Record) -> None:
-        """Notes, at most once a day, that a record was used, so that `upkeep.gc` drops others first."""
+        """Notes that a record is used, unless that was noted in the last minutes: see `upkeep.gc`."""
         path = f"{self._ac}{record.key[:2]}/{record.key}"
         try:
-            if time.time_ns() - os.stat(path).st_mtime_ns > _DAY_NS:  # noqa: PTH116
+            if time.time_ns() - os.stat(path).st_mtime_ns > _NOTED_NS:  # noqa: PTH116
                 os.utime(path)
         except OSError:
             return  # gone, or another user's: nothing to note
@@ -219,17 +219,23 @@ class Store:
         )
 
     def session(self) -> Session:
-        """A place to work in, until closed. Raises StoreError, also while gc runs elsewhere."""
+        """A place to work in, until closed. Raises StoreError."""
         with self.writing():
             for name in ("ac", "cas", "tmp", "locks", "logs"):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
             self._mark()
-            guard = wait_lock(self.root / "lock", shared=True, keep=True)
-            try:
-                return Session.start(self.root, guard)
-            except BaseException:
-                guard.release()
-                raise
+            return Session.start(self.root)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Keeps gc from changing anything meanwhile, and waits while it does.
+
+        For what must not be torn: finding records and noting their use, placing blobs and their record.
+        """
+        with ExitStack() as stack:
+            with suppress(OSError):  # no store yet, or another user's
+                stack.enter_context(wait_lock(self.root / "lock", shared=True, keep=True))
+            yield
 
     def _mark(self) -> None:
         marker = self.root / "store.json"
@@ -258,7 +264,7 @@ class Store:
         they are: an output that is a hard link of an input is not hashed. Raises StepError when the tree
         holds something else than files, StoreError.
         """
-        with self.writing():
+        with self.writing(), self.settled():
             entries = [self._adopt(path, name, known) for path, name in _walk(out, made.step)]
             record = Record.create(key, Tree.of(entries), made)
             part = out.parent / "record"
@@ -278,7 +284,7 @@ class Store:
 
     def put_record(self, record: Record, part: Path) -> Published:
         """Takes a record from elsewhere, staged through the new file `part`; its blobs must be there."""
-        with self.writing():
+        with self.writing(), self.settled():
             if missing := self.lost(record):
                 raise StoreError(f"a record cannot be taken before its files: {missing}")
             _write(part, record.encode())
@@ -287,7 +293,7 @@ class Store:
     def _adopt(self, path: Path, name: str, known: Mapping[tuple[int, int], Entry]) -> Entry:
         found = path.stat()
         same = known.get((found.st_dev, found.st_ino))
-        if same is not None and found.st_mtime_ns == _STAMP_NS and self.holds(same.digest, same.size):
+        if same is not None and found.st_mtime_ns == _STAMP_NS and self.hold(same.digest, same.size):
             return Entry(name, same.digest, same.size)
         if found.st_nlink > 1:  # shares its inode with a file that is not ours to make read-only
             fresh = path.with_name(f"{path.name[:100]}.{secrets.token_hex(8)}")
@@ -296,6 +302,14 @@ class Store:
         entry = Entry(name, file_digest(path), found.st_size)
         self._place(path, entry.digest)
         return entry
+
+    def hold(self, digest: str, size: int) -> bool:
+        """As `holds`, and tells gc that the blob is wanted though no record may name it."""
+        found = self.holds(digest, size)
+        if found:
+            with suppress(OSError):
+                stamp(self.blob(digest))
+        return found
 
     def holds(self, digest: str, size: int) -> bool:
         """Whether a blob is there as it was written."""
@@ -307,7 +321,7 @@ class Store:
         return right or self._restamped(self.blob(digest), digest, size)
 
     def _place(self, part: Path, digest: str) -> None:
-        if self.holds(digest, part.stat().st_size):
+        if self.hold(digest, part.stat().st_size):
             return
         descriptor = os.open(part, os.O_RDONLY)
         try:

@@ -6,14 +6,20 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from mlcbuild.canon import file_digest
-from mlcbuild.errors import StoreError
 from mlcbuild.links import STAMP, stamp
-from mlcbuild.locks import try_lock
+from mlcbuild.locks import wait_lock
 from mlcbuild.records import Record
+from mlcbuild.staging import living
 from mlcbuild.store import Store
+
+KEPT_RECORDS = 3600.0
+"""Seconds since its last use that a record stays beside a build; far more than between two notes of a run."""
+KEPT_BLOBS = 86_400.0
+"""Seconds since it was placed that a blob without a record stays beside a build."""
 
 
 @dataclass(frozen=True)
@@ -122,20 +128,25 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
     """Removes the records not used for `unused_days`, then the least recently used ones until the rest
     fits into `max_bytes`, then every blob that no record names, and old logs.
 
-    Raises StoreError while a run is using the store: a blob that a run has published but not yet recorded
-    would look unused.
+    May run beside builds. While one works in the store, what was used lately stays whatever the limits say:
+    records by KEPT_RECORDS (a run notes what it builds on when it plans, and again and again until it ends),
+    blobs that no record names by KEPT_BLOBS (they may belong to a record that is on its way). Plans and
+    publications, which rely on what they see for a moment, wait until this is done, and this for them.
+    Raises StoreError.
     """
     if not store.root.exists():
         return Collected(0, 0, 0)
-    with store.writing():
-        lock = try_lock(store.root / "lock", keep=True)
-        if lock is None:
-            raise StoreError(f"{store.root} is in use by a running mlcbuild: collect when it has ended")
-        with lock:
-            return _collect(store, unused_days, max_bytes)
+    with store.writing(), wait_lock(store.root / "lock", keep=True):
+        now = time.time()
+        young = (now - KEPT_RECORDS, now - KEPT_BLOBS) if living(store.root) else None
+        return _collect(store, unused_days, max_bytes, young)
 
 
-def _collect(store: Store, unused_days: float | None, max_bytes: int | None) -> Collected:
+def _collect(
+    store: Store, unused_days: float | None, max_bytes: int | None, young: tuple[float, float] | None
+) -> Collected:
+    """`young`: since when records and blobs were used that stay whatever else is said; None for none."""
+    used, placed = young or (inf, inf)
     cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
     by_use = sorted(_files(store.root / "ac"), key=lambda path: path.stat().st_mtime, reverse=True)
     kept: dict[str, int] = {}
@@ -146,17 +157,21 @@ def _collect(store: Store, unused_days: float | None, max_bytes: int | None) -> 
             {} if record is None else {digest: size for _, digest, size in record.rows if digest not in kept}
         )
         grown = held + sum(fresh.values())
-        if record is None or path.stat().st_mtime < cutoff or (max_bytes is not None and grown > max_bytes):
+        when = path.stat().st_mtime
+        old = when < cutoff or (max_bytes is not None and grown > max_bytes)
+        if record is None or (old and when < used):
             path.unlink()
             removed += 1
         else:
             kept |= fresh
             held = grown
-    blobs = [(blob, blob.stat().st_size) for blob in _files(store.root / "cas") if blob.name not in kept]
+    named = ((blob, blob.stat()) for blob in _files(store.root / "cas") if blob.name not in kept)
+    blobs = [(blob, found.st_size) for blob, found in named if found.st_ctime < placed]
     for blob, _ in blobs:
         blob.unlink()
     for part in _files(store.root / "partial"):
-        part.unlink()
+        if part.stat().st_mtime < placed:
+            part.unlink()
     for name in ("logs", "known"):
         for path in _files(store.root / name):
             if path.stat().st_mtime < cutoff:

@@ -40,7 +40,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "records": "",
     "statcache": "",
     "store": "links locks records staging statcache",
-    "upkeep": "links locks records store",
+    "upkeep": "links locks records staging store",
     "export": "links locks records staging store",
     "events": "records",
     "keyfile": "",
@@ -55,10 +55,11 @@ BUILDER_TABLE: Mapping[str, str] = {
     "cluster": "events executors graph keyfile links records remotes signals staging store worker",
     "transfer": "events records remotes",
     "schedule": "graph plan",
+    "notes": "events graph plan records",
     "capacity": "cluster executors graph locks plan remotes schedule signals staging",
     "demand": "capacity events graph plan remotes staging transfer worker",
     "execute": (
-        "capacity demand events graph locks plan remotes schedule signals staging store transfer worker"
+        "capacity demand events graph locks notes plan remotes schedule signals staging store transfer worker"
     ),
     # the work itself; knows nothing of graphs and stores
     "fetch": "hub progress",

@@ -224,7 +224,7 @@ class _Attempt:
         return Given(argument, given.files, root, stats)
 
     def _fetch(self, entry: Entry) -> bool:
-        if self._site.store.holds(entry.digest, entry.size):
+        if self._site.store.hold(entry.digest, entry.size):
             return True
         return not self._sharing.fetch(entry, self._stop, lambda _: None)
 

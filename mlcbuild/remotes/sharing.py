@@ -152,7 +152,7 @@ class Sharing:
             link.close()
 
     def _fetch(self, entry: Entry, stop: threading.Event, told: Callable[[int], None]) -> str:
-        if self.store.holds(entry.digest, entry.size):
+        if self.store.hold(entry.digest, entry.size):
             return ""
         part = self.store.root / "partial" / entry.digest
         for link in self.links:
