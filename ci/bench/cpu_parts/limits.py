@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import tvm
+from mlcbuild_runtime import machine
 from tvm.script.ir_builder import tirx as T
 
 from mlcbuild import targets
@@ -100,8 +101,29 @@ def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
     return prim_func("dots", body)
 
 
+def tiles(parts: int) -> tvm.tirx.PrimFunc:
+    """LOOPS products of two AMX tiles of bfloat16 in each part: 16 rows, 16 columns, 32 values of k."""
+
+    def emit(name: str, *arguments: tvm.tirx.Expr) -> None:
+        T.evaluate(T.call_llvm_intrin("void", f"llvm.x86.{name}", *arguments))
+
+    def body() -> None:
+        shapes = argument("shapes", (16,), "int32")
+        with T.sblock("tiles"), T.parallel(i64(parts)):
+            emit("ldtilecfg", T.address_of(shapes[0]))
+            for number in range(8):
+                emit("tilezero", T.int8(number))
+            with T.serial(0, i64(LOOPS // 4)):
+                for number in range(4):
+                    emit("tdpbf16ps", T.int8(number), T.int8(4 + number // 2), T.int8(6 + number % 2))
+            emit("tilerelease")
+
+    return prim_func("tiles", body)
+
+
 def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]) -> dict[str, float]:
-    """Best of three: GB/s read, float32 GFlop/s, int8 Gop/s (a product and a sum are two)."""
+    """Best of three: GB/s read, float32 GFlop/s, Gop/s of what multiplies quantized weights: int8, or tiles
+    (a product and a sum are two)."""
     words = READ // 4
     data = tvm.runtime.tensor(np.ones(words, np.int32))
     sums = tvm.runtime.tensor(np.zeros((parts, 4 * isa.lanes), np.int32))
@@ -111,10 +133,15 @@ def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]
     ints = tvm.runtime.tensor(np.zeros((parts, count), np.int16 if form.narrow else np.int32))
     seed = tvm.runtime.tensor(np.zeros((parts, isa.lanes + 1), np.int32))
     work = parts * LOOPS * CHAINS * isa.lanes
+    int8 = 2 * work * 4 / form.parts / _best(lambda: compiled("dots")(ints, seed)) / 1e9
+    if isa.amx:
+        shapes = np.array([1, *[0] * 3, *[0x400040] * 4, *[0] * 4, *[0x10101010] * 2, 0, 0], np.int32)
+        given = tvm.runtime.tensor(shapes)
+        int8 = max(int8, 2 * parts * LOOPS * 16 * 16 * 32 / _best(lambda: compiled("tiles")(given)) / 1e9)
     return {
         "read": READ / _best(lambda: compiled("reads")(data, sums)) / 1e9,
         "float32": 2 * work / _best(lambda: compiled("products")(floats)) / 1e9,
-        "int8": 2 * work * 4 / form.parts / _best(lambda: compiled("dots")(ints, seed)) / 1e9,
+        "int8": int8,
     }
 
 
@@ -133,6 +160,9 @@ def main() -> None:
     isa = isa_for(target)
     functions = {"reads": reads(isa, READ // 4, parts), "products": products(isa, parts)}
     functions["dots"] = dots(isa, parts)
+    if isa.amx:
+        machine.allow_tiles()
+        functions["tiles"] = tiles(parts)
     library = tvm.compile(tvm.IRModule(functions), target=tvm_target(target))
     print(json.dumps({"isa": isa.name}), flush=True)
     for _ in sys.stdin:
