@@ -149,9 +149,11 @@ def compiled(
     scheme: quant.Scheme,
     target: str = HOST,
     context_window: int = 128,
+    max_batch: int = 4,
 ) -> Path:
     """Directory with the library of a model, compiled once in a run of the tests."""
-    limits: dict[str, Json] = {"context_window": context_window, "prefill_chunk": 64, "max_batch": 4}
+    limits: dict[str, Json] = {"context_window": context_window, "prefill_chunk": 64}
+    limits["max_batch"] = max_batch
     params: dict[str, Json] = {
         "scheme": cast(Json, quant.to_json(scheme)),
         "target": cast(Json, targets.to_json(targets.resolve(target))),
