@@ -29,6 +29,9 @@ from mlcbuild_runtime.errors import BundleError, SetupError
 os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
+SPINS = 2000
+"""Times that an idle worker of TVM's pool looks for work before it sleeps: about a millisecond, which spans
+the gaps within a step. TVM's own 300,000 take the time of others where cores are shared."""
 RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
 _CPU, _POOLED = 1, 2
 """DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
@@ -250,6 +253,7 @@ def _load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
     """Loads TVM's runtime library into this process, once; returns the threads it works with."""
     if not _loaded:
         os.environ.setdefault("TVM_BIND_THREADS", "0")
+        os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", str(SPINS))
         if threads is not None:
             os.environ["TVM_NUM_THREADS"] = str(threads)
         wanted = os.environ.setdefault("TVM_NUM_THREADS", str(machine.default_threads()))

@@ -118,6 +118,24 @@ def test_threads(toy_bundle: Path) -> None:
     assert load(toy_bundle, TVM_NUM_THREADS="many").stderr.startswith("SetupError: TVM_NUM_THREADS is 'many'")
 
 
+IDLE = """
+import sys, time
+from mlcbuild_runtime.vm import Model
+model = Model.load(sys.argv[1], threads=4)
+model.score(list(range(3, 60)))
+before = time.process_time()
+time.sleep(0.5)
+print(time.process_time() - before)
+"""
+
+
+def test_threads_without_work_leave_the_cores_to_others(tiny_bundle: Path) -> None:
+    def spent(**extra: str) -> float:
+        return float(shared.run("-c", IDLE, str(tiny_bundle), extra=extra).stdout)
+
+    assert spent() < 0.05 < spent(TVM_THREAD_POOL_SPIN_COUNT="3000000"), "CPU seconds"
+
+
 def test_the_first_load_decides_the_threads(toy_bundle: Path) -> None:
     threads = Model.load(toy_bundle).threads
     assert Model.load(toy_bundle, threads=threads + 1).threads == threads
