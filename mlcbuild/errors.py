@@ -11,6 +11,7 @@
     ├── ProvenanceError           exit code 1   nobody vouches for a bundle, or for another than this
     ├── StoreError                exit code 1   a store is damaged or cannot be written
     ├── RemoteError               exit code 1   a shared cache cannot be used, or holds what it must not
+    ├── PublishError              exit code 1   a bundle could not be sent somewhere, or fetched from there
     └── SetupError                exit code 3   this machine lacks something: the message says what to install
 
 A message is complete by itself: where, which rule, what was found, what to do. The command line prints
@@ -89,6 +90,10 @@ class StoreError(MlcbuildError):
 
 
 class RemoteError(MlcbuildError):
+    pass
+
+
+class PublishError(MlcbuildError):
     pass
 
 

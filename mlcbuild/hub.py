@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,10 @@ class HubFile:
 
 class UnreachableError(SourceError):
     """The hub could not be asked. Trying again may help."""
+
+
+class AbsentError(SourceError):
+    """The hub has no such repository, or shows none to who asks; or no such revision."""
 
 
 def is_commit(text: str) -> bool:
@@ -170,6 +174,33 @@ def download(
     return _patiently(source, name, get)
 
 
+def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[str], message: str) -> str:
+    """Makes one commit on a branch that adds files and removes others; returns it.
+
+    A repository that is not there is made, private; so is a branch. Raises SourceError.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    def send() -> str:
+        api = HfApi()
+        api.create_repo(source.repo, private=True, exist_ok=True)
+        if source.revision != "main":
+            api.create_branch(source.repo, branch=source.revision, exist_ok=True)
+        added = [CommitOperationAdd(name, data) for name, data in sorted(files.items())]
+        removed = [CommitOperationDelete(name) for name in sorted(gone)]
+        done = api.create_commit(
+            source.repo, [*added, *removed], commit_message=message, revision=source.revision
+        )
+        return str(done.oid)
+
+    disable_progress_bars()
+    try:
+        return _patiently(source, None, send)
+    except SourceError as error:
+        raise type(error)(str(error).replace("that may read it", "that may write it")) from None
+
+
 def _counting(count: Callable[[int], None] | None) -> type:
     """A progress bar class that shows nothing and passes bytes on."""
     from huggingface_hub.utils.tqdm import tqdm
@@ -233,6 +264,7 @@ def _hub_refusal(error: Exception, source: HubSource) -> _Found:
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{source.repo}"
+    absent = (errors.RevisionNotFoundError, errors.RepositoryNotFoundError)
     by_kind: tuple[tuple[type[Exception], str], ...] = (
         (
             errors.GatedRepoError,
@@ -250,7 +282,7 @@ def _hub_refusal(error: Exception, source: HubSource) -> _Found:
     for cause in _chain(error):
         for kind, message in by_kind:
             if isinstance(cause, kind):
-                return SourceError, message
+                return AbsentError if kind in absent else SourceError, message
         if isinstance(cause, errors.HfHubHTTPError):
             return _status(cause.response.status_code)
     return None

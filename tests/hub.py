@@ -1,4 +1,4 @@
-"""A small server that speaks the part of the Hugging Face hub's HTTP interface a model download needs.
+"""A small server that speaks the part of the Hugging Face hub's HTTP interface that models need.
 
 It answers model questions, `resolve` with a redirect of large files to another host name, and ranges, and
 it can be told to fail in the ways hubs and networks do. `Client` runs mlcbuild's functions against it in a
@@ -7,6 +7,7 @@ process of its own, because huggingface_hub reads its environment variables once
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import importlib
 import json
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,6 +80,11 @@ class Hub:
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.requests: list[Request] = []
+        self.write_token: str | None = None
+        """Who may write; None: nobody."""
+        self.large: dict[str, bytes] = {}
+        """Uploaded large files, by sha256."""
+        self.private: set[str] = set()
         self.held = threading.Event()
         """Set once a download has sent half of a file and waits."""
         self.release = threading.Event()
@@ -127,6 +134,95 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.answer()
+
+    def do_POST(self) -> None:
+        self.receive()
+
+    def do_PUT(self) -> None:
+        self.receive()
+
+    # Uploads, as huggingface_hub sends them
+
+    def receive(self) -> None:
+        path = unquote(urlsplit(self.path).path).strip("/")
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or self.chunks()
+        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+        self.hub.requests.append(Request(self.command, path, "", None, token))
+        if self.command == "PUT":
+            oid = path.rpartition("/")[2]
+            right = hashlib.sha256(data).hexdigest() == oid
+            if right:
+                self.hub.large[oid] = data
+            self.send(200 if right else 400, b"")
+            return
+        if path == "api/validate-yaml":
+            self.document({"errors": [], "warnings": []})
+            return
+        if self.hub.write_token is None or token != self.hub.write_token:
+            self.refuse(401 if token is None else 403, "", "no token that may write")
+            return
+        if path == "api/repos/create":
+            asked = json.loads(data)
+            name = f"{asked['organization']}/{asked['name']}"
+            if name in self.hub.repos:
+                self.send(409, json.dumps({"url": f"{self.hub.address}/{name}"}).encode())
+                return
+            self.hub.add(name, {".gitattributes": b""})
+            self.hub.private.add(name) if asked["visibility"] == "private" else None
+            self.document({"url": f"{self.hub.address}/{name}"})
+        elif path.endswith(".git/info/lfs/objects/batch"):
+            self.batch(path.partition(".git/")[0], json.loads(data))
+        else:
+            self.change(path.removeprefix("api/models/"), data)
+
+    def chunks(self) -> bytes:
+        found = b""
+        while self.headers.get("Transfer-Encoding") == "chunked" and (size := int(self.rfile.readline(), 16)):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        return found
+
+    def batch(self, repo: str, asked: dict[str, Any]) -> None:
+        objects = []
+        for item in asked["objects"]:
+            known = item["oid"] in self.hub.large
+            action = {"upload": {"href": f"{self.hub.address}/lfs/{repo}/{item['oid']}", "header": {}}}
+            objects.append({**item, **({} if known else {"actions": action})})
+        self.document({"transfer": "basic", "objects": objects})
+
+    def change(self, path: str, data: bytes) -> None:
+        name, what, revision = path.rsplit("/", 2)
+        repo = self.hub.repos[name]
+        if what == "branch":
+            if revision in repo.refs:
+                self.send(409, b"{}")
+                return
+            repo.refs[revision] = repo.refs["main"]
+            self.document({})
+            return
+        files = dict(repo.commits[repo.refs[revision]])
+        if what == "preupload":
+            modes = {True: "lfs", False: "regular"}
+            listed = [
+                {"path": item["path"], "uploadMode": modes[is_large(item["path"])], "shouldIgnore": False}
+                for item in json.loads(data)["files"]
+            ]
+            self.document({"files": listed})
+            return
+        for line in data.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif item["key"] == "lfsFile":
+                files[value["path"]] = self.hub.large[value["oid"]]
+            elif item["key"] == "deletedFile":
+                del files[value["path"]]
+        commit = self.hub.add(name, files, revision)
+        self.document({"commitUrl": f"{self.hub.address}/{name}/commit/{commit}", "commitOid": commit})
+
+    def document(self, found: object) -> None:
+        self.send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
 
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")

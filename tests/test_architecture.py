@@ -30,7 +30,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "document": "",
     "schema": "document",
     "targets": "document host schema",
-    "recipe": "document hub quant remotes schema targets",
+    "recipe": "document hub publish quant remotes schema targets",
     # running one; knows nothing of models
     "graph": "",
     "links": "",
@@ -47,6 +47,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "provenance": "keyfile",
     "remotes": "keyfile records store",
     "archive": "keyfile records remotes staging store",
+    "publish": "hub provenance remotes",
     "plan": "events graph records remotes store",
     "picture": "graph plan",
     "report": "events",
@@ -82,8 +83,8 @@ BUILDER_TABLE: Mapping[str, str] = {
     "ci": "events execute graph hub pipeline plan remotes report runlog store targets",
     "cli": (
         "archive bench bundle ci cluster compiler emit events execute footprint keyfile lock machine models "
-        "page picture pipeline plan provenance quant recipe records remotes report runlog schema store "
-        "targets upkeep"
+        "page picture pipeline plan provenance publish quant recipe records remotes report runlog schema "
+        "store targets upkeep"
     ),
     "__main__": "cli",
 }
@@ -140,7 +141,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
 }
 SHARED = {"errors", "canon"}
 """Anyone's."""
-FORMAT_USERS = {"bench", "bundle", "compiler", "weights", "verify", "footprint", "cli"}
+FORMAT_USERS = {"bench", "bundle", "compiler", "weights", "verify", "footprint", "cli", "publish"}
 """Modules of the builder that may import the runtime: they write or load what it reads."""
 
 
@@ -248,7 +249,7 @@ HEAVY = {
 }
 
 
-@pytest.mark.parametrize("command", [[], ["--help"], ["run", "--help"], ["rnu"], ["publish"]])
+@pytest.mark.parametrize("command", [[], ["--help"], ["run", "--help"], ["rnu"], ["publish", "--help"]])
 def test_light_commands_load_nothing_heavy(command: list[str]) -> None:
     assert not HEAVY & loaded_by(*command)
 

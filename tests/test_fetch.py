@@ -52,7 +52,7 @@ def refusal(client: Client, function: str, *arguments: object) -> str:
     """The message of the SourceError that a call must raise."""
     with pytest.raises(RefusedError) as caught:
         client.call(function, *arguments)
-    assert caught.value.kind in ("SourceError", "UnreachableError"), caught.value
+    assert caught.value.kind in ("SourceError", "UnreachableError", "AbsentError"), caught.value
     assert "Traceback" not in caught.value.message
     return caught.value.message
 

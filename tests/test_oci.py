@@ -14,7 +14,8 @@ import pytest
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import auth, fault, registry
-from mlcbuild.remotes.registry import Registry, parse
+from mlcbuild.remotes.reference import parse
+from mlcbuild.remotes.registry import Registry
 from tests import registries
 from tests.caches import Handler, serving
 from tests.registries import LOGIN, Server

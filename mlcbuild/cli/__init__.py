@@ -248,16 +248,25 @@ VERBS: dict[str, Verb] = {
         "mlcbuild bench serve http://127.0.0.1:8000 --clients 1,4,16",
         (options.bench, _threads, _json),
     ),
+    "publish": Verb(
+        "publishing",
+        "publish",
+        "build, verify and send bundles to registries and model hubs",
+        "mlcbuild publish recipe.yaml",
+        (options.publish, _recipe, _choice, _run, options.affected, options.outputs, _store, _remote, _json),
+    ),
+    "pull": Verb(
+        "publishing",
+        "pull",
+        "fetch a published bundle",
+        "mlcbuild pull oci://registry.example/team/tiny:q4f16_1-host bundle",
+        (options.pull, _json),
+    ),
     "doctor": Verb("facts", "doctor", "check this machine", "mlcbuild doctor", (_store, _json)),
     "schema": Verb(
         "facts", "schema", "print a JSON Schema", "mlcbuild schema recipe > recipe.schema.json", (_schema,)
     ),
 }
-
-LATER = {
-    "publish": "publishing bundles",
-}
-"""Verbs of later versions, and what they will be about."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -338,8 +347,6 @@ def _check_verb(arguments: Sequence[str]) -> None:
         return
     if name.startswith("-"):
         raise UsageError(f"mlcbuild: '{name}' stands before the verb: write mlcbuild VERB [OPTIONS]")
-    if name in LATER:
-        raise UsageError(f"mlcbuild: '{name}' ({LATER[name]}) is not in this version")
     raise UsageError(f"mlcbuild: '{name}' is not a verb; {did_you_mean(name, VERBS)}")
 
 

@@ -156,6 +156,24 @@ def provenance(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def publish(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--to",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="send one bundle, named in the recipe's place",
+    )
+    parser.add_argument(
+        "--unverified", action="store_true", help="also bundles that this machine could not compare"
+    )
+
+
+def pull(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", help="oci://host/repository:tag (or @sha256:...), hf://org/name@revision")
+    parser.add_argument("directory", nargs="?", help="where to (default: the last part of the name)")
+
+
 def keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("new", "show"), help="make a key, or print its public half")
     parser.add_argument("--file", metavar="FILE", help="the private key (default: $MLCBUILD_KEY)")

@@ -11,6 +11,7 @@ it builds. Formats, names and rules are explained for users in recipes/README.md
     matrix.py      what include and exclude mean; knows names only
     settings.py    compile, verify
     outputs.py     bundle.output
+    destinations.py  publish
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mlcbuild.recipe import outputs
 from mlcbuild.recipe.axes import read_schemes, read_targets
 from mlcbuild.recipe.cache import read_remotes
 from mlcbuild.recipe.cells import read_cells
+from mlcbuild.recipe.destinations import read_destinations
 from mlcbuild.recipe.matrix import Cell
 from mlcbuild.recipe.reading import Reading, project_of, resolved
 from mlcbuild.recipe.settings import Limits, Settings, Verify, read_settings
@@ -50,7 +52,7 @@ __all__ = [
     "load",
 ]
 
-_LATER = ("bench", "publish")
+_LATER = ("bench",)
 """Sections that a later version will know."""
 
 
@@ -76,6 +78,8 @@ class Recipe:
     """The lock file, absolute; it need not exist."""
     remotes: tuple[Remote, ...] = ()
     """Where results are shared, in order."""
+    destinations: tuple[str, ...] = ()
+    """Templates of the addresses that bundles are published to."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Variant:
     """None: the recipe asks for nothing in particular."""
     output: Path
     """Directory of the bundle, absolute."""
+    destinations: tuple[str, ...] = ()
+    """Addresses that it is published to."""
 
 
 def load(path: Path, settings: Mapping[str, str] | None = None, allow_outside: bool = False) -> Recipe:
@@ -143,6 +149,7 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
                 settings.limits,
                 settings.verify,
                 recipe.directory / outputs.render(recipe.output, cell.names),
+                tuple(outputs.render(template, cell.names) for template in recipe.destinations),
             )
         )
     return tuple(variants)
@@ -156,6 +163,7 @@ def _read(reading: Reading, path: Path) -> Recipe | None:
     template = outputs.read_template(reading)
     lock = _lock(reading, path)
     remotes = read_remotes(reading)
+    destinations = read_destinations(reading, [cell.names for cell in cells])
     if template is None or lock is None:
         return None
     local = {name: model.source for name, model in models.items()}
@@ -172,7 +180,18 @@ def _read(reading: Reading, path: Path) -> Recipe | None:
     outputs.check(reading, template, [cell.names for cell in cells], protected)
     name = reading.text("name") or re.sub(r"[^A-Za-z0-9._-]|^\.", "-", path.stem)
     return Recipe(
-        path, reading.directory, name, models, schemes, targets, cells, settings, template, lock, remotes
+        path,
+        reading.directory,
+        name,
+        models,
+        schemes,
+        targets,
+        cells,
+        settings,
+        template,
+        lock,
+        remotes,
+        destinations,
     )
 
 

@@ -26,14 +26,21 @@ def read_template(reading: Reading) -> str | None:
     if text is None:
         return None
     before = len(reading.problems)
-    for name in _PLACEHOLDER.findall(text):
-        if name not in AXES:
-            reading.report(_WHERE, f"the placeholder '{{{name}}}' is unknown; {did_you_mean(name, AXES)}")
-    if set(_PLACEHOLDER.sub("", text)) & set("{}"):
-        reading.report(_WHERE, f"'{text}' has a '{{' or '}}' without its partner")
+    check_placeholders(reading, _WHERE, text)
     # Names hold no '/' and do not start with '.', so a placeholder cannot lead anywhere else.
     reading.path(_WHERE, _PLACEHOLDER.sub("x", text))
     return posixpath.normpath(text) if len(reading.problems) == before else None
+
+
+def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
+    """Whether a template names nothing but the axes; what is wrong is reported."""
+    before = len(reading.problems)
+    for name in _PLACEHOLDER.findall(text):
+        if name not in AXES:
+            reading.report(where, f"the placeholder '{{{name}}}' is unknown; {did_you_mean(name, AXES)}")
+    if set(_PLACEHOLDER.sub("", text)) & set("{}"):
+        reading.report(where, f"'{text}' has a '{{' or '}}' without its partner")
+    return len(reading.problems) == before
 
 
 def render(template: str, names: Names) -> str:

@@ -68,9 +68,9 @@ def _place_fault(url: str, parts: SplitResult) -> str:
 
         return aws.fault(url)
     if parts.scheme == "oci":
-        from mlcbuild.remotes import registry
+        from mlcbuild.remotes import reference
 
-        problem, tagged = registry.fault(url), bool(registry.parse(url).reference)
+        problem, tagged = reference.fault(url), bool(reference.parse(url).reference)
         return problem or (f"'{url}' has a tag or digest: a cache is a whole repository" if tagged else "")
     if parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         return f"'{url}' must name a directory of this machine: file:///path"

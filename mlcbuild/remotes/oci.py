@@ -12,7 +12,8 @@ import threading
 from typing import BinaryIO
 
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes.registry import EMPTY, EMPTY_TYPE, MANIFEST, Descriptor, Registry, parse
+from mlcbuild.remotes.reference import Descriptor, parse
+from mlcbuild.remotes.registry import EMPTY, EMPTY_TYPE, MANIFEST, Registry
 from mlcbuild.remotes.transport import TIMEOUT, Body
 
 TYPE = "application/vnd.mlcbuild.cache.v1"

@@ -1,0 +1,46 @@
+"""The `publish` section: where finished bundles are sent by `mlcbuild publish`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mlcbuild.document import Where
+from mlcbuild.publish import fault
+from mlcbuild.recipe.matrix import Names
+from mlcbuild.recipe.outputs import check_placeholders, render
+from mlcbuild.recipe.reading import Reading
+
+
+def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ...]:
+    """The templates, in order; wrong ones, and those that give two bundles one place, are reported."""
+    found: list[str] = []
+    listed: Sequence[Names] = list(cells)
+    for index in range(len(reading.items("publish"))):
+        where: Where = ("publish", index, "to")
+        text = reading.text(*where)
+        if text is None or not check_placeholders(reading, where, text):
+            continue
+        if text in found:
+            reading.report(where, f"'{text}' is named twice")
+        elif _check(reading, where, text, listed):
+            found.append(text)
+    return tuple(found)
+
+
+def _check(reading: Reading, where: Where, template: str, cells: Sequence[Names]) -> bool:
+    """Whether each combination has a place of its own, of a form that can be published to."""
+    taken: dict[str, Names] = {}
+    for names in cells:
+        place = render(template, names)
+        if problem := fault(place, writing=True):
+            reading.report(where, problem)
+            return False
+        if place in taken:
+            reading.report(
+                where,
+                f"{'/'.join(taken[place])} and {'/'.join(names)} would both be '{place}'; "
+                "use {model}, {quantization} and {target} in it",
+            )
+            return False
+        taken[place] = names
+    return True

@@ -1,0 +1,88 @@
+"""Addresses of OCI registries, `oci://host/repository:tag`, and what manifests name blobs with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, urlsplit
+
+_NAME = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*)*")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Place:
+    """`oci://host/repository`, and what is meant in it."""
+
+    host: str
+    """With its port."""
+    repository: str
+    reference: str = ""
+    """A tag, or sha256:<64 hex>, or nothing."""
+    plain: bool = False
+    """Whether http is spoken."""
+
+    @property
+    def address(self) -> str:
+        return f"{'http' if self.plain else 'https'}://{self.host}"
+
+    def __str__(self) -> str:
+        mark = "@" if self.reference.startswith("sha256:") else ":" if self.reference else ""
+        return f"oci://{self.host}/{self.repository}{mark}{self.reference}"
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A blob, as a manifest names it."""
+
+    media: str
+    digest: str
+    """sha256:<64 hex>."""
+    size: int
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, object]:
+        document: dict[str, object] = {"mediaType": self.media, "digest": self.digest, "size": self.size}
+        return document | ({"annotations": dict(self.annotations)} if self.annotations else {})
+
+
+def fault(url: str) -> str:
+    """What is wrong with an oci:// URL; "" if nothing."""
+    parts = urlsplit(url)
+    repository, _ = _split(parts.path)
+    if not parts.hostname or not _NAME.fullmatch(repository):
+        return (
+            f"'{url}' names no repository: oci://host/name, in lower case letters, digits, '.', '_', '-', '/'"
+        )
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name != "plain-http" or value not in ("true", "false"):
+            return f"'{url}': after '?' there can be plain-http=true or plain-http=false, and nothing else"
+    return "" if _reference_fault(url) == "" else f"'{url}': {_reference_fault(url)}"
+
+
+def _reference_fault(url: str) -> str:
+    _, reference = _split(urlsplit(url).path)
+    if not reference or _TAG.fullmatch(reference) or _DIGEST.fullmatch(reference):
+        return ""
+    return f"'{reference}' is neither a tag (letters, digits, '.', '_', '-') nor sha256: and 64 hex digits"
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Repository and reference."""
+    repository, at, digest = path.strip("/").partition("@")
+    head, slash, tail = repository.rpartition("/")
+    name, _, tag = tail.partition(":")
+    return f"{head}{slash}{name}", digest if at else tag
+
+
+def parse(url: str) -> Place:
+    """The place of a URL that `fault` finds nothing wrong with."""
+    parts = urlsplit(url)
+    repository, reference = _split(parts.path)
+    local = parts.hostname in ("localhost", "::1") or bool(re.match(r"127\.", parts.hostname or ""))
+    options = dict(parse_qsl(parts.query))
+    return Place(
+        parts.netloc, repository, reference, options.get("plain-http", "true" if local else "") == "true"
+    )
