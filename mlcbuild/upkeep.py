@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from typing import TypeAlias
 
-from mlcbuild.canon import file_digest
+from mlcbuild.canon import Entry, file_digest
 from mlcbuild.links import STAMP, stamp
 from mlcbuild.locks import wait_lock
 from mlcbuild.records import Record
@@ -35,6 +36,8 @@ class Verified:
     """Files that a record names and the store lacks: their steps run again."""
     unused: int
     """Blobs that no record names, as a killed run leaves them: `gc` removes them, or a re-run uses them."""
+    mended: tuple[str, ...] = ()
+    """What was damaged or missing and is right now."""
 
     @property
     def ok(self) -> bool:
@@ -73,36 +76,52 @@ class Collected:
     bytes: int
 
 
-def verify(store: Store, *, repair: bool = False) -> Verified:
+Mend: TypeAlias = Callable[[Entry], str]
+"""Brings a blob that is not there into the store; "" or why it could not."""
+
+
+def verify(store: Store, *, repair: bool = False, mend: Mend | None = None) -> Verified:
     """Hashes every blob and checks every record against its key. May run beside builds.
 
-    `repair` removes what is damaged, so that the steps concerned run again. Raises StoreError when the
-    store cannot be read.
+    With `mend`, files of records that are damaged or missing are fetched anew. `repair` removes what is
+    damaged then, so that the steps concerned run again. Raises StoreError when the store cannot be read.
     """
     damaged: list[str] = []
     missing: list[str] = []
+    mended: list[str] = []
     good: dict[str, int] = {}
     bad: set[str] = set()
     with store.writing():
         named, count = _sound_records(store, damaged, repair)
-        users = {digest: f"{name}: {path}" for name, record in named for path, digest, _ in record.rows}
+        users = {row[1]: (f"{name}: {row[0]}", Entry(*row)) for name, record in named for row in record.rows}
         for blob in _files(store.root / "cas"):
             found = _check(blob)
             if found is not None:
                 good[blob.name] = found
                 continue
-            bad.add(blob.name)
-            user = users.get(blob.name, "not used")
-            damaged.append(f"blob {blob.name} ({user}) has other bytes than its name says")
-            if repair:
+            user, entry = users.get(blob.name, ("not used", None))
+            if repair or (mend is not None and entry is not None):
                 blob.unlink(missing_ok=True)
+            if mend is not None and entry is not None and not mend(entry):
+                mended.append(f"blob {blob.name} ({user}) had other bytes than its name says")
+                good[blob.name] = entry.size
+                continue
+            bad.add(blob.name)
+            damaged.append(f"blob {blob.name} ({user}) has other bytes than its name says")
+        gone = [digest for digest in users if digest not in good and digest not in bad]
+        for user, entry in (users[digest] for digest in gone):
+            if mend is not None and not mend(entry):
+                mended.append(f"{user} (blob {entry.digest}) was missing")
+                good[entry.digest] = entry.size
         for name, record in named:
             lost = [row for row in record.rows if good.get(row[1]) != row[2]]
             missing += [f"{name}: {path} (blob {digest})" for path, digest, _ in lost if digest not in bad]
             if lost and repair:
                 (store.root / "ac" / record.key[:2] / record.key).unlink(missing_ok=True)
     unused = len(good.keys() - users.keys())
-    return Verified(count, len(good), sum(good.values()), tuple(damaged), tuple(missing), unused)
+    return Verified(
+        count, len(good), sum(good.values()), tuple(damaged), tuple(missing), unused, tuple(mended)
+    )
 
 
 def status(store: Store) -> Status:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import secrets
 import subprocess
 import sys
 import threading
@@ -108,6 +110,59 @@ def test_wrong_usage_is_told(
     done = mlcbuild("cache", *command.split(), store=common_store, cwd=tiny_bundles)
     assert done.returncode == code and words in done.stderr
     assert "secret" not in done.stderr and "Traceback" not in done.stderr
+
+
+def rot(store: Store, digest: str) -> None:
+    """Damage that neither size nor time show."""
+    blob = store.blob(digest)
+    times = (blob.stat().st_atime_ns, blob.stat().st_mtime_ns)
+    blob.chmod(0o644)
+    blob.write_bytes(b"?" + blob.read_bytes()[1:])
+    os.utime(blob, ns=times)
+
+
+@pytest.mark.parametrize("kind", ["directory", "s3", "oci"])
+def test_a_store_is_mended_from_a_remote(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    url = (tmp_path / "shared").as_uri()
+    (tmp_path / "shared").mkdir()
+    if kind == "s3":
+        request.getfixturevalue("s3_login")
+        url = request.getfixturevalue("s3_server").bucket(f"b{secrets.token_hex(8)}")
+    elif kind == "oci":
+        url = request.getfixturevalue("registry_server").url(f"b{secrets.token_hex(8)}")
+    user = User(tmp_path / "one", url)
+    digests = {found.name: found.record.rows[0][1] for found in user.run().steps if found.record}
+    variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+    def verified(code: int, *urls: str) -> str:
+        done = mlcbuild("cache", "verify", *urls, store=user.store.root, variables=variables)
+        assert done.returncode == code, done.stderr
+        return done.stdout
+
+    rot(user.store, digests["a"])
+    user.store.blob(digests["b"]).unlink()
+    assert "2 problems" in verified(1)
+    said = verified(0, url)
+    assert f"blob {digests['a']} (a: text.txt) had other bytes than its name says: fetched anew" in said
+    assert f"b: text.txt (blob {digests['b']}) was missing: fetched anew" in said
+    assert verified(0) == "3 records and 3 files are as they were written\n"
+
+
+def test_what_no_remote_has_right_is_built_again(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    url = (tmp_path / "shared").as_uri()
+    user = User(tmp_path / "one", url)
+    digests = {found.name: found.record.rows[0][1] for found in user.run().steps if found.record}
+    rot(user.store, digests["c"])
+    lie = tmp_path / "shared" / "cas" / digests["c"]
+    lie.chmod(0o644)
+    lie.write_bytes(b"?" + lie.read_bytes()[1:])
+    done = mlcbuild("cache", "verify", url, store=user.store.root)
+    assert done.returncode == 1 and f"blob {digests['c']} (c: text.txt) has other bytes" in done.stdout
+    assert "is refused: its bytes are wrong" in done.stderr
+    alone = User(user.store.root)
+    assert statuses(alone.run()) == {"a": "reused", "b": "reused", "c": "built"}, "the damage is gone"
+    assert verify(user.store).ok
 
 
 UPLOAD = """

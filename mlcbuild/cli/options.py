@@ -118,7 +118,8 @@ def cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("status", "verify", "gc", "push", "pull", "export", "import"),
-        help="status: say what is in it; verify: hash all of it again; gc: remove what is old or too much; "
+        help="status: say what is in it; verify: hash all of it again, and fetch what is damaged from "
+        "shared caches, if any are named; gc: remove what is old or too much; "
         "push, pull: send to, or fetch from, shared caches; export, import: one file for machines without "
         "a network",
     )
@@ -126,8 +127,8 @@ def cache(parser: argparse.ArgumentParser) -> None:
         "operands",
         nargs="*",
         metavar="OPERAND",
-        help="push RECIPE [URL ...] or push --all URL ...; pull RECIPE [URL ...]; export FILE [RECIPE]; "
-        "import FILE",
+        help="push RECIPE [URL ...] or push --all URL ...; pull RECIPE [URL ...]; verify [RECIPE] [URL ...]; "
+        "export FILE [RECIPE]; import FILE",
     )
     parser.add_argument("--all", action="store_true", help="push: everything in the store")
     parser.add_argument("--max-size", metavar="SIZE", help="gc: keep at most so much, such as 50GB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -13,7 +14,7 @@ from mlcbuild.cli.build import open_store
 from mlcbuild.cli.facts import show
 from mlcbuild.cli.options import amount
 from mlcbuild.cli.recipes import read_lock, read_recipe
-from mlcbuild.cli.store import no_operands, status, verify
+from mlcbuild.cli.store import no_operands, status
 from mlcbuild.errors import RemoteError, StoreError, UsageError
 from mlcbuild.pipeline import build
 from mlcbuild.plan import Plan, plan
@@ -98,6 +99,41 @@ def pull(arguments: argparse.Namespace) -> int:
     absent = found.count("run") + found.count("pending")
     print(f"{found.count('remote')} fetched, {found.count('hit')} were here, {absent} are in no remote")
     return 0
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Hashes everything; with a recipe or URLs, fetches what is damaged or missing from their remotes.
+
+    Exit code 1 when anything is damaged; the next run builds it again.
+    """
+    store = open_store(arguments)
+    found = _mend(arguments, store) if arguments.operands else upkeep.verify(store)
+    lines = [*(f"{sentence}: fetched anew" for sentence in found.mended), *found.damaged, *found.missing]
+    problems = len(found.damaged) + len(found.missing)
+    lines.append(
+        f"{found.records} records and {found.blobs} files are as they were written"
+        if found.ok
+        else f"{problems} problems: what is damaged is built again when a run needs it"
+    )
+    show(arguments.json, {**vars(found), "ok": found.ok}, lines)
+    return 0 if found.ok else 1
+
+
+def _mend(arguments: argparse.Namespace, store: Store) -> upkeep.Verified:
+    named = "://" not in arguments.operands[0]
+    arguments.recipe = arguments.operands[0] if named else None
+    urls = arguments.operands[1:] if named else arguments.operands
+    sharing = Sharing(store, [Link(remote) for remote in _remotes(arguments, arguments.recipe, urls, "read")])
+    try:
+        with store.session():
+            found = upkeep.verify(
+                store, mend=lambda entry: sharing.fetch(entry, threading.Event(), lambda count: None)
+            )
+    finally:
+        sharing.close()
+    for sentence in sharing.take_warnings():
+        print(f"warning {sentence}", file=sys.stderr)
+    return found
 
 
 def gc(arguments: argparse.Namespace) -> int:

@@ -46,17 +46,3 @@ def _ago(seconds: float) -> str:
         if (count := int(seconds // length)) >= 1:
             return f"{count} {name}{'s' if count > 1 else ''} ago"
     return "just now"
-
-
-def verify(arguments: argparse.Namespace) -> int:
-    """Exit code 1 when anything is damaged; the next run builds it again."""
-    no_operands(arguments)
-    found = upkeep.verify(open_store(arguments))
-    lines = [*found.damaged, *found.missing]
-    lines.append(
-        f"{found.records} records and {found.blobs} files are as they were written"
-        if found.ok
-        else f"{len(lines)} problems: what is damaged is built again when a run needs it"
-    )
-    show(arguments.json, {**vars(found), "ok": found.ok}, lines)
-    return 0 if found.ok else 1
