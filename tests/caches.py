@@ -31,7 +31,7 @@ http {{
   proxy_temp_path {home}/t1; fastcgi_temp_path {home}/t2; uwsgi_temp_path {home}/t3; scgi_temp_path {home}/t4;
   sendfile on;
   server {{
-    listen 127.0.0.1:{port};
+    listen 127.0.0.1:{port}{tls};
     root {home}/root;
     client_max_body_size 0;
     {auth}
@@ -52,22 +52,27 @@ class Nginx:
 
 
 @contextmanager
-def nginx(home: Path, password_file: str = "") -> Iterator[Nginx]:
-    """A running nginx. `password_file`: lines of user:{PLAIN}password for basic authentication."""
+def nginx(home: Path, password_file: str = "", tls: tuple[Path, Path] | None = None) -> Iterator[Nginx]:
+    """A running nginx. `password_file`: lines of user:{PLAIN}password for basic authentication;
+    `tls`: certificate and key, then it speaks https."""
     assert NGINX is not None
     (home / "root").mkdir(parents=True)
     auth = ""
     if password_file:
         (home / "users").write_text(password_file)
         auth = f"auth_basic cache; auth_basic_user_file {home}/users;"
+    if tls is not None:
+        auth += f" ssl_certificate {tls[0]}; ssl_certificate_key {tls[1]};"
     port = free_port()
     user = "user root;" if os.geteuid() == 0 else ""
-    (home / "nginx.conf").write_text(_CONFIG.format(home=home, port=port, auth=auth, user=user))
+    (home / "nginx.conf").write_text(
+        _CONFIG.format(home=home, port=port, auth=auth, user=user, tls=" ssl" if tls else "")
+    )
     command = [NGINX, "-e", str(home / "error.log"), "-c", str(home / "nginx.conf"), "-p", str(home)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until_open(port, process, home / "error.log")
-        yield Nginx(f"http://127.0.0.1:{port}", home / "root", home / "access.log")
+        yield Nginx(f"http{'s' if tls else ''}://127.0.0.1:{port}", home / "root", home / "access.log")
     finally:
         process.terminate()
         process.wait()
