@@ -60,9 +60,10 @@ class Matcher:
         self._check()
 
     def forced(self, count: int) -> list[int]:
-        """Up to `count` tokens that spell what must come next, whatever is chosen: none where there is a
-        choice."""
-        return [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
+        """Up to `count` tokens that spell what must come next: none where there is a choice, or where the
+        tokenizer spells it with a space that must not be there."""
+        tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
+        return tokens[: self.accepted(tokens)]
 
     def accepted(self, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` may come next, one after the other."""

@@ -74,7 +74,7 @@ class Speculation:
                 sequence.draft = sequence.lookup.propose(sequence.tokens, count)
         elif open_parts:
             self._draft(self._drafter, open_parts)
-        for sequence, _ in parts:
+        for sequence, _ in open_parts:
             sequence.draft = sequence.allowed(sequence.draft)
 
     def settle(self, batch: int, drafts: List[tuple[Sequence, int, int]], seconds: float) -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mlcbuild_runtime import local
 from mlcbuild_runtime.drafts import Credit, Lookup, Prices, Speculate
 from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.errors import BundleError
-from mlcbuild_runtime.grammar import Constraint
+from mlcbuild_runtime.errors import BundleError, EngineError
+from mlcbuild_runtime.grammar import Constraint, Grammars
 from mlcbuild_runtime.request import Event, Request
 from mlcbuild_runtime.sampling import Sampling
 from mlcbuild_runtime.sequence import Sequence
@@ -259,6 +259,22 @@ def test_what_a_constraint_forces_is_drafted(toy_bundle: Path) -> None:
         assert events[-1].rejected == 0
     finally:
         engine.close()
+
+
+def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bundle: Path) -> None:
+    """This tokenizer puts a space before a text: no forced text may begin with it."""
+    tokenizer = Tokenizer.load(tiny_bundle, _tiny(tiny_bundle).manifest.serving)
+    grammars = Grammars(tokenizer.vocabulary, 432, tokenizer.eos)
+    matcher = grammars.matcher(Constraint("regex", "the end of all(xyz|abc)", "x"), message=False)
+    while not matcher.finished:
+        forced = matcher.forced(3)
+        assert len(forced) <= 3 and matcher.accepted(forced) == len(forced)
+        matcher.after(forced)
+        matcher.take(forced[0] if forced else int(matcher.allowed(432).nonzero()[0][0]))
+    failed = grammars.matcher(Constraint("regex", "abc", "x"), message=False)
+    with pytest.raises(EngineError, match="the constraint cannot be followed"):
+        failed.take(next(iter(set(range(432)) - set(failed.allowed(432).nonzero()[0].tolist()))))
+    assert failed.forced(3) == [] and failed.accepted([5]) == 0
 
 
 def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float], total: int) -> float:
