@@ -74,6 +74,8 @@ class RunStarted:
     steps: int
     reused: int
     """Steps that are hits already."""
+    chains: Mapping[str, float] = field(default_factory=dict)
+    """Step that is left -> seconds, by the last records, from its start to the end of what hangs on it."""
 
 
 @dataclass(frozen=True)

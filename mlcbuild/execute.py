@@ -120,7 +120,7 @@ class _Run:
             elif self.plans[name].state == "pending":
                 self.missing[name] = self._unknown(name)
         self._warn()
-        self.report(RunStarted(len(self.planner.steps), len(self.results)))
+        self.report(RunStarted(len(self.planner.steps), len(self.results), self.weights))
 
     def _unknown(self, name: str) -> set[str]:
         needs = self.graph.needs(self.graph.step(name))

@@ -65,6 +65,8 @@ class Tally:
     started: dict[str, float] = field(default_factory=dict)
     progress: dict[str, StepProgress] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
+    chains: dict[str, float] = field(default_factory=dict)
+    """Step without a result -> seconds from its start to the end of the longest chain after it."""
     places: dict[str, str] = field(default_factory=dict)
     """Running step -> the worker of a cluster that has begun it."""
 
@@ -72,6 +74,7 @@ class Tally:
         match event:
             case RunStarted():
                 self.total, self.done = event.steps, event.reused
+                self.chains = dict(event.chains)
             case StepStarted() | StepFetching():
                 self.waiting.pop(event.name, None)
                 self.started[event.name] = time.monotonic()
@@ -87,6 +90,7 @@ class Tally:
                 self._forget(event.name)
             case StepFinished():
                 self.done += 1
+                self.chains.pop(event.result.name, None)
                 self._forget(event.result.name)
             case _:
                 pass
@@ -94,6 +98,15 @@ class Tally:
     def _forget(self, name: str) -> None:
         for table in (self.running, self.started, self.progress, self.waiting, self.places):
             table.pop(name, None)
+
+    def critical(self) -> tuple[str, float]:
+        """The step on which the end of the run hangs, and the seconds until then at the least; ("", 0)."""
+        now = time.monotonic()
+        ends = {
+            name: seconds - (now - self.started.get(name, now) if name in self.running else 0.0)
+            for name, seconds in list(self.chains.items())
+        }
+        return max(ends.items(), key=lambda item: item[1], default=("", 0.0))
 
     def left(self, name: str) -> float | None:
         """Seconds a running step still needs, where progress or its last run allows a guess."""
@@ -213,13 +226,18 @@ class View:
         tally = self._tally
         table = Table.grid(padding=(0, 2))
         for name in list(tally.running):
-            table.add_row(Text(name, "cyan"), *(Text(cell) for cell in self._cells(name)))
+            where = f" on {tally.places[name]}" if name in tally.places else ""
+            table.add_row(Text(name + where, "cyan"), *(Text(cell) for cell in self._cells(name)))
         for name, holder in list(tally.waiting.items()):
             table.add_row(
                 Text(name, "yellow"), Text("waits"), Text(f"for another mlcbuild ({holder})"), Text("")
             )
         busy = f"{len(tally.running)} running"
-        table.add_row(Text(f"{tally.done} of {tally.total} steps", "bold"), Text(busy), Text(""), Text(""))
+        step, seconds = tally.critical()
+        eta = ("", "")
+        if seconds > _ETA_FROM:
+            eta = f"critical path: {step}", f"at least {duration(seconds)} left"
+        table.add_row(Text(f"{tally.done} of {tally.total} steps", "bold"), Text(busy), *map(Text, eta))
         return table
 
     def _cells(self, name: str) -> tuple[str, str, str]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from mlcbuild.graph import Graph
 from mlcbuild.plan import Planned, Planner
 
+_UNKNOWN = 0.01
+"""Seconds that stand for a step that was never built: what is told as the least that is left must be true."""
 _POLL = 0.1
 """Seconds between two looks at a step that another process builds."""
 
@@ -82,7 +84,7 @@ def weights(graph: Graph, plans: Mapping[str, Planned]) -> dict[str, float]:
     for name in reversed(graph.nodes):
         if name in plans:
             after = max((found.get(user, 0.0) for user in graph.users[name]), default=0.0)
-            found[name] = after + (estimate(plans[name]) or 1.0)
+            found[name] = after + (estimate(plans[name]) or _UNKNOWN)
     return found
 
 

@@ -87,7 +87,10 @@ def test_steps_are_built_once_and_then_reused(store: Store, executor: Literal["i
     assert [e.result.name for e in events if isinstance(e, StepFinished)] == ["a", "b", "c"]
     again = execute(graph, Store(store.root), Options(executor=executor), events.append)
     assert again.count("reused") == 3
-    assert [e for e in events if isinstance(e, RunStarted)] == [RunStarted(3, 0), RunStarted(3, 3)]
+    assert [e for e in events if isinstance(e, RunStarted)] == [
+        RunStarted(3, 0, {"a": 0.03, "b": 0.02, "c": 0.01}),
+        RunStarted(3, 3),
+    ]
     clean(store)
 
 

@@ -23,6 +23,7 @@ from mlcbuild.events import (
     RunStarted,
     SourceRead,
     StepFinished,
+    StepPlaced,
     StepProgress,
     StepResult,
     StepStarted,
@@ -240,6 +241,21 @@ def on_a_terminal(store: Path, **environment: str) -> str:
         os.close(leader)
     assert process.returncode == 0
     return b"".join(parts).decode()
+
+
+def test_the_live_view_names_the_critical_path_and_the_worker() -> None:
+    stream = io.StringIO()
+    view = View(Console(file=stream, force_terminal=True, width=120, color_system=None))
+    view(RunStarted(3, 0, {"weights/a": 100.0, "bundle/a": 20.0, "library/a": 30.0}))
+    view(StepStarted("weights/a", "", 80.0, Path("log")))
+    view(StepPlaced("weights/a", "rack7"))
+    view.console.print(view.render())
+    assert "weights/a on rack7" in stream.getvalue()
+    assert "critical path: weights/a  at least 1 min 40 s left" in stream.getvalue()
+    view(StepFinished(StepResult("weights/a", "built")))
+    view(StepFinished(StepResult("library/a", "built")))
+    view.console.print(view.render())
+    assert "critical path: bundle/a  at least 20.0 s left" in stream.getvalue()
 
 
 def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
