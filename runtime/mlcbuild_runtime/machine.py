@@ -225,10 +225,34 @@ def _siblings(cpu: int) -> str:
         return str(cpu)
 
 
-def _quota() -> int | None:
-    """Whole processors that control groups (version 2) grant, rounded up; None when there is no limit."""
+def _quota(root: Path = Path("/")) -> int | None:
+    """Whole processors that control groups grant to this process, rounded up; None when there is no limit.
+
+    Limits of the process's own group and of those around it hold, under version 2 (cpu.max) and version 1.
+    """
     try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else -(-int(limit) // int(period))
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    grants = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")
+        group = base / path.lstrip("/")
+        # In a container the path may be the host's, and only `base` be there.
+        grants += [_grant(place) for place in (group, *group.parents) if place.is_relative_to(base)]
+    return min((grant for grant in grants if grant is not None), default=None)
+
+
+def _grant(group: Path) -> int | None:
+    """Of one control group."""
+    try:
+        if (group / "cpu.max").is_file():
+            limit, period = (group / "cpu.max").read_text().split()
+        else:
+            limit, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return None if limit == "max" or int(limit) < 0 else -(-int(limit) // int(period))
     except (OSError, ValueError):
         return None

@@ -104,6 +104,8 @@ def _trace(name: str | None) -> Trace | None:
 
 
 def _serve(path: Path, options: Options, listener: socket.socket, lines: TextIO | None) -> int:
+    # Before NumPy is imported: its products are not used here, so it needs no threads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from mlcbuild_runtime.text import Tokenizer
     from mlcbuild_runtime.vm import Model
 
