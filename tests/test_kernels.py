@@ -13,6 +13,7 @@ from tvm.tirx import Var
 from mlcbuild import quant
 from mlcbuild.compiler.kernels import embedding
 from mlcbuild.compiler.kernels.embedding import Embedding
+from mlcbuild.compiler.kernels.fusion import Fusion
 from mlcbuild.compiler.kernels.int8_product import AMX_ROWS
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import Linear, kernel, linear
@@ -46,7 +47,7 @@ def table(isa: str, scheme: str, shape: tuple[int, int]) -> Embedding:
 @cache
 def module(isa: str) -> Module:
     """All kernels of this file for one instruction set."""
-    functions = [kernel(product(isa, *case), case[1] == BIAS) for case in CASES]
+    functions = [kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES]
     functions += [embedding.kernel(table(isa, s, shape)) for s in SCHEMES for shape in TABLES]
     return kernelbench.compiled(TARGETS[isa], functions)
 
@@ -59,7 +60,7 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], *shape)
     bias = rng.standard_normal(shape[0]).astype(np.float32)
     added = (bias,) if shape == BIAS else ()
-    made = kernel(product(isa, scheme, shape), shape == BIAS)
+    made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
     for m in ROWS:
         x = kernelbench.rows(rng, m, shape[1])
         found = module(isa).run(made, (m, shape[0]), x, *stored, *added)
@@ -78,7 +79,7 @@ def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int,
     rng = np.random.default_rng(2)
     stored, _ = kernelbench.weights(rng, SCHEMES[scheme], *shape)
     added = (rng.standard_normal(shape[0]).astype(np.float32),) if shape == BIAS else ()
-    made = kernel(product(isa, scheme, shape), shape == BIAS)
+    made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
     x = kernelbench.rows(rng, 16, shape[1])
     alone = [module(isa).run(made, (1, shape[0]), row[None], *stored, *added) for row in x]
     for m in range(2, 17):
@@ -103,7 +104,7 @@ def test_zero_rows_of_x_stay_zero(isa: str) -> None:
     """A group of zeros has no scale: nothing is divided by it."""
     kernelbench.need(TARGETS[isa])
     stored, _ = kernelbench.weights(np.random.default_rng(3), SCHEMES["q4a8_1"], 320, 576)
-    made = kernel(product(isa, "q4a8_1", (320, 576)), False)
+    made = kernel(product(isa, "q4a8_1", (320, 576)), Fusion())
     for m in (1, 4, 65):
         found = module(isa).run(made, (m, 320), np.zeros((m, 576), np.float32), *stored)
         assert not found.any()
@@ -129,7 +130,7 @@ def test_error_of_8_bit_activations(isa: str, m: int) -> None:
     rng, (n, k) = np.random.default_rng(4), (320, 576)
     matrix = rng.standard_normal((n, k)).astype(np.float32)
     x = rng.standard_normal((m, k)).astype(np.float32)
-    made = kernel(product(isa, "q4a8_1", (n, k)), False)
+    made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
     found = module(isa).run(made, (m, n), x, *quant.pack(matrix, SCHEMES["q4a8_1"]))
     exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
     error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
@@ -144,7 +145,7 @@ def test_tile_registers(scheme: str) -> None:
     rng, (n, k), m = np.random.default_rng(6), (20, 1100), 530
     stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], n, k)
     x = rng.standard_normal((m, k)).astype(np.float32)
-    made = kernel(product("avx512amx", scheme, (n, k)), False)
+    made = kernel(product("avx512amx", scheme, (n, k)), Fusion())
     found = module("avx512amx").run(made, (m, n), x, *stored)
     exact = x.astype(np.float64) @ matrix.T
     assert np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean()) < 0.0026
@@ -170,7 +171,7 @@ def test_equal_products_share_one_kernel() -> None:
         builder.emit_func_output(y._expr)
     found = builder.get()
     names = sorted(str(name.name_hint) for name in found.functions)
-    assert names == ["main", kernelbench.symbol(kernel(made, False))]
+    assert names == ["main", kernelbench.symbol(kernel(made, Fusion()))]
 
 
 def test_names_fallbacks_and_workspaces() -> None:
@@ -186,7 +187,7 @@ def test_names_fallbacks_and_workspaces() -> None:
 def test_kernel_names_tell_formats_and_shapes_apart() -> None:
     shapes = ((32, 64), (64, 32))
     cases = [(scheme, shape, bias) for scheme in SCHEMES for shape in shapes for bias in (False, True)]
-    made = [kernel(product("avx2", scheme, shape), bias) for scheme, shape, bias in cases]
+    made = [kernel(product("avx2", scheme, shape), Fusion(bias=bias)) for scheme, shape, bias in cases]
     tables = [embedding.kernel(table("avx2", scheme, shape)) for scheme in SCHEMES for shape in shapes]
     names = [kernelbench.symbol(function) for function in made + tables]
     assert len(set(names)) == len(names)
@@ -194,5 +195,7 @@ def test_kernel_names_tell_formats_and_shapes_apart() -> None:
 
 def scheme_kernels(isa: str, scheme: Scheme) -> str:
     """Assembly of all products of one scheme."""
-    made = [kernel(product(isa, *case), case[1] == BIAS) for case in CASES if case[0] == scheme.name]
+    made = [
+        kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES if case[0] == scheme.name
+    ]
     return "\n".join(module(isa).code(function) for function in made)

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from mlcbuild.compiler.kernels import embedding
+from mlcbuild.compiler.kernels.fusion import Fusion
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import kernel, linear
 from mlcbuild.quant import SCHEMES
@@ -94,7 +95,7 @@ def test_other_architectures(target: Target, instruction: str) -> None:
     """They compile, with the right instructions and without calls; nothing is run."""
     isa = isa_for(target)
     schemes = [SCHEMES[name] for name in ("q0f16", "q4f16_1", "q4a8_1", "q8a8_1")]
-    functions = [kernel(linear(isa, scheme, 20, 72), True) for scheme in schemes]
+    functions = [kernel(linear(isa, scheme, 20, 72), Fusion(bias=True)) for scheme in schemes]
     functions += [embedding.kernel(embedding.embedding(isa, scheme, 20, 72)) for scheme in schemes]
     asm = kernelbench.compiled(target, functions).asm
     assert re.search(instruction, asm)

@@ -11,6 +11,7 @@ import pytest
 
 from mlcbuild import quant, reference, targets
 from mlcbuild.compiler.kernels import embedding
+from mlcbuild.compiler.kernels.fusion import Fusion
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import kernel, linear
 from mlcbuild.models import ModelConfig, Rope
@@ -128,7 +129,7 @@ def test_tables_of_large_vocabularies(vocab: int) -> None:
     isa, scheme, width = isa_for(target), quant.SCHEMES["q8a8_1"], 72
     rng = np.random.default_rng(5)
     arrays, matrix = kernelbench.weights(rng, scheme, vocab, width)
-    product = kernel(linear(isa, scheme, vocab, width), False)
+    product = kernel(linear(isa, scheme, vocab, width), Fusion())
     table = embedding.kernel(embedding.embedding(isa, scheme, vocab, width))
     module = kernelbench.compiled(target, [product, table])
     tokens = np.array([0, 1, vocab // 2, vocab - 17, vocab - 1], np.int32)

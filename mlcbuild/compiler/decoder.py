@@ -7,19 +7,20 @@ are changed in place, which is why these functions are impure: no pass may drop 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from tvm import IRModule, relax
-from tvm.ir import GlobalVar
+from tvm.ir import GlobalVar, PrimType
 from tvm.relax.frontend.nn import Tensor
 from tvm.tirx import Expr, Var
 
 from mlcbuild import quant
 from mlcbuild.compiler.kernels.attention import NO_WINDOW
 from mlcbuild.compiler.kernels.cache import PAGE
+from mlcbuild.compiler.kernels.fusion import Fusion, Given, Source
 from mlcbuild.compiler.layers import Batch, Parts, Weights
 from mlcbuild.models import ModelConfig, Param, frequencies, parameters
 from mlcbuild.quant import StoredTensor
@@ -76,6 +77,20 @@ class Decoder:
     def layer_params(self, layer: int) -> list[Param]:
         return [param for param in self.params if param.name.startswith(f"layers.{layer}.")]
 
+    @cached_property
+    def room(self) -> dict[str, int]:
+        """Columns of the tensors that all layers work in, one after the other."""
+        config = self.config
+        room = {
+            "qkv": self.parts.heads.width,
+            "seen": config.num_heads * config.head_dim,
+            "pair": 2 * config.intermediate_size,
+        }
+        extras = {"attn.o.bias", "attn_post_norm.weight", "mlp.down.bias", "mlp_post_norm.weight"}
+        if extras & {param.name.removeprefix("layers.0.") for param in self.layer_params(0)}:
+            room["delta"] = config.hidden_size
+        return room
+
     def products(self) -> Iterator[tuple[str, str, str | None]]:
         """(parameter, kernel, reason if it is a slow one) of each matrix product, and of the lookup."""
         parts = self.parts
@@ -112,6 +127,12 @@ def _size(name: str) -> Var:
 
 def _variable(name: str, shape: Sequence[Expr | int], dtype: str) -> relax.Var:
     return relax.Var(name, relax.TensorType(list(shape), dtype))
+
+
+def _number(name: str) -> relax.Var:
+    """An int64 argument that kernels get as it is. A dimension would be taken apart and put together again
+    in every layer."""
+    return relax.Var(name, PrimType("int64"))
 
 
 def _handle(value: relax.Expr) -> Tensor:
@@ -188,25 +209,30 @@ def _layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 
 def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
-    """(x, angles, batch ..., (layer, window), weights ...) -> x, which is changed in place, as pages are."""
+    """(x, angles, room ..., batch ..., (layer, window), weights ...) -> x, changed in place, as pages are."""
     builder, config = decoder.builder, decoder.config
     n = _size("n")
     x = _variable("x", (n, config.hidden_size), "float32")
     turns = _variable("angles", (n, config.rope.dim), "float32")
+    room = {name: _variable(name, (n, width), "float32") for name, width in decoder.room.items()}
     batch = _batch_variables(decoder, n, _size("b"))
-    number, window = _size("layer"), _size("window")
-    place = relax.Var("place", relax.ShapeType([number, window]))
+    place = _number("layer"), _number("window")
     weights: dict[str, list[Tensor]] = {}
-    for param in decoder.layer_params(layer):
+    params = {p.name.removeprefix(f"layers.{layer}."): p for p in decoder.layer_params(layer)}
+    for short, param in params.items():
         tensors = quant.stored(param, decoder.parts.scheme)
-        short = param.name.removeprefix(f"layers.{layer}.")
         weights[short] = [_handle(_variable(short, tensor.shape, tensor.dtype)) for tensor in tensors]
     given = [tensor._expr for tensors in weights.values() for tensor in tensors]
     with builder.function(
-        name, [x, turns, *batch, place, *given], decoder.attributes(), pure=False, private=True
+        name,
+        [x, turns, *room.values(), *batch, *place, *given],
+        decoder.attributes(),
+        pure=False,
+        private=True,
     ):
-        body = _Layer(decoder.parts, f"layers.{layer}.", weights)
-        changed = body.emit(_handle(x), _handle(turns), _batch(batch), (number, window))
+        handles = {name: _handle(variable) for name, variable in room.items()}
+        body = _Layer(decoder.parts, params, weights, handles)
+        changed = body.emit(_handle(x), _handle(turns), _batch(batch), place)
         made: GlobalVar = builder.emit_func_output(changed._expr)
     return made
 
@@ -216,30 +242,40 @@ class _Layer:
     """One pre-norm layer: x += attention(norm(x)); x += mlp(norm(x))."""
 
     parts: Parts
-    prefix: str
+    params: Mapping[str, Param]
+    """Of the layer, by their names in it."""
     weights: Weights
+    room: Mapping[str, Tensor]
 
     def optional(self, name: str) -> Sequence[Tensor]:
         return self.weights.get(name, ())
 
-    def product(self, name: str, shape: tuple[int, int], x: Tensor) -> Tensor:
-        return self.parts.linear(self.prefix + name, shape).apply(x, self.weights[name])
+    def product(self, name: str, fusion: Fusion, given: Sequence[Tensor], out: Tensor) -> Tensor:
+        """What the fusion's source makes of `given`, [n, columns], times a weight, into `out`."""
+        param = self.params[f"{name}.weight"]
+        rows, columns = param.shape
+        made = self.parts.linear(param.name, (rows, columns))
+        return made.into(out, fusion, given, self.weights[f"{name}.weight"])
 
-    def emit(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[Var, Var]) -> Tensor:
-        parts, config, width = self.parts, self.parts.config, self.parts.heads.width
-        hidden, inner = config.hidden_size, config.intermediate_size
-        heads = config.num_heads * config.head_dim
-        normed = parts.rms_norm(x, self.weights["attn_norm.weight"][0])
-        qkv = self.product("attn.qkv.weight", (width, hidden), normed)
+    def add_product(self, x: Tensor, name: str, source: Source, given: Sequence[Tensor], post: str) -> Tensor:
+        """x += the product, in one step unless the family has a bias or a norm in between."""
+        extras = self.optional(f"{name}.bias"), self.optional(post)
+        if not any(extras):
+            return self.product(name, Fusion(source, residual=True), given, x)
+        delta = self.product(name, Fusion(source), given, self.room["delta"])
+        return self.parts.add(x, delta, *extras)
+
+    def emit(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[relax.Var, relax.Var]) -> Tensor:
+        parts, room = self.parts, self.room
+        weight = self.weights["attn_norm.weight"][0]
+        qkv = self.product("attn.qkv", Fusion(parts.normed(weight)), [x, weight], room["qkv"])
         qkv, pages = parts.rope_append(qkv, turns, batch, place[0], self.weights)
-        seen = parts.attention(qkv, pages, batch, place)
-        delta = self.product("attn.o.weight", (hidden, heads), seen)
-        extras = self.optional("attn.o.bias"), self.optional("attn_post_norm.weight")
-        x, normed = parts.add_norm(x, delta, *extras, self.weights["mlp_norm.weight"][0])
-        pair = self.product("mlp.gate_up.weight", (2 * inner, hidden), normed)
-        gated = parts.gated(pair, self.optional("mlp.gate_up.bias"))
-        delta = self.product("mlp.down.weight", (hidden, inner), gated)
-        return parts.add(x, delta, self.optional("mlp.down.bias"), self.optional("mlp_post_norm.weight"))
+        seen = parts.attention(qkv, pages, batch, place, room["seen"])
+        x = self.add_product(x, "attn.o", Given(), [seen], "attn_post_norm.weight")
+        weight = self.weights["mlp_norm.weight"][0]
+        pair = self.product("mlp.gate_up", Fusion(parts.normed(weight)), [x, weight], room["pair"])
+        bias = self.optional("mlp.gate_up.bias")
+        return self.add_product(x, "mlp.down", parts.gated(bias), [pair, *bias], "mlp_post_norm.weight")
 
 
 def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
@@ -252,17 +288,23 @@ def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
     with builder.function("trunk", [given, *batch, packed], decoder.attributes(), pure=False, private=True):
         table = _handle(relax.const(np.array(inv_freq, np.float32)))
         turns = parts.angles(_batch(batch).positions, table, factor)
+        room = [builder.emit(_allocated((n, width))) for width in decoder.room.values()]
         # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
         # does not know that what a layer returns is what it was given.
         x = parts.copy(_handle(given))._expr
         for layer, function in enumerate(layers):
             window = config.windows[layer] or NO_WINDOW
-            place = relax.ShapeExpr([layer, min(window, NO_WINDOW)])
+            place = [relax.prim_value(number) for number in (layer, min(window, NO_WINDOW))]
             weights = _unpacked(decoder, packed, decoder.layer_params(layer))
             tensors = [tensor._expr for stored in weights.values() for tensor in stored]
-            x = builder.emit(relax.Call(function, [x, turns._expr, *batch, place, *tensors]))
+            x = builder.emit(relax.Call(function, [x, turns._expr, *room, *batch, *place, *tensors]))
         made: GlobalVar = builder.emit_func_output(x)
     return made
+
+
+def _allocated(shape: Sequence[Expr | int]) -> relax.Call:
+    """A float32 tensor that is not initialised."""
+    return relax.op.builtin.alloc_tensor(relax.ShapeExpr(list(shape)), "float32", 0, "global")
 
 
 def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> None:

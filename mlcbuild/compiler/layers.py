@@ -20,6 +20,7 @@ from mlcbuild.compiler.kernels.attention import Attention, attention
 from mlcbuild.compiler.kernels.cache import Heads
 from mlcbuild.compiler.kernels.embedding import Embedding, embedding
 from mlcbuild.compiler.kernels.floats import NAME
+from mlcbuild.compiler.kernels.fusion import Gated, Normed
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.linear import Linear, linear
 from mlcbuild.models import ModelConfig
@@ -80,7 +81,7 @@ class Parts:
         found = self.table.apply(tokens, weights["embed.weight"])
         if config.embedding_scale == 1.0:
             return found
-        return _in_place(activation.scaled(self.isa, config.embedding_scale, config.hidden_size), found)
+        return _into(activation.scaled(self.isa, config.embedding_scale, config.hidden_size), [], found)
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
         dim = self.config.rope.dim
@@ -122,36 +123,27 @@ class Parts:
         found = tensor_ir_inplace_op(func, func_name(func), [*arguments, qkv, batch.pages, layer], where, out)
         return found[0], found[1]
 
-    def attention(self, qkv: Tensor, pages: Tensor, batch: Batch, place: tuple[Var, Var]) -> Tensor:
+    def attention(
+        self, qkv: Tensor, pages: Tensor, batch: Batch, place: tuple[Var, Var], out: Tensor
+    ) -> Tensor:
         config = self.config
         func = attention(Attention(self.isa, self.heads, config.attention_scale, config.attention_softcap))
         tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
-        out = rows(qkv.shape[0], config.num_heads * config.head_dim)
-        return _call(func, [*tensors, batch.positions, *place], out)
+        return _into(func, [*tensors, batch.positions, *place], out)
 
     def add(self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]) -> Tensor:
         """x += [post norm of] (delta + bias), in place."""
-        func = norm.residual(norm.Residual(self.norm(x.shape[1]), _dtype(bias), _dtype(post), None))
-        arguments = [delta, *bias, *post, x]
-        return tensor_ir_inplace_op(func, func_name(func), arguments, len(arguments) - 1, rows(*x.shape))
+        func = norm.residual(norm.Residual(self.norm(x.shape[1]), _dtype(bias), _dtype(post)))
+        return _into(func, [delta, *bias, *post], x)
 
-    def add_norm(
-        self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor], weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """As `add`, and the norm of the new x."""
-        func = norm.residual(
-            norm.Residual(self.norm(x.shape[1]), _dtype(bias), _dtype(post), dtype_of(weight))
-        )
-        arguments = [delta, *bias, *post, weight, x]
-        out = [rows(*x.shape), rows(*x.shape)]
-        found = tensor_ir_inplace_op(func, func_name(func), arguments, [len(arguments) - 1, -1], out)
-        return found[0], found[1]
+    def normed(self, weight: Tensor) -> Normed:
+        """The source of a product: the norm of rows as wide as `weight`."""
+        return Normed(self.norm(int(weight.shape[0])), dtype_of(weight))
 
-    def gated(self, pair: Tensor, bias: Sequence[Tensor]) -> Tensor:
-        config = self.config
-        dtype = dtype_of(bias[0]) if bias else None
-        func = activation.gated(self.isa, config.activation, config.intermediate_size, dtype)
-        return _call(func, [pair, *bias], rows(pair.shape[0], config.intermediate_size))
+    def gated(self, bias: Sequence[Tensor]) -> Gated:
+        """The source of a product: act(gate) * up."""
+        gate = activation.Gate(self.isa, self.config.activation, self.config.intermediate_size)
+        return Gated(gate, _dtype(bias))
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
         """x [q, hidden], normed -> [q, vocab]."""
@@ -160,7 +152,7 @@ class Parts:
         found = self.linear(name, (config.vocab_size, config.hidden_size)).apply(x, weights[name])
         if config.logit_softcap is None:
             return found
-        return _in_place(activation.capped(self.isa, config.logit_softcap, config.vocab_size), found)
+        return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], found)
 
 
 def func_name(func: PrimFunc) -> str:
@@ -171,8 +163,10 @@ def _call(func: PrimFunc, arguments: list[Tensor | Expr], out: Tensor) -> Tensor
     return tensor_ir_op(func, func_name(func), arguments, out)
 
 
-def _in_place(func: PrimFunc, x: Tensor) -> Tensor:
-    return tensor_ir_inplace_op(func, func_name(func), [x], 0, rows(*x.shape))
+def _into(func: PrimFunc, arguments: list[Tensor | Expr], out: Tensor) -> Tensor:
+    """Call a kernel whose last argument is what it writes, or changes."""
+    shape = rows(*out.shape)
+    return tensor_ir_inplace_op(func, func_name(func), [*arguments, out], len(arguments), shape)
 
 
 def _dtype(optional: Sequence[Tensor]) -> str | None:

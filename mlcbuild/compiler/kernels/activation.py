@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
-from tvm.tirx import Expr, PrimFunc
+from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.kernels.floats import Floats, kernel, over_rows, size_var
 from mlcbuild.compiler.kernels.isa import ISA
@@ -16,31 +17,26 @@ SERIAL_ROWS = 4
 """Rows of an activation that cost less than waking the other cores."""
 
 
-def gated(isa: ISA, activation: Activation, inner: int, bias_dtype: str | None) -> PrimFunc:
-    """(gate_up float32 [n, 2 * inner], bias [2 * inner]?) -> float32 [n, inner]: act(gate) * up.
+@dataclass(frozen=True)
+class Gate:
+    """act(gate) * up of rows that hold `inner` values of either, the gate first."""
 
-    The gate comes first.
-    """
-    floats = Floats.dividing(isa, inner)
-    with kernel(f"gated_{activation}") as made:
-        rows = size_var("n")
-        pair = made.tensor("gate_up", (rows, 2 * inner))
-        bias = made.tensor("bias", (2 * inner,), bias_dtype) if bias_dtype else None
-        out = made.tensor("out", (rows, inner))
+    isa: ISA
+    activation: Activation
+    inner: int
 
-        def read(row: Expr, at: Expr) -> Expr:
+    def row(self, pair: Buffer, bias: Buffer | None, row: Expr, out: tuple[Buffer, Expr]) -> None:
+        """Emit a row: pair [.., 2 * inner], bias [2 * inner]?, out = (buffer, row) of float32 [.., inner]."""
+        floats = Floats.dividing(self.isa, self.inner)
+
+        def read(at: Expr) -> Expr:
             value = floats.load(pair, row, at)
             return T.bind(value + floats.load(bias, at) if bias is not None else value)
 
-        def one_row(row: Expr) -> None:
-            with T.serial(inner // floats.lanes) as k:
-                at = k * floats.lanes
-                gate, up = read(row, at), read(row, at + inner)
-                floats.store(out, activate(floats, activation, gate) * up, row, at)
-
-        with made.body():
-            over_rows(rows, SERIAL_ROWS, one_row)
-    return made.func
+        with T.serial(self.inner // floats.lanes) as k:
+            at = k * floats.lanes
+            gate, up = read(at), read(at + self.inner)
+            floats.store(out[0], activate(floats, self.activation, gate) * up, out[1], at)
 
 
 def activate(floats: Floats, activation: Activation, x: Expr) -> Expr:

@@ -41,6 +41,8 @@ _CUT = 1.0 + 0.7213 * (7 / 16) / 128
 """What cutting three bits off a float16 takes from it, made up for: 7/16 of the last place that stays, which
 is 1 / (2 ln 2) times 2**-7 of the value on the average over logarithms."""
 
+Ready = Callable[[Expr], tuple[Buffer, Expr]]
+"""ready(row) emits what makes a row of x: the buffer where it is float32, and its row there."""
 Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
 """unpack(buffer, place, tile, step) emits the stores of a tile of weights, 2**-X_EXPONENT of them: for each
 line an int32x16, one lane for each of 16 columns, at buffer[(*place, line, lanes)]."""
@@ -90,13 +92,13 @@ def workspace(shape: Shape, m: int) -> int:
     return 64 * tiles + 4 * rows * columns
 
 
-def product(shape: Shape, x: Buffer, m: Expr, unpack: Unpack, output: Output) -> None:
+def product(shape: Shape, ready: Ready, m: Expr, unpack: Unpack, output: Output) -> None:
     """Emit: output = x float32 [m, k] @ W.T, in panels of columns that threads share out."""
     output = replace(output, step=shape.width)
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32")
     with T.parallel(0, rows // LANES) as tile:
-        _pack(shape, x, m, packed, tile)
+        _pack(shape, ready, m, packed, tile)
     with T.parallel(0, i64(shape.panels)) as panel:
         _configure()
         tiles, size = shape.width // LANES, shape.block_steps
@@ -163,7 +165,7 @@ def _finish(
         output.store(row + line, column + tile * LANES, values, LANES, True)
 
 
-def _pack(shape: Shape, x: Buffer, m: Expr, packed: Buffer, tile: Expr) -> None:
+def _pack(shape: Shape, ready: Ready, m: Expr, packed: Buffer, tile: Expr) -> None:
     """Sixteen rows of x as tiles; rows after the last repeat it, and nothing of theirs is kept."""
     factor = f32(2.0**X_EXPONENT, LANES)
 
@@ -171,7 +173,7 @@ def _pack(shape: Shape, x: Buffer, m: Expr, packed: Buffer, tile: Expr) -> None:
         T.buffer_store(packed, _rounded(low * factor, high * factor), [tile, step, line, span(0, LANES)])
 
     with T.serial(0, i64(LANES)) as line:
-        row = T.bind(T.min(tile * LANES + line, m - 1))
+        x, row = ready(T.bind(T.min(tile * LANES + line, m - 1)))
         with T.serial(0, i64(shape.k // STEP)) as step:
             put(step, line, *(x[row, span(step * STEP + half, LANES)] for half in (0, LANES)))
         if shape.k % STEP:

@@ -24,8 +24,10 @@ from typing import Protocol
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
+from mlcbuild.compiler.kernels.floats import over_rows
+from mlcbuild.compiler.kernels.fusion import SERIAL_ROWS, Fusion
 from mlcbuild.compiler.kernels.isa import ISA
-from mlcbuild.compiler.kernels.output import Output
+from mlcbuild.compiler.kernels.output import Output, once
 from mlcbuild.compiler.kernels.vectors import (
     Register,
     argument,
@@ -150,22 +152,28 @@ def workspace(form: RowFormat, m: int) -> int:
     return 4 * (m * packed(form).stride + scratch)
 
 
-def product(form: RowFormat, bias: bool) -> PrimFunc:
-    """The kernel (x f32[m, k], stored tensors, bias f32[n] if asked for, out f32[m, n])."""
-    name = f"{form.name}_{form.n}x{form.k}" + ("_bias" if bias else "")
+def product(form: RowFormat, fusion: Fusion) -> PrimFunc:
+    """The kernel (what the source of x takes, stored tensors, bias f32[n] if asked for, out f32[m, n])."""
+    name = fusion.named(f"{form.name}_{form.n}x{form.k}")
 
     def body() -> None:
         m = T.int64()
-        x = argument("x", (m, form.k), "float32")
+        given = fusion.source.arguments(m, form.k)
         weights = form.arguments()
-        added = argument("bias", (form.n,), "float32") if bias else None
+        added = argument("bias", (form.n,), "float32") if fusion.bias else None
         out = argument("out", (m, form.n), "float32")
-        call = _Call(form, weights, Output(out, form.n, added, COLUMNS), m)
-        with T.sblock(name), T.If(m == 1):
-            with T.Then():
-                _one_row(call, x)
-            with T.Else():
-                _several_rows(call, x)
+        call = _Call(form, weights, Output(out, form.n, added, COLUMNS, fusion.residual), m)
+        with T.sblock(name):
+            # Said, because finding out takes TVM a second.
+            T.reads()
+            T.writes()
+            lines = T.alloc_buffer((m, packed(form).stride), "float32")
+            over_rows(m, SERIAL_ROWS, lambda row: _pack_row(form, fusion.source.row(given, row), lines, row))
+            with T.If(m == 1):
+                with T.Then():
+                    _one_row(call, lines)
+                with T.Else():
+                    _several_rows(call, lines)
 
     return prim_func(name, body)
 
@@ -184,21 +192,16 @@ class _Call:
         return T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
 
 
-def _one_row(call: _Call, x: Buffer) -> None:
+def _one_row(call: _Call, lines: Buffer) -> None:
     form = call.form
-    line = T.alloc_buffer((1, packed(form).stride), "float32")
-    _pack_row(form, x, line, i64(0))
     tiles = -(-form.n // form.isa.stream_rows)
     small = form.n * form.row_bytes < SERIAL_BYTES
     with (T.serial if small else T.parallel)(0, i64(tiles)) as tile:
-        _stream_tile(call, line, tile, [i64(0)])
+        _stream_tile(call, lines, tile, [i64(0)])
 
 
-def _several_rows(call: _Call, x: Buffer) -> None:
+def _several_rows(call: _Call, lines: Buffer) -> None:
     form, m = call.form, call.m
-    lines = T.alloc_buffer((m, packed(form).stride), "float32")
-    with T.parallel(0, m) as i:
-        _pack_row(form, x, lines, i)
     batch = streamed_batch(form)
     with T.If(m <= STREAMED_ROWS):
         tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
@@ -208,8 +211,9 @@ def _several_rows(call: _Call, x: Buffer) -> None:
             _block_product(call, lines, block)
 
 
-def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
-    """One row of x into the order of `Packed`."""
+def _pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
+    """A row of x, source = (buffer, row), into the order of `Packed`."""
+    x, line = source
     order = packed(form)
     whole = form.k // (form.lanes * form.planes)
 
@@ -217,7 +221,7 @@ def _pack_row(form: RowFormat, x: Buffer, lines: Buffer, row: Expr) -> None:
         total: Expr = f32(0)
         for plane in range(form.planes):
             k = form.start(block) + lane * form.lane_step + plane * form.plane_step
-            value = x[row, k]
+            value = x[line, k]
             if checked:
                 fresh = T.And(k >= whole * form.lanes * form.planes, k < form.k)
                 value = T.if_then_else(fresh, value, f32(0))
@@ -248,9 +252,10 @@ def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -
             form.fetch(call.weights, column, block)
         loaded = [form.load(call.weights, column, block) for column in columns]
         _stream_block(form, _XBlock(lines, rows, block), loaded, acc)
-    for row, line in zip(rows, acc, strict=True):
+    for i, line in enumerate(acc):
         sums = lane_sums([cell.value for cell in line], form.lanes)
-        call.output.store(row, tile * wide, sums, wide, True)
+        with once(rows, i):
+            call.output.store(rows[i], tile * wide, sums, wide, True)
 
 
 @dataclass(frozen=True)

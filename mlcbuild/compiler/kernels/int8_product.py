@@ -7,7 +7,7 @@ them; many run register tiles over a block that is unpacked into an L1-sized buf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,8 +15,10 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.kernels import amx, dot
+from mlcbuild.compiler.kernels.floats import over_rows
+from mlcbuild.compiler.kernels.fusion import SERIAL_ROWS, Fusion
 from mlcbuild.compiler.kernels.isa import ISA
-from mlcbuild.compiler.kernels.output import Output
+from mlcbuild.compiler.kernels.output import Output, once
 from mlcbuild.compiler.kernels.quantize_activations import Records, quantize_row
 from mlcbuild.compiler.kernels.vectors import (
     Register,
@@ -101,6 +103,8 @@ class _Call:
     weight: Buffer
     scale: Buffer
     output: Output
+    ready: Callable[[Expr], tuple[Buffer, Expr]]
+    """Makes a row of x: the buffer where it is, and its row there."""
     records: Buffer
     m: Expr
 
@@ -137,65 +141,76 @@ def workspace(isa: ISA, bits: int, shape: tuple[int, int], m: int) -> int:
     return 4 * (m * matrix.records.stride + scratch)
 
 
-def product(isa: ISA, bits: int, shape: tuple[int, int], bias: bool) -> PrimFunc:
-    """The kernel (x f32[m, k], q_weight, q_scale, bias f32[n] if asked for, out f32[m, n]); shape: n, k."""
+def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> PrimFunc:
+    """The kernel (what the source of x takes, q_weight, q_scale, bias f32[n] if asked for, out f32[m, n]);
+    shape: n, k."""
     n, k = shape
     matrix = _Matrix(isa, bits, n, k)
-    name = f"w{bits}a8_{n}x{k}" + ("_bias" if bias else "")
+    name = fusion.named(f"w{bits}a8_{n}x{k}")
     groups = matrix.records.groups
 
     def body() -> None:
         m = T.int64()
-        x = argument("x", (m, k), "float32")
+        given = fusion.source.arguments(m, k)
         weight = argument("q_weight", (matrix.tiles, groups, matrix.tile_bytes), "uint8")
         scale = argument("q_scale", (matrix.tiles, groups, TILE), "float16")
-        added = argument("bias", (n,), "float32") if bias else None
-        output = Output(argument("out", (m, n), "float32"), n, added, TILE * matrix.block_tiles)
-        with T.sblock(name), T.If(m == 1):
-            with T.Then():
-                records = T.alloc_buffer((1, matrix.records.stride), "int32")
-                _one_row(_Call(matrix, weight, scale, output, records, m), x)
-            with T.Else():
-                records = T.alloc_buffer((m, matrix.records.stride), "int32")
-                several = _several_rows_amx if isa.amx else _several_rows
-                several(_Call(matrix, weight, scale, output, records, m), x)
+        added = argument("bias", (n,), "float32") if fusion.bias else None
+        out, step = argument("out", (m, n), "float32"), TILE * matrix.block_tiles
+        output = Output(out, n, added, step, fusion.residual)
+        with T.sblock(name):
+            # Said, because finding out takes TVM a second.
+            T.reads()
+            T.writes()
+            records = T.alloc_buffer((m, matrix.records.stride), "int32")
+            ready = partial(fusion.source.row, given)
+            call = _Call(matrix, weight, scale, output, ready, records, m)
+            (_any_rows_amx if isa.amx else _any_rows)(call)
 
     return prim_func(name, body)
 
 
-def _one_row(call: _Call, x: Buffer) -> None:
+def _any_rows(call: _Call) -> None:
     matrix = call.matrix
-    quantize_row(matrix.records, x, call.records, i64(0))
-    small = matrix.tiles * matrix.records.groups * matrix.tile_bytes < SERIAL_BYTES
-    with (T.serial if small else T.parallel)(0, i64(matrix.tiles)) as tile:
-        _stream_tile(call, tile, [i64(0)])
-
-
-def _several_rows(call: _Call, x: Buffer) -> None:
-    matrix = call.matrix
-    _quantize(call, x)
+    _quantize(call)
     with T.If(call.m <= matrix.batched_rows):
         with T.Then():
-            _batches(call)
+            _few_rows(call)
         with T.Else(), T.parallel(0, i64(-(-matrix.tiles // matrix.block_tiles))) as block:
             _block_product(call, block)
 
 
-def _several_rows_amx(call: _Call, x: Buffer) -> None:
+def _any_rows_amx(call: _Call) -> None:
     """Many rows are not quantized: tile registers multiply bfloat16."""
     matrix = call.matrix
     with T.If(call.m <= matrix.batched_rows):
         with T.Then():
-            _quantize(call, x)
-            _batches(call)
+            _quantize(call)
+            _few_rows(call)
         with T.Else():
             shape = amx.Shape(matrix.n, matrix.k)
-            amx.product(shape, x, call.m, partial(_unpack_tile, call), call.output)
+            amx.product(shape, call.ready, call.m, partial(_unpack_tile, call), call.output)
 
 
-def _quantize(call: _Call, x: Buffer) -> None:
-    with T.parallel(0, call.m) as i:
-        quantize_row(call.matrix.records, x, call.records, i)
+def _quantize(call: _Call) -> None:
+    def one_row(row: Expr) -> None:
+        quantize_row(call.matrix.records, call.ready(row), call.records, row)
+
+    over_rows(call.m, SERIAL_ROWS, one_row)
+
+
+def _few_rows(call: _Call) -> None:
+    with T.If(call.m == 1):
+        with T.Then():
+            _one_row(call)
+        with T.Else():
+            _batches(call)
+
+
+def _one_row(call: _Call) -> None:
+    matrix = call.matrix
+    small = matrix.tiles * matrix.records.groups * matrix.tile_bytes < SERIAL_BYTES
+    with (T.serial if small else T.parallel)(0, i64(matrix.tiles)) as tile:
+        _stream_tile(call, tile, [i64(0)])
 
 
 def _batches(call: _Call) -> None:
@@ -224,10 +239,11 @@ def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
         for vector in range(matrix.vectors):
             columns = [(call.operands(tile, group, vector), call.scales(tile, group, vector))]
             _add_group(call, rows, group, columns, [[r[vector]] for r in acc])
-    for row, cells in zip(rows, acc, strict=True):
-        for vector, cell in enumerate(cells):
-            column = tile * TILE + vector * isa.lanes
-            call.output.store(row, column, cell.value, isa.lanes, True)
+    for i, cells in enumerate(acc):
+        with once(rows, i):
+            for vector, cell in enumerate(cells):
+                column = tile * TILE + vector * isa.lanes
+                call.output.store(rows[i], column, cell.value, isa.lanes, True)
 
 
 def _add_group(

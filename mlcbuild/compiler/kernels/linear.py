@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from tvm.relax.frontend.nn import Tensor
-from tvm.relax.frontend.nn.op import tensor_ir_op
+from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 from tvm.tirx import PrimFunc
 
 from mlcbuild.compiler.kernels import float_product, int8_product
 from mlcbuild.compiler.kernels.dense import DenseRows
+from mlcbuild.compiler.kernels.fusion import Fusion
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.row_group import GroupRows
 from mlcbuild.quant import Scheme
@@ -19,7 +20,7 @@ from mlcbuild.quant import Scheme
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x @ W.T + bias for one stored matrix W [n, k]."""
+    """y = x @ W.T for one stored matrix W [n, k]."""
 
     isa: ISA
     scheme: Scheme
@@ -46,13 +47,22 @@ class Linear:
             return float_product.workspace(rows, m)
         return int8_product.workspace(self.isa, self.scheme.bits, (self.n, self.k), m)
 
-    def apply(self, x: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-        """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order, bias float32 [n] ->
-        float32 [m, n]. Emits one call of a kernel, which all calls with an equal Linear share."""
+    def apply(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order -> float32 [m, n]. Emits
+        one call of a kernel, which all calls with an equal Linear share."""
         out = Tensor.placeholder([x.shape[0], self.n], "float32")
-        made = kernel(self, bias is not None)
-        arguments = [x, *weights, *([bias] if bias is not None else [])]
-        return tensor_ir_op(made, str(made.attrs["global_symbol"]), arguments, out)
+        made = kernel(self, Fusion())
+        return tensor_ir_op(made, str(made.attrs["global_symbol"]), [x, *weights], out)
+
+    def into(self, out: Tensor, fusion: Fusion, given: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """The same into `out` float32 [m, n], which is there, with what is fused around the product. `given`
+        is what the source of x takes."""
+        made = kernel(self, fusion)
+        arguments = [*given, *weights, out]
+        shape = Tensor.placeholder(out.shape, "float32")
+        return tensor_ir_inplace_op(
+            made, str(made.attrs["global_symbol"]), arguments, len(arguments) - 1, shape
+        )
 
 
 def linear(isa: ISA, scheme: Scheme, n: int, k: int) -> Linear:
@@ -71,9 +81,10 @@ def _rows(of: Linear) -> float_product.RowFormat | None:
 
 
 @cache
-def kernel(of: Linear, bias: bool) -> PrimFunc:
-    """The function (x, stored tensors, bias if asked for, out) behind a product; one object for equals."""
+def kernel(of: Linear, fusion: Fusion) -> PrimFunc:
+    """The function (source of x, stored tensors, bias if asked for, out) behind a product; one object for
+    equals."""
     rows = _rows(of)
     if rows:
-        return float_product.product(rows, bias)
-    return int8_product.product(of.isa, of.scheme.bits, (of.n, of.k), bias)
+        return float_product.product(rows, fusion)
+    return int8_product.product(of.isa, of.scheme.bits, (of.n, of.k), fusion)

@@ -103,7 +103,7 @@ def _between(
 
 @dataclass(frozen=True)
 class Residual:
-    """One addition to the residual stream: x += [norm](delta [+ bias]), then perhaps the next norm of x.
+    """One addition to the residual stream that no product can make: x += [norm](delta [+ bias]).
 
     Each optional part is given as the stored type of its parameter; None leaves it out.
     """
@@ -112,37 +112,28 @@ class Residual:
     bias: str | None
     post_norm: str | None
     """Normalise what is added, before adding (Gemma 2)."""
-    next_norm: str | None
-    """Also give the norm of the new x, which the next product reads."""
 
     @property
     def name(self) -> str:
-        words = {"bias": self.bias, "post_norm": self.post_norm, "add": "always", "rms_norm": self.next_norm}
+        words = {"bias": self.bias, "post_norm": self.post_norm, "add": "always"}
         return "_".join(word for word, present in words.items() if present)
 
 
 def residual(spec: Residual) -> PrimFunc:
-    """(delta [n, size], bias [size]?, post weight [size]?, next weight [size]?, x) -> x in place, next?
-
-    delta, x and next are float32 [n, size].
-    """
+    """(delta float32 [n, size], bias [size]?, post weight [size]?, x float32 [n, size] in place)."""
     size = spec.norm.size
     with kernel(spec.name) as made:
         rows = size_var("n")
         delta = made.tensor("delta", (rows, size))
         bias = made.tensor("bias", (size,), spec.bias) if spec.bias else None
         post = made.tensor("post_weight", (size,), spec.post_norm) if spec.post_norm else None
-        following = made.tensor("next_weight", (size,), spec.next_norm) if spec.next_norm else None
         x = made.tensor("x", (rows, size))
-        out = made.tensor("out", (rows, size)) if spec.next_norm else None
-
-        def one_row(row: Expr) -> None:
-            _add_row(spec.norm, (delta, row), (bias, post), (x, row))
-            if following is not None and out is not None:
-                spec.norm.row(*_between(spec.norm, (x, row), following, (out, row)))
-
         with made.body():
-            over_rows(rows, SERIAL_ROWS, one_row)
+            over_rows(
+                rows,
+                SERIAL_ROWS,
+                lambda row: _add_row(spec.norm, (delta, row), (bias, post), (x, row)),
+            )
     return made.func
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
@@ -19,10 +21,12 @@ class Output:
     bias: Buffer | None
     step: int
     """Columns are visited up to the first multiple of this, a multiple of a vector's length, from n on."""
+    residual: bool
+    """Results are added to what the buffer holds before."""
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         """Write `lanes` results, or as many as the row has left. `first`: add the bias to them; otherwise
-        they are a later part of the sums over K and are added to what is there."""
+        they are a later part of the sums over K and are added to the first."""
         if self.n % self.step == 0:
             self._put(row, column, values, lanes, first)
             return
@@ -37,8 +41,19 @@ class Output:
 
     def _put(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
         place = span(column, lanes)
-        if not first:
-            values = values + self.buffer[row, place]
-        elif self.bias is not None:
+        if first and self.bias is not None:
             values = values + self.bias[place]
+        if self.residual or not first:
+            values = values + self.buffer[row, place]
         T.buffer_store(self.buffer, values, [row, place])
+
+
+@contextmanager
+def once(rows: Sequence[Expr], i: int) -> Iterator[None]:
+    """What is emitted inside runs unless row i repeats the row before it, as rows that fill up a batch do: a
+    residual must not be added twice."""
+    if i == 0:
+        yield
+        return
+    with T.If(rows[i] > rows[i - 1]), T.Then():
+        yield

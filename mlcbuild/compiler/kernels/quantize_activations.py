@@ -68,21 +68,22 @@ class Records:
         return records[row, group * self.step + self.step - 1]
 
 
-def quantize_row(form: Records, x: Buffer, records: Buffer, row: Expr) -> None:
-    """Emit: one row of x float32 into one row of records."""
+def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, row: Expr) -> None:
+    """Emit: a row of float32, source = (buffer, row), into one row of records."""
+    x, line = source
     lanes = form.isa.lanes
     whole = form.k // GROUP
     if whole:
         with T.serial(0, i64(whole)) as group:
             _quantize_group(
-                form, records, row, group, lambda v: x[row, span(group * GROUP + v * lanes, lanes)]
+                form, records, row, group, lambda v: x[line, span(group * GROUP + v * lanes, lanes)]
             )
     if whole < form.groups:
         tail = T.alloc_buffer((GROUP,), "float32")
         for v in range(0, GROUP, lanes):
             T.buffer_store(tail, f32(0, lanes), [span(v, lanes)])
         with T.serial(0, i64(form.k % GROUP)) as i:
-            T.buffer_store(tail, x[row, whole * GROUP + i], [i])
+            T.buffer_store(tail, x[line, whole * GROUP + i], [i])
         _quantize_group(form, records, row, i64(whole), lambda v: tail[span(v * lanes, lanes)])
 
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm import IRModule, relax
+from tvm.ir import Op
 from tvm.relax import Binding, Expr, Function, Var
 
-_CHECKS = {"vm.builtin.check_tensor_info", "vm.builtin.check_shape_info", "vm.builtin.check_tuple_info"}
-_MATCH = "vm.builtin.match_shape"
+_CHECKS = {f"vm.builtin.check_{kind}_info" for kind in ("tensor", "shape", "tuple", "prim_value")}
+_MATCH, _HEAP = "vm.builtin.match_shape", "vm.builtin.alloc_shape_heap"
+_READERS = {"vm.builtin.make_shape", "vm.builtin.make_prim_value"}
+_WITH_CONTEXT = Op.get("relax.call_builtin_with_ctx")
 _STORE = 1
 """The code by which `match_shape` keeps a dimension, MatchShapeCode::kStoreToHeap; others only compare."""
 
@@ -33,6 +36,8 @@ def _lean(function: Function) -> Function:
     checked = {param for param in function.params if public and not isinstance(param.ty, relax.TupleType)}
     bindings = [binding for block in function.body.blocks for binding in block.bindings]
     kept = [binding for binding in bindings if not _needless(binding.value, checked)]
+    if not any(_reads_heap(binding.value, checked) for binding in kept):
+        kept = _without_heap(kept)
     block = relax.BindingBlock(_used(kept, function.body.body))
     body = relax.SeqExpr([block], function.body.body)
     lean = Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
@@ -40,15 +45,33 @@ def _lean(function: Function) -> Function:
     return made
 
 
+def _name(value: Expr) -> str | None:
+    """Of the runtime's function that is called."""
+    if not isinstance(value, relax.Call):
+        return None
+    called = value.args[0] if value.op == _WITH_CONTEXT else value.op
+    return str(called.global_symbol) if isinstance(called, relax.ExternFunc) else None
+
+
 def _needless(value: Expr, checked: set[Var]) -> bool:
-    if not (isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)):
-        return False
-    name, arguments = str(value.op.global_symbol), value.args
+    name = _name(value)
     if name in _CHECKS:
-        return arguments[0] not in checked
+        return value.args[0] not in checked
     if name == _MATCH:
-        return arguments[0] not in checked and _STORE not in _codes(arguments)
+        return value.args[0] not in checked and _STORE not in _codes(value.args)
     return False
+
+
+def _reads_heap(value: Expr, checked: set[Var]) -> bool:
+    """Whether dimensions that were kept are used, or compared for a caller."""
+    name = _name(value)
+    return name in _READERS or (name == _MATCH and value.args[0] in checked)
+
+
+def _without_heap(bindings: Sequence[Binding]) -> list[Binding]:
+    """Without the dimensions that a function keeps and nothing reads."""
+    heaps = {binding.var for binding in bindings if _name(binding.value) == _HEAP}
+    return [b for b in bindings if b.var not in heaps and not heaps & set(relax.analysis.free_vars(b.value))]
 
 
 def _codes(arguments: Sequence[Expr]) -> list[int]:
