@@ -40,6 +40,8 @@ class Bar:
     seconds: float
     failed: bool = False
     tip: str = ""
+    worker: str = ""
+    """The machine that ran it; steps of two machines never share a row."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,16 @@ def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
     """Bars in as few rows as possible, none overlapping another: what ran side by side."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, -bar.seconds, bar.name)):
-        free = next((row for row in rows if row[-1].start + row[-1].seconds <= bar.start), None)
+        free = next((row for row in rows if _follows(row[-1], bar)), None)
         if free is None:
             rows.append([bar])
         else:
             free.append(bar)
-    return rows
+    return sorted(rows, key=lambda row: row[0].worker)
+
+
+def _follows(last: Bar, bar: Bar) -> bool:
+    return last.worker == bar.worker and last.start + last.seconds <= bar.start
 
 
 def timeline(bars: Sequence[Bar], total: float) -> str:

@@ -17,6 +17,7 @@ from mlcbuild.events import (
     RunResult,
     RunStarted,
     StepFinished,
+    StepPlaced,
     StepResult,
     StepStarted,
     StepWaiting,
@@ -183,8 +184,10 @@ class _Run:
         for message in self.executor.messages(self.blocked.patience(_TICK), self.bell.fileno()):
             if isinstance(message, Outcome):
                 self._end(message)
-            else:
-                self.report(message)
+                continue
+            if isinstance(message, StepPlaced) and message.name in self.running:
+                self.running[message.name].started = time.monotonic()
+            self.report(message)
         self.bell.heard()
         for told in self.transfers.messages():
             if isinstance(told, Fetched):

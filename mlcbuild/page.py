@@ -210,7 +210,7 @@ def _more(count: int) -> str:
 
 def _times(log: RunLog) -> str:
     bars = [
-        Bar(step.name, step.start, step.seconds, step.status == "failed", step.words)
+        Bar(step.name, step.start, step.seconds, step.status == "failed", _tip(step), step.worker)
         for step in log.steps
         if step.start is not None
     ]
@@ -223,6 +223,10 @@ def _times(log: RunLog) -> str:
         for kind, colour in colours.items()
     )
     return _section("Time", f"{keys}<div class=scroll>{chart.timeline(bars, log.seconds)}</div>")
+
+
+def _tip(step: LoggedStep) -> str:
+    return f"on {step.worker}; {step.words}" if step.worker else step.words
 
 
 def _drawing(log: RunLog) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlcbuild.canon import bytes_digest
-from mlcbuild.events import Event, Reporter, RunResult, StepFinished, StepStarted
+from mlcbuild.events import Event, Reporter, RunResult, StepFinished, StepPlaced, StepStarted
 from mlcbuild.graph import Graph, Step
 from mlcbuild.store import Store
 
@@ -42,6 +42,8 @@ class LoggedStep:
     """Of its artifact."""
     tail: str = ""
     """The end of a failed step's log."""
+    worker: str = ""
+    """The machine of a cluster that ran it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Clock:
 
     def __call__(self, event: Event) -> None:
         match event:
-            case StepStarted():
+            case StepStarted() | StepPlaced():
                 self.starts[event.name] = time.monotonic() - self._begun
             case StepFinished():
                 self.tails[event.result.name] = event.tail
@@ -125,6 +127,7 @@ def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ..
                 step.seconds,
                 step.record.size if step.record is not None else None,
                 clock.tails.get(step.name, ""),
+                step.worker,
             )
         )
     return tuple(found)

@@ -181,3 +181,8 @@ def test_the_report_of_real_runs(tmp_path: Path, tiny_bundles: Path, common_stor
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_without_work_has_a_page(steps: int) -> None:
     read(page.html(replace(LOG, steps=LOG.steps[:steps], variants=()), None))
+
+
+def test_each_machine_of_a_cluster_has_rows_of_its_own() -> None:
+    bars = [Bar("a", 0, 1, worker="two"), Bar("b", 2, 1, worker="one"), Bar("c", 2, 1, worker="two")]
+    assert [[bar.name for bar in row] for row in chart.lanes(bars)] == [["b"], ["a", "c"]]
