@@ -17,12 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
-from cryptography.x509.oid import NameOID
-
 from tests.caches import free_port, until_open
 
 REGISTRY = shutil.which("docker-registry")
@@ -104,6 +98,13 @@ class Tokens:
 @contextmanager
 def tokens(home: Path) -> Iterator[Tokens]:
     """Writes its certificate to `home`/root.pem; the registry's home must lie in `home`."""
+    # Here: the tests of the runtime load this file, too, where that package may be missing.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
+    from cryptography.x509.oid import NameOID
+
     key = rsa.generate_private_key(65537, 2048)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
     now = datetime.datetime.now(datetime.UTC)

@@ -127,7 +127,7 @@ def test_the_top_lists_all_verbs(capsys: Out) -> None:
         ("run recipe.yaml --jobs x", "--jobs: must be a whole number of at least 1, found 'x'"),
         ("run recipe.yaml --job=2", "mlcbuild run: '--job' is not an option; did you mean '--jobs'?"),
         ("run recipe.yaml --keep", "mlcbuild run: '--keep' is not an option; did you mean '--keep-going'?"),
-        ("run recipe.yaml --executor dask", "invalid choice: 'dask'"),
+        ("run recipe.yaml --executor dask", "'dask' must be processes, inline, or dask://HOST:PORT"),
         ("run recipe.yaml --set batch", "mlcbuild: --set batch: write --set name=value"),
         ("run recipe.yaml --set batch=1", "recipe.yaml:1:1: --set batch=1: this recipe has no variable"),
         ("run recipe.yaml --only nope", "no step is called 'nope'; known: bundle/tiny-q0f32-host, "),
@@ -242,7 +242,9 @@ def test_json_is_one_document_and_nothing_else(built: Path, capsys: Out, command
 
 def test_every_verb_that_states_facts_takes_json() -> None:
     without = {name for name, verb in VERBS.items() if cli._json not in verb.configure}
-    assert without == {"init", "lock", "explain", "graph", "serve", "chat", "schema", "matrix", "report"}
+    assert without == {
+        *("init", "lock", "explain", "graph", "serve", "chat", "schema", "matrix", "report", "worker")
+    }
 
 
 def test_run_json_is_one_document_and_its_log_goes_elsewhere(built: Path, common_store: Path) -> None:
