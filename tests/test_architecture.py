@@ -113,7 +113,10 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "schedule": "pages sequence",
     "trace": "",
     "accesslog": "request",
-    "engine": "bundle drafts grammar pages request schedule sequence speculation text trace vm",
+    "threads": "",
+    "modes": "bundle machine",
+    "engine": "bundle drafts grammar pages request schedule sequence speculation text threads trace vm",
+    "models": "bundle engine fields modes request text trace vm",
     "body": "fields",
     "messages": "body fields template",
     "formats": "body fields grammar",
@@ -131,12 +134,12 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "access": "",
     "keys": "replies",
     "server": (
-        "access accesslog answers body embeddings engine fields history keys metrics outputs replies request "
-        "responses service"
+        "access accesslog answers body embeddings engine fields history keys metrics models outputs replies "
+        "request responses service"
     ),
-    "serve": "access bundle drafts engine server text trace vm",
+    "serve": "access bundle drafts engine models modes server trace",
     "chat": "api engine fields request text vm",
-    "arguments": "access bundle drafts serve",
+    "arguments": "access bundle drafts modes serve",
     "__main__": "arguments serve",
 }
 SHARED = {"errors", "canon"}

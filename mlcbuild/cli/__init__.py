@@ -234,9 +234,9 @@ VERBS: dict[str, Verb] = {
     "serve": Verb(
         "bundles",
         "serve",
-        "serve a bundle over HTTP",
+        "serve bundles over HTTP",
         "mlcbuild serve dist/tiny-q4f16_1-host --port 8000",
-        (_bundle, _serve),
+        (_serve,),
     ),
     "chat": Verb(
         "bundles", "chat", "talk to a bundle", "mlcbuild chat dist/tiny-q4f16_1-host", (_bundle, _threads)

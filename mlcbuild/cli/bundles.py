@@ -116,7 +116,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from mlcbuild_runtime.arguments import options
     from mlcbuild_runtime.serve import serve as run
 
-    return run(arguments.bundle, options(arguments))
+    return run(arguments.bundles, options(arguments))
 
 
 def chat(arguments: argparse.Namespace) -> int:

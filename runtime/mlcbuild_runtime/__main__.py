@@ -1,4 +1,4 @@
-"""`mlcbuild-serve BUNDLE`: serves a bundle over HTTP."""
+"""`mlcbuild-serve BUNDLE ...`: serves bundles over HTTP."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ def main(given: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="mlcbuild-serve",
-        description="Serves a bundle over an OpenAI-compatible HTTP API, until Ctrl-C.",
+        description="Serves bundles over an OpenAI-compatible HTTP API, until Ctrl-C.",
         epilog="example: mlcbuild-serve dist/tiny-q4f16_1-host --port 8000",
     )
-    parser.add_argument("bundle", help="directory that holds bundle.json")
     arguments.add(parser)
     found = parser.parse_args(given)
-    return serve(found.bundle, arguments.options(found))
+    return serve(found.bundles, arguments.options(found))
 
 
 if __name__ == "__main__":

@@ -4,26 +4,49 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.bundle import POOLINGS
 from mlcbuild_runtime.drafts import TOKENS, Speculate
+from mlcbuild_runtime.modes import MODES, Wanted
 from mlcbuild_runtime.serve import KEY_VARIABLE, Options
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Everything but the bundle."""
+    """Bundles and everything else."""
     defaults = Options()
+    parser.add_argument(
+        "bundles",
+        nargs="+",
+        metavar="[NAME=]BUNDLE",
+        help="directory that holds bundle.json, and its name; several are loaded when they are asked for",
+    )
     parser.add_argument("--host", default=defaults.host, help=f"address (default {defaults.host})")
     parser.add_argument(
         "--port", type=int, default=defaults.port, help=f"port; 0: any free one (default {defaults.port})"
     )
     parser.add_argument("--threads", type=_positive, help="threads (default: the physical cores at hand)")
     parser.add_argument(
-        "--max-batch", type=_positive, help="requests at a time (default: the library's limit)"
+        "--mode",
+        choices=tuple(MODES),
+        default=defaults.wanted.mode,
+        help="what the machine is for (default server): "
+        + "; ".join(f"{name}: {share.about}" for name, share in MODES.items()),
     )
     parser.add_argument(
-        "--max-pages", type=_positive, help="pages of 16 tokens in the KV cache (default: enough for all)"
+        "--memory", type=_bytes, help="for all bundles, such as 8GB (default: as the mode says)"
+    )
+    parser.add_argument("--max-batch", type=_positive, help="requests at a time (default: as the mode says)")
+    parser.add_argument(
+        "--max-pages",
+        type=_positive,
+        help="pages of 16 tokens in the KV cache (default: what there is room for)",
+    )
+    parser.add_argument(
+        "--prefill-chunk",
+        type=_positive,
+        help="tokens of prompts computed between two steps of answers (default: as the mode says)",
     )
     parser.add_argument(
         "--max-waiting", type=_natural, help="requests that may wait; more get 503 (default: 1024)"
@@ -71,8 +94,7 @@ def options(found: argparse.Namespace) -> Options:
         host=found.host,
         port=found.port,
         threads=found.threads,
-        max_batch=found.max_batch,
-        max_pages=found.max_pages,
+        wanted=Wanted(found.mode, found.memory, found.max_batch, found.max_pages, found.prefill_chunk),
         max_waiting=found.max_waiting,
         pooling=found.pooling,
         speculate=None if found.speculate is None else Speculate.of(found.speculate, found.draft_tokens),
@@ -81,6 +103,13 @@ def options(found: argparse.Namespace) -> Options:
         trace=found.trace,
         access=Access(tuple(found.api_key), tuple(found.cors), found.timeout),
     )
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]?)(i?)B?", text)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"must be a size such as 8GB or 512MiB, found {text}")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " "))
 
 
 def _natural(text: str) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "Pooling",
     "Serving",
     "check",
+    "manifest",
     "parse",
     "read",
     "signature",
@@ -283,38 +284,39 @@ def read(path: Path) -> Manifest:
 
 def check(path: Path, full: bool = True) -> Manifest:
     """As `read`; `full` also digests the weights, at about 2 GB per CPU-second."""
-    manifest = _load(path)
-    large = set() if full else set(manifest.weights)
-    for name, file in sorted(manifest.files.items()):
+    found = manifest(path)
+    large = set() if full else set(found.weights)
+    for name, file in sorted(found.files.items()):
         _check_file(path, name, file, digest=name not in large)
-    for name in manifest.weights:
-        found = weights.read_header(path / name).signature
-        if found != manifest.signature:
+    for name in found.weights:
+        own = weights.read_header(path / name).signature
+        if own != found.signature:
             raise BundleError(
-                f"{path}: the weights in {name} have signature {found[:12]}, but {MANIFEST} is for"
-                f" {manifest.signature[:12]}: they belong to another model or scheme; build the bundle again"
+                f"{path}: the weights in {name} have signature {own[:12]}, but {MANIFEST} is for"
+                f" {found.signature[:12]}: they belong to another model or scheme; build the bundle again"
             )
-    if manifest.machine.output == "shared":
-        binary.check(path / manifest.library)
-    return manifest
+    if found.machine.output == "shared":
+        binary.check(path / found.library)
+    return found
 
 
-def _load(path: Path) -> Manifest:
+def manifest(path: Path) -> Manifest:
+    """What bundle.json says, without a look at the other files. Raises BundleError."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise BundleError(f"{path}: {what}, but a bundle is a directory that holds {MANIFEST}")
-    manifest = path / MANIFEST
+    file = path / MANIFEST
     try:
-        document = json.loads(manifest.read_bytes(), parse_constant=_no_constant, object_pairs_hook=_unique)
+        document = json.loads(file.read_bytes(), parse_constant=_no_constant, object_pairs_hook=_unique)
         return parse(document)
     except FileNotFoundError:
         raise BundleError(f"{path}: there is no {MANIFEST} in it, so it is not a bundle") from None
     except OSError as error:
-        raise BundleError(f"{manifest}: cannot be read: {error.strerror}") from None
+        raise BundleError(f"{file}: cannot be read: {error.strerror}") from None
     except FieldError as error:
-        raise BundleError(f"{manifest}: {error}; build the bundle again") from None
+        raise BundleError(f"{file}: {error}; build the bundle again") from None
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{manifest}: not valid JSON ({error}); build the bundle again") from None
+        raise BundleError(f"{file}: not valid JSON ({error}); build the bundle again") from None
 
 
 def _no_constant(text: str) -> NoReturn:

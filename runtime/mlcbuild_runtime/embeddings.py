@@ -91,4 +91,4 @@ def job(running: Engine, body: Mapping[str, Json]) -> Job:
             raise RequestError("input has an empty text, which has no embedding", param="input")
         requests.append(Request(tokens, pooling=running.pooling))
     base64_wanted = fields.get("encoding_format") == "base64"
-    return Job(tuple(requests), manifest.name, dimensions, base64_wanted)
+    return Job(tuple(requests), running.name, dimensions, base64_wanted)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 
@@ -30,6 +30,7 @@ from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.speculation import Speculation
 from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.threads import Task, Turns
 from mlcbuild_runtime.trace import Trace
 from mlcbuild_runtime.vm import Floats, Model, Step, check_tokens
 
@@ -41,6 +42,21 @@ NAP = 0.2
 """Seconds between two looks at the clock while every request waits for its client."""
 
 
+@dataclass(frozen=True)
+class Role:
+    """One engine among others. None: as its bundle has it."""
+
+    name: str | None = None
+    pooling: Pooling | None = None
+    """Of embeddings."""
+    prefill_chunk: int | None = None
+    """Tokens of prompts that are computed between two steps of answers."""
+    speculate: Speculate | None = None
+    """Draft tokens, and how."""
+    turns: Turns = field(default_factory=Turns)
+    """Engines of one process share it, so that one of them computes at a time."""
+
+
 class Engine:
     """Runs a model for any number of clients. `start` it, `submit` from any thread, `close` it."""
 
@@ -50,24 +66,26 @@ class Engine:
         tokenizer: Tokenizer,
         max_batch: int | None = None,
         max_waiting: int | None = None,
-        pooling: Pooling | None = None,
-        speculate: Speculate | None = None,
+        role: Role | None = None,
     ) -> None:
-        """`pooling`: of embeddings, instead of the bundle's. `speculate`: draft tokens, and how. Raises
-        BundleError for a draft bundle that does not fit."""
+        """Raises BundleError for a draft bundle that does not fit."""
+        role, chunk = role or Role(), model.limits.prefill_chunk
+        self.name, self._turns = role.name or model.manifest.name, role.turns
+        self.prefill_chunk = min(role.prefill_chunk or chunk, chunk)
         self.model, self.tokenizer = model, tokenizer
-        self.pooling = pooling or model.manifest.serving.pooling
+        self.pooling = role.pooling or model.manifest.serving.pooling
         self.max_batch = min(max_batch or model.limits.max_batch, model.limits.max_batch)
         self.grammars = Grammars(tokenizer.vocabulary, model.manifest.vocab_size, tokenizer.eos)
         self._max_waiting = MAX_WAITING if max_waiting is None else max_waiting
         self._incoming: SimpleQueue[Sequence | None] = SimpleQueue()
         self._schedule = Schedule(Pages(model.pages), model.limits.page_size, self.max_batch)
         self._trace: Trace | None = None
+        speculate = role.speculate
         self._speculation = None if speculate is None else Speculation.load(speculate, model, tokenizer)
         self._drafted = self._accepted = 0
         self._closing, self._draining, self._door = False, False, threading.Lock()
         self._prompt_tokens = self._answer_tokens = self._decode_steps = self._order = self._arrived = 0
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = Task(self._run)
 
     def start(self, trace: Trace | None = None) -> Engine:
         """`trace`: where to note every step and request."""
@@ -188,7 +206,7 @@ class Engine:
                 self._receive()
                 self._drop()
                 schedule.admit()
-                parts = schedule.prefills(self.model.limits.prefill_chunk)
+                parts = schedule.prefills(self.prefill_chunk)
                 self._step([part for part in parts if part[0].pool is None])
                 self._pool([part for part in parts if part[0].pool is not None])
                 self._decode(schedule.decodes())
@@ -284,7 +302,8 @@ class Engine:
         given = [(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in rows]
         step = Step.of(given, all_rows=any(sequence.draft for sequence, _ in parts))
         try:
-            found = function(step)
+            with self._turns:
+                found = function(step)
         except Exception as error:  # whatever the library raises
             log.exception("a step has failed")
             for sequence, _ in parts:

@@ -59,12 +59,12 @@ class _Local:
         model = Model.load(bundle, threads)
         tokenizer = Tokenizer.load(Path(bundle), model.manifest.serving)
         how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
-        self._running = engine.Engine(model, tokenizer, max_batch, speculate=how).start()
+        self._running = engine.Engine(model, tokenizer, max_batch, role=engine.Role(speculate=how)).start()
 
     @property
     def model(self) -> str:
         """The bundle's name; `model` in a request may be this or left out."""
-        return self._running.model.manifest.name
+        return self._running.name
 
     def state(self) -> State:
         """What runs and waits, pages, and counts since the start."""
@@ -72,7 +72,7 @@ class _Local:
 
     def tokenize(self, **body: object) -> list[int]:
         """Tokens of a `prompt`, or of a chat's `messages`. Raises RequestError."""
-        found = service.tokenize(self._running, _body(body))["tokens"]
+        found = service.tokenize(self._running, _body(self._running, body))["tokens"]
         assert isinstance(found, list)
         return [token for token in found if isinstance(token, int)]
 
@@ -120,7 +120,7 @@ class Completions:
     def create(self, *, stream: Literal[False] = False, **body: object) -> Document: ...
     def create(self, *, stream: bool = False, **body: object) -> Document | Iterator[Document]:
         """The whole answer, or its chunks. Raises RequestError at once, EngineError when it fails later."""
-        job = self._prepare(self._running, _body({**body, "stream": stream}))
+        job = self._prepare(self._running, _body(self._running, {**body, "stream": stream}))
         answers = Answers(self._running, job.requests)
         if stream:
             return self._chunks(answers, job)
@@ -142,7 +142,7 @@ class Embeddings:
 
     def create(self, **body: object) -> Document:
         """Vectors for the texts in `input`. Raises RequestError or EngineError."""
-        job = embeddings.job(self._running, _body(body))
+        job = embeddings.job(self._running, _body(self._running, body))
         found: list[Event] = []
         for wave in job.waves():
             events = dict(Answers(self._running, wave).events())
@@ -189,7 +189,7 @@ class AsyncCompletions:
     async def create(self, *, stream: Literal[False] = False, **body: object) -> Document: ...
     async def create(self, *, stream: bool = False, **body: object) -> Document | AsyncIterator[Document]:
         """The whole answer, or its chunks. Raises RequestError at once, EngineError when it fails later."""
-        wanted = _body({**body, "stream": stream})
+        wanted = _body(self._running, {**body, "stream": stream})
         job = await asyncio.to_thread(self._prepare, self._running, wanted)
         answers = AsyncAnswers(self._running, job.requests)
         if stream:
@@ -214,7 +214,7 @@ class AsyncEmbeddings:
 
     async def create(self, **body: object) -> Document:
         """Vectors for the texts in `input`. Raises RequestError or EngineError."""
-        job = await asyncio.to_thread(embeddings.job, self._running, _body(body))
+        job = await asyncio.to_thread(embeddings.job, self._running, _body(self._running, body))
         found: list[Event] = []
         for wave in job.waves():
             events = await _collected(AsyncAnswers(self._running, wave), len(wave))
@@ -235,8 +235,9 @@ async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
     return found
 
 
-def _body(fields: Mapping[str, object]) -> dict[str, Json]:
+def _body(running: engine.Engine, fields: Mapping[str, object]) -> dict[str, Json]:
     """Arguments as a body: tuples become lists, documents of earlier answers plain objects."""
     found = plain(fields)
     assert isinstance(found, dict)
+    service.check_model(running, found.get("model"))
     return found

@@ -13,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from mlcbuild_runtime.bundle import Machine
@@ -215,6 +216,21 @@ def default_threads() -> int:
     else:
         count = os.cpu_count() or 1
     return max(1, min(count, _quota() or count))
+
+
+def memory() -> int:
+    """Bytes that this process may have: the machine's, or what control groups leave of it."""
+    found = [_UNKNOWN_MEMORY]
+    with suppress(ValueError, OSError, AttributeError):
+        found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max" is no number
+            found.append(int(Path(limit).read_text()))
+    return min(found)
+
+
+_UNKNOWN_MEMORY = 8 << 30
+"""Bytes assumed where the system does not say."""
 
 
 def _siblings(cpu: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -33,25 +33,27 @@ _COUNTERS = {
 
 
 class Metrics:
-    """What a server has measured, and the state of its engine at the moment of the question."""
+    """What a server has measured, and the state of its engines at the moment of the question; by model."""
 
-    def __init__(self, state: Callable[[], State]) -> None:
+    def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
         self._registry = CollectorRegistry()
         self._first = self._seconds("first_token", "Until the first token.", _SECONDS)
         self._each = self._seconds("token", "For each later token.", _TOKEN_SECONDS)
         self._whole = self._seconds("request", "Until the last token.", _SECONDS)
         self._ended = Counter(
-            "mlcbuild_requests", "Answers that have ended.", ["reason"], registry=self._registry
+            "mlcbuild_requests", "Answers that have ended.", ["model", "reason"], registry=self._registry
         )
         self._errors = Counter(
             "mlcbuild_errors", "Requests that were refused or failed.", ["status"], registry=self._registry
         )
-        self._registry.register(_EngineState(state))
+        self._registry.register(_EngineState(states))
 
     def _seconds(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(f"mlcbuild_{name}_seconds", text, buckets=buckets, registry=self._registry)
+        return Histogram(
+            f"mlcbuild_{name}_seconds", text, ["model"], buckets=buckets, registry=self._registry
+        )
 
-    def watched(self, sink: Sink) -> Sink:
+    def watched(self, model: str, sink: Sink) -> Sink:
         """A sink that measures what it passes on."""
         start, first = time.perf_counter(), 0.0
 
@@ -60,12 +62,12 @@ class Metrics:
             now = time.perf_counter()
             if event.error is None and not first:
                 first = now
-                self._first.observe(now - start)
+                self._first.labels(model).observe(now - start)
             if event.last:
-                self._ended.labels(event.finish or "error").inc()
-                self._whole.observe(now - start)
+                self._ended.labels(model, event.finish or "error").inc()
+                self._whole.labels(model).observe(now - start)
                 if first and event.tokens > 1:
-                    self._each.observe((now - first) / (event.tokens - 1))
+                    self._each.labels(model).observe((now - first) / (event.tokens - 1))
             sink(event)
 
         return take
@@ -80,12 +82,14 @@ class Metrics:
 
 
 class _EngineState(Collector):
-    def __init__(self, state: Callable[[], State]) -> None:
-        self._state = state
+    def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
+        self._states = states
 
     def collect(self) -> Iterator[Metric]:
-        state = self._state()
-        for field, (name, text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"mlcbuild_{name}", text, value=getattr(state, field))
-        for field, (name, text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"mlcbuild_{name}", text, value=getattr(state, field))
+        states = self._states()
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for field, (name, text) in table.items():
+                family = kind(f"mlcbuild_{name}", text, labels=["model"])
+                for model, state in states.items():
+                    family.add_metric([model], getattr(state, field))
+                yield family

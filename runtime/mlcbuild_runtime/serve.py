@@ -1,4 +1,4 @@
-"""Loads a bundle and serves it until a signal says stop."""
+"""Serves bundles until a signal says stop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +19,10 @@ from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.bundle import Pooling
 from mlcbuild_runtime.drafts import Speculate
 from mlcbuild_runtime.errors import ServingError, SetupError
+from mlcbuild_runtime.modes import Wanted, size
 
 if TYPE_CHECKING:
+    from mlcbuild_runtime.models import Models
     from mlcbuild_runtime.trace import Trace
 
 GRACE = 1
@@ -35,8 +38,7 @@ class Options:
     port: int = 8000
     """0: any free port; the ready line says which."""
     threads: int | None = None
-    max_batch: int | None = None
-    max_pages: int | None = None
+    wanted: Wanted = field(default_factory=Wanted)
     max_waiting: int | None = None
     pooling: Pooling | None = None
     """Of embeddings, instead of the bundle's."""
@@ -49,8 +51,13 @@ class Options:
     """A file for the engine's steps, in Chrome's trace format; written anew."""
 
 
-def serve(path: Path | str, options: Options | None = None) -> int:
-    """Serves the bundle in directory `path` until SIGINT or SIGTERM; returns the exit code."""
+def serve(bundles: str | Path | Sequence[str | Path], options: Options | None = None) -> int:
+    """Serves bundles until SIGINT or SIGTERM; returns the exit code.
+
+    bundles: one or several, each DIRECTORY or NAME=DIRECTORY. One alone is loaded first; several are loaded
+    when they are asked for.
+    """
+    listed = [bundles] if isinstance(bundles, str | Path) else bundles
     options = options or Options()
     if named := os.environ.get(KEY_VARIABLE):
         access = options.access
@@ -59,7 +66,7 @@ def serve(path: Path | str, options: Options | None = None) -> int:
         with ExitStack() as stack:
             listener = stack.enter_context(_bind(options.host, options.port))
             lines = stack.enter_context(_opened(options.access_log))
-            return _serve(Path(path), options, listener, lines)
+            return _serve([str(bundle) for bundle in listed], options, listener, lines)
     except ServingError as error:
         print(f"mlcbuild-serve: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
@@ -103,24 +110,22 @@ def _trace(name: str | None) -> Trace | None:
         raise SetupError(f"the trace {name} cannot be written: {error.strerror}") from None
 
 
-def _serve(path: Path, options: Options, listener: socket.socket, lines: TextIO | None) -> int:
+def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, lines: TextIO | None) -> int:
     # Before NumPy is imported: its products are not used here, so it needs no threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from mlcbuild_runtime.text import Tokenizer
-    from mlcbuild_runtime.vm import Model
+    from mlcbuild_runtime.engine import Role
+    from mlcbuild_runtime.models import Models, Source
 
     trace = _trace(options.trace)
-    model = Model.load(path, options.threads, options.max_pages)
-    tokenizer = Tokenizer.load(path, model.manifest.serving)
+    sources = [Source.of(text) for text in bundles]
+    role = Role(pooling=options.pooling, speculate=options.speculate)
+    models = Models(sources, options.wanted, options.threads, options.max_waiting, role, trace)
+    if len(models.entries) == 1:
+        models.load_first()
     # Imported late: a bundle that cannot be served is refused sooner.
     import uvicorn
 
-    from mlcbuild_runtime.engine import Engine
     from mlcbuild_runtime.server import create_app
-
-    engine = Engine(
-        model, tokenizer, options.max_batch, options.max_waiting, options.pooling, options.speculate
-    ).start(trace)
 
     class Server(uvicorn.Server):
         """Ends the engine first: every open stream then ends by itself."""
@@ -130,21 +135,16 @@ def _serve(path: Path, options: Options, listener: socket.socket, lines: TextIO 
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            limits = model.limits
-            print(  # noqa: T201
-                f"mlcbuild-serve: {model.manifest.name} is ready at {_url(listener)}"
-                f" (threads {model.threads}, context {limits.context_window}, batch {engine.max_batch})",
-                flush=True,
-            )
+            print(f"mlcbuild-serve: {_told(models, _url(listener))}", flush=True)  # noqa: T201
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            engine.close(timeout=0)
+            models.close(timeout=0)
             await super().shutdown(sockets)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """SIGTERM lets running requests end; SIGINT, or a second signal, does not wait for them."""
-            if sig == signal.SIGTERM and engine.ready and options.drain:
-                engine.drain()
+            if sig == signal.SIGTERM and models.ready and options.drain:
+                models.drain()
                 self.last_moment = time.monotonic() + options.drain
                 return
             self.force_exit = self.should_exit
@@ -152,20 +152,20 @@ def _serve(path: Path, options: Options, listener: socket.socket, lines: TextIO 
 
         async def on_tick(self, counter: int) -> bool:
             """Ten times a second. While the server drains it still answers, and says that it is not ready."""
-            state = engine.state()
+            state = models.state()
             if not (state.running or state.waiting) or time.monotonic() > self.last_moment:
                 self.should_exit |= self.last_moment < math.inf
             return await super().on_tick(counter)
 
     config = uvicorn.Config(
-        create_app(engine, options.access, lines),
+        create_app(models, options.access, lines),
         lifespan="off",
         log_level="error",
         access_log=False,
         timeout_graceful_shutdown=GRACE,
     )
     Server(config).run(sockets=[listener])
-    ended = engine.close(timeout=0.2)
+    ended = models.close(timeout=0.2)
     if trace is not None:
         trace.close()
     if not ended:
@@ -175,6 +175,21 @@ def _serve(path: Path, options: Options, listener: socket.socket, lines: TextIO 
         sys.stderr.flush()
         os._exit(0)
     return 0
+
+
+def _told(models: Models, url: str) -> str:
+    """What is served, where, and with what limits."""
+    wanted, first = models.wanted, models.entries[0]
+    if first.engine is None or first.chosen is None:
+        names = ", ".join(name for entry in models.entries for name in entry.names)
+        count, budget = len(models.entries), size(wanted.budget)
+        return f"{count} models are ready at {url} (mode {wanted.mode}, memory {budget}): {names}"
+    model, chosen = first.engine.model, first.chosen
+    return (
+        f"{first.names[0]} is ready at {url} (threads {model.threads}, context {model.limits.context_window},"
+        f" batch {chosen.max_batch}, prefill {chosen.prefill_chunk}, mode {chosen.mode}, memory"
+        f" {size(chosen.memory)})"
+    )
 
 
 def _url(listener: socket.socket) -> str:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.resources import files
 from typing import TextIO, TypeVar
@@ -25,13 +26,14 @@ from mlcbuild_runtime import embeddings, responses, service
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.accesslog import AccessLog, record
 from mlcbuild_runtime.answers import AsyncAnswers
-from mlcbuild_runtime.body import parse_body
+from mlcbuild_runtime.body import parse_body, wrong
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.history import History, Kept, listed
 from mlcbuild_runtime.keys import Keys
 from mlcbuild_runtime.metrics import CONTENT_TYPE, Metrics
+from mlcbuild_runtime.models import Models, card
 from mlcbuild_runtime.outputs import CANCELLED, Output
 from mlcbuild_runtime.replies import error_document
 from mlcbuild_runtime.request import Event
@@ -49,10 +51,16 @@ RETRY_AFTER = 1
 """Seconds after which to try again when the server is full or stopping."""
 
 
-def create_app(running: Engine, access: Access | None = None, access_log: TextIO | None = None) -> Starlette:
-    """The application over an engine that has been started. `access_log`: takes a line for each request."""
+def create_app(
+    running: Engine | Models, access: Access | None = None, access_log: TextIO | None = None
+) -> Starlette:
+    """The application over an engine that has been started, or over several models.
+
+    access_log: takes a line for each request.
+    """
     access = access or Access()
-    server = _Server(running, access.timeout)
+    models = Models.of(running) if isinstance(running, Engine) else running
+    server = _Server(models, access.timeout)
     routes = [
         Route("/", page),
         Route("/health", server.health),
@@ -133,16 +141,18 @@ async def _read(request: Request) -> bytes:
 class _EventStream(StreamingResponse):
     """Server-sent events that end the request when the client leaves, even before the first event."""
 
-    def __init__(self, answers: AsyncAnswers, lines: AsyncIterator[str]) -> None:
+    def __init__(self, answers: AsyncAnswers, lines: AsyncIterator[str], use: ExitStack) -> None:
+        """`use`: of the model; closed at the end."""
         super().__init__(lines, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
-        self._answers = answers
+        self._answers, self._use = answers, use
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._answers.cancel()
+            self._use.close()
 
 
 async def _lines(answers: AsyncAnswers, job: Job) -> AsyncIterator[str]:
@@ -196,16 +206,10 @@ async def _disconnect(request: Request) -> None:
 class _Server:
     """The endpoints."""
 
-    def __init__(self, running: Engine, timeout: float | None) -> None:
-        self._engine, self._name, self._timeout = running, running.model.manifest.name, timeout
-        self._metrics = Metrics(running.state)
-        self._history = History()
-        self._card: dict[str, Json] = {
-            "id": self._name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "mlcbuild",
-        }
+    def __init__(self, models: Models, timeout: float | None) -> None:
+        self._models, self._timeout = models, timeout
+        self._metrics = Metrics(models.states)
+        self._history, self._created = History(), int(time.time())
 
     async def error(self, _request: Request, error: Exception) -> Response:
         assert isinstance(error, ServingError)
@@ -215,71 +219,93 @@ class _Server:
         return JSONResponse(error_document(error), status, headers=headers)
 
     async def health(self, _request: Request) -> Response:
-        state = self._engine.state()
-        status = "ok" if state.alive else "stopped"
-        body = {"status": status, "model": self._name, **asdict(state)}
-        return JSONResponse(body, status_code=200 if state.alive else 503)
+        states, whole = self._models.states(), self._models.state()
+        body: dict[str, object] = {"status": "ok" if whole.alive else "stopped"}
+        body |= {"model": self._models.entries[0].names[0], **asdict(whole)}
+        body["models"] = {name: asdict(state) for name, state in states.items()}
+        return JSONResponse(body, status_code=200 if whole.alive else 503)
 
     async def live(self, _request: Request) -> Response:
-        alive = self._engine.state().alive
+        alive = self._models.state().alive
         return JSONResponse({"live": alive}, status_code=200 if alive else 503)
 
     async def ready(self, _request: Request) -> Response:
-        ready = self._engine.ready
+        ready = self._models.ready
         return JSONResponse({"ready": ready}, status_code=200 if ready else 503)
 
     async def metrics(self, _request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self, _request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card]})
+        cards: list[Json] = [card(entry, self._created) for entry in self._models.entries]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        service.check_model(self._engine, request.path_params["name"])
-        return JSONResponse(self._card)
+        return JSONResponse(card(self._models.find(request.path_params["name"]), self._created))
 
     async def tokenize(self, request: Request) -> Response:
-        body = parse_body(await _read(request))
-        return JSONResponse(await run_in_threadpool(service.tokenize, self._engine, body))
+        return await self._about_text(request, service.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
+        return await self._about_text(request, service.detokenize)
+
+    async def _about_text(
+        self, request: Request, work: Callable[[Engine, Mapping[str, Json]], dict[str, Json]]
+    ) -> Response:
         body = parse_body(await _read(request))
-        return JSONResponse(await run_in_threadpool(service.detokenize, self._engine, body))
+        with ExitStack() as use:
+            engine = await self._engine(body, use)
+            return JSONResponse(await run_in_threadpool(work, engine, body))
 
     async def chat(self, request: Request) -> Response:
-        body = parse_body(await _read(request))
-        return await self._respond(request, await run_in_threadpool(service.chat, self._engine, body))
+        return await self._respond(request, service.chat)
 
     async def completions(self, request: Request) -> Response:
+        return await self._respond(request, service.completion)
+
+    async def _respond(
+        self, request: Request, prepare: Callable[[Engine, Mapping[str, Json]], Job]
+    ) -> Response:
         body = parse_body(await _read(request))
-        return await self._respond(request, await run_in_threadpool(service.completion, self._engine, body))
+        with ExitStack() as use:
+            engine = await self._engine(body, use)
+            job = await run_in_threadpool(prepare, engine, body)
+            answers = self._submit(request, engine, job.requests, job.stream)
+            if job.stream:
+                return _EventStream(answers, _lines(answers, job), use.pop_all())
+            found = await _unless_gone(request, answers, _collected(answers, len(job.requests)))
+            return JSONResponse(job.reply.whole(found))
 
     async def embeddings(self, request: Request) -> Response:
         body = parse_body(await _read(request))
-        service.check_model(self._engine, body.get("model"))
-        job = await run_in_threadpool(embeddings.job, self._engine, body)
-        found: list[Event] = []
-        for wave in job.waves():
-            answers = self._submit(request, wave)
-            all_events = await _unless_gone(request, answers, _collected(answers, len(wave)))
-            found += [events[-1] for events in all_events]
-        return JSONResponse(await run_in_threadpool(job.document, found))
+        with ExitStack() as use:
+            engine = await self._engine(body, use)
+            job = await run_in_threadpool(embeddings.job, engine, body)
+            found: list[Event] = []
+            for wave in job.waves():
+                answers = self._submit(request, engine, wave)
+                all_events = await _unless_gone(request, answers, _collected(answers, len(wave)))
+                found += [events[-1] for events in all_events]
+            return JSONResponse(await run_in_threadpool(job.document, found))
 
     async def responses(self, request: Request) -> Response:
         body = parse_body(await _read(request))
         call = responses.call(body)
         before = self._history.before(call.previous)
-        job = await run_in_threadpool(service.chat, self._engine, call.body(before))
-        sampling = job.requests[0].sampling
-        shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        output = Output(self._name, job.reply.prompts[0], shown)
-        answers = self._submit(request, job.requests, job.stream)
-        documents = self._making(answers, output, Kept(output.document, before, call.items), job.stream)
-        if job.stream:
-            lines = (f"event: {event['type']}\ndata: {_compact(event)}\n\n" async for event in documents)
-            return _EventStream(answers, lines)
-        await _unless_gone(request, answers, _exhausted(documents))
-        return JSONResponse(output.document)
+        with ExitStack() as use:
+            engine = await self._engine(body, use)
+            job = await run_in_threadpool(service.chat, engine, call.body(before))
+            sampling = job.requests[0].sampling
+            shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
+            output = Output(engine.name, job.reply.prompts[0], shown)
+            answers = self._submit(request, engine, job.requests, job.stream)
+            kept = Kept(output.document, before, call.items)
+            documents = self._making(answers, output, kept, job.stream)
+            if job.stream:
+                lines = (f"event: {event['type']}\ndata: {_compact(event)}\n\n" async for event in documents)
+                return _EventStream(answers, lines, use.pop_all())
+            await _unless_gone(request, answers, _exhausted(documents))
+            return JSONResponse(output.document)
 
     async def _making(
         self, answers: AsyncAnswers, output: Output, kept: Kept, stream: bool
@@ -317,16 +343,22 @@ class _Server:
         name = request.path_params["id"]
         return JSONResponse(self._history.cancel(name) or self._history.find(name).document)
 
-    def _submit(self, request: Request, wanted: Sequence[Wanted], stream: bool = False) -> AsyncAnswers:
-        """Metrics and the access log see the events of the answers."""
-        line = record(request.scope)
-        line.model(self._name, wanted, stream)
-        timed = [replace(each, timeout=self._timeout) for each in wanted]
-        return AsyncAnswers(self._engine, timed, lambda sink: self._metrics.watched(line.watched(sink)))
+    async def _engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
+        """The engine of the model that a body names; it is used until `use` ends. Raises RequestError."""
+        name = body.get("model")
+        if name is not None and not isinstance(name, str):
+            raise wrong("model", "a text", name)
+        found = self._models.at_once(name)
+        if found is None:
+            found = await run_in_threadpool(self._models.use, name)
+        use.callback(found.end)
+        return found.engine
 
-    async def _respond(self, request: Request, job: Job) -> Response:
-        answers = self._submit(request, job.requests, job.stream)
-        if job.stream:
-            return _EventStream(answers, _lines(answers, job))
-        found = await _unless_gone(request, answers, _collected(answers, len(job.requests)))
-        return JSONResponse(job.reply.whole(found))
+    def _submit(
+        self, request: Request, engine: Engine, wanted: Sequence[Wanted], stream: bool = False
+    ) -> AsyncAnswers:
+        """Metrics and the access log see the events of the answers."""
+        line, name = record(request.scope), engine.name
+        line.model(name, wanted, stream)
+        timed = [replace(each, timeout=self._timeout) for each in wanted]
+        return AsyncAnswers(engine, timed, lambda sink: self._metrics.watched(name, line.watched(sink)))

@@ -45,7 +45,7 @@ class Job:
 
 def check_model(running: Engine, name: Json) -> None:
     """Raises RequestError (404) for a name that is not this model's; null is any."""
-    here = running.model.manifest.name
+    here = running.name
     if name is not None and name != here:
         raise RequestError(
             f"the model {name!r} is not here: this server has '{here}'",
@@ -58,7 +58,6 @@ def check_model(running: Engine, name: Json) -> None:
 def chat(running: Engine, body: Mapping[str, Json]) -> Job:
     """A body of /v1/chat/completions. Raises RequestError."""
     call = api.chat_call(body, running.model.manifest.serving)
-    check_model(running, body.get("model"))
     form, box, options = Form.of(running.tokenizer.template.source), call.toolbox, call.options
     listed, extra = call.messages, dict(call.template_options)
     if not form.native:
@@ -77,7 +76,6 @@ def chat(running: Engine, body: Mapping[str, Json]) -> Job:
 def completion(running: Engine, body: Mapping[str, Json]) -> Job:
     """A body of /v1/completions. Raises RequestError."""
     call = api.completion_call(body, running.model.manifest.serving)
-    check_model(running, body.get("model"))
     requests, prompts = [], []
     for number, prompt in enumerate(call.prompts):
         tokens = tuple(running.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
@@ -107,7 +105,6 @@ def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], 
 def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """A body of /tokenize: a text in `prompt`, or a chat in `messages`. Raises RequestError."""
     fields = Body(body, TOKENIZE)
-    check_model(running, fields.get("model"))
     special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
     prompt = fields.text("prompt")
     if prompt is None and fields.get("messages") is not None:
@@ -123,7 +120,6 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """A body of /detokenize: `tokens`. Raises RequestError."""
     fields = Body(body, DETOKENIZE)
-    check_model(running, fields.get("model"))
     found, size = fields.get("tokens"), running.model.manifest.vocab_size
     listed = found if isinstance(found, list) else [None]
     tokens = [token for token in listed if is_integer(token) and 0 <= token < size]
@@ -164,6 +160,5 @@ def _job(
         replace(request, sampling=replace(request.sampling, choice=choice)) for request, choice in each
     )
     shown = [prompt for prompt in prompts for _ in range(options.n)]
-    name = running.model.manifest.name
-    reply = Reply(chat, name, running.tokenizer.vocabulary, shown)
+    reply = Reply(chat, running.name, running.tokenizer.vocabulary, shown)
     return Job(answers, reply, options.stream, options.include_usage)

@@ -8,6 +8,7 @@ pool belongs to the thread that uses it.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -239,6 +240,12 @@ class Model:
             end = start + len(chunk)
             pages = range(-(-end // page_size))
             yield self.forward(Step.of([(chunk, end, pages)], all_rows=True)).copy()
+
+
+def forget_memory() -> None:
+    """Gives memory back to the system that models which are gone have left in TVM's pools."""
+    gc.collect()
+    tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")()
 
 
 def check_tokens(tokens: Sequence[int], manifest: Manifest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,8 +115,8 @@ def program(
         try:
             assert process.stdout is not None
             ready = process.stdout.readline()
-            assert " is ready at " in ready, (ready, process.wait(WAIT))
-            words = ready.split()
-            yield Server(process, words[5], ready, words[1])
+            found = re.search(r"(\S+) (?:is|models are) ready at (\S+)", ready)
+            assert found is not None, (ready, process.wait(WAIT))
+            yield Server(process, found[2], ready, found[1])
         finally:
             process.kill()

@@ -74,7 +74,7 @@ def pattern_of_ready_line(port: str) -> str:
     """The README's own line, with the figures of this machine and this bundle open."""
     (shown,) = (block for block in blocks("text") if "is ready at" in block)
     plain = re.escape(shown.replace("8000", port))
-    plain = re.sub(r"(threads|context|batch)\\ \d+", r"\1\\ \\d+", plain)
+    plain = re.sub(r"(threads|context|batch|prefill|memory)\\ [0-9.\\]+", r"\1\\ [0-9.]+", plain)
     return plain.replace(re.escape("tiny-q4f16_1-host"), r"tiny\S*")
 
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlcbuild_runtime import local
 from mlcbuild_runtime.drafts import Credit, Lookup, Prices, Speculate
-from mlcbuild_runtime.engine import Engine
+from mlcbuild_runtime.engine import Engine, Role
 from mlcbuild_runtime.errors import BundleError, EngineError
 from mlcbuild_runtime.grammar import Constraint, Grammars
 from mlcbuild_runtime.request import Event, Request
@@ -74,7 +74,8 @@ def start(bundle: Path, guess: Guess | None, eos: bool = False, **options: Any) 
     tokenizer = Tokenizer.load(bundle, model.manifest.serving)
     if not eos:
         tokenizer.eos = frozenset()
-    engine = Engine(model, tokenizer, **options)
+    role = Role(speculate=options.pop("speculate", None))
+    engine = Engine(model, tokenizer, role=role, **options)
     if guess is not None:
         engine._speculation = Drafting(guess)
     return engine.start()
@@ -474,8 +475,8 @@ def test_a_server_with_drafts(toy_bundle: Path) -> None:
             "rejected_prediction_tokens": 0,
         }
         text = httpx.get(f"{server.url}/metrics").text
-        accepted = float(text.split("\nmlcbuild_draft_tokens_accepted_total ")[1].split()[0])
-        drafted = float(text.split("\nmlcbuild_draft_tokens_total ")[1].split()[0])
+        accepted = float(text.split("\nmlcbuild_draft_tokens_accepted_total{")[1].split()[1])
+        drafted = float(text.split("\nmlcbuild_draft_tokens_total{")[1].split()[1])
         assert drafted >= accepted >= details["accepted_prediction_tokens"]
 
 

@@ -1,0 +1,148 @@
+"""Other people's clients against a real server: schemathesis, LangChain and instructor.
+
+They are many packages, so they live in an environment of their own, made by `python -m venv E` and
+`E/bin/pip install schemathesis langchain-openai instructor`: MLCBUILD_CLIENTS names its Python. Where a
+package is installed beside these tests, that one is used; where there is none, the test is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from mlcbuild_runtime import api, embeddings, responses, service
+
+from . import shared
+from .shared import Server
+
+CLIENTS = os.environ.get("MLCBUILD_CLIENTS", sys.executable)
+EXAMPLES = os.environ.get("MLCBUILD_FUZZ_EXAMPLES", "5")
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+@pytest.fixture(scope="module")
+def real(tiny_bundle: Path) -> Iterator[Server]:
+    with shared.serving(tiny_bundle) as running:
+        yield running
+
+
+def run(package: str, *arguments: str) -> str:
+    """stdout of the Python that has the clients."""
+    there = subprocess.run([CLIENTS, "-c", f"import {package}"], capture_output=True, check=False)
+    if there.returncode:
+        pytest.skip(f"{package} is not installed: MLCBUILD_CLIENTS may name a Python that has it")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [CLIENTS, *arguments], capture_output=True, text=True, env=environment, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_schemathesis_finds_nothing(real: Server, tmp_path: Path) -> None:
+    """Bodies from the document and bodies that break it: no 5xx, no undocumented status or answer, and what
+    the document forbids is refused. (What it allows may still be refused: a context is only so long.)"""
+    arguments = ["run", f"{real.url}/openapi.json", "--phases", "coverage,fuzzing"]
+    arguments += ["--max-examples", EXAMPLES, "--generation-deterministic", "--no-color"]
+    arguments += ["--checks", f"{CHECKS},negative_data_rejection", "--request-timeout", "60"]
+    code = (
+        "import os, sys; from schemathesis.cli import schemathesis; os.chdir(sys.argv.pop(1)); schemathesis()"
+    )
+    run("schemathesis", "-c", code, str(tmp_path), *arguments)
+    assert real.wait_idle()["status"] == "ok"
+
+
+LANGCHAIN = """
+import sys
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from pydantic import BaseModel
+
+url, model = sys.argv[1:]
+given = {"base_url": url, "api_key": "none", "model": model, "temperature": 0, "max_retries": 0}
+
+class Total(BaseModel):
+    "the sum"
+    total: int
+
+def sky(day: str) -> str:
+    "of a day"
+
+for responses in (False, True):
+    chat = ChatOpenAI(**given, max_tokens=40, use_responses_api=responses)
+    plain = chat.invoke("What is 12 + 30?")
+    assert plain.usage_metadata["output_tokens"] > 0, plain
+    streamed = "".join(chunk.text for chunk in chat.stream("What is 12 + 30?"))
+    assert streamed == plain.text, (streamed, plain.text)
+    call = chat.bind_tools([sky], tool_choice="sky").invoke("How?").tool_calls[0]
+    assert call["name"] == "sky" and set(call["args"]) == {"day"}, call
+    history = [SystemMessage("hi"), HumanMessage("How?"), AIMessage("", tool_calls=[call])]
+    assert chat.invoke([*history, ToolMessage("rain", tool_call_id=call["id"])]).text
+    for method in ("json_schema", "function_calling"):
+        maker = chat.with_structured_output(Total, method=method)
+        assert isinstance(maker.invoke("2 + 2"), Total), method
+assert OpenAI(**given, max_tokens=4).invoke("Once")
+vectors = OpenAIEmbeddings(base_url=url, api_key="none", model=model, check_embedding_ctx_length=False)
+first, second = vectors.embed_documents(["one", "two"])
+assert max(abs(a - b) for a, b in zip(vectors.embed_query("two"), second)) < 1e-3 and first != second
+"""
+
+INSTRUCTOR = """
+import sys
+import instructor, openai
+from pydantic import BaseModel, Field
+
+url, model = sys.argv[1:]
+
+class Total(BaseModel):
+    total: int = Field(ge=0, le=999)
+
+for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.JSON):
+    client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none", max_retries=0), mode=mode)
+    messages = [{"role": "user", "content": "2 + 2"}]
+    given = {"response_model": Total, "max_retries": 0, "max_tokens": 60, "temperature": 0}
+    try:
+        found = client.chat.completions.create(model=model, messages=messages, **given)
+        assert isinstance(found, Total), mode
+    except instructor.exceptions.InstructorRetryException as error:
+        # This mode only asks for JSON of some kind: what is in it is the model's.
+        assert mode is instructor.Mode.JSON and "validation error" in str(error), (mode, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "program"), [("langchain_openai", LANGCHAIN), ("instructor", INSTRUCTOR)]
+)
+def test_a_client(real: Server, package: str, program: str) -> None:
+    run(package, "-c", program, f"{real.url}/v1", real.name)
+
+
+def test_the_document_has_what_bodies_are_checked_with(server: Server) -> None:
+    found = httpx.get(f"{server.url}/openapi.json", timeout=shared.WAIT).json()
+    assert found["openapi"].startswith("3.1")
+    schemas = found["components"]["schemas"]
+    tables = {"ChatCompletions": api.CHAT, "Completions": api.COMPLETION, "Responses": responses.TABLE}
+    tables |= {"Embeddings": embeddings.TABLE, "Tokenize": service.TOKENIZE, "Detokenize": service.DETOKENIZE}
+    for name, table in tables.items():
+        assert set(schemas[name]["properties"]) == set(table)
+        assert schemas[name]["additionalProperties"] is False
+    temperature = schemas["ChatCompletions"]["properties"]["temperature"]["anyOf"][0]
+    assert temperature == {"type": "number", "minimum": 0, "maximum": 2}
+    assert "refused" in found["info"]["description"]
+    assert "security" not in found
+    with_keys = openapi_of_a_server_with_keys()
+    assert with_keys["security"] == [{"key": []}]
+    routes = {"/", "/metrics", "/openapi.json"}
+    assert not routes & set(found["paths"])
+
+
+def openapi_of_a_server_with_keys() -> dict[str, object]:
+    from mlcbuild_runtime import openapi
+
+    found: dict[str, object] = openapi.document("1", keys=True)
+    return found

@@ -1,0 +1,243 @@
+"""Several bundles in one process, and how much of the machine each may take."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from mlcbuild_runtime import bundle, machine, modes
+from mlcbuild_runtime.errors import RequestError, SetupError
+from mlcbuild_runtime.models import Models, Source
+from mlcbuild_runtime.modes import Wanted
+from mlcbuild_runtime.threads import Turns
+from prometheus_client.parser import text_string_to_metric_families
+
+from . import shared
+from .test_server import COMPLETION, post
+
+MB = 1_000_000
+
+
+def complete(server: shared.Server, **body: Any) -> Any:
+    response = post(server, COMPLETION, {"max_tokens": 4, "temperature": 0, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def cards(server: shared.Server) -> dict[str, Any]:
+    data = httpx.get(f"{server.url}/v1/models", timeout=shared.WAIT).json()["data"]
+    return {card["id"]: card for card in data}
+
+
+def test_models_by_name(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(toy_bundle, tmp_path / "broken"))
+    (broken / "model.so").write_bytes(b"nothing")
+    missing = tmp_path / "missing"
+    names = [f"fast={toy_bundle}", str(tiny_bundle), f"also={tiny_bundle}", f"bad={broken}", str(missing)]
+    arguments = ["-m", "mlcbuild_runtime", *names, "--port", "0"]
+    with shared.program(*arguments) as server:
+        assert "4 models are ready at" in server.ready
+        assert "mode server" in server.ready and "fast, tiny-q4f16_1, also, bad, missing" in server.ready
+        assert not any(card["loaded"] for card in cards(server).values())
+        assert not server.health()["models"]
+        assert httpx.get(f"{server.url}/health/ready").status_code == 200
+        first = complete(server, prompt="a")  # the first is the default
+        assert first["model"] == "fast"
+        assert complete(server, model="also", prompt="a")["model"] == "tiny-q4f16_1"
+        found = cards(server)
+        assert [name for name, card in found.items() if card["loaded"]] == ["fast", "tiny-q4f16_1"]
+        assert found["tiny-q4f16_1"]["aliases"] == ["also"]
+        assert found["fast"]["limits"]["max_batch"] == 4
+        assert "bundle.json" in found["missing"]["error"]
+        for name, reason in (("bad", "model.so"), ("missing", "does not exist")):
+            response = post(server, COMPLETION, {"prompt": "a", "model": name})
+            assert response.status_code == 500
+            error = response.json()["error"]
+            assert (error["code"], error["type"]) == ("model_not_loaded", "server_error")
+            assert f"the model '{name}' cannot be loaded: " in error["message"]
+            assert reason in error["message"]
+        response = post(server, COMPLETION, {"prompt": "a", "model": "none"})
+        assert response.status_code == 404
+        assert "this server has 'fast', 'tiny-q4f16_1', 'also', 'bad', 'missing'" in response.text
+        # Both at once: each gives what it gives alone.
+        with ThreadPoolExecutor(4) as pool:
+            jobs = [
+                pool.submit(complete, server, model=name, prompt="abc", max_tokens=40)
+                for name in ("fast", "also") * 6
+            ]
+            texts = [job.result()["choices"][0]["text"] for job in jobs]
+        assert len(set(texts[::2])) == len(set(texts[1::2])) == 1
+        assert complete(server, prompt="a")["choices"] == first["choices"]
+        text = httpx.get(f"{server.url}/metrics", timeout=shared.WAIT).text
+        made = {
+            sample.labels["model"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "mlcbuild_answer_tokens_total"
+        }
+        assert set(made) == {"fast", "tiny-q4f16_1"} and min(made.values()) > 4
+        assert server.stop()[0] == 0
+
+
+def needs(path: Path) -> int:
+    return modes.choose(Wanted(), bundle.manifest(path)).memory
+
+
+def test_what_nobody_uses_makes_room(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(toy_bundle, other)
+    # Two of the three fit.
+    budget = needs(toy_bundle) + needs(tiny_bundle) + 1
+    models = Models(
+        [Source(toy_bundle, "a"), Source(tiny_bundle, "b"), Source(other, "c")],
+        Wanted(memory=budget),
+        threads=1,
+    )
+    try:
+        for name in ("a", "b", "a", "c"):
+            models.use(name).end()
+            time.sleep(0.01)
+        assert [entry.names[0] for entry in models.entries if entry.engine] == ["a", "c"]
+        one, two = models.use("a"), models.use("c")
+        with pytest.raises(RequestError, match="the models in use leave no room for it") as caught:
+            models.use("b")
+        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        two.end()
+        two.end()  # once is enough
+        models.use("b").end()
+        assert models.at_once("c") is None
+        assert set(models.states()) == {"a", "b"}
+        one.end()
+        models.drain()
+        assert not models.ready
+        with pytest.raises(RequestError, match="stopping"):
+            models.use("c")
+    finally:
+        assert models.close(10)
+
+
+def test_a_stream_keeps_its_model(toy_bundle: Path, tiny_bundle: Path) -> None:
+    budget = max(needs(toy_bundle), needs(tiny_bundle)) + 1
+    arguments = ["-m", "mlcbuild_runtime", str(toy_bundle), f"tiny={tiny_bundle}", "--port", "0"]
+    with (
+        shared.program(*arguments, "--memory", f"{budget / 1000}kB") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for name in ("toy-q0f32-host", "tiny") * 2:
+            stream = client.completions.create(model=name, prompt="abc", stream=True, max_tokens=30)
+            next(iter(stream))
+            other = "tiny" if name.startswith("toy") else "toy-q0f32-host"
+            assert [chunk.choices[0].finish_reason for chunk in stream][-1] in ("length", "stop")
+            assert complete(server, model=other, prompt="a")["model"] == other
+            assert [card["loaded"] for card in cards(server).values()].count(True) == 1
+
+
+def test_two_bundles_of_one_name(toy_bundle: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(toy_bundle, tmp_path / "copy")
+    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), str(copy), "--port", "0")
+    assert done.returncode == 3
+    assert "are both called 'toy-q0f32-host': give one of them another name, NAME=" in done.stderr
+
+
+def test_sources() -> None:
+    assert Source.of("a=dist/b") == Source(Path("dist/b"), "a")
+    assert Source.of("dist/b") == Source(Path("dist/b"))
+    assert Source.of("=x").name is None
+
+
+def test_modes(tiny_bundle: Path) -> None:
+    manifest = bundle.manifest(tiny_bundle)
+    each = 256 // 16
+    fixed = manifest.memory.weights + manifest.memory.workspace
+    page = manifest.memory.kv_cache // (each * 8)
+
+    def chosen(mode: modes.Mode, **more: int) -> modes.Chosen:
+        return modes.choose(Wanted(mode, **more), manifest)
+
+    server = chosen("server")
+    assert (server.max_batch, server.pages, server.prefill_chunk) == (8, 8 * each, 64)
+    assert server.memory == manifest.memory.total
+    local, single = chosen("local"), chosen("interactive")
+    assert (local.max_batch, local.pages) == (4, 4 * each)
+    assert (single.max_batch, single.pages) == (1, each)
+    assert chosen("interactive", max_batch=2, prefill_chunk=32) == replace(
+        single, max_batch=2, pages=2 * each, prefill_chunk=32, memory=single.memory + each * page
+    )
+    assert chosen("server", max_pages=20).pages == 20
+    # The cache takes the room that is left, and at least one context.
+    assert chosen("server", memory=fixed + 3 * each * page).pages == 3 * each
+    with pytest.raises(SetupError, match=r"needs .* but the memory for bundles is .*: give it more"):
+        chosen("server", memory=fixed + page)
+    assert chosen("server", memory=fixed + page, max_pages=1).pages == 1
+    long = replace(manifest, limits=replace(manifest.limits, prefill_chunk=2048))
+    assert modes.choose(Wanted("server"), long).prefill_chunk == 512
+    assert modes.choose(Wanted("interactive"), long).prefill_chunk == 2048
+
+
+def test_what_was_chosen_is_told(toy_bundle: Path) -> None:
+    with shared.serving(toy_bundle, "--mode", "interactive", "--prefill-chunk", "16") as server:
+        assert "context 256, batch 1, prefill 16, mode interactive, memory" in server.ready
+        (card,) = cards(server).values()
+        assert card["limits"] == {
+            "mode": "interactive",
+            "max_batch": 1,
+            "kv_pages": 16,
+            "prefill_chunk": 16,
+            "memory": card["limits"]["memory"],
+        }
+        assert complete(server, prompt="x" * 100)["usage"]["prompt_tokens"] == 101
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "1kB"], "but the memory for bundles is 1.0 kB: give it more, or --max-pages"),
+        (["--memory", "much"], "must be a size such as 8GB or 512MiB, found much"),
+        (["--mode", "fast"], "invalid choice: 'fast'"),
+    ],
+)
+def test_options_that_cannot_be(toy_bundle: Path, options: list[str], message: str) -> None:
+    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", *options)
+    assert done.returncode in (2, 3)
+    assert message in done.stderr
+
+
+def test_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 100 * MB < machine.memory() < 1 << 50
+    monkeypatch.setattr(machine, "memory", lambda: 1000 * MB)
+    assert [Wanted(mode).budget // MB for mode in modes.MODES] == [500, 500, 900]
+    assert Wanted(memory=7).budget == 7
+    assert [modes.size(n) for n in (999, 1500, 2 * MB, 3 << 50)] == ["999 B", "1.5 kB", "2.0 MB", "3377.7 TB"]
+
+
+def test_turns_are_taken_in_order() -> None:
+    turns, order = Turns(), list[int]()
+    gate = threading.Event()
+
+    def work(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    with turns:
+        threads = []
+        for number in range(5):
+            thread = threading.Thread(target=work, args=(number,))
+            thread.start()
+            threads.append(thread)
+            end = time.monotonic() + 10
+            while len(turns._waiting) <= number and time.monotonic() < end:
+                gate.wait(0.001)
+        assert order == []
+    for thread in threads:
+        thread.join()
+    assert order == list(range(5))
+    with turns:
+        pass
