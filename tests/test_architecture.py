@@ -128,14 +128,15 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "outputs": "fields replies request tools",
     "history": "fields outputs",
     "embeddings": "api body engine fields pooling request",
+    "openapi": "api body embeddings fields responses service",
     "answers": "engine request service",
     "local": "answers drafts embeddings engine fields request service text vm",
     "metrics": "request",
     "access": "",
     "keys": "replies",
     "server": (
-        "access accesslog answers body embeddings engine fields history keys metrics models outputs replies "
-        "request responses service"
+        "access accesslog answers body embeddings engine fields history keys metrics models openapi "
+        "outputs replies request responses service"
     ),
     "serve": "access bundle drafts engine models modes server trace",
     "chat": "api engine fields request text vm",

@@ -121,14 +121,16 @@ def _message(where: str, message: Json) -> Message:
 
 def _call(where: str, call: Json) -> Json:
     """A call with its arguments as a value: templates write them as they need them."""
+    given = call if isinstance(call, dict) else {}
+    plain = given.get("type", "function") == "function" and isinstance(given.get("id", ""), str)
     match call:
-        case {"function": {"name": str(name), "arguments": str(text)}}:
+        case {"function": {"name": str(name), "arguments": str(text)}} if plain:
             try:
                 arguments = json.loads(text or "{}")
             except (ValueError, RecursionError):
                 raise wrong(f"{where}.function.arguments", "JSON in a text", text) from None
             return {
-                "id": call.get("id") if isinstance(call, dict) else None,
+                "id": given.get("id"),
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }

@@ -63,13 +63,13 @@ ERROR: dict[str, Json] = {
 }
 
 
-def document(version: str, keys: bool) -> dict[str, Json]:
+def document(keys: bool) -> dict[str, Json]:
     """The document. `keys`: bearer keys are asked for."""
     paths: dict[str, Json] = {path: {"post": _post(path)} for path in _BODIES}
     paths |= _others()
     found: dict[str, Json] = {
         "openapi": "3.1.0",
-        "info": {"title": "mlcbuild-serve", "version": version, "description": RULE},
+        "info": {"title": "mlcbuild-serve", "version": "1", "description": RULE},
         "paths": paths,
         "components": {
             "schemas": {"Error": ERROR, **{_title(path): _schema(path) for path in _BODIES}},

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from importlib.resources import files
@@ -22,7 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
-from mlcbuild_runtime import embeddings, responses, service
+from mlcbuild_runtime import embeddings, openapi, responses, service
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.accesslog import AccessLog, record
 from mlcbuild_runtime.answers import AsyncAnswers
@@ -67,6 +67,7 @@ def create_app(
         Route("/health/live", server.live),
         Route("/health/ready", server.ready),
         Route("/metrics", server.metrics),
+        Route("/openapi.json", _api(bool(access.keys))),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/v1/models", server.models),
@@ -98,6 +99,16 @@ def create_app(
     if access.keys:
         middleware.append(Middleware(Keys, keys=access.keys))
     return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+
+
+def _api(keys: bool) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint that describes the others. `keys`: bearer keys are asked for."""
+    found = openapi.document(keys)
+
+    async def describe(_request: Request) -> Response:
+        return JSONResponse(found)
+
+    return describe
 
 
 async def page(_request: Request) -> Response:

@@ -243,4 +243,6 @@ def _attend() -> Any:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        LIMITS["context_window"] = int(sys.argv[2])
     write(Path(sys.argv[1]))
