@@ -109,13 +109,15 @@ from pydantic import BaseModel
 
 url, model = sys.argv[1:]
 
-class Total(BaseModel):
+class Total(BaseModel, extra="forbid"):
     total: Literal[4, 5]
 
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none", max_retries=0), mode=mode)
     messages = [{"role": "user", "content": "2 + 2"}]
     given = {"response_model": Total, "max_retries": 0, "max_tokens": 400, "temperature": 0}
+    if mode is instructor.Mode.TOOLS:
+        given["parallel_tool_calls"] = False  # this model would call until there is no room
     found = client.chat.completions.create(model=model, messages=messages, **given)
     assert isinstance(found, Total), mode
 """
