@@ -14,7 +14,8 @@ import tvm
 from numpy.typing import NDArray
 
 from mlcbuild import targets
-from mlcbuild.compiler.kernels.attention import NO_WINDOW, Attention, attention
+from mlcbuild.compiler.kernels.attention import NO_WINDOW, attention
+from mlcbuild.compiler.kernels.attention_plan import Attention
 from mlcbuild.compiler.kernels.cache import PAGE, Heads
 from mlcbuild.compiler.kernels.floats import Floats, kernel, size_var
 from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
@@ -209,6 +210,7 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
     "decode": [(41, 1), (0, 1), (15, 1), (16, 1)],
     "prefill": [(0, 70)],
     "mixed": [(33, 20), (5, 1), (0, 17), (64, 3)],
+    "parts": [(300, 1), (126, 1), (127, 1), (128, 1), (255, 3), (140, 14), (390, 2)],
 }
 
 
@@ -223,6 +225,20 @@ def test_append_then_attend(case: Case, target: str) -> None:
         new = world.rows(lambda before, new: range(before, before + new))
         found = world.attend(target, world.append(target, new), new)
         assert np.abs(found - world.expected(new)).max() < (2e-3 if case.dtype == "float16" else 1e-5)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_a_sequence_gets_the_same_in_every_company(case: Case) -> None:
+    """Bit by bit: alone or with others, one row at a time or a few at once."""
+    target = RUNNABLE[-1]
+    world = World(case, [(20, 1), (250, 16), (129, 1)], 8)
+    world.append(target, world.rows(lambda before, new: range(before)))
+    rows = world.rows(lambda before, new: range(before, before + new))
+    queries = world.append(target, rows)
+    together = world.attend(target, queries, rows)
+    for i, row in enumerate(rows):
+        alone = world.attend(target, aligned(queries[i : i + 1]), [row])
+        np.testing.assert_array_equal(alone[0], together[i])
 
 
 def test_append_touches_its_layer_and_slots_only() -> None:

@@ -69,7 +69,7 @@ def test_a_library_describes_itself(tmp_path_factory: pytest.TempPathFactory) ->
     assert about["params"] == [[t.name, list(t.shape), t.dtype, t.layout] for t in stored]
     assert about["signature"] == signature((t.name, t.shape, t.dtype, t.layout) for t in stored)
     assert set(about["kernels"]) == {
-        *("attention", "attn.o.weight", "attn.qkv.weight", "embed.lookup"),
+        *("attention", "attention.decode", "attn.o.weight", "attn.qkv.weight", "embed.lookup"),
         *("lm_head.weight", "mlp.down.weight", "mlp.gate_up.weight"),
     }
     assert about["kernels"]["mlp.down.weight"].startswith("w4a8.")

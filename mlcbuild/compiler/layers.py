@@ -16,7 +16,8 @@ from tvm.tirx import Expr, PrimFunc, Var
 
 from mlcbuild import quant
 from mlcbuild.compiler.kernels import activation, norm, rope
-from mlcbuild.compiler.kernels.attention import Attention, attention
+from mlcbuild.compiler.kernels.attention import attention
+from mlcbuild.compiler.kernels.attention_plan import Attention
 from mlcbuild.compiler.kernels.cache import Heads
 from mlcbuild.compiler.kernels.embedding import Embedding, embedding
 from mlcbuild.compiler.kernels.floats import NAME

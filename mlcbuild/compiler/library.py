@@ -16,6 +16,7 @@ from mlcbuild import models, quant, targets
 from mlcbuild.canon import Json
 from mlcbuild.compiler import decoder, memory, pipeline, versions
 from mlcbuild.compiler.decoder import Decoder, Limits
+from mlcbuild.compiler.kernels.attention_plan import PART
 from mlcbuild.compiler.kernels.cache import PAGE
 from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
 from mlcbuild.compiler.layers import Parts
@@ -82,8 +83,12 @@ def describe(request: Request, made: Decoder, needed: memory.Memory) -> dict[str
 
 def _kernels(made: Decoder) -> tuple[dict[str, str], dict[str, str]]:
     """Kernel of each kind of matrix (by name without its layer, where all layers agree), and why slow ones
-    were taken."""
-    chosen: dict[str, str] = {"attention": f"paged_attention.{made.parts.isa.name}"}
+    were taken. Attention in decoding is cut into parts of so many tokens."""
+    isa = made.parts.isa.name
+    chosen: dict[str, str] = {
+        "attention": f"paged_attention.{isa}",
+        "attention.decode": f"paged_attention_by_{PART * PAGE}.{isa}",
+    }
     fallbacks: dict[str, str] = {}
     for name, kernel, reason in made.products():
         kind = name.split(".", 2)[2] if name.startswith("layers.") else name

@@ -4,6 +4,10 @@ The rows of a sequence are cut into blocks; a task is (block, kv head) and handl
 query head of the group, so that a key or value is read once for all of them. Pages are visited once, with the
 running maximum and denominator of Milakov and Gimelshein (2018). Nothing depends on the number of sequences,
 pages or rows at compile time.
+
+A sequence with few rows, as in decoding, is cut along its pages, too: there are too few heads to keep all
+cores busy. Parts lie at fixed places, so what a row gets depends on nothing but its own sequence; their sums
+are put together at the end, as in flash decoding (Dao et al., 2023).
 """
 
 from __future__ import annotations
@@ -13,65 +17,29 @@ from dataclasses import dataclass
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
-from mlcbuild.compiler.kernels.cache import PAGE, Heads
-from mlcbuild.compiler.kernels.floats import Floats, kernel, registers, scratch, size_var
-from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.kernels.attention_plan import (
+    FEW,
+    LOWEST,
+    PART,
+    SERIAL_SEQUENCES,
+    Attention,
+    Call,
+    join,
+    plan,
+)
+from mlcbuild.compiler.kernels.cache import PAGE
+from mlcbuild.compiler.kernels.floats import Floats, kernel, over_rows, registers, scratch, size_var
 from mlcbuild.compiler.kernels.vectors import prefetch
 
 NO_WINDOW = 1 << 30
 """The window argument of a layer that sees everything."""
 
-_HIDDEN, _LOWEST = -2e30, -1e30  # a hidden score is far below the first maximum: e^-87, not NaN
+_HIDDEN = -2e30  # a hidden score is far below the first maximum: e^-87, not NaN
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
 """(pages, layer, page, kv head)."""
 _Ahead = tuple[Expr, Expr]
 """(whether to prefetch, page)."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """The shape of the kernel: how many vectors it keeps where."""
-
-    isa: ISA
-    heads: Heads
-    scale: float
-    softcap: float | None
-
-    @property
-    def registers(self) -> int:
-        """Vector registers of the processor."""
-        return 32 if self.isa.lanes == 16 or self.isa.name == "neon" else 16
-
-    @property
-    def scores(self) -> Floats:
-        return Floats.dividing(self.isa, PAGE)
-
-    @property
-    def values(self) -> Floats:
-        return Floats.dividing(self.isa, self.heads.dim)
-
-    @property
-    def tile(self) -> int:
-        """Query vectors handled together: their scores of one page fill at most half the registers."""
-        return max(1, min(4, self.registers * self.scores.lanes // (2 * PAGE)))
-
-    @property
-    def value_vectors(self) -> int:
-        """Vectors of each output row that are kept in registers at a time; divides a row."""
-        limit = max(1, self.registers // (2 * self.tile))
-        whole = self.heads.dim // self.values.lanes
-        return max(count for count in range(1, limit + 1) if whole % count == 0)
-
-    @property
-    def block(self) -> int:
-        """Rows of one sequence in a task: about 32 query vectors, which stay in the first-level cache."""
-        return max(1, 32 // self.heads.group)
-
-    @property
-    def capacity(self) -> int:
-        """Query vectors a task has room for: whole tiles."""
-        return -(-self.block * self.heads.group // self.tile) * self.tile
 
 
 @dataclass(frozen=True)
@@ -95,63 +63,67 @@ def attention(spec: Attention) -> PrimFunc:
     """
     heads = spec.heads
     with kernel("paged_attention") as made:
-        rows, batch = size_var("n"), size_var("b")
-        qkv = made.tensor("qkv", (rows, heads.width))
-        pages = made.tensor("pages", heads.cache_shape(size_var("num_pages")), heads.dtype)
-        q_indptr = made.tensor("q_indptr", (batch + 1,), "int32")
-        page_indptr = made.tensor("page_indptr", (batch + 1,), "int32")
-        page_table = made.tensor("page_table", (size_var("p"),), "int32")
-        kv_lengths = made.tensor("kv_lengths", (batch,), "int32")
-        positions = made.tensor("positions", (rows,), "int32")
+        rows, batch, table = size_var("n"), size_var("b"), size_var("p")
+        tensors = (
+            made.tensor("qkv", (rows, heads.width)),
+            made.tensor("pages", heads.cache_shape(size_var("num_pages")), heads.dtype),
+            made.tensor("q_indptr", (batch + 1,), "int32"),
+            made.tensor("page_indptr", (batch + 1,), "int32"),
+            made.tensor("page_table", (table,), "int32"),
+            made.tensor("kv_lengths", (batch,), "int32"),
+            made.tensor("positions", (rows,), "int32"),
+        )
         layer, window = made.number("layer"), made.number("window")
         out = made.tensor("out", (rows, heads.query * heads.dim))
-        # A sequence has at most rows // block + 1 blocks, so this many are enough for all of them.
-        blocks = rows // spec.block + batch
-        with made.body(), T.parallel(blocks * heads.kv) as index:
-            head = T.bind(index // blocks)
-            place = registers(1, 2, "int32")[0]
-            _find_block(spec, (q_indptr, batch), _folded(index % blocks, blocks), place)
-            with T.If(place[0] >= 0), T.Then():
-                sequence, first = T.bind(place[0]), T.bind(place[1])
-                count = T.bind(T.min(spec.block, q_indptr[sequence + 1] - first))
-                task = _start(spec, (qkv, positions), (first, count, head))
-                last = T.bind(T.min(positions[first + count - 1] + 1, kv_lengths[sequence]))
-                oldest = T.max(T.Cast("int64", positions[first]) - window + 1, T.int64(0))
-                begin = T.bind(T.Cast("int32", oldest) // PAGE)
-                with T.serial((last + PAGE - 1) // PAGE - begin) as step:
-                    base = T.bind((begin + step) * PAGE)
-                    listed = T.bind(page_indptr[sequence] + begin + step)
-                    page = T.bind(T.Cast("int64", page_table[listed]))
-                    after = T.bind(T.Cast("int64", page_table[T.min(listed + 1, page_indptr[batch] - 1)]))
-                    seen = T.bind(T.min(PAGE, last - base))
-                    with T.serial(_tiles(spec, count)) as tile:
-                        _scores(task, (pages, layer, page, head), tile, (tile == 0, after))
-                        _weights(task, tile, base, window)
-                        _values(task, (pages, layer, page, head), tile, seen, (tile == 0, after))
-                _finish(task, out, (first, count, head))
+        with made.body():
+            # A sequence of p pages has at most p // PART + 1 parts.
+            parts = table // PART + batch
+            lines, tasks = (
+                parts * FEW * heads.query,
+                parts * -(-FEW // spec.block) + rows // spec.block + batch,
+            )
+            room = [T.alloc_buffer(shape, "float32") for shape in ((lines, heads.dim), (lines,), (lines,))]
+            tables = [T.alloc_buffer(shape, "int32") for shape in ((tasks, 7), (batch, 2))]
+            call = Call(spec, *tensors, batch, layer, window, out, *room, *tables)
+            total = plan(call)
+            with T.parallel(total * heads.kv) as index:
+                _task(
+                    call,
+                    T.bind(_folded(T.bind(T.truncmod(index, total)), total)),
+                    T.bind(T.truncdiv(index, total)),
+                )
+            over_rows(batch, SERIAL_SEQUENCES, lambda sequence: join(call, T.Cast("int32", sequence)))
     return made.func
 
 
 def _folded(index: Expr, blocks: Expr) -> Expr:
     """0, last, 1, last - 1, ...: late blocks of a sequence see more keys, so any run of indexes that one core
     takes has early and late ones."""
-    return T.Select(index % 2 == 0, index // 2, blocks - 1 - index // 2)
+    half = T.bind(T.truncdiv(index, T.int64(2)))
+    return T.Select(half * 2 == index, half, blocks - 1 - half)
 
 
-def _find_block(spec: Attention, sequences: tuple[Buffer, Expr], wanted: Expr, place: Buffer) -> None:
-    """place = (sequence, first row) of the block number `wanted`; sequence -1 if there are fewer blocks."""
-    q_indptr, batch = sequences
-    left = registers(1, 1, "int32")[0]
-    T.buffer_store(left, T.Cast("int32", wanted), [0])
-    T.buffer_store(place, T.int32(-1), [0])
-    T.buffer_store(place, T.int32(0), [1])
-    with T.serial(T.Cast("int32", batch)) as sequence:
-        first = T.bind(q_indptr[sequence])
-        count = T.bind((q_indptr[sequence + 1] - first + spec.block - 1) // spec.block)
-        with T.If(T.And(left[0] >= 0, left[0] < count)), T.Then():
-            T.buffer_store(place, sequence, [0])
-            T.buffer_store(place, first + left[0] * spec.block, [1])
-        T.buffer_store(left, left[0] - count, [0])
+def _task(call: Call, number: Expr, head: Expr) -> None:
+    """One block of rows over one part of the pages they see, or over all of them where rows are many."""
+    spec = call.spec
+    sequence, first, count, begin, stop, end, line = (T.bind(call.plan[number, i]) for i in range(7))
+    task = _start(spec, (call.qkv, call.positions), (first, count, head))
+    with T.serial(stop - begin + 1) as step:
+        base = T.bind((begin + step) * PAGE)
+        listed = T.bind(call.page_indptr[sequence] + begin + step)
+        page = T.bind(T.Cast("int64", call.page_table[listed]))
+        following = T.min(listed + 1, call.page_indptr[call.batch] - 1)
+        after = T.bind(T.Cast("int64", call.page_table[following]))
+        seen = T.bind(T.min(PAGE, end - base))
+        with T.serial(_tiles(spec, count)) as tile:
+            _scores(task, (call.pages, call.layer, page, head), tile, (tile == 0, after))
+            _weights(task, tile, base, call.window)
+            _values(task, (call.pages, call.layer, page, head), tile, seen, (tile == 0, after))
+    with T.If(line < 0):
+        with T.Then():
+            _finish(task, call.out, (first, count, head))
+        with T.Else():
+            _keep(task, call, line, (count, head))
 
 
 def _tiles(spec: Attention, count: Expr) -> Expr:
@@ -183,7 +155,7 @@ def _start(spec: Attention, given: tuple[Buffer, Buffer], block: tuple[Expr, Exp
             wide.store(task.total, wide.constant(0.0), vector, k * wide.lanes)
         for part in range(0, PAGE, narrow.lanes):
             narrow.store(task.denominator, narrow.constant(0.0), vector, part)
-        T.buffer_store(task.highest, T.float32(_LOWEST), [vector])
+        T.buffer_store(task.highest, T.float32(LOWEST), [vector])
         T.buffer_store(task.position, positions[row], [vector])
     return task
 
@@ -295,17 +267,33 @@ def _values(task: _Task, place: _Place, tile: Expr, seen: Expr, ahead: _Ahead) -
                 floats.store(task.total, floats.load(bank[v], 0), row, start + v * floats.lanes)
 
 
+def _denominator(task: _Task, vector: Expr) -> Expr:
+    narrow = task.spec.scores
+    sums = registers(1, PAGE)[0]
+    for part in range(0, PAGE, narrow.lanes):
+        narrow.store(sums, narrow.load(task.denominator, vector, part), part)
+    return Floats(task.spec.isa, PAGE).fold(sums, lambda a, b: a + b)
+
+
+def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
+    """What one part of a sequence has found, for all its rows, from `line` on."""
+    (count, head), heads, wide = part, task.spec.heads, task.spec.values
+    with T.serial(count * heads.group) as vector:
+        row, column = vector // heads.group, head * heads.group + vector % heads.group
+        at = T.bind(T.Cast("int64", line + row) * heads.query + column)
+        T.buffer_store(call.denominator, _denominator(task, vector), [at])
+        T.buffer_store(call.highest, task.highest[vector], [at])
+        with T.serial(heads.dim // wide.lanes) as k:
+            wide.store(call.total, wide.load(task.total, vector, k * wide.lanes), at, k * wide.lanes)
+
+
 def _finish(task: _Task, out: Buffer, block: tuple[Expr, Expr, Expr]) -> None:
     """out = total / denominator for the rows of the block."""
     first, count, head = block
-    spec, narrow, wide = task.spec, task.spec.scores, task.spec.values
+    spec, wide = task.spec, task.spec.values
     heads = spec.heads
     with T.serial(count * heads.group) as vector:
-        sums = registers(1, PAGE)[0]
-        for part in range(0, PAGE, narrow.lanes):
-            narrow.store(sums, narrow.load(task.denominator, vector, part), part)
-        total = Floats(spec.isa, PAGE).fold(sums, lambda a, b: a + b)
-        share = T.bind(T.float32(1.0) / total)
+        share = T.bind(T.float32(1.0) / _denominator(task, vector))
         column = T.bind((head * heads.group + vector % heads.group) * heads.dim)
         with T.serial(heads.dim // wide.lanes) as k:
             value = wide.load(task.total, vector, k * wide.lanes) * wide.spread(share)
