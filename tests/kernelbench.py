@@ -43,10 +43,13 @@ class Module:
     asm: str
     library: Any
 
-    def run(self, function: tvm.tirx.PrimFunc, shape: tuple[int, ...], *inputs: Tensor) -> Tensor:
+    def run(
+        self, function: tvm.tirx.PrimFunc, shape: tuple[int, ...], *inputs: Tensor, prompt: bool = False
+    ) -> Tensor:
         """A float32 result of `shape`, from arrays copied to aligned memory; it starts filled with NaN."""
         out = tvm.runtime.tensor(np.full(shape, np.nan, np.float32))
-        self.library[symbol(function)](*(tvm.runtime.tensor(array) for array in inputs), out)
+        arrays = [tvm.runtime.tensor(array) for array in inputs]
+        self.library[symbol(function)](*arrays, *said(function, prompt), out)
         result: Tensor = out.numpy()
         return result
 
@@ -59,6 +62,11 @@ class Module:
 
 def symbol(function: tvm.tirx.PrimFunc) -> str:
     return str(function.attrs["global_symbol"])
+
+
+def said(function: tvm.tirx.PrimFunc, prompt: bool) -> list[int]:
+    """The argument that tells a kernel of two ways whether its rows are a prompt's."""
+    return [int(prompt)] if any(param.name == "prompt" for param in function.params) else []
 
 
 def compiled(target: Target, functions: list[tvm.tirx.PrimFunc]) -> Module:

@@ -10,7 +10,6 @@ import tvm
 
 from mlcbuild.compiler.kernels.activation import Gate
 from mlcbuild.compiler.kernels.fusion import Fusion, Gated, Given, Normed
-from mlcbuild.compiler.kernels.int8_product import AMX_ROWS
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import kernel, linear
 from mlcbuild.compiler.kernels.norm import Norm
@@ -85,17 +84,17 @@ def test_fused_product(isa: str, scheme: str, name: str) -> None:
         "norm": [rng.standard_normal(K).astype(np.float16)],
         "gelu": [rng.standard_normal(2 * K).astype(np.float32)],
     }
-    for m in ROWS:
+    made, rounded = function(isa, scheme, name), SCHEMES[scheme].activation_bits
+    ways = (False, True) if isa == "avx512amx" and rounded else (False,)
+    for m, bfloat16 in [(m, way) for m in ROWS for way in ways]:
         x = rng.standard_normal((m, 2 * K if name in ("silu", "gelu") else K)).astype(np.float32)
         given = [x, *extras.get(name, [])]
         bias = [rng.standard_normal(N).astype(np.float32)] * fused.bias
         before = rng.standard_normal((m, N)).astype(np.float32)
         out = tvm.runtime.tensor(before if fused.residual else np.full_like(before, np.nan))
         arrays = [tvm.runtime.tensor(array) for array in (*given, *stored, *bias)]
-        module(isa).library[kernelbench.symbol(function(isa, scheme, name))](*arrays, out)
+        module(isa).library[kernelbench.symbol(made)](*arrays, *kernelbench.said(made, bfloat16), out)
         ready = made_ready(name, given)
-        rounded = SCHEMES[scheme].activation_bits
-        bfloat16 = isa == "avx512amx" and rounded and m > AMX_ROWS
         seen = ready if bfloat16 else kernelbench.activations(ready.astype(np.float32), SCHEMES[scheme])
         wanted = seen @ matrix.T + (before if fused.residual else 0) + (bias[0] if bias else 0)
         error = np.abs(out.numpy() - wanted)

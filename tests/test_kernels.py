@@ -14,7 +14,6 @@ from mlcbuild import quant
 from mlcbuild.compiler.kernels import embedding
 from mlcbuild.compiler.kernels.embedding import Embedding
 from mlcbuild.compiler.kernels.fusion import Fusion
-from mlcbuild.compiler.kernels.int8_product import AMX_ROWS
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import Linear, kernel, linear
 from mlcbuild.quant import SCHEMES, Scheme
@@ -61,10 +60,11 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     bias = rng.standard_normal(shape[0]).astype(np.float32)
     added = (bias,) if shape == BIAS else ()
     made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
-    for m in ROWS:
+    asks = product(isa, scheme, shape).asks
+    assert asks == (isa == "avx512amx" and bool(SCHEMES[scheme].activation_bits))
+    for m, bfloat16 in [(m, prompt) for m in ROWS for prompt in (False, True)[: 1 + asks]]:
         x = kernelbench.rows(rng, m, shape[1])
-        found = module(isa).run(made, (m, shape[0]), x, *stored, *added)
-        bfloat16 = isa == "avx512amx" and SCHEMES[scheme].activation_bits and m > AMX_ROWS
+        found = module(isa).run(made, (m, shape[0]), x, *stored, *added, prompt=bfloat16)
         seen = x.astype(np.float64) if bfloat16 else kernelbench.activations(x, SCHEMES[scheme])
         wanted = seen @ matrix.T + (bias if added else 0)
         bound = (2e-2 if bfloat16 else 8e-6) * np.sqrt(shape[1])
@@ -74,17 +74,20 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
 @each_isa
 @pytest.mark.parametrize(("scheme", "shape"), CASES)
 def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int, int]) -> None:
-    """Bit by bit, up to 16 rows: what shares a step, drafts too, must not change an answer."""
+    """Bit by bit, up to 16 rows, and any number where the kernel is told of prompts: what shares a step,
+    drafts too, must not change an answer."""
     kernelbench.need(TARGETS[isa])
     rng = np.random.default_rng(2)
     stored, _ = kernelbench.weights(rng, SCHEMES[scheme], *shape)
     added = (rng.standard_normal(shape[0]).astype(np.float32),) if shape == BIAS else ()
     made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
-    x = kernelbench.rows(rng, 16, shape[1])
-    alone = [module(isa).run(made, (1, shape[0]), row[None], *stored, *added) for row in x]
-    for m in range(2, 17):
-        found = module(isa).run(made, (m, shape[0]), x[:m], *stored, *added)
-        assert (found == np.concatenate(alone[:m])).all(), m
+    x = kernelbench.rows(rng, 70, shape[1])
+    ways = [(False, [*range(2, 17)]), (True, [2, 16, 17, 33, 70])]
+    for prompt, counts in ways[: 1 + product(isa, scheme, shape).asks]:
+        alone = [module(isa).run(made, (1, shape[0]), row[None], *stored, *added, prompt=prompt) for row in x]
+        for m in counts:
+            found = module(isa).run(made, (m, shape[0]), x[:m], *stored, *added, prompt=prompt)
+            assert (found == np.concatenate(alone[:m])).all(), (m, prompt)
 
 
 @each_isa
@@ -123,15 +126,15 @@ def test_float16_of_every_magnitude(isa: str) -> None:
         np.testing.assert_array_equal(found, plain.astype(np.float32))
 
 
-@pytest.mark.parametrize(("isa", "m"), [("portable", 8), ("avx512amx", 8), ("avx512amx", 64)])
-def test_error_of_8_bit_activations(isa: str, m: int) -> None:
+@pytest.mark.parametrize(("isa", "prompt"), [("portable", False), ("avx512amx", False), ("avx512amx", True)])
+def test_error_of_8_bit_activations(isa: str, prompt: bool) -> None:
     """Relative to the unquantized product, on gaussian data, as good as other 4-bit formats."""
     kernelbench.need(TARGETS[isa])
     rng, (n, k) = np.random.default_rng(4), (320, 576)
     matrix = rng.standard_normal((n, k)).astype(np.float32)
-    x = rng.standard_normal((m, k)).astype(np.float32)
+    x = rng.standard_normal((8, k)).astype(np.float32)
     made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
-    found = module(isa).run(made, (m, n), x, *quant.pack(matrix, SCHEMES["q4a8_1"]))
+    found = module(isa).run(made, (8, n), x, *quant.pack(matrix, SCHEMES["q4a8_1"]), prompt=prompt)
     exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
     error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
     assert error <= 0.087
@@ -146,12 +149,12 @@ def test_tile_registers(scheme: str) -> None:
     stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], n, k)
     x = rng.standard_normal((m, k)).astype(np.float32)
     made = kernel(product("avx512amx", scheme, (n, k)), Fusion())
-    found = module("avx512amx").run(made, (m, n), x, *stored)
+    found = module("avx512amx").run(made, (m, n), x, *stored, prompt=True)
     exact = x.astype(np.float64) @ matrix.T
     assert np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean()) < 0.0026
     assert abs((found * exact).sum() / (exact**2).sum() - 1) < 2e-4
     for factor in (np.float32(2**20), np.float32(2**-20)):
-        scaled = module("avx512amx").run(made, (m, n), x * factor, *stored)
+        scaled = module("avx512amx").run(made, (m, n), x * factor, *stored, prompt=True)
         np.testing.assert_array_equal(scaled, found * factor)
 
 

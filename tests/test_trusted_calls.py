@@ -15,7 +15,8 @@ from tests.libharness import Session, compiled, golden, pack, tensor
 
 SCHEME = quant.SCHEMES["q0f32"]
 HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
-ENTRIES = {"create_paged_kv_cache", "embed", "prefill", "batch_prefill", "decode", "batch_decode", *HIDDEN}
+FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify"}
+ENTRIES = {"create_paged_kv_cache", "embed", *FORWARD, *HIDDEN}
 
 
 def calls() -> dict[str, list[str]]:

@@ -113,6 +113,7 @@ def build(decoder: Decoder) -> IRModule:
     _create_cache(decoder)
     _embed(decoder)
     trunk = _trunk(decoder, _layer_functions(decoder))
+    _prefill(decoder, trunk, "batch_verify", True, prompt=0)
     for name, batched in (("prefill", False), ("batch_prefill", True)):
         _prefill(decoder, trunk, name, batched)
         _hidden_states(decoder, trunk, f"{name}_to_last_hidden_states", batched)
@@ -209,14 +210,15 @@ def _layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 
 def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
-    """(x, angles, room ..., batch ..., (layer, window), weights ...) -> x, changed in place, as pages are."""
+    """(x, angles, room ..., batch ..., (layer, window), prompt, weights ...) -> x, changed in place, as pages
+    are."""
     builder, config = decoder.builder, decoder.config
     n = _size("n")
     x = _variable("x", (n, config.hidden_size), "float32")
     turns = _variable("angles", (n, config.rope.dim), "float32")
     room = {name: _variable(name, (n, width), "float32") for name, width in decoder.room.items()}
     batch = _batch_variables(decoder, n, _size("b"))
-    place = _number("layer"), _number("window")
+    place, prompt = (_number("layer"), _number("window")), _number("prompt")
     weights: dict[str, list[Tensor]] = {}
     params = {p.name.removeprefix(f"layers.{layer}."): p for p in decoder.layer_params(layer)}
     for short, param in params.items():
@@ -225,13 +227,13 @@ def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
     given = [tensor._expr for tensors in weights.values() for tensor in tensors]
     with builder.function(
         name,
-        [x, turns, *room.values(), *batch, *place, *given],
+        [x, turns, *room.values(), *batch, *place, prompt, *given],
         decoder.attributes(),
         pure=False,
         private=True,
     ):
         handles = {name: _handle(variable) for name, variable in room.items()}
-        body = _Layer(decoder.parts, params, weights, handles)
+        body = _Layer(decoder.parts, params, weights, handles, prompt)
         changed = body.emit(_handle(x), _handle(turns), _batch(batch), place)
         made: GlobalVar = builder.emit_func_output(changed._expr)
     return made
@@ -246,6 +248,8 @@ class _Layer:
     """Of the layer, by their names in it."""
     weights: Weights
     room: Mapping[str, Tensor]
+    prompt: relax.Var
+    """Not 0 when the rows are prompts'."""
 
     def optional(self, name: str) -> Sequence[Tensor]:
         return self.weights.get(name, ())
@@ -255,7 +259,7 @@ class _Layer:
         param = self.params[f"{name}.weight"]
         rows, columns = param.shape
         made = self.parts.linear(param.name, (rows, columns))
-        return made.into(out, fusion, given, self.weights[f"{name}.weight"])
+        return made.into(out, fusion, given, self.weights[f"{name}.weight"], self.prompt)
 
     def add_product(self, x: Tensor, name: str, source: Source, given: Sequence[Tensor], post: str) -> Tensor:
         """x += the product, in one step unless the family has a bias or a norm in between."""
@@ -279,13 +283,16 @@ class _Layer:
 
 
 def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
-    """(embeddings [n, hidden], batch ..., params) -> the residual stream after all layers [n, hidden]."""
+    """(embeddings [n, hidden], batch ..., params, prompt) -> the residual stream after all layers
+    [n, hidden]."""
     builder, config, parts = decoder.builder, decoder.config, decoder.parts
     n = _size("n")
     given = _variable("embeddings", (n, config.hidden_size), "float32")
     batch, packed = _batch_variables(decoder, n, _size("b")), _packed(decoder)
+    prompt = _number("prompt")
     inv_freq, factor = frequencies(config.rope, decoder.limits.context_window)
-    with builder.function("trunk", [given, *batch, packed], decoder.attributes(), pure=False, private=True):
+    given_all = [given, *batch, packed, prompt]
+    with builder.function("trunk", given_all, decoder.attributes(), pure=False, private=True):
         table = _handle(relax.const(np.array(inv_freq, np.float32)))
         turns = parts.angles(_batch(batch).positions, table, factor)
         room = [builder.emit(_allocated((n, width))) for width in decoder.room.values()]
@@ -297,7 +304,7 @@ def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
             place = [relax.prim_value(number) for number in (layer, min(window, NO_WINDOW))]
             weights = _unpacked(decoder, packed, decoder.layer_params(layer))
             tensors = [tensor._expr for stored in weights.values() for tensor in stored]
-            x = builder.emit(relax.Call(function, [x, turns._expr, *room, *batch, *place, *tensors]))
+            x = builder.emit(relax.Call(function, [x, turns._expr, *room, *batch, *place, prompt, *tensors]))
         made: GlobalVar = builder.emit_func_output(x)
     return made
 
@@ -307,8 +314,9 @@ def _allocated(shape: Sequence[Expr | int]) -> relax.Call:
     return relax.op.builtin.alloc_tensor(relax.ShapeExpr(list(shape)), "float32", 0, "global")
 
 
-def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> None:
-    """Logits of chosen rows: (input_embeds [1, n, hidden], logit_positions int32 [q], batch ..., params)."""
+def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, prompt: int = 1) -> None:
+    """Logits of chosen rows: (input_embeds [1, n, hidden], logit_positions int32 [q], batch ..., params).
+    With prompt=0 each row is computed as `decode` does it, bit by bit: for drafts of answers."""
     builder, hidden = decoder.builder, decoder.config.hidden_size
     n, q, b = _size("n"), _size("q"), _size("b") if batched else 1
     given = _variable("input_embeds", (1, n, hidden), "float32")
@@ -316,7 +324,7 @@ def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> No
     batch, packed = _batch_variables(decoder, n, b), _packed(decoder)
     with builder.function(name, [given, chosen, *batch, packed], decoder.attributes(), pure=False):
         flat = _reshaped(builder, given, (n, hidden))
-        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed])))
+        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed, relax.prim_value(prompt)])))
         weights = _unpacked(decoder, packed, _head_params(decoder))
         normed = decoder.parts.chosen_norm(x, _handle(chosen), weights["norm.weight"][0])
         logits = decoder.parts.logits(normed, weights)
@@ -332,7 +340,7 @@ def _hidden_states(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool)
     batch, packed = _batch_variables(decoder, n, b), _packed(decoder)
     with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
         flat = _reshaped(builder, given, (n, hidden))
-        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed])))
+        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed, relax.prim_value(1)])))
         weights = _unpacked(decoder, packed, _head_params(decoder)[:1])
         normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
         builder.emit_func_output(_reshaped(builder, normed._expr, (1, n, hidden)))
@@ -346,7 +354,7 @@ def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> Non
     batch, packed = _batch_variables(decoder, b, b), _packed(decoder)
     with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
         flat = _reshaped(builder, given, (b, hidden))
-        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed])))
+        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed, relax.prim_value(0)])))
         weights = _unpacked(decoder, packed, _head_params(decoder))
         normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
         logits = decoder.parts.logits(normed, weights)

@@ -207,7 +207,7 @@ class Engine:
                 self._drop()
                 schedule.admit()
                 parts = schedule.prefills(self.prefill_chunk)
-                self._step([part for part in parts if part[0].pool is None])
+                self._step([part for part in parts if part[0].pool is None], prompt=True)
                 self._pool([part for part in parts if part[0].pool is not None])
                 self._decode(schedule.decodes())
         except Exception:
@@ -261,11 +261,13 @@ class Engine:
         checked = self._step([(sequence, count + len(sequence.draft)) for sequence, count in parts])
         speculation.settle(len(parts), checked, time.thread_time() - begun)
 
-    def _step(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int, int]]:
+    def _step(
+        self, parts: List[tuple[Sequence, int]], prompt: bool = False
+    ) -> list[tuple[Sequence, int, int]]:
         """Feeds each sequence that many of its tokens, its draft last, and chooses the next tokens of those
         that have all. (sequence, tokens drafted, tokens accepted) of these."""
-        kind, begun = "prefill" if any(s.prefilling for s, _ in parts) else "decode", time.perf_counter()
-        logits = self._run_model(parts, self.model.forward)
+        kind, begun = "prefill" if prompt else "decode", time.perf_counter()
+        logits = self._run_model(parts, self.model.forward, prompt)
         computed, place, found = time.perf_counter(), 0, []
         self._decode_steps += kind == "decode" and bool(parts)
         for sequence, _ in parts if len(logits) else ():
@@ -292,7 +294,9 @@ class Engine:
             if event := sequence.pooled(states[end - count : end]):
                 self._tell(sequence, [event])
 
-    def _run_model(self, parts: List[tuple[Sequence, int]], function: Callable[[Step], Floats]) -> Floats:
+    def _run_model(
+        self, parts: List[tuple[Sequence, int]], function: Callable[[Step], Floats], prompt: bool = True
+    ) -> Floats:
         """The result of a step of the model. A failing call ends its own requests only; it has no rows."""
         none = np.empty((0, 0), np.float32)
         if not parts:
@@ -300,7 +304,7 @@ class Engine:
         size = self.model.limits.page_size
         rows = [([*s.tokens[s.length :], *s.draft][:count], s.length + count, s.pages) for s, count in parts]
         given = [(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in rows]
-        step = Step.of(given, all_rows=any(sequence.draft for sequence, _ in parts))
+        step = Step.of(given, any(sequence.draft for sequence, _ in parts), prompt)
         try:
             with self._turns:
                 found = function(step)

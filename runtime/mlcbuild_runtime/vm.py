@@ -56,12 +56,22 @@ class Step:
     page_indptr: list[int]
     page_table: list[int]
     rows: list[int]
+    prompt: bool
+    """The tokens are prompts'. A library may have a faster way for these, which rounds differently, so that
+    what a sequence gets must not depend on how many tokens others bring."""
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Sequence[int], int, Sequence[int]]], all_rows: bool = False) -> Step:
-        """From (new tokens, length after them, pages) of each sequence; logits of its last, or of all."""
+    def of(
+        cls,
+        parts: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+        all_rows: bool = False,
+        prompt: bool | None = None,
+    ) -> Step:
+        """From (new tokens, length after them, pages) of each sequence; logits of its last, or of all.
+        prompt: by default where any sequence has more than one new token."""
         indptr = [0, *accumulate(len(tokens) for tokens, _, _ in parts)]
         return cls(
+            prompt=indptr[-1] > len(parts) if prompt is None else prompt,
             tokens=[token for tokens, _, _ in parts for token in tokens],
             indptr=indptr,
             lengths=[length for _, length, _ in parts],
@@ -142,6 +152,7 @@ class Model:
             for decode in (False, True)
             for single in (False, True)
         }
+        self._verify = self._function("batch_verify")
 
     def _function(self, name: str) -> Callable[..., tvm_ffi.Tensor]:
         """A handle, looked up once: a lookup costs as much as a small call. Raises BundleError."""
@@ -186,10 +197,11 @@ class Model:
         """
         embedded, rows, batch = self._inputs(step)
         n, q, single = len(step.tokens), len(step.rows), len(step.lengths) == 1
-        decode = step.is_decode and q == n
+        decode = step.is_decode and q == n and not step.prompt
         shaped = tvm_ffi.from_dlpack(embedded.reshape((n, 1, -1) if decode else (1, n, -1)))
         given = [shaped] if decode else [shaped, rows]
-        logits = self._forward[decode, single](*given, *batch)
+        function = self._forward[decode, single] if decode or step.prompt else self._verify
+        logits = function(*given, *batch)
         return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
 
     def states(self, step: Step) -> Floats:

@@ -250,6 +250,8 @@ def test_several_lines_on_a_terminal(toy_bundle: Path) -> None:
     for line in ("/set max_tokens=1", '"""', "never sent"):
         terminal.send(f"{line}\n")
         terminal.wait_for("> ")
+    # Readline writes the prompt, then waits: a signal between the two is seen with the next key only.
+    time.sleep(0.3)
     terminal.send("\x03")
     terminal.wait_for("> ")
     terminal.send("/stats\n")

@@ -137,7 +137,7 @@ def export(out: Path, metadata: str) -> None:
         table = builder.emit(relax.TupleGetItem(params, 0))
         rows = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
         builder.emit_func_output(rows)
-    for name in ("prefill", "decode", "batch_prefill", "batch_decode"):
+    for name in ("prefill", "decode", "batch_prefill", "batch_decode", "batch_verify"):
         _emit_forward(builder, attend, name)
     count = tvm.tirx.Var("count", "int64")
     shape = relax.Var("shape", relax.ShapeType([count]))

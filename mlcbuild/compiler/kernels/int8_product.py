@@ -2,7 +2,8 @@
 
 Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. Three paths
 by the number of rows m of x, as in float_product: one row streams the weights; a few share one pass over
-them; many run register tiles over a block that is unpacked into an L1-sized buffer first.
+them; many run register tiles over a block that is unpacked into an L1-sized buffer first. A fourth is for
+prompts, where the processor has tile registers.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ TILE = 16
 """Rows in a tile of the layout."""
 FETCH_BYTES = 4096
 """How far ahead of the reader weights are prefetched."""
-AMX_ROWS = 16
-"""Up to this many rows of x, tile registers are not worth the unpacking of weights."""
 STREAMED_BATCHES = 6
 """Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
 BLOCK_GROUPS = 16
@@ -83,7 +82,7 @@ class _Matrix:
     @property
     def batched_rows(self) -> int:
         """Up to this many rows of x share passes over the weights without unpacking them first."""
-        return AMX_ROWS if self.isa.amx else STREAMED_BATCHES * self.isa.dot_batch
+        return STREAMED_BATCHES * self.isa.dot_batch
 
     @property
     def block_tiles(self) -> int:
@@ -134,16 +133,16 @@ def workspace(isa: ISA, bits: int, shape: tuple[int, int], m: int) -> int:
     """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
     matrix = _Matrix(isa, bits, *shape)
     scratch = 0
-    if m > matrix.batched_rows and isa.amx:
-        return amx.workspace(amx.Shape(*shape), m)
     if m > matrix.batched_rows:
         scratch = matrix.block_groups * matrix.block_tiles * TILE * (dot.QUADS * matrix.dot.parts + 1)
-    return 4 * (m * matrix.records.stride + scratch)
+    dots = 4 * (m * matrix.records.stride + scratch)
+    return max(dots, amx.workspace(amx.Shape(*shape), m)) if isa.amx else dots
 
 
 def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> PrimFunc:
     """The kernel (what the source of x takes, q_weight, q_scale, bias f32[n] if asked for, out f32[m, n]);
-    shape: n, k."""
+    shape: n, k. With tile registers also prompt int64, before out: they multiply bfloat16, so rows are not
+    quantized, and take the rows of prompts, however few; all others are the same with and without them."""
     n, k = shape
     matrix = _Matrix(isa, bits, n, k)
     name = fusion.named(f"w{bits}a8_{n}x{k}")
@@ -155,6 +154,7 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
         weight = argument("q_weight", (matrix.tiles, groups, matrix.tile_bytes), "uint8")
         scale = argument("q_scale", (matrix.tiles, groups, TILE), "float16")
         added = argument("bias", (n,), "float32") if fusion.bias else None
+        prompt = T.arg("prompt", T.int64()) if isa.amx else None
         out, step = argument("out", (m, n), "float32"), TILE * matrix.block_tiles
         output = Output(out, n, added, step, fusion.residual)
         with T.sblock(name):
@@ -164,7 +164,14 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
             records = T.alloc_buffer((m, matrix.records.stride), "int32")
             ready = partial(fusion.source.row, given)
             call = _Call(matrix, weight, scale, output, ready, records, m)
-            (_any_rows_amx if isa.amx else _any_rows)(call)
+            if prompt is None:
+                _any_rows(call)
+                return
+            with T.If(prompt == 0):
+                with T.Then():
+                    _any_rows(call)
+                with T.Else():
+                    amx.product(amx.Shape(n, k), call.ready, call.m, partial(_unpack_tile, call), call.output)
 
     return prim_func(name, body)
 
@@ -177,18 +184,6 @@ def _any_rows(call: _Call) -> None:
             _few_rows(call)
         with T.Else(), T.parallel(0, i64(-(-matrix.tiles // matrix.block_tiles))) as block:
             _block_product(call, block)
-
-
-def _any_rows_amx(call: _Call) -> None:
-    """Many rows are not quantized: tile registers multiply bfloat16."""
-    matrix = call.matrix
-    with T.If(call.m <= matrix.batched_rows):
-        with T.Then():
-            _quantize(call)
-            _few_rows(call)
-        with T.Else():
-            shape = amx.Shape(matrix.n, matrix.k)
-            amx.product(shape, call.ready, call.m, partial(_unpack_tile, call), call.output)
 
 
 def _quantize(call: _Call) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from tvm import relax
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 from tvm.tirx import PrimFunc
@@ -47,18 +48,32 @@ class Linear:
             return float_product.workspace(rows, m)
         return int8_product.workspace(self.isa, self.scheme.bits, (self.n, self.k), m)
 
+    @property
+    def asks(self) -> bool:
+        """The kernel has two ways, and wants to be told whether rows are a prompt's. An answer must not
+        depend on what shares a step, so the number of rows cannot decide where ways round differently."""
+        return self.isa.amx and _rows(self) is None
+
     def apply(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order -> float32 [m, n]. Emits
-        one call of a kernel, which all calls with an equal Linear share."""
+        one call of a kernel, which all calls with an equal Linear share. Never a prompt's way."""
         out = Tensor.placeholder([x.shape[0], self.n], "float32")
         made = kernel(self, Fusion())
-        return tensor_ir_op(made, str(made.attrs["global_symbol"]), [x, *weights], out)
+        never = [relax.prim_value(0)] if self.asks else []
+        return tensor_ir_op(made, str(made.attrs["global_symbol"]), [x, *weights, *never], out)
 
-    def into(self, out: Tensor, fusion: Fusion, given: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    def into(
+        self,
+        out: Tensor,
+        fusion: Fusion,
+        given: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        prompt: relax.Expr,
+    ) -> Tensor:
         """The same into `out` float32 [m, n], which is there, with what is fused around the product. `given`
-        is what the source of x takes."""
+        is what the source of x takes; `prompt` is an int64, not 0 for rows of prompts."""
         made = kernel(self, fusion)
-        arguments = [*given, *weights, out]
+        arguments = [*given, *weights, *([prompt] if self.asks else []), out]
         shape = Tensor.placeholder(out.shape, "float32")
         return tensor_ir_inplace_op(
             made, str(made.attrs["global_symbol"]), arguments, len(arguments) - 1, shape
@@ -82,8 +97,8 @@ def _rows(of: Linear) -> float_product.RowFormat | None:
 
 @cache
 def kernel(of: Linear, fusion: Fusion) -> PrimFunc:
-    """The function (source of x, stored tensors, bias if asked for, out) behind a product; one object for
-    equals."""
+    """The function (source of x, stored tensors, bias if asked for, int64 prompt if the Linear asks, out)
+    behind a product; one object for equals."""
     rows = _rows(of)
     if rows:
         return float_product.product(rows, fusion)
