@@ -87,7 +87,7 @@ def perform(job: Job) -> Outcome:
     """Runs the action, publishes what it wrote, cleans up. Errors come back in the outcome."""
     store = Store(job.store)
     try:
-        with store.writing(), _logged(job.log):
+        with store.writing(), _logged(job.log, job.area):
             return _attempt(job, store)
     except MlcbuildError as error:
         return Outcome(job.name, error=error)
@@ -210,10 +210,10 @@ def _forget_temporary_directory() -> None:
 
 
 @contextmanager
-def _logged(log: Path) -> Iterator[None]:
+def _logged(log: Path, area: Path) -> Iterator[None]:
     """Sends descriptors 1 and 2 of this process, native output too, to a fresh file."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    part = log.with_name(f"{log.name}.{os.getpid()}")
+    part = area.with_name(f"{area.name}.log")  # goes with the session when this process is killed
     target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     part.replace(log)  # another process that runs a step of this name keeps its own file
     _flush()
