@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.caches import free_port, until_open
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
 
 _PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 WITHOUT_S3 = next(
@@ -82,20 +86,31 @@ class Server:
     def bucket(self, name: str) -> str:
         """A new bucket; the URL of a remote in it."""
         import obstore
+
+        signed = obstore.sign(self._store(name), "PUT", "", timedelta(minutes=5))
+        with urllib.request.urlopen(urllib.request.Request(signed, method="PUT")) as answer:
+            assert answer.status == 200
+        return f"s3://{name}/cache/mlc?endpoint={self.endpoint}"
+
+    def warm(self) -> None:
+        """Has the server make the pools that it makes when they are first needed, which takes long."""
+        import obstore
+
+        self.bucket("warm")
+        for parts in (False, True):
+            obstore.put(self._store("warm"), "object", b"x" * (6 << 20), use_multipart=parts)
+
+    def _store(self, name: str) -> S3Store:
         from obstore.store import S3Store
 
-        store = S3Store(
+        return S3Store(
             name,
             endpoint=self.endpoint,
             region="us-east-1",
             access_key_id=ACCESS,
             secret_access_key=SECRET,
-            client_options={"allow_http": True},
+            client_options={"allow_http": True, "timeout": "200s"},
         )
-        signed = obstore.sign(store, "PUT", "", timedelta(minutes=1))
-        with urllib.request.urlopen(urllib.request.Request(signed, method="PUT")) as answer:
-            assert answer.status == 200
-        return f"s3://{name}/cache/mlc?endpoint={self.endpoint}"
 
     def objects(self, name: str) -> list[str]:
         """All objects of a bucket, and the parts of uploads that were neither ended nor aborted."""
@@ -103,7 +118,7 @@ class Server:
             ["radosgw-admin", "bucket", "list", "--bucket", name, "--allow-unordered"],
             env={**os.environ, "CEPH_CONF": str(self.home / "ceph.conf")},
             capture_output=True,
-            timeout=60,
+            timeout=200,
             check=True,
         )
         return sorted(str(item["name"]) for item in json.loads(listed.stdout))
@@ -122,7 +137,7 @@ def radosgw(home: Path) -> Iterator[Server]:
 
     def run(*command: str) -> str:
         done = subprocess.run(
-            command, env=environment, cwd=home, capture_output=True, text=True, timeout=60, check=False
+            command, env=environment, cwd=home, capture_output=True, text=True, timeout=200, check=False
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -148,12 +163,14 @@ def radosgw(home: Path) -> Iterator[Server]:
         start(
             "radosgw", "-f", "-n", "client.admin", "--auth_client_required=none", "--ms_mon_client_mode=crc"
         )
-        until_open(port, processes[-1], home / "radosgw.log", seconds=60)
+        until_open(port, processes[-1], home / "radosgw.log")
         run(
             *("radosgw-admin", "user", "create", "--uid", "tests", "--display-name", "tests"),
             *("--access-key", ACCESS, "--secret-key", SECRET),
         )
-        yield Server(f"http://127.0.0.1:{port}", home)
+        server = Server(f"http://127.0.0.1:{port}", home)
+        server.warm()
+        yield server
     finally:
         for process in reversed(processes):
             process.kill()  # there is nothing to keep

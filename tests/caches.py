@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import random
 import re
 import shutil
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,13 +80,18 @@ def nginx(home: Path, password_file: str = "", tls: tuple[Path, Path] | None = N
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """One that stays free until a server takes it: systems give those from 32768 on to clients."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
-def until_open(port: int, process: subprocess.Popen[bytes], log: Path, seconds: float = 4) -> None:
-    for _ in range(round(seconds / 0.02)):
+def until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Waits as long as a loaded machine may take."""
+    end = time.monotonic() + 200
+    while time.monotonic() < end:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return

@@ -41,7 +41,7 @@ def workers(parent: int) -> list[int]:
 def wait_for_session(store: Path, process: subprocess.Popen[str]) -> None:
     """Returns when a builder has made its directory, so that kills do not only meet its start."""
     before = set(store.glob("tmp/*.lock"))
-    end = time.monotonic() + 30
+    end = time.monotonic() + 200
     while process.poll() is None and time.monotonic() < end:
         if set(store.glob("tmp/*.lock")) - before:
             return

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -73,7 +74,7 @@ class User:
         self.store = Store(root)
         self.remotes = [Remote(url, mode, **options) for url in urls]  # type: ignore[arg-type]
         self.events: list[Event] = []
-        self.timeout = 5.0
+        self.timeout = 60.0  # a loaded machine is no fault of a cache
 
     def sharing(self) -> Sharing:
         return Sharing(self.store, [Link(remote, timeout=self.timeout) for remote in self.remotes])
@@ -260,7 +261,7 @@ def test_a_cache_that_fails_costs_one_warning(
     fault, words = FAILING[name]
     with serving(fault) as cache:
         user = User(tmp_path / "one", address(cache))
-        user.timeout = 0.5
+        user.timeout = 0.5 if fault is silent else user.timeout
         result = user.run()
         assert statuses(result) == BUILT and result.exit_code == 0
         (warning,) = user.warnings()
@@ -346,6 +347,8 @@ def test_a_server_without_ranges_will_do(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_sends_drop_by_drop_is_given_up(address: Callable[[Cache], str], tmp_path: Path) -> None:
+    given_up = threading.Event()
+
     def fault(handler: Handler) -> bool:
         if handler.command != "GET" or "/cas/" not in handler.path:
             return False
@@ -354,17 +357,17 @@ def test_a_cache_that_sends_drop_by_drop_is_given_up(address: Callable[[Cache], 
         handler.send_header("Content-Range", f"bytes {start}-2999999/3000000")
         handler.send_header("Content-Length", str(3_000_000 - start))
         handler.end_headers()
-        for _ in range(100):
+        while not given_up.wait(0.05):
             handler.wfile.write(b"x")
-            time.sleep(0.05)
         return True
 
     with serving() as cache:
         User(tmp_path / "one", address(cache)).run(BIG)
         cache.fault = fault
         second = User(tmp_path / "two", address(cache))
-        second.timeout = 0.3
+        second.timeout = 2.0
         assert statuses(second.run(BIG)) == {"big": "built"}
+        given_up.set()
         assert "it is too slow: " in second.warnings()[0]
 
 
