@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import cast
 
 from mlcbuild import provenance
 from mlcbuild.canon import Entry, Json, bytes_digest, file_digest
-from mlcbuild.events import RunResult
 from mlcbuild.export import materialise
 from mlcbuild.graph import Graph, Source, Step
 from mlcbuild.keyfile import Signer
@@ -19,26 +20,45 @@ from mlcbuild.store import Store
 MANIFEST = "bundle.json"
 
 
-def emit(
-    pipeline: Pipeline, product: Product, result: RunResult, store: Store, signer: Signer | None = None
-) -> bool:
+@dataclass(frozen=True)
+class Finished:
+    """A run whose bundles are to be put in place, and what all of them share."""
+
+    pipeline: Pipeline
+    store: Store
+    records: Mapping[str, Record]
+    """By step."""
+    signer: Signer | None = None
+    """Vouches for provenance."""
+
+    @cached_property
+    def recipe(self) -> Json:
+        recipe = self.pipeline.recipe
+        return {"name": recipe.name, "blake3": file_digest(recipe.path)}
+
+    @cached_property
+    def version(self) -> str:
+        return version("mlcbuild")
+
+
+def emit(run: Finished, product: Product) -> bool:
     """Writes one bundle whose steps all succeeded; False when it was there already, byte for byte.
 
-    The manifest is that of `verify`, where there is one. `signer` vouches for its provenance.
+    The manifest is that of `verify`, where there is one.
     Raises UsageError when the output holds files of the user, StoreError when the store is damaged,
     MlcbuildError when the output cannot be written.
     """
-    records = {step.name: step.record for step in result.steps if step.record is not None}
-    made = records[pipeline.graph.resolve(product.bundle)]
+    graph, store = run.pipeline.graph, run.store
+    made = run.records[graph.resolve(product.bundle)]
     files = {entry.path: entry for entry in made.files}
     if product.verify is not None:
-        verified = records[pipeline.graph.resolve(product.verify)]
+        verified = run.records[graph.resolve(product.verify)]
         files |= {entry.path: entry for entry in verified.files}
     manifest = store.blob(files[MANIFEST].digest).read_bytes()
-    statement = _provenance(pipeline, product, records, manifest)
+    statement = _provenance(run, product, manifest)
     own = {provenance.STATEMENT: statement}
-    if signer is not None:
-        own[provenance.ENVELOPE] = provenance.envelope(statement, signer)
+    if run.signer is not None:
+        own[provenance.ENVELOPE] = provenance.envelope(statement, run.signer)
     for name, data in own.items():
         files[name] = Entry(name, bytes_digest(data), len(data))
         if not store.blob(files[name].digest).exists():
@@ -51,17 +71,15 @@ def emit(
     return materialise(store, Record("", "", rows, b""), product.variant.output)
 
 
-def _provenance(
-    pipeline: Pipeline, product: Product, records: Mapping[str, Record], manifest: bytes
-) -> bytes:
-    graph, recipe, variant = pipeline.graph, pipeline.recipe, product.variant
+def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:
+    graph, variant, records = run.pipeline.graph, product.variant, run.records
     steps = [graph.step(name) for name in product.steps]
     sources = {need: graph[need] for step in steps for need in graph.needs(step)}
     fetches = [node for node in sources.values() if isinstance(node, Step) and node.name.startswith("fetch/")]
     steps = [*fetches, *steps]
     dependencies = [*_downloads(fetches), *_files(graph, steps, records)]
     parameters: dict[str, Json] = {
-        "recipe": {"name": recipe.name, "blake3": file_digest(recipe.path)},
+        "recipe": run.recipe,
         "model": variant.model.name,
         "quantization": variant.quantization,
         "target": variant.target.name,
@@ -69,9 +87,7 @@ def _provenance(
     }
     keys = {step.name: records[step.name].key for step in steps}
     tools = {name: value for step in steps for name, value in step.tools.items()}
-    return provenance.statement(
-        manifest, parameters, keys, dependencies, {**tools, "mlcbuild": version("mlcbuild")}
-    )
+    return provenance.statement(manifest, parameters, keys, dependencies, {**tools, "mlcbuild": run.version})
 
 
 def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import networkx
 
 
+_GLOB = frozenset("*?[")
+"""A pattern without any of these is a plain name."""
+
+
 @dataclass(frozen=True)
 class Input:
     """One argument of an action."""
@@ -140,8 +144,13 @@ class Graph:
         """The steps that the names or globs mean. Raises UsageError for those that mean none."""
         found: set[str] = set()
         problems = []
-        known = [step.name for step in self.steps()] + list(self._alias)
+        known: list[str] = []
         for pattern in patterns:
+            if isinstance(self.nodes.get(self.resolve(pattern)), Step):
+                found.add(self.resolve(pattern))
+                if not set(pattern) & _GLOB:
+                    continue  # a plain name, as thousands may be: no other can match it
+            known = known or [step.name for step in self.steps()] + list(self._alias)
             names = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
             if not names:
                 problems.append(f"no step is called '{pattern}'; {did_you_mean(pattern, known)}")

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 from mlcbuild import bundle, quant, targets
@@ -167,6 +167,7 @@ class _Assembly:
     nodes: dict[str, Node] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
     """Label of a config -> the step that first made it."""
+    tools: dict[targets.Target, Mapping[str, str]] = field(default_factory=dict)
 
     def add(self, variant: Variant) -> Product:
         checkpoint = self.checkpoints[variant.model.name]
@@ -213,13 +214,6 @@ class _Assembly:
         return self._keep(replace(step, name=f"{step.name}/{digest('step/1', [step.params, inputs])[:8]}"))
 
     def _library(self, variant: Variant, checkpoint: _Checkpoint, config: str) -> str:
-        from mlcbuild.compiler.versions import tools
-
-        try:
-            found = tools(variant.target)
-        except SetupError:
-            # Told by the step itself, if it comes to run: what else the recipe declares can be built.
-            found = {"linker": "none"}
         limits: dict[str, Json] = dict(vars(variant.limits))
         return self._keep_apart(
             Step(
@@ -232,11 +226,23 @@ class _Assembly:
                 },
                 # Models that are alike share the node too, so that one library is one step.
                 {"config": Input(self.configs.setdefault(checkpoint.label, config))},
-                tools=found,
+                tools=self._tools(variant.target),
                 labels=_labels(variant),
                 memory=COMPILER_MEMORY,
             )
         )
+
+    def _tools(self, target: targets.Target) -> Mapping[str, str]:
+        """Asks programs for their versions, so once for each target."""
+        from mlcbuild.compiler.versions import tools
+
+        if target not in self.tools:
+            try:
+                self.tools[target] = tools(target)
+            except SetupError:
+                # Told by the step itself, if it comes to run: what else the recipe declares can be built.
+                self.tools[target] = {"linker": "none"}
+        return self.tools[target]
 
     def _bundle(self, variant: Variant, steps: Mapping[str, str]) -> str:
         inputs = {argument: Input(step) for argument, step in steps.items()}
@@ -320,7 +326,7 @@ def _largest(checkpoint: _Checkpoint) -> int:
     return 4 * max(math.prod(param.shape) for param in parameters(checkpoint.config))
 
 
-@lru_cache(maxsize=8)
+@cache
 def _runtime_library(target: targets.Target) -> Source | None:
     """TVM's runtime for the bundle, where this machine's is the target's."""
     host = targets.resolve(targets.HOST)

@@ -75,7 +75,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "footprint": "",
     # both together
     "pipeline": "bundle compiler fetch graph hub lock models quant recipe targets verify",
-    "emit": "events export graph keyfile pipeline provenance records store",
+    "emit": "export graph keyfile pipeline provenance records store",
     "runlog": "events graph store",
     "chart": "report",
     "bench": "chart",

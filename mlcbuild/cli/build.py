@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,11 +15,12 @@ from mlcbuild.bundle import LIBRARY
 from mlcbuild.cli.facts import show
 from mlcbuild.cli.recipes import read_lock, read_recipe
 from mlcbuild.errors import MlcbuildError, UsageError
-from mlcbuild.events import Event, Reporter, RunFinished, RunResult, Status, Warned
+from mlcbuild.events import Event, Reporter, RunFinished, RunResult, Status, StepResult, Warned
 from mlcbuild.pipeline import Pipeline, Product, build
 from mlcbuild.store import Store, default_root
 
 if TYPE_CHECKING:
+    from mlcbuild.emit import Finished
     from mlcbuild.keyfile import Signer
     from mlcbuild.plan import Plan, Planned
     from mlcbuild.recipe import Recipe
@@ -191,7 +192,7 @@ def run(arguments: argparse.Namespace) -> int:
             return open_sharing(arguments, pipeline.recipe, store)
 
         result = turns.run(pipeline.graph, options, names, sharing, clock)
-    outcomes = [_finish(pipeline, item, result, store, signer) for item in wanted]
+    outcomes = _finish(pipeline, wanted, result, store, signer)
     rows = [(outcome.product, outcome.status, outcome.words) for outcome in outcomes]
     log = telling.make_log(pipeline, store, result, clock, rows)
     log = replace(log, shard=arguments.shard or "")
@@ -280,13 +281,21 @@ class Outcome:
 
 
 def _finish(
-    pipeline: Pipeline, product: Product, result: RunResult, store: Store, signer: Signer | None
-) -> Outcome:
-    """Emits a variant whose steps succeeded, and says what became of it."""
-    from mlcbuild.emit import emit
+    pipeline: Pipeline, products: Sequence[Product], result: RunResult, store: Store, signer: Signer | None
+) -> list[Outcome]:
+    """Emits the variants whose steps succeeded, and says what became of all."""
+    from mlcbuild.emit import Finished
 
     steps = {step.name: step for step in result.steps}
-    mine = [steps.get(pipeline.graph.resolve(name)) for name in product.steps]
+    records = {name: step.record for name, step in steps.items() if step.record is not None}
+    run = Finished(pipeline, store, records, signer)
+    return [_finish_one(run, product, steps) for product in products]
+
+
+def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> Outcome:
+    from mlcbuild.emit import emit
+
+    mine = [steps.get(run.pipeline.graph.resolve(name)) for name in product.steps]
     known = [step for step in mine if step is not None]
     if any(step.status == "failed" for step in known):
         return Outcome(product, "failed", note="a step of it failed")
@@ -294,7 +303,7 @@ def _finish(
         return Outcome(product, "skipped")
     note = f"not verified: {product.unverified}" if product.verify is None else ""
     try:
-        wrote = emit(pipeline, product, result, store, signer)
+        wrote = emit(run, product)
     except MlcbuildError as error:
         return Outcome(product, "failed", error)
     fresh = wrote or any(step.status == "built" for step in known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 
 from mlcbuild.compiler.toolchain import linker_identity
@@ -17,10 +18,15 @@ def tools(target: Target) -> dict[str, str]:
     return {**compiler(), "linker": linker_identity(target)}
 
 
+@cache
+def _installed() -> str:
+    return metadata.version("apache-tvm")
+
+
 def compiler() -> dict[str, str]:
     """The part that is inside the wheel of TVM. Raises SetupError when it is not installed."""
     try:
-        return {"apache-tvm": metadata.version("apache-tvm"), "llvm": LLVM}
+        return {"apache-tvm": _installed(), "llvm": LLVM}
     except metadata.PackageNotFoundError:
         message = "the compiler is not installed: `pip install mlcbuild` installs apache-tvm with it"
         raise SetupError(message) from None
