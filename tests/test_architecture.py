@@ -104,7 +104,8 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "vocabulary": "fields",
     "text": "bundle fields template vocabulary",
     "pages": "",
-    "grammar": "vocabulary",
+    "trial": "",
+    "grammar": "trial vocabulary",
     "pooling": "bundle",
     "request": "bundle grammar pooling sampling",
     "drafts": "",
@@ -118,6 +119,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "engine": "bundle drafts grammar pages request schedule sequence speculation text threads trace vm",
     "models": "bundle engine fields modes request text trace vm",
     "body": "fields",
+    "intake": "body fields",
     "messages": "body fields template",
     "formats": "body fields grammar",
     "tools": "body fields formats grammar template",
@@ -135,7 +137,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "access": "",
     "keys": "replies",
     "server": (
-        "access accesslog answers body embeddings engine fields history keys metrics models openapi "
+        "access accesslog answers body embeddings engine fields history intake keys metrics models openapi "
         "outputs replies request responses service"
     ),
     "serve": "access bundle drafts engine models modes server trace",

@@ -30,13 +30,15 @@ from mlcbuild_runtime.sampling import Sampling
 from mlcbuild_runtime.template import Message
 from mlcbuild_runtime.tools import TOOL_CHOICE, TOOLS, Toolbox, toolbox
 
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP = 16, 4096
+"""Stop texts, and characters of each."""
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 """Answers to one request: prompts times `n`."""
 MAX_BIASES = 1024
 
-_STOPS: Json = {"type": "array", "maxItems": MAX_STOPS, "items": {"type": "string", "minLength": 1}}
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP}
+_STOPS: Json = {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}
 TOKENS: Json = {
     "type": "array",
     "minItems": 1,
@@ -70,7 +72,7 @@ COMMON: Table = {
     "ignore_eos": boolean("An extension: go on after the end token."),
     "speculate": boolean("An extension: draft tokens, where the server does (default: true)."),
     "priority": integer(-1000, 1000, "An extension: lower is served sooner."),
-    "stop": Field({"anyOf": [{"type": "string", "minLength": 1}, _STOPS]}, "Texts that end the answer."),
+    "stop": Field({"anyOf": [_STOP, _STOPS]}, "Texts that end the answer."),
     "stream": boolean("Server-sent events."),
     "stream_options": Field(
         {"type": "object", "properties": {"include_usage": {"type": "boolean"}}}, "Only with `stream`."
@@ -245,6 +247,10 @@ def _stop(found: Json) -> tuple[str, ...]:
     for item in listed:
         if not isinstance(item, str) or not item:
             raise wrong("stop", "made of non-empty strings", found)
+        if len(item) > MAX_STOP:
+            raise wrong(
+                "stop", f"made of strings of at most {MAX_STOP} characters", f"{len(item)} characters"
+            )
         texts.append(checked_text("stop", item))
     return tuple(texts)
 

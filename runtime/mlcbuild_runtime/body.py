@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,11 +12,16 @@ from typing import NoReturn
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json, describe, is_integer
 
+MAX_DEPTH = 200
+"""Lists and objects within each other."""
+
 
 def parse_body(data: bytes) -> dict[str, Json]:
-    """The JSON object of a request. Raises RequestError; NaN and Infinity are not JSON."""
+    """The JSON object of a request. Raises RequestError; NaN and Infinity are not JSON, and what has a key
+    twice could mean two things."""
     try:
-        body = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+        body = json.loads(data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        _check_depth(body)
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
@@ -24,6 +30,27 @@ def parse_body(data: bytes) -> dict[str, Json]:
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, found {describe(body)}")
     return body
+
+
+def _no_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twin, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key '{twin[:60]}' is there twice")
+    return found
+
+
+def _check_depth(body: Json) -> None:
+    level: list[Json] = [body]
+    for _ in range(MAX_DEPTH):
+        inside: list[Json] = []
+        for item in level:
+            parts = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+            inside += [part for part in parts if isinstance(part, dict | list)]
+        level = inside
+        if not level:
+            return
+    raise ValueError(f"it is nested too deeply: at most {MAX_DEPTH} lists and objects within each other")
 
 
 def _no_constant(text: str) -> NoReturn:

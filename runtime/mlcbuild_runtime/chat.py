@@ -89,14 +89,16 @@ class _Session:
         asked: list[Json] = [*self.history, {"role": "user", "content": text}]
         call = self.call(asked, self.settings)
         prompt = self.running.tokenizer.chat(call.messages, call.template_options)
-        options = call.options
+        options, grammars = call.options, self.running.grammars
+        wanted = options.constraint
+        constraint = None if wanted is None else grammars.compiled(wanted, message=True)
         request = Request(
             tuple(prompt),
             options.max_tokens,
             options.sampling,
             options.stop,
             message=True,
-            constraint=options.constraint,
+            constraint=constraint,
         )
         self.stats = _Stats(len(prompt), total_tokens=self.stats.total_tokens)
         said = []

@@ -86,7 +86,11 @@ def job(running: Engine, body: Mapping[str, Json]) -> Job:
         )
     requests = []
     for prompt in prompts:
-        tokens = tuple(running.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        tokens = (
+            tuple(running.tokenizer.encode(prompt, running.longest_text))
+            if isinstance(prompt, str)
+            else prompt
+        )
         if not tokens or prompt == "":
             raise RequestError("input has an empty text, which has no embedding", param="input")
         requests.append(Request(tokens, pooling=running.pooling))

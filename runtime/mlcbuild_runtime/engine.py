@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from queue import Empty, SimpleQueue
 
@@ -87,6 +88,12 @@ class Engine:
         self._prompt_tokens = self._answer_tokens = self._decode_steps = self._order = self._arrived = 0
         self._thread = Task(self._run)
 
+    @cached_property
+    def longest_text(self) -> int:
+        """Bytes of a text above which its tokens cannot fit the context."""
+        names = map(self.tokenizer.vocabulary.token_name, range(self.model.manifest.vocab_size))
+        return max(len(name.encode()) for name in names) * self.model.limits.context_window
+
     def start(self, trace: Trace | None = None) -> Engine:
         """`trace`: where to note every step and request."""
         self._trace = trace
@@ -136,9 +143,7 @@ class Engine:
         Raises RequestError when it cannot be served, EngineError after the end.
         """
         request = replace(request, max_tokens=self._answer_limit(request))
-        matcher = None
-        if request.constraint is not None:
-            matcher = self.grammars.matcher(request.constraint, request.message)
+        matcher = None if request.constraint is None else request.constraint.matcher()
         ticket = Ticket(self._wake, window)
         sequence = Sequence(request, sink, ticket, self.tokenizer, matcher)
         with self._door:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from mlcbuild_runtime.body import wrong
+from mlcbuild_runtime.body import checked_text, wrong
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.grammar import Constraint
 
@@ -58,9 +58,9 @@ def response_format(found: Json) -> Constraint | None:
             form = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
             raise wrong(KEY, f"{form} with a schema", found)
         case {"type": "regex", "regex": str(source)}:
-            return Constraint("regex", source, f"{KEY}.regex")
+            return Constraint("regex", checked_text(f"{KEY}.regex", source), f"{KEY}.regex")
         case {"type": "grammar", "grammar": str(source)}:
-            return Constraint("lark", source, f"{KEY}.grammar")
+            return Constraint("lark", checked_text(f"{KEY}.grammar", source), f"{KEY}.grammar")
     kinds = '"text", "json_object", "json_schema", "regex" (with regex) or "grammar" (with grammar)'
     raise wrong(KEY, f"an object whose type is {kinds}", found)
 

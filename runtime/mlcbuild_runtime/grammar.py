@@ -1,15 +1,18 @@
 """Constrained output: which tokens may come next, by llguidance.
 
-A constraint is compiled when its request comes in, so that a wrong one is refused with the reason, and every
-answer gets a matcher of its own. Masks are computed by the engine's thread before a token is chosen.
+A constraint is compiled when its request comes in, by the thread that reads the request, so that a wrong one
+is refused with the reason, and every answer gets a matcher of its own. Masks are computed by the engine's
+thread before a token is chosen.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +20,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mlcbuild_runtime.errors import EngineError, RequestError
+from mlcbuild_runtime import trial
+from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "regex", "lark"]
 KEPT = 64
 """Compiled constraints that are kept: clients send the same ones again and again."""
+STEP_SECONDS = 0.25
+"""Of processor time that a mask may take: all requests of a step wait for it."""
+MAX_SOURCE = 1 << 18
+"""Characters of a constraint."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,16 @@ class Matcher:
         self._matcher, self._ends = matcher, np.array(sorted(ends), np.intp)
 
     def allowed(self, size: int) -> NDArray[np.bool_]:
-        """bool [size]: tokens that may come next; an end token only where the text is complete."""
+        """bool [size]: tokens that may come next; an end token only where the text is complete.
+        Raises RequestError when the constraint is too costly to follow."""
+        begun = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if (seconds := time.thread_time() - begun) > STEP_SECONDS:
+            raise RequestError(
+                f"the constraint cannot be followed: it took {seconds:.2f} s to see which tokens may come"
+                " next, and others wait meanwhile: simplify it",
+                code="invalid_constraint",
+            )
         found = np.zeros(size, np.bool_)
         known = np.unpackbits(bits, bitorder="little")[:size].astype(np.bool_)
         found[: len(known)] = known
@@ -55,7 +71,7 @@ class Matcher:
         return found
 
     def take(self, token: int) -> None:
-        """The token that was chosen. Raises EngineError when the constraint is too costly to follow."""
+        """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -83,7 +99,21 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise EngineError(f"the constraint cannot be followed: {_line(self._matcher.get_error())}")
+            raise RequestError(
+                f"the constraint cannot be followed: {_line(self._matcher.get_error())}",
+                code="invalid_constraint",
+            )
+
+
+class Compiled:
+    """A constraint that any number of answers may follow."""
+
+    def __init__(self, matcher: LLMatcher, ends: Collection[int]) -> None:
+        self._matcher, self._ends = matcher, ends
+
+    def matcher(self) -> Matcher:
+        """For one answer."""
+        return Matcher(self._matcher.deep_copy(), self._ends)
 
 
 class Grammars:
@@ -92,42 +122,62 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
         """`size`: of the model's vocabulary. `ends`: tokens that end an answer."""
         self._vocabulary, self._size, self._ends = vocabulary, size, frozenset(ends)
-        self._kept: OrderedDict[tuple[Kind, str, bool], LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[Kind, str, bool], Future[LLMatcher | str]] = OrderedDict()
+        """What became of a constraint: a matcher at its start, or why there is none."""
+        self._lock, self._first = threading.Lock(), threading.Lock()
 
-    def matcher(self, constraint: Constraint, message: bool) -> Matcher:
-        """A fresh matcher. Raises RequestError, with the reason, for a constraint that cannot be compiled.
+    def compiled(self, constraint: Constraint, message: bool) -> Compiled:
+        """Waits until the constraint is compiled; who asks for the same one waits with it. Raises
+        RequestError, with the reason, for one that cannot be compiled.
 
         message: the answer is a whole message. Where the tokenizer puts a space before a text, the message
         may begin with one: it is no part of the text.
         """
-        space = message and self._vocabulary.leading_space
-        key = constraint.kind, constraint.source, space
-        with self._lock:
-            found = self._kept.get(key)
-            if found is None:
-                found = self._kept[key] = self._compile(constraint, space)
-            self._kept.move_to_end(key)
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-            return Matcher(found.deep_copy(), self._ends)
-
-    def _compile(self, constraint: Constraint, space: bool) -> LLMatcher:
-        from llguidance import LLMatcher
-
         if not self._ends:
             raise RequestError(
                 "the model has no end token, so that a constrained answer could not end",
                 param=constraint.param,
             )
-        matcher = LLMatcher(self._tokenizer, _lark(constraint, space), log_level=0)
-        if matcher.is_error():
+        space = message and self._vocabulary.leading_space
+        key = constraint.kind, constraint.source, space
+        with self._lock:
+            found = self._kept.get(key)
+            mine = found is None
+            if found is None:
+                found = self._kept[key] = Future()
+            self._kept.move_to_end(key)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        if mine:
+            try:
+                found.set_result(self._compile(constraint, space))
+            except BaseException as error:
+                with self._lock:
+                    self._kept.pop(key, None)
+                found.set_exception(error)
+        made = found.result()
+        if isinstance(made, str):
             raise RequestError(
-                f"{constraint.param} cannot be compiled: {_line(matcher.get_error())}",
+                f"{constraint.param} cannot be compiled: {made}",
                 param=constraint.param,
                 code="invalid_constraint",
             )
-        return matcher
+        return Compiled(made, self._ends)
+
+    def _compile(self, constraint: Constraint, space: bool) -> LLMatcher | str:
+        if (size := len(constraint.source)) > MAX_SOURCE:
+            return f"it has {size} characters, and at most {MAX_SOURCE} are taken"
+        grammar = _lark(constraint, space)
+        try:
+            fault = trial.TRIAL.error(grammar)
+        except ValueError as error:
+            return str(error)
+        if fault:
+            return _line(fault)
+        with self._first:
+            tokenizer = self._tokenizer
+        found = trial.matcher(tokenizer, grammar)
+        return _line(fault) if (fault := trial.beginning(found)) else found
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

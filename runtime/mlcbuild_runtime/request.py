@@ -8,7 +8,7 @@ from typing import Literal
 
 from mlcbuild_runtime.bundle import Pooling
 from mlcbuild_runtime.errors import ServingError
-from mlcbuild_runtime.grammar import Constraint
+from mlcbuild_runtime.grammar import Compiled
 from mlcbuild_runtime.pooling import Floats
 from mlcbuild_runtime.sampling import Logprob, Sampling
 
@@ -26,7 +26,7 @@ class Request:
     """The answer is a whole message, not the continuation of a text."""
     logprobs: int | None = None
     """Alternatives to report for each token; None: no log-probabilities at all."""
-    constraint: Constraint | None = None
+    constraint: Compiled | None = None
     """What the answer must be."""
     ignore_eos: bool = False
     """Only `max_tokens`, the context and `stop` end the answer."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from importlib.resources import files
 from typing import TextIO, TypeVar
 
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -26,11 +27,12 @@ from mlcbuild_runtime import embeddings, openapi, responses, service
 from mlcbuild_runtime.access import Access
 from mlcbuild_runtime.accesslog import AccessLog, record
 from mlcbuild_runtime.answers import AsyncAnswers
-from mlcbuild_runtime.body import parse_body, wrong
+from mlcbuild_runtime.body import wrong
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.history import History, Kept, listed
+from mlcbuild_runtime.intake import read
 from mlcbuild_runtime.keys import Keys
 from mlcbuild_runtime.metrics import CONTENT_TYPE, Metrics
 from mlcbuild_runtime.models import Models, card
@@ -43,8 +45,8 @@ from mlcbuild_runtime.service import Job
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_BODY = 8 << 20
-"""Bytes of a request's body."""
+COMPILERS, MAX_COMPILING = 8, 128
+"""Requests with constraints that are read at a time, and that may wait for it."""
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 RETRY_AFTER = 1
@@ -136,19 +138,6 @@ async def _unexpected_error(_request: Request, _error: Exception) -> Response:
     return JSONResponse(error_document(ServingError("the server has failed: see its log")), 500)
 
 
-async def _read(request: Request) -> bytes:
-    """The body, up to MAX_BODY. Raises RequestError (413)."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise RequestError(
-                f"the body has more than {MAX_BODY} bytes", code="request_too_large", status=413
-            )
-        parts.append(part)
-    return b"".join(parts)
-
-
 class _EventStream(StreamingResponse):
     """Server-sent events that end the request when the client leaves, even before the first event."""
 
@@ -221,6 +210,7 @@ class _Server:
         self._models, self._timeout = models, timeout
         self._metrics = Metrics(models.states)
         self._history, self._created = History(), int(time.time())
+        self._compiling = CapacityLimiter(COMPILERS)
 
     async def error(self, _request: Request, error: Exception) -> Response:
         assert isinstance(error, ServingError)
@@ -263,7 +253,7 @@ class _Server:
     async def _about_text(
         self, request: Request, work: Callable[[Engine, Mapping[str, Json]], dict[str, Json]]
     ) -> Response:
-        body = parse_body(await _read(request))
+        body = await read(request)
         with ExitStack() as use:
             engine = await self._engine(body, use)
             return JSONResponse(await run_in_threadpool(work, engine, body))
@@ -277,10 +267,10 @@ class _Server:
     async def _respond(
         self, request: Request, prepare: Callable[[Engine, Mapping[str, Json]], Job]
     ) -> Response:
-        body = parse_body(await _read(request))
+        body = await read(request)
         with ExitStack() as use:
             engine = await self._engine(body, use)
-            job = await run_in_threadpool(prepare, engine, body)
+            job = await self._prepared(prepare, engine, body)
             answers = self._submit(request, engine, job.requests, job.stream)
             if job.stream:
                 return _EventStream(answers, _lines(answers, job), use.pop_all())
@@ -288,7 +278,7 @@ class _Server:
             return JSONResponse(job.reply.whole(found))
 
     async def embeddings(self, request: Request) -> Response:
-        body = parse_body(await _read(request))
+        body = await read(request)
         with ExitStack() as use:
             engine = await self._engine(body, use)
             job = await run_in_threadpool(embeddings.job, engine, body)
@@ -300,12 +290,12 @@ class _Server:
             return JSONResponse(await run_in_threadpool(job.document, found))
 
     async def responses(self, request: Request) -> Response:
-        body = parse_body(await _read(request))
+        body = await read(request)
         call = responses.call(body)
         before = self._history.before(call.previous)
         with ExitStack() as use:
             engine = await self._engine(body, use)
-            job = await run_in_threadpool(service.chat, engine, call.body(before))
+            job = await self._prepared(service.chat, engine, call.body(before))
             sampling = job.requests[0].sampling
             shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
             output = Output(engine.name, job.reply.prompts[0], shown)
@@ -353,6 +343,21 @@ class _Server:
         """Ends a response that runs; one that has ended stays as it is."""
         name = request.path_params["id"]
         return JSONResponse(self._history.cancel(name) or self._history.find(name).document)
+
+    async def _prepared(
+        self, prepare: Callable[[Engine, Mapping[str, Json]], Job], engine: Engine, body: Mapping[str, Json]
+    ) -> Job:
+        """Reads a body on another thread. Constraints may take seconds to compile: they have threads of their
+        own, so that other requests do not wait for them. Raises RequestError."""
+        if not service.constrained(body):
+            return await run_in_threadpool(prepare, engine, body)
+        if self._compiling.statistics().tasks_waiting >= MAX_COMPILING:
+            raise RequestError(
+                f"{MAX_COMPILING} requests with constraints wait to be compiled: try later",
+                code="overloaded",
+                status=503,
+            )
+        return await to_thread.run_sync(prepare, engine, body, limiter=self._compiling)
 
     async def _engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
         """The engine of the model that a body names; it is used until `use` ends. Raises RequestError."""

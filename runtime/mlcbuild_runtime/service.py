@@ -55,6 +55,11 @@ def check_model(running: Engine, name: Json) -> None:
         )
 
 
+def constrained(body: Mapping[str, Json]) -> bool:
+    """A body of a chat or completion asks for an answer of some form, which must be compiled."""
+    return bool(body.get("response_format") or body.get("tools"))
+
+
 def chat(running: Engine, body: Mapping[str, Json]) -> Job:
     """A body of /v1/chat/completions. Raises RequestError."""
     call = api.chat_call(body, running.model.manifest.serving)
@@ -64,7 +69,7 @@ def chat(running: Engine, body: Mapping[str, Json]) -> Job:
         listed = tuple(tools.in_words(listed, box, form))
     elif box is not None:
         extra["tools"] = tools.documents(box)
-    tokens = running.tokenizer.chat(listed, extra)
+    tokens = running.tokenizer.chat(listed, extra, running.longest_text)
     if box is not None:
         space = running.tokenizer.vocabulary.leading_space
         options = replace(options, constraint=tools.constraint(box, form, space))
@@ -78,7 +83,11 @@ def completion(running: Engine, body: Mapping[str, Json]) -> Job:
     call = api.completion_call(body, running.model.manifest.serving)
     requests, prompts = [], []
     for number, prompt in enumerate(call.prompts):
-        tokens = tuple(running.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        tokens = (
+            tuple(running.tokenizer.encode(prompt, running.longest_text))
+            if isinstance(prompt, str)
+            else prompt
+        )
         echo = prompt if isinstance(prompt, str) else running.tokenizer.decode(tokens) if call.echo else ""
         request = _request(running, call.options, tokens, message=False)
         if request.max_tokens is None:
@@ -135,8 +144,7 @@ def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], mes
             raise RequestError(
                 f"logit_bias names token {token}, but the vocabulary has {size} tokens", param="logit_bias"
             )
-    if options.constraint is not None:
-        running.grammars.matcher(options.constraint, message)  # compiled here: the engine takes a copy
+    wanted = options.constraint
     return Request(
         prompt=prompt,
         max_tokens=options.max_tokens,
@@ -144,7 +152,7 @@ def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], mes
         stop=options.stop,
         message=message,
         logprobs=options.logprobs,
-        constraint=options.constraint,
+        constraint=None if wanted is None else running.grammars.compiled(wanted, message),
         ignore_eos=options.ignore_eos,
         speculate=options.speculate,
         priority=options.priority,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mlcbuild_runtime.bundle import Serving
-from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.errors import BundleError, RequestError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.template import ChatTemplate, Message, find_template
 from mlcbuild_runtime.vocabulary import JsonVocabulary, PieceVocabulary, Vocabulary
@@ -46,19 +46,29 @@ class Tokenizer:
             bos = vocabulary.token_id(special["bos_token"])
         return cls(vocabulary, ChatTemplate(find_template(path, config), special), bos, ends)
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, with BOS where the tokenizer adds one. A BOS in the text is not doubled."""
+    def encode(self, text: str, longest: int | None = None) -> list[int]:
+        """Tokens of a prompt, with BOS where the tokenizer adds one. A BOS in the text is not doubled.
+        `longest`: bytes that the text may have. Raises RequestError."""
+        check_length(text, longest)
         tokens = self.vocabulary.encode(text, special=True)
         if self.bos is not None and tokens[:2] == [self.bos, self.bos]:
             return tokens[1:]
         return tokens
 
-    def chat(self, messages: Sequence[Message], options: Mapping[str, Json] | None = None) -> list[int]:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Json] | None = None,
+        longest: int | None = None,
+    ) -> list[int]:
         """Tokens of the prompt for an answer to `messages`; `options` are more variables for the template.
+        `longest`: bytes that the prompt may have.
 
         The template writes every special token itself. Raises RequestError.
         """
-        return self.vocabulary.encode(self.template.render(messages, options or {}), special=False)
+        text = self.template.render(messages, options or {})
+        check_length(text, longest)
+        return self.vocabulary.encode(text, special=False)
 
     def stream(self, stop: Sequence[str] = (), message: bool = False) -> TextStream:
         """`message`: the text is a whole message, not the continuation of one."""
@@ -68,6 +78,16 @@ class Tokenizer:
         """The text of a whole sequence of tokens, special ones left out."""
         stream = self.stream(message=True)
         return "".join([*(stream.push(token) for token in tokens), stream.finish()])
+
+
+def check_length(text: str, longest: int | None) -> None:
+    """Raises RequestError for a text of more than `longest` bytes: to find the tokens of a megabyte takes a
+    second."""
+    if longest is not None and len(text) * 4 > longest and (size := len(text.encode())) > longest:
+        raise RequestError(
+            f"the prompt has {size} bytes, and the context has no room for more than {longest}: shorten it",
+            code="context_length_exceeded",
+        )
 
 
 class TextStream:

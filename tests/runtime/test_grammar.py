@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 from typing import Any
 
 import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlcbuild_runtime.errors import RequestError
+from mlcbuild_runtime import trial
+from mlcbuild_runtime.errors import RequestError, SetupError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.formats import response_format, schema_constraint
 from mlcbuild_runtime.grammar import Constraint, Grammars
@@ -41,7 +43,7 @@ GRAMMARS = {name: Grammars(found.vocabulary, SIZE, found.eos) for name, found in
 def drawn(constraint: Constraint, seed: int = 0, name: str = "json", message: bool = False) -> str:
     """The text of tokens drawn at random from those that are allowed."""
     source, tokenizer = random.Random(seed), TOKENIZERS[name]
-    matcher = GRAMMARS[name].matcher(constraint, message)
+    matcher = GRAMMARS[name].compiled(constraint, message).matcher()
     stream = tokenizer.stream((), message)
     text = ""
     for _ in range(2000):
@@ -134,7 +136,7 @@ def test_a_grammar() -> None:
 def test_json_objects() -> None:
     constraint = response_format({"type": "json_object"})
     assert constraint is not None
-    matcher = GRAMMARS["json"].matcher(constraint, message=False)
+    matcher = GRAMMARS["json"].compiled(constraint, message=False).matcher()
     for token in TOKENIZERS["json"].vocabulary.encode('{"a": [1, {"b": null}], "c": "d"}', special=False):
         if token == TOKENIZERS["json"].vocabulary.token_id("▁"):
             continue  # the space that this tokenizer puts before a text
@@ -167,15 +169,42 @@ for _ in range(300):
 def test_what_cannot_be_compiled(constraint: Constraint, reason: str) -> None:
     for _ in range(2):  # failures are not kept
         with pytest.raises(RequestError, match=reason) as caught:
-            GRAMMARS["json"].matcher(constraint, message=False)
+            GRAMMARS["json"].compiled(constraint, message=False).matcher()
         assert (caught.value.param, caught.value.code) == (constraint.param, "invalid_constraint")
         assert "\n" not in str(caught.value)
+
+
+def test_a_mask_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = GRAMMARS["json"].compiled(Constraint("regex", "[a-z]+", "x"), message=False).matcher()
+    monkeypatch.setattr("mlcbuild_runtime.grammar.STEP_SECONDS", 0.0)
+    with pytest.raises(RequestError, match=r"it took 0\.\d\d s to see which tokens may come next"):
+        matcher.allowed(SIZE)
+
+
+def test_a_trial_survives_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = trial.Trial()
+    try:
+        assert found.error('start: "a"') == ""
+        assert found._child is not None
+        found._child.kill()
+        found._child.wait()
+        assert "nothing" in found.error("start: nothing")
+        found.close()
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        with pytest.raises(SetupError, match=r"constraints cannot be tried: .*/nowhere/python"):
+            found.error('start: "a"')
+        monkeypatch.undo()
+        monkeypatch.setattr(trial, "_START", "import nowhere")
+        with pytest.raises(SetupError, match="has failed: see the lines above"):
+            found.error('start: "a"')
+    finally:
+        found.close()
 
 
 def test_a_model_without_an_end_cannot_be_constrained() -> None:
     grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, ())
     with pytest.raises(RequestError, match="no end token"):
-        grammars.matcher(Constraint("regex", "a", "x"), message=False)
+        grammars.compiled(Constraint("regex", "a", "x"), message=False).matcher()
 
 
 def test_many_constraints_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

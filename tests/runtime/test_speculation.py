@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlcbuild_runtime import local
 from mlcbuild_runtime.drafts import Credit, Lookup, Prices, Speculate
 from mlcbuild_runtime.engine import Engine, Role
-from mlcbuild_runtime.errors import BundleError, EngineError
+from mlcbuild_runtime.errors import BundleError, RequestError
 from mlcbuild_runtime.grammar import Constraint, Grammars
 from mlcbuild_runtime.request import Event, Request
 from mlcbuild_runtime.sampling import Sampling
@@ -239,8 +239,9 @@ def test_constrained_answers(toy_bundle: Path, guess: Guess) -> None:
     constraint = Constraint("regex", "[a-f]{3}(-[0-9]+){2}[xyz]{5,40}", "response_format")
     engine, without = start(toy_bundle, guess, eos=True), start(toy_bundle, None, eos=True)
     try:
+        compiled = engine.grammars.compiled(constraint, message=False)
         for seed in range(6):
-            request = Request((1, 2, seed), 60, Sampling(1.0, seed=seed), constraint=constraint, logprobs=0)
+            request = Request((1, 2, seed), 60, Sampling(1.0, seed=seed), constraint=compiled, logprobs=0)
             found, wanted = drain(ask(engine, request)), drain(ask(without, request))
             assert tokens_of(found) == tokens_of(wanted)
             assert found[-1].finish == wanted[-1].finish
@@ -253,7 +254,8 @@ def test_what_a_constraint_forces_is_drafted(toy_bundle: Path) -> None:
     constraint = Constraint("regex", "the answer is certainly (yes|no)", "response_format")
     engine = start(toy_bundle, None, eos=True, speculate=Speculate())
     try:
-        events = drain(ask(engine, Request((1,), 60, GREEDY, constraint=constraint)))
+        compiled = engine.grammars.compiled(constraint, message=False)
+        events = drain(ask(engine, Request((1,), 60, GREEDY, constraint=compiled)))
         text = "".join(event.text for event in events)
         assert text in ("the answer is certainly yes", "the answer is certainly no")
         assert events[-1].accepted >= 15
@@ -266,14 +268,14 @@ def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bu
     """This tokenizer puts a space before a text: no forced text may begin with it."""
     tokenizer = Tokenizer.load(tiny_bundle, _tiny(tiny_bundle).manifest.serving)
     grammars = Grammars(tokenizer.vocabulary, 432, tokenizer.eos)
-    matcher = grammars.matcher(Constraint("regex", "the end of all(xyz|abc)", "x"), message=False)
+    matcher = grammars.compiled(Constraint("regex", "the end of all(xyz|abc)", "x"), message=False).matcher()
     while not matcher.finished:
         forced = matcher.forced(3)
         assert len(forced) <= 3 and matcher.accepted(forced) == len(forced)
         matcher.after(forced)
         matcher.take(forced[0] if forced else int(matcher.allowed(432).nonzero()[0][0]))
-    failed = grammars.matcher(Constraint("regex", "abc", "x"), message=False)
-    with pytest.raises(EngineError, match="the constraint cannot be followed"):
+    failed = grammars.compiled(Constraint("regex", "abc", "x"), message=False).matcher()
+    with pytest.raises(RequestError, match="the constraint cannot be followed"):
         failed.take(next(iter(set(range(432)) - set(failed.allowed(432).nonzero()[0].tolist()))))
     assert failed.forced(3) == [] and failed.accepted([5]) == 0
 
@@ -412,7 +414,8 @@ def test_a_real_model_says_the_same(tiny_bundle: Path, how: str) -> None:
     prompt = tuple(tokenizer.encode(TEXT))
     fields = '{"name": {"type": "string"}, "age": {"type": "integer"}}'
     source = f'{{"type": "object", "properties": {fields}, "required": ["name", "age"]}}'
-    schema = Constraint("json_schema", source, "response_format")
+    grammars = Grammars(tokenizer.vocabulary, 432, tokenizer.eos)
+    schema = grammars.compiled(Constraint("json_schema", source, "response_format"), message=False)
     requests = [
         Request(prompt, 60, GREEDY, logprobs=0, ignore_eos=True),
         Request(prompt, 60, Sampling(0.8, seed=1, frequency_penalty=0.3), logprobs=0, ignore_eos=True),

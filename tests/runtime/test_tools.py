@@ -99,11 +99,11 @@ def test_a_free_answer_may_be_text_or_calls() -> None:
         vocabulary = TOKENIZERS["json"].vocabulary
         letters = {vocabulary.token_bytes(token): token for token in range(SIZE - 1, 6, -1)}
         for text in ("Hello, you {there}", form.write("add", {"a": 5, "b": "x"})):
-            matcher = GRAMMARS["json"].matcher(wanted, message=False)
+            matcher = GRAMMARS["json"].compiled(wanted, message=False).matcher()
             for byte in text.encode():
                 matcher.take(letters[bytes([byte])])
             assert matcher.allowed(SIZE)[sorted(TOKENIZERS["json"].eos)].all(), text
-        matcher = GRAMMARS["json"].matcher(wanted, message=False)
+        matcher = GRAMMARS["json"].compiled(wanted, message=False).matcher()
         for byte in (form.begin + '{"name": "').encode():
             matcher.take(letters[bytes([byte])])
         allowed = {vocabulary.token_bytes(int(token))[:1] for token in matcher.allowed(SIZE).nonzero()[0]}
