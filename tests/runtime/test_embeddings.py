@@ -144,7 +144,7 @@ def test_in_this_process(tiny_bundle: Path, real: Server) -> None:
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", '"float" or "base64"'),
         ({"input": "a", "model": "other"}, "model", "is not here"),
         ({"input": "a", "temperature": 1}, "temperature", "unknown field"),
-        ({"input": "a " * 2000}, None, "but the context has 256: shorten it"),
+        ({"input": "a " * 300}, None, "but the context has 256: shorten it"),
     ],
 )
 def test_errors(real: Server, body: dict[str, Any], param: str | None, message: str) -> None:
