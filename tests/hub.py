@@ -383,7 +383,8 @@ class Client:
 
     def __init__(self, home: Path, endpoint: str, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
-        kept |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_ETAG_TIMEOUT": "1"} | environment
+        kept |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint}
+        kept |= {"HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"} | environment
         kept |= {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", __file__],

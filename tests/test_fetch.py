@@ -354,10 +354,11 @@ def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, endpoint: str, me
     assert found.startswith(f"hf://org/name@{'0' * 40}: config.json: {message}")
 
 
-def test_a_hub_that_does_not_answer_in_time_is_named(hub: Hub, client: Client, tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer_in_time_is_named(hub: Hub, tmp_path: Path) -> None:
     commit = hub.add("org/slow", FILES)
     hub.repos["org/slow"].faults["config.json"] = Fault("slow")
-    found = refusal(client, "fetch", "org/slow", commit, pins("config.json"), str(tmp_path / "out"))
+    with Client(tmp_path / "home", hub.address, HF_HUB_ETAG_TIMEOUT="1") as client:
+        found = refusal(client, "fetch", "org/slow", commit, pins("config.json"), str(tmp_path / "out"))
     assert f"{hub.address} does not answer in time; try again, or raise HF_HUB_ETAG_TIMEOUT" in found
 
 

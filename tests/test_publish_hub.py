@@ -31,7 +31,7 @@ def run(hub: Hub, tmp_path: Path) -> Run:
             "HF_HOME": str(tmp_path / "hf"),
             "HF_TOKEN": token,
             "HF_HUB_DISABLE_XET": "1",  # this hub has none
-            "HF_HUB_ETAG_TIMEOUT": "5",
+            "HF_HUB_ETAG_TIMEOUT": "60",
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
         return mlcbuild(*command, store=tmp_path / "store", variables=variables)
