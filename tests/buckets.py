@@ -61,7 +61,7 @@ paxos propose interval = 0.02
 paxos min wait = 0.005
 osd data = {home}/osd
 osd objectstore = memstore
-memstore device bytes = 1073741824
+memstore device bytes = {memory}
 osd pool default size = 1
 osd pool default min size = 1
 osd pool default pg num = 1
@@ -87,7 +87,7 @@ class Server:
         """A new bucket; the URL of a remote in it."""
         import obstore
 
-        signed = obstore.sign(self._store(name), "PUT", "", timedelta(minutes=5))
+        signed = obstore.sign(self.store(name), "PUT", "", timedelta(minutes=5))
         with urllib.request.urlopen(urllib.request.Request(signed, method="PUT")) as answer:
             assert answer.status == 200
         return f"s3://{name}/cache/mlc?endpoint={self.endpoint}"
@@ -98,9 +98,9 @@ class Server:
 
         self.bucket("warm")
         for parts in (False, True):
-            obstore.put(self._store("warm"), "object", b"x" * (6 << 20), use_multipart=parts)
+            obstore.put(self.store("warm"), "object", b"x" * (6 << 20), use_multipart=parts)
 
-    def _store(self, name: str) -> S3Store:
+    def store(self, name: str) -> S3Store:
         from obstore.store import S3Store
 
         return S3Store(
@@ -125,13 +125,16 @@ class Server:
 
 
 @contextmanager
-def radosgw(home: Path) -> Iterator[Server]:
+def radosgw(home: Path, memory: int = 1 << 30) -> Iterator[Server]:
+    """A running server that can hold `memory` bytes."""
     home.mkdir(parents=True)
     for name in ("mon", "osd"):
         (home / name).mkdir()
     (home / "keyring").touch()
     monitor, port, fsid = free_port(), free_port(), str(uuid.uuid4())
-    (home / "ceph.conf").write_text(_CONFIG.format(home=home, monitor=monitor, port=port, fsid=fsid))
+    (home / "ceph.conf").write_text(
+        _CONFIG.format(home=home, monitor=monitor, port=port, fsid=fsid, memory=memory)
+    )
     processes: list[subprocess.Popen[bytes]] = []
     environment = {**os.environ, "CEPH_CONF": str(home / "ceph.conf")}
 

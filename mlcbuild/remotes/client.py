@@ -26,6 +26,8 @@ from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT,
 
 _BUSY = {429, 502, 503, 504}
 _FULL = {413, 507}
+_SENT = 1 << 17
+"""Bytes of a body that must go within the timeout: more would ask for a server faster than SLOWEST."""
 _BROKEN = (OSError, http.client.HTTPException)
 Response = http.client.HTTPResponse
 
@@ -147,8 +149,8 @@ class Client:
         if self._proxy is not None:
             host, port = self._proxy.hostname or "", self._proxy.port or 80
         if self._tls is None:
-            return http.client.HTTPConnection(host, port, timeout=patience, blocksize=CHUNK)
-        found = http.client.HTTPSConnection(host, port, timeout=patience, blocksize=CHUNK, context=self._tls)
+            return http.client.HTTPConnection(host, port, timeout=patience, blocksize=_SENT)
+        found = http.client.HTTPSConnection(host, port, timeout=patience, blocksize=_SENT, context=self._tls)
         if self._proxy is not None:
             found.set_tunnel(self.host, self._port or 443, _login(self._proxy))
         return found

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from mlcbuild.canon import Entry
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes.transport import CHUNK, CancelledError, SlowError, Transport
+from mlcbuild.remotes.transport import CHUNK, Buffer, CancelledError, SlowError, Transport
 
 _ATTEMPTS = 3
 """Requests in a row that bring nothing."""
@@ -111,7 +111,7 @@ class _Part:
         if self.have > size:
             self.restart()
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: Buffer) -> None:
         """Bytes beyond the size are counted and not written."""
         left = memoryview(data)[: max(0, self.size - self.have)]
         self._hasher.update(left)

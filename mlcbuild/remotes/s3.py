@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import CancelledError as EndedError
 from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
@@ -22,9 +24,10 @@ from urllib.parse import unquote, urlsplit
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.aws import settings
-from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT, Body, SlowError
+from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT, Body, Buffer, SlowError
 
 if TYPE_CHECKING:
+    from obstore import GetResult
     from obstore.store import ClientConfig, S3Store
 
 PIECE = 4 << 20
@@ -86,7 +89,7 @@ class S3:
 
     def open(self, name: str, start: int = 0) -> Body | None:
         try:
-            first = self._wait(self._start(self._piece(name, start, None)))
+            first = self._wait(self._start(self._piece(name, start)))
         except FileNotFoundError:
             return None
         except _RangeError:  # shorter than it should be: what is there, from the beginning
@@ -136,21 +139,35 @@ class S3:
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".lstrip("/")
 
-    async def _piece(self, name: str, start: int, etag: str | None) -> _Piece:
-        """A range of an object; of the version `etag` where one is given."""
+    async def _piece(self, name: str, start: int, before: _Piece | None = None) -> _Piece:
+        """A range of an object; of the version of the piece `before`, and in one if that one came fast."""
         import obstore
 
-        options: Any = {"range": (start, start + PIECE)} | ({"if_match": etag} if etag else {})
+        began = time.monotonic()
+        options: Any = {"range": (start, start + PIECE)}
+        if before is not None and before.etag:
+            options["if_match"] = before.etag
         question = obstore.get_async(self._reading, self._path(name), options=options)
         found = await asyncio.wait_for(question, self._patience)
-        # A chunk that takes longer than the timeout is slower than SLOWEST.
+        if before is not None and before.fast:
+            try:
+                data = memoryview(await asyncio.wait_for(found.bytes_async(), self._timeout))
+            except TimeoutError:  # it is no longer fast, which need not be too slow
+                return await self._piece(name, start, replace(before, fast=False))
+        else:
+            data = memoryview(await self._slowly(found))
+        fast = time.monotonic() - began < self._timeout / 8
+        return _Piece(data, found.meta["size"], found.meta["e_tag"], fast)
+
+    async def _slowly(self, found: GetResult) -> bytearray:
+        """A body in chunks so small that one which takes longer than the timeout is slower than SLOWEST."""
         stream = found.stream(min_chunk_size=max(1, int(SLOWEST * self._timeout / AHEAD)))
         data = bytearray()
         while True:
             try:
                 data += await asyncio.wait_for(anext(stream), self._timeout)
             except StopAsyncIteration:
-                return _Piece(bytes(data), found.meta["size"], found.meta["e_tag"])
+                return data
             except TimeoutError:
                 raise SlowError(f"it is too slow: {len(data)} bytes in {self._timeout:.0f} seconds") from None
 
@@ -158,7 +175,7 @@ class S3:
         import obstore
 
         found = await asyncio.wait_for(obstore.get_async(self._reading, self._path(name)), self._patience)
-        data = bytes(await asyncio.wait_for(found.bytes_async(), self._timeout))
+        data = memoryview(await asyncio.wait_for(found.bytes_async(), self._timeout))
         return _Piece(data, len(data), found.meta["e_tag"])
 
     def _put(self, name: str, data: bytes | Iterator[bytes], **options: Any) -> None:
@@ -212,13 +229,15 @@ class _UnknownError(RemoteError):
     """A request of a kind that the server does not know."""
 
 
+@dataclass(frozen=True)
 class _Piece:
     """Bytes of an object, and what the whole is."""
 
-    def __init__(self, data: bytes, size: int, etag: str | None) -> None:
-        self.data = data
-        self.size = size
-        self.etag = etag
+    data: memoryview
+    size: int
+    etag: str | None
+    fast: bool = False
+    """Whether it came in a fraction of the time that it may take."""
 
 
 class _Reader:
@@ -227,26 +246,28 @@ class _Reader:
     def __init__(self, transport: S3, name: str, start: int, first: _Piece) -> None:
         self._transport = transport
         self._name = name
-        self._whole = first
-        self._view = memoryview(first.data)
+        self._last = first
+        self._given = False
         self._next = start + len(first.data)
         self._ahead: deque[Future[_Piece]] = deque()
         self._fill()
 
-    def read(self) -> bytes:
-        if not self._view and self._ahead:
-            self._view = memoryview(self._transport._wait(self._ahead.popleft()).data)
+    def read(self) -> Buffer:
+        if self._given:
+            if not self._ahead:
+                return b""
+            self._last = self._transport._wait(self._ahead.popleft())
             self._fill()
-        data, self._view = bytes(self._view[:CHUNK]), self._view[CHUNK:]
-        return data
+        self._given = True
+        return self._last.data
 
     def close(self) -> None:
         for task in self._ahead:
             task.cancel()
 
     def _fill(self) -> None:
-        while len(self._ahead) < AHEAD and self._next < self._whole.size:
-            piece = self._transport._piece(self._name, self._next, self._whole.etag)
+        while len(self._ahead) < AHEAD and self._next < self._last.size:
+            piece = self._transport._piece(self._name, self._next, self._last)
             self._ahead.append(self._transport._start(piece))
             self._next += PIECE
 

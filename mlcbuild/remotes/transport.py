@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeAlias
 
 from mlcbuild.errors import RemoteError
 
-CHUNK = 1 << 17
-"""Bytes in memory at a time. More is slower: the allocator maps larger pieces anew each time."""
+Buffer: TypeAlias = bytes | bytearray | memoryview
+CHUNK = 1 << 20
+"""Bytes in memory at a time: at an eighth of it, a download takes a third more CPU time."""
 CONNECT = 10.0
 """Seconds to reach a server."""
 TIMEOUT = 30.0
@@ -35,8 +36,8 @@ class Body:
 
     start: int
     """Where it begins: what was asked for, or 0 when the other side cannot begin in the middle."""
-    read: Callable[[], bytes]
-    """The next bytes, as many as are there, at most CHUNK; b"" at the end. Raises RemoteError."""
+    read: Callable[[], Buffer]
+    """The next bytes, as many as are there; none at the end. Raises RemoteError."""
     close: Callable[[], None]
 
     def __enter__(self) -> Body:
