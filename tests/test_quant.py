@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -56,16 +58,16 @@ def fit(group: list[float], extreme: float) -> float:
     """The scale for levels -7 .. 8."""
     if abs(extreme) < 2**-96:
         return 0.0
-    inverse = f32(2016 / extreme)
+    inverse = f32(504 / extreme)
     units = [round(f32(w * inverse)) for w in group]
     best, most = 0.0, 0.0
     for steps in (8, 7, 9):
-        codes = [min(max(round(f32(u * f32(steps / 2016))), -7), 8) for u in units]
+        codes = [min(max(math.floor(Fraction(u * steps, 504) + Fraction(1, 2)), -7), 8) for u in units]
         along = sum(u * c for u, c in zip(units, codes, strict=True))
         fitted = f32(along / sum(c * c for c in codes))
         if f32(fitted * along) > most:
             best, most = fitted, f32(fitted * along)
-    return f32(extreme * f32(best / 2016))
+    return f32(extreme * f32(best / 504))
 
 
 def definition(weight: Matrix, scheme: Scheme) -> tuple[bytes, bytes, Matrix]:

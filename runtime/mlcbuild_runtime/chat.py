@@ -301,7 +301,9 @@ def _typed() -> Iterator[str | None]:
     """Lines from a terminal. Ctrl-C is None: it clears what was typed."""
     while True:
         try:
-            yield input("> ")
+            with _alarms():
+                line = input("> ")
+            yield line
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -309,6 +311,19 @@ def _typed() -> Iterator[str | None]:
             yield None
         except UnicodeDecodeError as error:
             sys.stderr.write(f"the input is not {error.encoding}: {error.reason}\n")
+
+
+@contextlib.contextmanager
+def _alarms() -> Iterator[None]:
+    """Ends every wait for a key after PATIENCE, which input() then begins anew: a Ctrl-C that comes between
+    Python's last look for signals and the wait is seen by then."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE, PATIENCE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _piped() -> Iterator[str]:
