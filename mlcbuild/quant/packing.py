@@ -282,7 +282,8 @@ class Packer:
         good = fitted * along
         found = np.where(good[1] > good[0], fitted[1], fitted[0])
         found = np.where(good[2] > np.maximum(good[0], good[1]), fitted[2], found)
-        return extreme * (found / np.float32(UNIT))
+        scale: NDArray[np.float32] = extreme * (found / np.float32(UNIT))
+        return scale
 
     def _narrowed(self, wide: NDArray[np.float32]) -> Array:
         """Scales in the scheme's dtype, never -0."""
