@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,8 @@ def test_killed_builders_leave_a_store_that_a_rerun_completes(
     assert {step["status"] for step in json.loads(out)["steps"]} <= {"built", "reused"}
     report = verify(Store(store))
     assert report.ok and report.records == 12 and report.unused == 0
+    with Store(store).session():
+        pass  # who finds nothing to do does not clean up, and the last kill may have met an end
     assert files(store) == undisturbed
 
 
@@ -95,25 +99,24 @@ def test_killed_builders_leave_a_store_that_a_rerun_completes(
 def test_killed_workers_fail_their_step_only(tmp_path: Path, undisturbed: set[str], batch: int) -> None:
     """Workers of a living builder are killed at random moments until it ends; then it is run again."""
     moments = random.Random(100 + batch)
-    store = tmp_path / "store"
     killed = 0
-    for _ in range(3):
-        process = build(store, Path("/dev/null"))
-        while process.poll() is None and killed < 6:
+    for attempt in itertools.count():
+        store = tmp_path / f"store{attempt}"
+        process, before = build(store, Path("/dev/null")), killed
+        while process.poll() is None and killed - before < 3:
             time.sleep(moments.uniform(0.02, 0.2))
             for pid in workers(process.pid)[:1]:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     killed += 1
-                except ProcessLookupError:
-                    continue
         out, err = process.communicate(timeout=60)
         statuses = {step["status"] for step in json.loads(out)["steps"]}
         assert process.returncode == (1 if "failed" in statuses else 0), err
         assert "Traceback" not in err
         assert verify(Store(store)).ok
-    assert killed >= 2
-    with build(store, Path("/dev/null")) as process:
-        _, err = process.communicate()
-    assert process.returncode == 0, err
-    assert files(store) == undisturbed
+        with build(store, Path("/dev/null")) as process:
+            _, err = process.communicate()
+        assert process.returncode == 0, err
+        assert files(store) == undisturbed
+        if killed >= 4:  # a loaded machine looks for workers too late at times
+            return
