@@ -28,6 +28,9 @@ TOKENIZER_FILES = (
 )
 """Files of a checkpoint that a bundle keeps as they are, where they exist."""
 
+POOLING = "1_Pooling/config.json"
+"""How sentence-transformers makes embeddings of a checkpoint's hidden states."""
+_POOLINGS = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 SERVING = "serving.json"
 LIBRARY = "library.json"
 """What the library says of itself, readable where its code cannot run."""
@@ -36,7 +39,7 @@ LIBRARY = "library.json"
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: the tokenizer's files, and the serving defaults that the checkpoint states.
 
-    `inputs["checkpoint"]` holds TOKENIZER_FILES and config.json. Raises CheckpointError.
+    `inputs["checkpoint"]` holds TOKENIZER_FILES, POOLING and config.json. Raises CheckpointError.
     """
     checkpoint = inputs["checkpoint"]
     found = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
@@ -65,7 +68,24 @@ def _serving(checkpoint: Path) -> dict[str, object]:
     for key in ("temperature", "top_p", "top_k"):
         if sampled is not False and documents[1].get(key) is not None:
             serving[key] = documents[1][key]
+    if pooling := _pooling(checkpoint / POOLING):
+        serving["pooling"] = pooling
     return serving
+
+
+def _pooling(path: Path) -> str | None:
+    """None where the checkpoint says nothing. The older form has a truth value for each way."""
+    prefix, document = "pooling_mode_", _object(path)
+    named = document.get("pooling_mode")
+    ways = [key.removeprefix(prefix) for key, value in document.items() if key.startswith(prefix) and value]
+    ways += [named] if isinstance(named, str) else []
+    found = {_POOLINGS.get(way, way) for way in ways}
+    if found - {"mean", "last"} or len(found) > 1:
+        raise CheckpointError(
+            f"{path}: embeddings can be the mean over all tokens or the last token's state, not"
+            f" {' and '.join(sorted(found))}; without the file they are the last token's"
+        )
+    return found.pop() if found else None
 
 
 def _object(path: Path) -> dict[str, object]:

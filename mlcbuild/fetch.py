@@ -37,6 +37,9 @@ WANTED = (
 )
 """Files beside the weights that some step reads."""
 
+POOLING = "1_Pooling/config.json"
+"""What sentence-transformers knows of a model's embeddings; the only file that is wanted below the top."""
+
 STREAMS = 4
 """Files downloaded at the same time: one HTTP stream rarely fills a fast line."""
 
@@ -51,15 +54,17 @@ class Pinned:
 
 def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str, ...]:
     """Which files of a checkpoint the steps read, sorted: of all `names`, the configuration, tokenizer,
-    template and safetensors files at the top level.
+    template and safetensors files at the top level, and POOLING.
 
     `shards` are the files that INDEX names; they are used only where there is no single-file checkpoint.
     Raises SourceError (without naming the source) when what is there is no usable checkpoint.
     """
+    names = set(names)
     top = {name for name in names if "/" not in name}
     if "config.json" not in top:
         raise SourceError("it has no config.json, so it is no checkpoint in Hugging Face format")
     found = {name for name in top if any(fnmatchcase(name, pattern) for pattern in WANTED)}
+    found |= {POOLING} & names
     if SINGLE in top:
         return tuple(sorted(found | {SINGLE}))
     if INDEX in top:
@@ -99,6 +104,7 @@ def local_files(root: Path) -> tuple[str, ...]:
     """What `needed_files` selects in a directory. Raises SourceError."""
     try:
         names = [entry.name for entry in root.iterdir() if entry.is_file()]
+        names += [POOLING] if (root / POOLING).is_file() else []
         shards = index_shards((root / INDEX).read_bytes()) if INDEX in names else frozenset()
         return needed_files(names, shards)
     except NotADirectoryError:

@@ -185,7 +185,7 @@ class _Assembly:
                 f"tokenizer/{checkpoint.name}",
                 "mlcbuild.bundle:tokenizer",
                 {},
-                {"checkpoint": Input(source, (*bundle.TOKENIZER_FILES, "config.json"))},
+                {"checkpoint": Input(source, (*bundle.TOKENIZER_FILES, bundle.POOLING, "config.json"))},
             )
         )
         weights = self._keep(_weights(variant, checkpoint, config))

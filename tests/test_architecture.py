@@ -122,7 +122,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "intake": "body fields",
     "messages": "body fields template",
     "formats": "body fields grammar",
-    "tools": "body fields formats grammar template",
+    "tools": "body fields formats grammar template vocabulary",
     "api": "body bundle fields formats grammar messages sampling template tools",
     "replies": "fields request sampling tools vocabulary",
     "service": "api body engine fields messages replies request tools",

@@ -20,6 +20,7 @@ def tokenizer(directory: Path, **documents: object) -> Path:
     out.mkdir()
     for name, document in documents.items():
         path = checkpoint / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
         if document is None:
             path.unlink()
         else:
@@ -74,6 +75,37 @@ def test_a_greedy_checkpoint_serves_greedily(tmp_path: Path) -> None:
 def test_broken_documents(documents: dict[str, object], words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
         tokenizer(tmp_path, **documents)
+
+
+@pytest.mark.parametrize(
+    ("document", "wanted"),
+    [
+        ({"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}, "last"),
+        ({"embedding_dimension": 64, "pooling_mode": "mean"}, "mean"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"word_embedding_dimension": 64}, None),
+    ],
+)
+def test_pooling_is_that_of_sentence_transformers(
+    document: dict[str, object], wanted: str | None, tmp_path: Path
+) -> None:
+    found = serving(tokenizer(tmp_path, **{"1_Pooling/config": document}))
+    assert found.get("pooling") == wanted
+    assert "pooling" not in serving(tokenizer(tmp_path / "without"))
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"pooling_mode_cls_token": True}, "1_Pooling/config.json: .*, not cls_token;"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, ".*, not last and mean;"),
+        ([], "1_Pooling/config.json: must be a JSON object"),
+    ],
+)
+def test_a_pooling_that_cannot_be(document: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        tokenizer(tmp_path, **{"1_Pooling/config": document})
 
 
 def test_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlcbuild.errors import SourceError, UsageError
-from mlcbuild.fetch import INDEX, index_shards, local_files, needed_files
+from mlcbuild.fetch import INDEX, POOLING, index_shards, local_files, needed_files
 from mlcbuild.hub import HubSource, check_name, parse_source
 from tests.hub import Client, Fault, Hub, RefusedError
 
@@ -102,7 +102,7 @@ def test_only_what_steps_read_is_needed() -> None:
     names = [
         *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
         *("tokenizer.model", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt"),
-        "model.safetensors",
+        *("model.safetensors", "1_Pooling/config.json"),
     ]
     others = [
         *("pytorch_model.bin", "model.gguf", "onnx/model.onnx", "consolidated.safetensors", "README.md"),
@@ -170,6 +170,10 @@ def test_a_local_directory_is_selected_from_in_the_same_way(tmp_path: Path) -> N
     (tmp_path / INDEX).write_text('{"weight_map": {"w": "a.safetensors"}}')
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "notes.txt")
     assert local_files(tmp_path) == ("a.safetensors", "config.json", INDEX, "tokenizer.json")
+    (tmp_path / "1_Pooling").mkdir()
+    assert POOLING not in local_files(tmp_path)
+    (tmp_path / POOLING).write_text("{}")
+    assert local_files(tmp_path)[0] == POOLING
 
 
 def test_an_unusable_local_directory_is_named(tmp_path: Path) -> None:

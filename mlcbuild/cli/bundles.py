@@ -116,7 +116,11 @@ def serve(arguments: argparse.Namespace) -> int:
     from mlcbuild_runtime.arguments import options
     from mlcbuild_runtime.serve import serve as run
 
-    return run(arguments.bundles, options(arguments))
+    try:
+        found = options(arguments)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"mlcbuild serve: {error}") from None
+    return run(arguments.bundles, found)
 
 
 def chat(arguments: argparse.Namespace) -> int:

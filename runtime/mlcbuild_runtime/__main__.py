@@ -19,7 +19,11 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     arguments.add(parser)
     found = parser.parse_args(given)
-    return serve(found.bundles, arguments.options(found))
+    try:
+        options = arguments.options(found)
+    except argparse.ArgumentTypeError as error:
+        parser.error(str(error))
+    return serve(found.bundles, options)
 
 
 if __name__ == "__main__":

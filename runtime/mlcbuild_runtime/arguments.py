@@ -89,7 +89,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def options(found: argparse.Namespace) -> Options:
-    """From what a parser found."""
+    """From what a parser found. Raises ArgumentTypeError for options that do not go together."""
+    if found.draft_tokens is not None and found.speculate is None:
+        raise argparse.ArgumentTypeError(
+            "--draft-tokens says how many tokens to draft, and without --speculate none are: add --speculate"
+            " lookup, or --speculate with the directory of a smaller bundle, or leave --draft-tokens out"
+        )
     return Options(
         host=found.host,
         port=found.port,

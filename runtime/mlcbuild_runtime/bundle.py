@@ -92,7 +92,7 @@ class Serving:
     top_p: float | None = None
     top_k: int | None = None
     pooling: Pooling = "last"
-    """How embeddings are made of hidden states. No builder sets it yet; --pooling overrides it."""
+    """How embeddings are made of hidden states; from the checkpoint's 1_Pooling/config.json."""
 
 
 @dataclass(frozen=True)

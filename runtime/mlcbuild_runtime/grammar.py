@@ -197,11 +197,28 @@ class _Tokens:
     def __init__(self, vocabulary: Vocabulary, size: int, end: int) -> None:
         self.eos_token_id, self.bos_token_id = end, None
         self.tokens = [vocabulary.token_bytes(token) for token in range(size)]
-        self.special_token_ids = [token for token, data in enumerate(self.tokens) if not data]
-        self._vocabulary = vocabulary
+        # Byte 255, which no text has, begins how special tokens are written there: it must not be a token.
+        self.special_token_ids = [t for t, data in enumerate(self.tokens) if not data or data == b"\xff"]
+        for token in self.special_token_ids:
+            self.tokens[token] = f"<{token} {vocabulary.token_name(token)}>".encode()
+        self._vocabulary, self._special = vocabulary, frozenset(self.special_token_ids)
+        self._numbers = {data: t for t, data in enumerate(self.tokens) if t not in self._special}
+        self._longest = max(map(len, self._numbers), default=1)
 
     def __call__(self, text: str) -> list[int]:
-        return self._vocabulary.encode(text, special=False)
+        found = self._vocabulary.encode(text, special=False)
+        if self._special.isdisjoint(found):
+            return found
+        # The text spells a special token, which is not what it means: the longest tokens, one by one.
+        data, place, found = text.encode(), 0, []
+        while place < len(data):
+            sizes = range(min(self._longest, len(data) - place), 0, -1)
+            size = next((size for size in sizes if data[place : place + size] in self._numbers), 0)
+            if not size:
+                break  # what is left is chosen byte by byte
+            found.append(self._numbers[data[place : place + size]])
+            place += size
+        return found
 
 
 def _lark(constraint: Constraint, space: bool) -> str:

@@ -10,7 +10,7 @@ from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.replies import Prompt, error_document
 from mlcbuild_runtime.request import Event
-from mlcbuild_runtime.tools import Piece, call_id
+from mlcbuild_runtime.tools import Piece
 
 Document = dict[str, Json]
 CANCELLED = "cancelled"
@@ -69,9 +69,13 @@ class Output:
                 yield from self._close("completed")
                 yield from self._begin_message()
             yield from self._delta("output_text", piece.text)
-        elif piece.kind == "call":
+        elif piece.kind == "call" and self._reader is not None:
             yield from self._close("completed")
-            call: Document = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call_id()}
+            call: Document = {
+                "id": f"fc_{uuid.uuid4().hex}",
+                "type": "function_call",
+                "call_id": self._reader.call_id(),
+            }
             yield self._begin_item(call | {"name": piece.text, "arguments": "", "status": "in_progress"})
         elif piece.kind == "arguments":
             yield from self._delta("function_call_arguments", piece.text)

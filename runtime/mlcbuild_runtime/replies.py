@@ -11,7 +11,7 @@ from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.request import Event
 from mlcbuild_runtime.sampling import Logprob
-from mlcbuild_runtime.tools import Reader, call_id
+from mlcbuild_runtime.tools import Reader
 from mlcbuild_runtime.vocabulary import Vocabulary
 
 
@@ -62,7 +62,7 @@ class _Choice:
             self.calls += piece.kind == "call"
             call: dict[str, Json] = {"index": self.calls - 1}
             if piece.kind == "call":
-                call |= {"id": call_id(), "type": "function"}
+                call |= {"id": self.reader.call_id(), "type": "function"}
                 call["function"] = {"name": piece.text, "arguments": ""}
             else:
                 call["function"] = {"arguments": piece.text}

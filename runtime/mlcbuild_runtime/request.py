@@ -28,6 +28,8 @@ class Request:
     """Alternatives to report for each token; None: no log-probabilities at all."""
     constraint: Compiled | None = None
     """What the answer must be."""
+    shown: tuple[tuple[int, str], ...] = ()
+    """Special tokens that are part of the text, and how they are written."""
     ignore_eos: bool = False
     """Only `max_tokens`, the context and `stop` end the answer."""
     speculate: bool = True

@@ -49,7 +49,7 @@ class Sequence:
         self.accepted = self.rejected = 0
         self._keys: list[Key] = []
         self._numbers = Numbers(request.sampling)
-        self._stream = tokenizer.stream(request.stop, request.message)
+        self._stream = tokenizer.stream(request.stop, request.message, dict(request.shown))
         self._eos = tokenizer.eos
         self._counts: Counter[int] = Counter()
         self._matcher = matcher

@@ -63,7 +63,11 @@ def constrained(body: Mapping[str, Json]) -> bool:
 def chat(running: Engine, body: Mapping[str, Json]) -> Job:
     """A body of /v1/chat/completions. Raises RequestError."""
     call = api.chat_call(body, running.model.manifest.serving)
-    form, box, options = Form.of(running.tokenizer.template.source), call.toolbox, call.options
+    form, box, options = (
+        Form.of(running.tokenizer.template.source, running.tokenizer.vocabulary),
+        call.toolbox,
+        call.options,
+    )
     listed, extra = call.messages, dict(call.template_options)
     if not form.native:
         listed = tuple(tools.in_words(listed, box, form))
@@ -74,6 +78,8 @@ def chat(running: Engine, body: Mapping[str, Json]) -> Job:
         space = running.tokenizer.vocabulary.leading_space
         options = replace(options, constraint=tools.constraint(box, form, space))
     request = _request(running, options, tuple(tokens), message=True)
+    if box is not None:
+        request = replace(request, shown=tuple((token, name) for name, token in form.tokens.items()))
     reader = None if box is None else partial(Reader, form, box.choice)
     return _job(running, options, [request], [Prompt(0, len(tokens), reader=reader)], chat=True)
 

@@ -70,9 +70,12 @@ class Tokenizer:
         check_length(text, longest)
         return self.vocabulary.encode(text, special=False)
 
-    def stream(self, stop: Sequence[str] = (), message: bool = False) -> TextStream:
-        """`message`: the text is a whole message, not the continuation of one."""
-        return TextStream(self.vocabulary, stop, message and self.vocabulary.leading_space)
+    def stream(
+        self, stop: Sequence[str] = (), message: bool = False, shown: Mapping[int, str] | None = None
+    ) -> TextStream:
+        """`message`: the text is a whole message, not the continuation of one. `shown`: what special tokens
+        are in the text, where they are."""
+        return TextStream(self.vocabulary, stop, message and self.vocabulary.leading_space, shown)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of a whole sequence of tokens, special ones left out."""
@@ -93,8 +96,14 @@ def check_length(text: str, longest: int | None) -> None:
 class TextStream:
     """Tokens to text, piece by piece: never half a character, never a part of a stop string."""
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], strip: bool) -> None:
-        self._vocabulary, self._stop, self._strip = vocabulary, stop, strip
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop: Sequence[str],
+        strip: bool,
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
+        self._vocabulary, self._stop, self._strip, self._shown = vocabulary, stop, strip, shown or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
@@ -102,7 +111,9 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that is certain now."""
-        return self._take(self._decoder.decode(self._vocabulary.token_bytes(token)))
+        shown = self._shown.get(token)
+        data = self._vocabulary.token_bytes(token) if shown is None else shown.encode()
+        return self._take(self._decoder.decode(data))
 
     def finish(self) -> str:
         """What is left when no more tokens come: an unfinished character becomes U+FFFD."""

@@ -11,7 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mlcbuild_runtime.body import Body, checked_text, wrong
@@ -20,6 +20,7 @@ from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.formats import schema_text
 from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.template import Message
+from mlcbuild_runtime.vocabulary import Vocabulary
 
 MAX_TOOLS = 128
 _NAME = "[A-Za-z0-9_.-]{1,64}"
@@ -84,28 +85,84 @@ class Toolbox:
 
 @dataclass(frozen=True)
 class Form:
-    """How a call is written: begin {"name": "NAME", "KEY": {...}} end."""
+    """How calls are written: FIRST (LEAD {"name": "NAME", "KEY": {...}} END), with BETWEEN between two of
+    them, and LAST after all."""
 
-    begin: str
-    end: str
     key: str
     native: bool
     """The template knows tools."""
+    first: str = ""
+    lead: str = ""
+    end: str = ""
+    between: str = "\n"
+    last: str = ""
+    named: str = ""
+    """Where it is not empty a call is NAME, this, and the arguments."""
+    optional: bool = False
+    """FIRST may be left out."""
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    """Special tokens in these texts."""
+    short_ids: bool = False
+    """The template takes ids of nine letters and digits only."""
 
     @classmethod
-    def of(cls, template: str) -> Form:
-        """By the words of a chat template."""
+    def of(cls, template: str, vocabulary: Vocabulary | None = None) -> Form:
+        """By the words of a chat template. `vocabulary`: where their special tokens are."""
         native = "tools" in template
         if native and "<tool_call>" in template:
-            return cls("<tool_call>\n", "\n</tool_call>", "arguments", native)
-        key = "parameters" if native and '"parameters"' in template else "arguments"
-        return cls("", "", key, native)
+            return cls("arguments", native, lead="<tool_call>\n", end="\n</tool_call>")
+        if native and "[TOOL_CALLS]" in template:  # Mistral's, of two ages
+            tokens = _special(vocabulary, "[TOOL_CALLS]", "[ARGS]")
+            form = cls("arguments", native, between="", tokens=tokens, short_ids=True)
+            if "[ARGS]" in template:
+                return replace(form, lead="[TOOL_CALLS]", named="[ARGS]")
+            return replace(form, first="[TOOL_CALLS]", between=", ", last="]")
+        if native and '"parameters"' in template:  # Llama 3's
+            tokens = _special(vocabulary, "<|python_tag|>")
+            return cls("parameters", native, first="".join(tokens), optional=True, tokens=tokens)
+        return cls("arguments", native)
+
+    @property
+    def mark(self) -> str:
+        """What tells calls from text; empty: that they begin with a brace."""
+        return self.first or self.lead
+
+    def head(self, name: str) -> str:
+        """What goes between LEAD and the arguments of a call."""
+        if self.named:
+            return name + self.named
+        return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '
+
+    @property
+    def tail(self) -> str:
+        """What goes after them."""
+        return self.end if self.named else "}" + self.end
 
     def write(self, name: str, arguments: Json) -> str:
         """One call as the model's text."""
-        head = json.dumps(name, ensure_ascii=False)
-        body = f'{{"name": {head}, "{self.key}": {json.dumps(arguments, ensure_ascii=False)}}}'
-        return self.begin + body + self.end
+        return self.lead + self.head(name) + json.dumps(arguments, ensure_ascii=False) + self.tail
+
+    def literal(self, text: str) -> str:
+        """A text of the form in Lark, with its special tokens."""
+        parts = re.split("(" + "|".join(map(re.escape, self.tokens)) + ")", text) if self.tokens else [text]
+        found = [
+            f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part) for part in parts if part
+        ]
+        return " ".join(found)
+
+    def call_id(self) -> str:
+        """A new one."""
+        return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _special(vocabulary: Vocabulary | None, *names: str) -> dict[str, int]:
+    """Those of the names that are special tokens, which no text holds."""
+    found = {name: vocabulary.token_id(name) for name in names} if vocabulary is not None else {}
+    return {
+        name: token
+        for name, token in found.items()
+        if token is not None and vocabulary is not None and not vocabulary.token_bytes(token)
+    }
 
 
 def toolbox(body: Body) -> Toolbox | None:
@@ -153,26 +210,30 @@ def _tool(where: str, found: Json) -> Tool:
 
 def constraint(box: Toolbox, form: Form, space: bool) -> Constraint:
     """What an answer with these tools must be. `space`: it may begin with one."""
-    key = json.dumps(f', "{form.key}": ')
-    calls = [
-        f"{json.dumps(json.dumps({'name': tool.name})[:-1])} {key} %json {schema_text(tool.parameters)}"
-        for tool in box.tools
-    ]
-    again = f'("\\n" {_literal(form.begin)} call)*' if box.parallel else ""
-    rules = [f'call: ({" | ".join(calls)}) "}}" {_literal(form.end)}', r"TEXT: /(.|\n)*/"]
-    lead = '" "? ' if space else ""
+    written = [(form.literal(form.head(tool.name)), schema_text(tool.parameters)) for tool in box.tools]
+    calls = " | ".join(f"{head} %json {schema}" for head, schema in written)
+    lead, last = form.literal(form.lead), form.literal(form.last)
+    again = f"({form.literal(form.between)} {lead} call)*" if box.parallel else ""
+    rules = [f"call: ({calls}) {form.literal(form.tail)}", f"calls: {lead} call {again} {last}"]
+    mark, space_first = form.literal(form.mark), '" "? ' if space else ""
+    if form.last:
+        rules[1] = f'calls: " "? "[" call {again} {last}'  # with a space in Mistral's older models
+    begun = f"{form.literal(form.first)} calls"
+    if form.optional and mark:
+        begun = f"{mark}? calls"
+    text = r"TEXT: /(.|\n)*/"
     if box.choice == "required":
-        rules.append(f"start: {lead}{_literal(form.begin)} call {again}")
-    elif form.begin:
-        rules += [f"start: TEXT | head call {again}", f"head[lazy]: TEXT {_literal(form.begin)}"]
-    else:
+        rules.append(f"start: {space_first}{begun}")
+    elif form.optional or not mark:
+        later = f"({mark} calls)?" if mark else ""
         # What begins as a call is one.
-        rules += [f"start: {lead}(call {again} | prose)", r"prose: /([^ {](.|\n)*)?/"]
+        rules += [f"start: {space_first}({begun} | prose {later})", r"prose: /([^ {](.|\n)*)?/"]
+    elif form.mark in form.tokens:
+        rules += [f"start: TEXT ({begun})?", text]
+    else:
+        rest = "calls" if form.first else f"call {again} {last}"
+        rules += [f"start: TEXT | head {rest}", f"head[lazy]: TEXT {mark}", text]
     return Constraint("lark", "\n".join(rules), "tools")
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text) if text else ""
 
 
 def documents(box: Toolbox) -> list[Json]:
@@ -243,8 +304,15 @@ class Reader:
         self._state: Literal["start", "text", "head", "arguments", "tail"]
         self._state = "head" if choice == "required" else "start"
         self._depth, self._quoted, self._escaped = 0, False, False
-        head = re.escape(form.begin) + r'\{"name": ("(?:[^"\\]|\\.)*"), "' + re.escape(form.key) + '": '
-        self._head = re.compile(r"\s*" + head)
+        name = f"(.+?){re.escape(form.named)}" if form.named else r'\{"name": ("(?:[^"\\]|\\.)*"), '
+        key = "" if form.named else re.escape(f'"{form.key}": ')
+        opened = r"\s*\[?" if form.last else ""
+        first = f"(?:{re.escape(form.first)})?{opened}"
+        self._head = re.compile(rf"[\s,]*{first}\s*{re.escape(form.lead)}{name}{key}")
+
+    def call_id(self) -> str:
+        """Of a call that begins."""
+        return self._form.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[Piece]:
         """`last`: no more text will come."""
@@ -265,17 +333,20 @@ class Reader:
             yield Piece("text", self._held)
 
     def _read_start(self) -> Iterator[Piece]:
-        if self._form.begin:
+        begun, mark = self._held.lstrip(), self._form.mark
+        if mark and not self._form.optional:
             self._state = "text"
-        elif self._held.lstrip():
-            self._state = "head" if self._held.lstrip().startswith("{") else "text"
+        elif begun.startswith("{") or (mark and begun.startswith(mark)):
+            self._state = "head"
+        elif begun and not mark.startswith(begun):
+            self._state = "text"
         yield from ()
 
     def _read_text(self) -> Iterator[Piece]:
-        begin = self._form.begin
-        place = self._held.find(begin) if begin else -1
+        mark = self._form.mark
+        place = self._held.find(mark) if mark else -1
         if place < 0:
-            keep = next((n for n in range(len(begin) - 1, 0, -1) if self._held.endswith(begin[:n])), 0)
+            keep = next((n for n in range(len(mark) - 1, 0, -1) if self._held.endswith(mark[:n])), 0)
             place = len(self._held) - keep
         else:
             self._state = "head"
@@ -287,7 +358,7 @@ class Reader:
         found = self._head.match(self._held)
         if found is not None:
             self._held, self._state = self._held[found.end() :], "arguments"
-            yield Piece("call", str(json.loads(found[1])))
+            yield Piece("call", found[1] if self._form.named else str(json.loads(found[1])))
 
     def _read_arguments(self) -> Iterator[Piece]:
         """To the brace that closes the first one."""
@@ -308,11 +379,7 @@ class Reader:
         self._held = self._held[end:]
 
     def _read_tail(self) -> Iterator[Piece]:
-        end = "}" + self._form.end
+        end = self._form.tail
         if self._held.startswith(end):
             self._held, self._state = self._held[len(end) :], "head"
         yield from ()
-
-
-def call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -100,11 +101,12 @@ atexit.register(TRIAL.close)
 
 
 class _Bytes:
-    """A vocabulary of bytes, as llguidance asks for one: what a constraint costs does not depend on more."""
+    """A vocabulary of bytes, an end token and a special one, as llguidance asks for one: what a constraint
+    costs does not depend on more."""
 
     def __init__(self) -> None:
-        self.tokens = [*(bytes([byte]) for byte in range(256)), b""]
-        self.bos_token_id, self.eos_token_id, self.special_token_ids = None, 256, [256]
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"", b""]
+        self.bos_token_id, self.eos_token_id, self.special_token_ids = None, 256, [256, 257]
 
     def __call__(self, text: str) -> list[int]:
         return list(text.encode())
@@ -115,10 +117,11 @@ def work() -> None:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     _limit_memory()
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=[256])
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=258, eos_token=[256])
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
-        error = beginning(matcher(tokenizer, json.loads(line)))
+        grammar = re.sub(r"<\[[^\]]*\]>", "<[257]>", json.loads(line))  # one special token is like another
+        error = beginning(matcher(tokenizer, grammar))
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(error) + "\n")
         sys.stdout.flush()

@@ -6,6 +6,9 @@ import json
 import random
 import re
 import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -36,15 +39,38 @@ def _tokenizers() -> dict[str, Tokenizer]:
     return {"json": both, "pieces": Tokenizer(pieces, both.template, both.bos, both.eos)}
 
 
-TOKENIZERS = _tokenizers()
+TOOL_TOKENS = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+
+
+def _with_tool_tokens() -> Tokenizer:
+    """The embedded model's tokenizer with special tokens as other models have them."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Json
+
+    tokenizer = Json.from_file(str(TINY / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in TOOL_TOKENS])
+    with tempfile.TemporaryDirectory() as area:
+        tokenizer.save(f"{area}/tokenizer.json")
+        vocabulary = JsonVocabulary(Path(area, "tokenizer.json"))
+    both = Tokenizer.load(TINY)
+    return Tokenizer(vocabulary, both.template, both.bos, both.eos)
+
+
+TOKENIZERS = {**_tokenizers(), "tools": _with_tool_tokens()}
 GRAMMARS = {name: Grammars(found.vocabulary, SIZE, found.eos) for name, found in TOKENIZERS.items()}
 
 
-def drawn(constraint: Constraint, seed: int = 0, name: str = "json", message: bool = False) -> str:
+def drawn(
+    constraint: Constraint,
+    seed: int = 0,
+    name: str = "json",
+    message: bool = False,
+    shown: Mapping[int, str] | None = None,
+) -> str:
     """The text of tokens drawn at random from those that are allowed."""
     source, tokenizer = random.Random(seed), TOKENIZERS[name]
     matcher = GRAMMARS[name].compiled(constraint, message).matcher()
-    stream = tokenizer.stream((), message)
+    stream = tokenizer.stream((), message, shown)
     text = ""
     for _ in range(2000):
         allowed = matcher.allowed(SIZE).nonzero()[0].tolist()
@@ -125,6 +151,15 @@ def test_regular_expressions(pattern: str) -> None:
         for message in (False, True):
             text = drawn(Constraint("regex", pattern, "x"), seed, message=message)
             assert re.fullmatch(pattern, text), text
+
+
+def test_text_that_spells_a_special_token() -> None:
+    """It is forced as text, or chosen as text; an end token would end the answer."""
+    for text in ("<|end|>", "a <s> b", "[TOOL_CALLS]"):
+        schemas: list[dict[str, Json]] = [{"const": text}, {"enum": [text, text + "!"]}]
+        for schema in schemas:
+            found = json.loads(drawn(schema_constraint(schema, "x"), name="tools"))
+            assert found in (text, text + "!")
 
 
 def test_a_grammar() -> None:

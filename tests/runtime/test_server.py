@@ -367,13 +367,14 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Server) -> None:
     assert post(server, CHAT, body).status_code == 200
 
 
-def with_template(bundle: Path, template: str | None) -> None:
-    """Replaces the chat template of a copy, and the digest in its manifest."""
+def with_template(bundle: Path, template: str | None, *changed: str) -> None:
+    """Replaces the chat template of a copy, and the digests in its manifest of it and what is `changed`."""
     config = {} if template is None else {"chat_template": template}
     (bundle / "tokenizer_config.json").write_text(json.dumps(config))
     found = json.loads((bundle / "bundle.json").read_bytes())
-    file = toy.describe(bundle / "tokenizer_config.json")
-    found["files"]["tokenizer_config.json"] = {"blake3": file.blake3, "size": file.size}
+    for name in ("tokenizer_config.json", *changed):
+        file = toy.describe(bundle / name)
+        found["files"][name] = {"blake3": file.blake3, "size": file.size}
     found["serving"]["temperature"] = 1.9
     (bundle / "bundle.json").write_text(json.dumps(found))
 
@@ -460,6 +461,9 @@ def test_options_that_make_no_sense(toy_bundle: Path) -> None:
     done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--threads", "0")
     assert done.returncode == 2
     assert "must be at least 1, found 0" in done.stderr
+    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--draft-tokens", "4")
+    assert done.returncode == 2
+    assert "without --speculate none are: add --speculate lookup" in done.stderr
     done = shared.run("-m", "mlcbuild_runtime", "--help")
     assert done.returncode == 0
     assert "example: mlcbuild-serve" in done.stdout

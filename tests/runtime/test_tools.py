@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,17 @@ SCHEMA: dict[str, Json] = {
 ADD = Tool("add", "", SCHEMA)
 NOW = Tool("now", "The time", {"type": "object", "properties": {}, "additionalProperties": False})
 HERMES, PLAIN = Form.of(NATIVE), Form.of("{{ messages }}")
-FORMS = {"hermes": HERMES, "plain": PLAIN, "llama": Form.of('{{ tools }} {"name": x, "parameters": y}')}
+SPECIAL = TOKENIZERS["tools"].vocabulary
+LLAMA = '{{ tools }} {"name": x, "parameters": y}'
+FORMS = {
+    "hermes": HERMES,
+    "plain": PLAIN,
+    "llama": Form.of(LLAMA),
+    "llama, tagged": Form.of(LLAMA, SPECIAL),
+    "mistral": Form.of("{{ tools }}[TOOL_CALLS]", SPECIAL),
+    "mistral, as text": Form.of("{{ tools }}[TOOL_CALLS]"),
+    "mistral, newer": Form.of("{{ tools }}[TOOL_CALLS]name[ARGS]", SPECIAL),
+}
 
 
 def pieces(text: str, form: Form, choice: str, seed: int | None = None) -> list[Piece]:
@@ -59,7 +70,11 @@ def pieces(text: str, form: Form, choice: str, seed: int | None = None) -> list[
     return found
 
 
-@settings(max_examples=30, deadline=None)
+def shown(form: Form) -> dict[int, str]:
+    return {token: name for name, token in form.tokens.items()}
+
+
+@settings(max_examples=60, deadline=None)
 @given(
     form=st.sampled_from(sorted(FORMS)),
     parallel=st.booleans(),
@@ -68,7 +83,7 @@ def pieces(text: str, form: Form, choice: str, seed: int | None = None) -> list[
 )
 def test_every_forced_answer_is_calls(form: str, parallel: bool, seed: int, message: bool) -> None:
     box = Toolbox((ADD, NOW), "required", parallel)
-    text = drawn(constraint(box, FORMS[form], message), seed, message=message)
+    text = drawn(constraint(box, FORMS[form], message), seed, "tools", message, shown(FORMS[form]))
     found = pieces(text, FORMS[form], "required", seed)
     assert [piece.kind for piece in found] == ["call", "arguments"] * (len(found) // 2)
     assert len(found) == 2 or parallel
@@ -93,6 +108,62 @@ def test_text_and_calls(seed: int | None) -> None:
     ]
 
 
+LOOK = "Let me see. "
+ARGUMENTS = '{"a": 1, "b": "y{\\"}"}'
+CALLED = [Piece("call", "add"), Piece("arguments", ARGUMENTS)]
+ONE = '{"name": "add", "arguments": ' + ARGUMENTS + "}"
+OTHER = ONE.replace("arguments", "parameters")
+STYLES = [
+    ("mistral", f"[TOOL_CALLS] [{ONE}, {ONE}]", [*CALLED, *CALLED]),
+    ("mistral", f"{LOOK}[TOOL_CALLS][{ONE}]", [Piece("text", LOOK), *CALLED]),
+    ("mistral", LOOK, [Piece("text", LOOK)]),
+    ("mistral, as text", f"{LOOK}[TOOL_CALLS] [{ONE}]", [Piece("text", LOOK), *CALLED]),
+    ("mistral, newer", f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}" * 2, [*CALLED, *CALLED]),
+    ("mistral, newer", f"{LOOK}[TOOL_CALLS]add[ARGS]{ARGUMENTS}", [Piece("text", LOOK), *CALLED]),
+    ("llama, tagged", f"<|python_tag|>{OTHER}", CALLED),
+    ("llama, tagged", f"{OTHER}\n{OTHER}", [*CALLED, *CALLED]),
+    ("llama, tagged", f"{LOOK}<|python_tag|>{OTHER}", [Piece("text", LOOK), *CALLED]),
+    ("llama, tagged", LOOK, [Piece("text", LOOK)]),
+    ("llama", OTHER, CALLED),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "wanted"), STYLES)
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_styles_of_models_are_read_and_allowed(
+    name: str, text: str, wanted: list[Piece], seed: int | None
+) -> None:
+    form = FORMS[name]
+    assert pieces(text, form, "auto", seed) == wanted
+    compiled = GRAMMARS["tools"].compiled(constraint(Toolbox((ADD,), "auto", True), form, False), False)
+    matcher = compiled.matcher()
+    known = {token: SPECIAL.token_bytes(token) for token in range(SIZE)}
+    known |= {token: name.encode() for name, token in form.tokens.items()}
+    left = text.encode()
+    while left:
+        fitting = [token for token in matcher.allowed(SIZE).nonzero()[0].tolist() if known[token]]
+        token = next((token for token in fitting if left.startswith(known[token])), None)
+        assert token is not None, left
+        matcher.take(token)
+        left = left.removeprefix(known[token])
+    assert matcher.allowed(SIZE)[sorted(TOKENIZERS["tools"].eos)].all(), text
+
+
+def test_a_special_token_is_no_text() -> None:
+    """Where calls begin with a special token, an answer cannot write its name instead, nor other tools."""
+    compiled = GRAMMARS["tools"].compiled(
+        constraint(Toolbox((ADD,), "required", False), FORMS["mistral"], False), False
+    )
+    (first,) = compiled.matcher().allowed(SIZE).nonzero()[0].tolist()
+    assert first == FORMS["mistral"].tokens["[TOOL_CALLS]"]
+
+
+def test_ids_are_what_a_template_takes() -> None:
+    """Mistral's templates refuse ids that are not nine letters and digits."""
+    assert re.fullmatch("[a-z0-9]{9}", FORMS["mistral"].call_id())
+    assert HERMES.call_id().startswith("call_")
+
+
 def test_a_free_answer_may_be_text_or_calls() -> None:
     for form in (HERMES, PLAIN):
         wanted = constraint(Toolbox((ADD,), "auto", True), form, space=False)
@@ -104,7 +175,7 @@ def test_a_free_answer_may_be_text_or_calls() -> None:
                 matcher.take(letters[bytes([byte])])
             assert matcher.allowed(SIZE)[sorted(TOKENIZERS["json"].eos)].all(), text
         matcher = GRAMMARS["json"].compiled(wanted, message=False).matcher()
-        for byte in (form.begin + '{"name": "').encode():
+        for byte in (form.mark + '{"name": "').encode():
             matcher.take(letters[bytes([byte])])
         allowed = {vocabulary.token_bytes(int(token))[:1] for token in matcher.allowed(SIZE).nonzero()[0]}
         assert allowed == {b"a"}
@@ -174,16 +245,47 @@ def native_server(toy_bundle: Path, tmp_path_factory: pytest.TempPathFactory) ->
         yield running
 
 
+MISTRAL = "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %} [TOOL_CALLS]"
+
+
+def test_calls_that_begin_with_a_special_token(toy_copy: Path) -> None:
+    """Over HTTP, whole and streamed, in chats and responses."""
+    path = toy_copy / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|user|>", "[TOOL_CALLS]"))
+    with_template(toy_copy, MISTRAL, "tokenizer.json")
+    with shared.serving(toy_copy) as server:
+        url = f"{server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            options: Any = {"model": server.name, "temperature": 1.5, "seed": 3, "tool_choice": "required"}
+            asked = {**options, "messages": HI, "tools": TOOLS[:1], "parallel_tool_calls": False}
+            (choice,) = client.chat.completions.create(**asked).choices
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+            check(choice.message.tool_calls, "[0-9a-f]{9}")
+            arguments = ""
+            for chunk in client.chat.completions.create(**asked, stream=True):
+                assert not chunk.choices[0].delta.content
+                for call in chunk.choices[0].delta.tool_calls or []:
+                    assert call.function is not None
+                    arguments += call.function.arguments or ""
+            (made,) = choice.message.tool_calls or []
+            assert made.type == "function" and arguments == made.function.arguments
+            flat: Any = [{"type": "function", **TOOLS[0]["function"]}]
+            del options["seed"]
+            (item,) = client.responses.create(**options, input="hi", tools=flat).output[:1]
+            assert item.type == "function_call"
+            jsonschema.validate(json.loads(item.arguments), SCHEMA)
+
+
 TOOLS: Any = [
     {"type": "function", "function": {"name": "add", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "now"}},
 ]
 
 
-def check(calls: Any) -> None:
+def check(calls: Any, name: str = "call_.*") -> None:
     assert calls
     for call in calls:
-        assert call.type == "function" and call.id.startswith("call_")
+        assert call.type == "function" and re.fullmatch(name, call.id)
         if call.function.name == "add":
             jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
         else:
