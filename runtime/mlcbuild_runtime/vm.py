@@ -188,7 +188,10 @@ class Model:
     @cached_property
     def _cache(self) -> tvm_ffi.Tensor:
         """Allocated at the first call, by the thread that calls; the system backs pages as they are used."""
-        return self._create_cache(tvm_ffi.Shape([self.pages]))
+        cache = self._create_cache(tvm_ffi.Shape([self.pages]))
+        seen = np.from_dlpack(cache)
+        tensors.prefer_large_pages(seen.ctypes.data, seen.nbytes)
+        return cache
 
     def forward(self, step: Step) -> Floats:
         """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens.

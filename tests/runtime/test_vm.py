@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -203,3 +204,19 @@ def test_weights_are_mapped_and_not_copied(tiny_bundle: Path) -> None:
     first = model._weights.arrays[0]
     ranges = [np.frombuffer(mapped, np.uint8) for mapped in model._weights.maps]
     assert any(np.shares_memory(first, part) for part in ranges)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
+    reason="this system has no large pages to ask for",
+)
+def test_the_cache_asks_for_large_pages(tiny_bundle: Path) -> None:
+    cache = np.from_dlpack(Model.load(tiny_bundle)._cache)
+    middle = cache.ctypes.data + cache.nbytes // 2
+    areas = re.split(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    found = [
+        told
+        for start, end, told in zip(areas[1::3], areas[2::3], areas[3::3], strict=True)
+        if int(start, 16) <= middle < int(end, 16)
+    ]
+    assert re.search(r"^VmFlags:.* hg ", found[0], re.MULTILINE)

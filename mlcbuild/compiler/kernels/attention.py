@@ -29,10 +29,15 @@ from mlcbuild.compiler.kernels.attention_plan import (
 )
 from mlcbuild.compiler.kernels.cache import PAGE
 from mlcbuild.compiler.kernels.floats import Floats, kernel, over_rows, registers, scratch, size_var
-from mlcbuild.compiler.kernels.vectors import prefetch
+from mlcbuild.compiler.kernels.vectors import i64, prefetch
 
 NO_WINDOW = 1 << 30
 """The window argument of a layer that sees everything."""
+
+MANY_TASKS = 16
+"""Tasks for one head that keep all cores equally busy in any order."""
+SHORT = 4
+"""Rows of a sequence that are read for rather than computed with."""
 
 _HIDDEN = -2e30  # a hidden score is far below the first maximum: e^-87, not NaN
 
@@ -87,13 +92,18 @@ def attention(spec: Attention) -> PrimFunc:
             call = Call(spec, *tensors, batch, layer, window, out, *room, *tables)
             total = plan(call)
             with T.parallel(total * heads.kv) as index:
-                _task(
-                    call,
-                    T.bind(_folded(T.bind(T.truncmod(index, total)), total)),
-                    T.bind(T.truncdiv(index, total)),
-                )
+                _task(call, *_place(call, rows, total, index))
             over_rows(batch, SERIAL_SEQUENCES, lambda sequence: join(call, T.Cast("int32", sequence)))
     return made.func
+
+
+def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
+    """(line of the plan, kv head) of a task. With many parts of sequences that have few rows, all heads of a
+    part follow each other, as their keys and values do in a page; otherwise a head's tasks do, folded."""
+    heads = i64(call.spec.heads.kv)
+    streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
+    number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
+    return T.bind(number), T.bind(T.Select(streamed, T.truncmod(index, heads), T.truncdiv(index, total)))
 
 
 def _folded(index: Expr, blocks: Expr) -> Expr:
