@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -246,7 +247,7 @@ def test_a_manifest_is_what_its_digest_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"[]", b"{", b'{"layers": []}', b'{"layers": [{"digest": "x"}]}'])
-def test_a_tag_of_something_else_costs_one_warning(data: bytes, tmp_path: Path) -> None:
+def test_a_tag_of_something_else_is_refused(data: bytes, tmp_path: Path) -> None:
     def other(handler: Handler) -> bool:
         handler.answer(200, data)
         return True
@@ -254,5 +255,26 @@ def test_a_tag_of_something_else_costs_one_warning(data: bytes, tmp_path: Path) 
     with serving(other) as server:
         user = User(tmp_path / "one", f"oci://{server.url[7:]}/r")
         assert statuses(user.run()) == BUILT
-        (warning,) = user.warnings()
-        assert "stands for something else than a file of a cache" in warning
+        refused = [warning for warning in user.warnings() if " is refused: " in warning]
+        assert all("the tag stands for something else than a file of a cache" in text for text in refused)
+        assert len(refused) == 3 and "is not asked again in this run" in " ".join(user.warnings())
+
+
+def test_a_blob_that_the_registry_lost_is_sent_anew(registry_server: Server, tmp_path: Path) -> None:
+    """A tag outlives its blob where somebody removed that, and is mended by who builds the step."""
+    repository = f"team/{secrets.token_hex(8)}"
+    first = User(tmp_path / "1", registry_server.url(repository))
+    (record,) = [step.record for step in first.run().steps if step.name == "c"]
+    assert record is not None
+    manifest = json.loads(registry_server.get(f"{repository}/manifests/cas-{record.files[0].digest}"))
+    digest = manifest["layers"][0]["digest"]
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{registry_server.port}/v2/{repository}/blobs/{digest}", method="DELETE"
+    )
+    urllib.request.urlopen(asked).close()
+    second = User(tmp_path / "2", registry_server.url(repository))
+    assert statuses(second.run())["c"] == "built"
+    (warning,) = second.warnings()
+    assert "is refused: the registry lacks the blob that the tag names" in warning
+    third = User(tmp_path / "3", registry_server.url(repository))
+    assert statuses(third.run())["c"] == "reused" and third.warnings() == []

@@ -11,14 +11,10 @@ from blake3 import blake3
 
 from mlcbuild.canon import Entry
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes.transport import CHUNK, Buffer, CancelledError, SlowError, Transport
+from mlcbuild.remotes.transport import CHUNK, Buffer, CancelledError, DamagedError, SlowError, Transport
 
 _ATTEMPTS = 3
 """Requests in a row that bring nothing."""
-
-
-class DamagedError(ValueError):
-    """A blob is not what its name says. The message is the end of a sentence."""
 
 
 def download(
@@ -141,3 +137,5 @@ class _Part:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if self.size and not self.have:  # there is nothing to go on with
+            self.discard()

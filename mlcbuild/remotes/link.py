@@ -15,10 +15,10 @@ from mlcbuild.keyfile import Signer
 from mlcbuild.records import Record
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.directory import Directory
-from mlcbuild.remotes.download import DamagedError, download
+from mlcbuild.remotes.download import download
 from mlcbuild.remotes.http import Http
 from mlcbuild.remotes.signing import LARGEST, RefusedError, seal, unseal
-from mlcbuild.remotes.transport import SLOWEST, TIMEOUT, CancelledError, Transport
+from mlcbuild.remotes.transport import SLOWEST, TIMEOUT, CancelledError, DamagedError, Transport
 from mlcbuild.store import Store
 
 _LIES = 3
@@ -56,7 +56,7 @@ class Link:
             return None if data is None else unseal(key, data, self.remote.trust)
         except RemoteError as error:
             self._fail(error, writing=False)
-        except RefusedError as error:
+        except (RefusedError, DamagedError) as error:
             self._refuse(name, f"the record {key}", str(error))
         return None
 
@@ -155,7 +155,10 @@ class Link:
 
     def _size(self, name: str) -> int | None:
         """What is there: its size, None for nothing, -1 for something that must be replaced."""
-        return -1 if name in self._lies else self._open().size(name)
+        try:
+            return -1 if name in self._lies else self._open().size(name)
+        except DamagedError:
+            return -1
 
     def _refuse(self, name: str, what: str, why: str) -> None:
         with self._guard:

@@ -11,10 +11,9 @@ import json
 import threading
 from typing import BinaryIO
 
-from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.reference import Descriptor, parse
 from mlcbuild.remotes.registry import EMPTY, EMPTY_TYPE, MANIFEST, Registry
-from mlcbuild.remotes.transport import TIMEOUT, Body
+from mlcbuild.remotes.transport import TIMEOUT, Body, DamagedError
 
 TYPE = "application/vnd.mlcbuild.cache.v1"
 _FILE = "application/octet-stream"
@@ -34,10 +33,15 @@ class Oci:
             return None
         if start >= layer.size:
             start = 0
-        return self._registry.blob(layer.digest, start)
+        found = self._registry.blob(layer.digest, start)
+        if found is None:
+            raise DamagedError("the registry lacks the blob that the tag names")
+        return found
 
     def size(self, name: str) -> int | None:
         layer = self._layer(name)
+        if layer is not None and not self._registry.has(layer.digest):
+            raise DamagedError("the registry lacks the blob that the tag names")
         return None if layer is None else layer.size
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
@@ -65,9 +69,7 @@ class Oci:
             (layer,) = json.loads(found[1])["layers"]
             return Descriptor(_FILE, str(layer["digest"]), int(layer["size"]))
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise RemoteError(
-                f"the tag {_tag(name)} stands for something else than a file of a cache"
-            ) from None
+            raise DamagedError("the tag stands for something else than a file of a cache") from None
 
 
 def _tag(name: str) -> str:

@@ -69,7 +69,8 @@ class Registry:
                 if len(data) > LARGEST:
                     raise RemoteError(f"the manifest {reference} has more than {LARGEST} bytes")
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        if reference.startswith("sha256:") and digest != reference:
+        stated = response.headers.get("Docker-Content-Digest", digest)
+        if digest != (reference if reference.startswith("sha256:") else stated):
             raise RemoteError(f"the manifest {reference} has other bytes than its digest says")
         return digest, bytes(data)
 

@@ -26,6 +26,10 @@ class SlowError(RemoteError):
     """A transfer is so slow that it is given up: to ask again would only bring more of the same."""
 
 
+class DamagedError(ValueError):
+    """What a remote has under a name is not what the name says. The message is the end of a sentence."""
+
+
 class CancelledError(Exception):
     """A transfer was ended because the run ends."""
 
@@ -50,7 +54,10 @@ class Body:
 
 
 class Transport(Protocol):
-    """One remote. Methods may be called from several threads, and raise RemoteError when it fails."""
+    """One remote. Methods may be called from several threads, and raise RemoteError when it fails.
+
+    Those that read may raise DamagedError, too.
+    """
 
     def open(self, name: str, start: int = 0) -> Body | None:
         """The bytes of `ac/<key>` or `cas/<digest>`; None when there is no such name."""
