@@ -44,11 +44,15 @@ def materialise(store: Store, record: Record, destination: Path) -> bool:
             raise MlcbuildError(f"{destination} cannot be written: {error.strerror or error}") from error
 
 
+def marker(destination: Path) -> Path:
+    """The file beside an output that lists what was written there."""
+    return destination.with_name(f".{destination.name}.mlcbuild.json")
+
+
 def _replace(store: Store, record: Record, destination: Path) -> bool:
-    marker, new, old = (
-        destination.with_name(f".{destination.name}.mlcbuild.{end}") for end in ("json", "new", "old")
-    )
-    listed = _read(marker)
+    known = marker(destination)
+    new, old = known.with_suffix(".new"), known.with_suffix(".old")
+    listed = _read(known)
     _check_ours(destination, listed)
     if _holds(destination, record, listed):
         return False
@@ -56,11 +60,11 @@ def _replace(store: Store, record: Record, destination: Path) -> bool:
     remove_tree(old)  # left by a run that was killed here; its files were ours
     new.mkdir(parents=True)
     store.link_out(record.files, new)
-    _write(marker, [*listed, *record.rows])  # whichever of both a crash leaves is known as ours
+    _write(known, [*listed, *record.rows])  # whichever of both a crash leaves is known as ours
     if destination.exists():
         destination.rename(old)
     new.rename(destination)
-    _write(marker, list(record.rows))
+    _write(known, list(record.rows))
     remove_tree(old)
     return True
 
@@ -112,17 +116,17 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
             yield place, place.relative_to(root).as_posix()
 
 
-def _read(marker: Path) -> list[Row]:
+def _read(known: Path) -> list[Row]:
     try:
         return [
             (str(path), str(digest), int(size))
-            for path, digest, size in json.loads(marker.read_bytes())["files"]
+            for path, digest, size in json.loads(known.read_bytes())["files"]
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
 
-def _write(marker: Path, rows: list[Row]) -> None:
-    part = marker.with_suffix(".part")
+def _write(known: Path, rows: list[Row]) -> None:
+    part = known.with_suffix(".part")
     part.write_bytes(canonical({"files": [list(row) for row in rows], "format": "export/1"}) + b"\n")
-    part.replace(marker)
+    part.replace(known)

@@ -1,7 +1,8 @@
 """What a run did, kept in the store so that it can be shown and compared later.
 
-One JSON file for each run, `runs/<recipe>/<time>.json` below the store's root; the newest KEPT stay. It
-is for people: nothing that is built depends on it.
+Two JSON files below the store's root for each run, `runs/<recipe>/<time>.json` and what of it is the same
+for runs without work, `runs/<recipe>/<digest>.rest`; the newest KEPT runs stay. It is for people: nothing
+that is built depends on it.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ import platform
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mlcbuild.canon import bytes_digest
-from mlcbuild.events import Event, Reporter, RunResult, StepFinished, StepPlaced, StepStarted
+from mlcbuild.events import Event, Reporter, RunResult, StepFinished, StepPlaced, StepStarted, Warned
 from mlcbuild.graph import Graph, Step
 from mlcbuild.store import Store
 
-FORMAT = "mlcbuild-run/1"
+FORMAT = "mlcbuild-run/2"
 KEPT = 20
 
 
@@ -95,6 +96,7 @@ class Clock:
         self._begun = time.monotonic()
         self.starts: dict[str, float] = {}
         self.tails: dict[str, str] = {}
+        self.warned = False
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -102,6 +104,8 @@ class Clock:
                 self.starts[event.name] = time.monotonic() - self._begun
             case StepFinished():
                 self.tails[event.result.name] = event.tail
+            case Warned():
+                self.warned = True
             case _:
                 pass
         self._report(event)
@@ -140,23 +144,51 @@ def machine() -> str:
 def save(store: Store, recipe: Path, log: RunLog) -> None:
     """Keeps a log; a store that cannot be written keeps none, which fails nothing."""
     with suppress(OSError):
-        directory = _directory(store, recipe)
-        directory.mkdir(parents=True, exist_ok=True)
+        kept, rest = keep_rest(store, recipe, log)
+        directory = kept.parent
         # Sorted by name is sorted by time.
         path = directory / f"{round(log.time * 1000):015}-{os.getpid()}.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"format": FORMAT, **asdict(log)}, ensure_ascii=False), encoding="utf-8")
-        part.replace(path)
+        _write(path, f'{{"time": {log.time!r}, "seconds": {log.seconds!r}, {rest}')
         for old in sorted(directory.glob("*.json"))[:-KEPT]:
             old.unlink()
+        named = {json.loads(path.read_bytes()).get("rest") for path in directory.glob("*.json")}
+        for path in directory.glob("*.rest"):
+            if path.stem not in named:
+                path.unlink()
 
 
-def latest(store: Store, recipe: Path) -> list[RunLog]:
-    """The logs of a recipe's runs, the newest first. Those that cannot be read are left out."""
-    found = []
+def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
+    """Writes what a log says besides its times to a file; its path, and the end of a JSON that names it.
+
+    Raises OSError.
+    """
+    fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
+    fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
+    text = json.dumps(fields, ensure_ascii=False)
+    name = bytes_digest(text.encode())
+    directory = _directory(store, recipe)
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / f"{name}.rest").exists():
+        _write(directory / f"{name}.rest", text)
+    return directory / f"{name}.rest", f'"format": {json.dumps(FORMAT)}, "rest": "{name}"}}'
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def latest(store: Store, recipe: Path, count: int = KEPT) -> list[RunLog]:
+    """The logs of a recipe's last runs, the newest first. Those that cannot be read are left out."""
+    found: list[RunLog] = []
     for path in sorted(_directory(store, recipe).glob("*.json"), reverse=True):
+        if len(found) == count:
+            break
         with suppress(OSError, ValueError, TypeError, KeyError):
-            found.append(_from_json(json.loads(path.read_bytes())))
+            head = json.loads(path.read_bytes())
+            rest = json.loads(path.with_name(f"{head.pop('rest')}.rest").read_bytes())
+            found.append(_from_json({**head, **rest}))
     return found
 
 

@@ -7,6 +7,7 @@
     logs/                the latest log of each step
     known/k0/<key>       record of a remote whose files were not all needed here (mlcbuild.remotes.sharing)
     partial/<digest>     what has arrived of a blob; locks/<digest> is held while it grows
+    receipts/, runs/     what makes a run without work short (mlcbuild.receipt); logs (mlcbuild.runlog)
     index.sqlite         remembered digests and recent keys (mlcbuild.statcache); may be deleted
     lock                 shared by builders, exclusive for gc
 

@@ -84,12 +84,17 @@ def from_json(data: Mapping[str, Json], name: str = "") -> Target:
 def presets() -> Mapping[str, Target]:
     """The targets that come with mlcbuild, by name. Raises InputError on a fault in one, SetupError
     when they are missing."""
+    files = sorted(directory().glob("*.yaml"), key=lambda path: path.stem)
+    return {path.stem: read_preset(path) for path in files}
+
+
+def directory() -> Path:
+    """Where the presets are. Raises SetupError when they are missing."""
     package = Path(__file__).parent
     # A wheel carries them inside the package; a checkout has them at its top.
-    for directory in (package / "presets", package.parent / "targets"):
-        files = list(directory.glob("*.yaml"))
-        if files:
-            return {path.stem: read_preset(path) for path in sorted(files, key=lambda path: path.stem)}
+    for place in (package / "presets", package.parent / "targets"):
+        if any(place.glob("*.yaml")):
+            return place
     raise SetupError("the target presets of mlcbuild are missing: install it again")
 
 

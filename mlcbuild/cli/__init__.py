@@ -334,6 +334,7 @@ def _command(arguments: Sequence[str]) -> int:
         rest = [item for item in rest if item.startswith("-")]
     if rest:
         raise UsageError(_unknown(parsed.verb, rest))
+    parsed.words = list(arguments)
     verb = VERBS[parsed.verb]
     function: Callable[[argparse.Namespace], int] = getattr(
         import_module(f"mlcbuild.cli.{verb.module}"), verb.function

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from mlcbuild.pipeline import Pipeline, Product, build
 from mlcbuild.store import Store, default_root
 
 if TYPE_CHECKING:
+    from mlcbuild.cli.receipts import Settled
     from mlcbuild.emit import Finished
     from mlcbuild.keyfile import Signer
     from mlcbuild.plan import Plan, Planned
@@ -163,12 +165,13 @@ def _memories(estimates: dict[str, dict[str, int] | None]) -> list[str]:
 def run(arguments: argparse.Namespace) -> int:
     from mlcbuild import keyfile, runlog
     from mlcbuild.ci import turns
-    from mlcbuild.cli import telling
+    from mlcbuild.cli import receipts, telling
     from mlcbuild.execute import Options
-    from mlcbuild.report import document, reporting
+    from mlcbuild.report import document, reporting, summary
 
     if arguments.dry_run:
         return plan(arguments)
+    began = time.time_ns()
     telling.check_writable(arguments)
     pipeline, store = read_pipeline(arguments), open_store(arguments)
     only = choice(arguments, pipeline)
@@ -201,9 +204,27 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document(result, [outcome.to_json() for outcome in outcomes]), indent=2))
     else:
-        print("\n".join([*(outcome.line for outcome in outcomes if outcome.line), _last(result, outcomes)]))
+        last = f"{summary(result)}{_places(outcomes)}"
+        print("\n".join([*(outcome.line for outcome in outcomes if outcome.line), last]))
+    if not clock.warned:
+        _leave_receipt(arguments, receipts.Settled(pipeline, store, result, log), outcomes, began)
     errors = [outcome.error.exit_code for outcome in outcomes if outcome.error is not None]
     return result.exit_code or max(errors, default=0)
+
+
+def _leave_receipt(
+    arguments: argparse.Namespace, run: Settled, outcomes: Sequence[Outcome], began: int
+) -> None:
+    """So that this command line is done at once next time, if there is nothing left to do for it."""
+    from mlcbuild.cli import receipts
+
+    told = (arguments.junit, arguments.summary, os.environ.get("GITHUB_STEP_SUMMARY"))
+    other = (arguments.json, arguments.shard, arguments.affected_by, arguments.force)
+    if any((*told, *other)) or not run.result.ok or not all(outcome.made for outcome in outcomes):
+        return
+    lines = tuple(replace(outcome, status="reused").line for outcome in outcomes)
+    bundles = tuple(outcome.product.variant.output for outcome in outcomes)
+    receipts.leave(run, receipts.Said(lines, _places(outcomes)), bundles, arguments.words, began)
 
 
 def _executor(text: str) -> str:
@@ -257,12 +278,16 @@ class Outcome:
     error: MlcbuildError | None = None
     note: str = ""
 
+    @property
+    def made(self) -> bool:
+        """Whether the bundle is there."""
+        return self.status in ("built", "reused")
+
     def to_json(self) -> dict[str, str | None]:
-        built = self.status in ("built", "reused")
         variant = self.product.variant
         return {
             "name": variant.name,
-            "bundle": str(variant.output) if built else None,
+            "bundle": str(variant.output) if self.made else None,
             "status": self.status,
             "note": self.words,
         }
@@ -276,7 +301,7 @@ class Outcome:
         variant = self.product.variant
         if self.error is not None:
             return f"failed  {variant.name}: {self.error}"
-        where = f"  {_near(variant.output)}" if self.status in ("built", "reused") else ""
+        where = f"  {_near(variant.output)}" if self.made else ""
         return f"{self.status:<7} {variant.name}{where}" + (f"  ({self.note})" if self.note else "")
 
 
@@ -318,15 +343,11 @@ def _near(path: Path) -> str:
         return str(path)
 
 
-def _last(result: RunResult, outcomes: Sequence[Outcome]) -> str:
-    from mlcbuild.report import summary
-
-    places = sorted(
-        {_near(o.product.variant.output.parent) for o in outcomes if o.status in ("built", "reused")}
-    )
-    made = sum(outcome.status in ("built", "reused") for outcome in outcomes)
-    where = f"; {made} bundle{'s' if made != 1 else ''} in {', '.join(places)}" if places else ""
-    return f"{summary(result)}{where}"
+def _places(outcomes: Sequence[Outcome]) -> str:
+    """The end of the last line: how many bundles there are, and where."""
+    made = [outcome for outcome in outcomes if outcome.made]
+    places = sorted({_near(outcome.product.variant.output.parent) for outcome in made})
+    return f"; {len(made)} bundle{'s' if len(made) != 1 else ''} in {', '.join(places)}" if places else ""
 
 
 def explain(arguments: argparse.Namespace) -> int:

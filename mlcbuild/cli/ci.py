@@ -79,7 +79,7 @@ def report(arguments: argparse.Namespace) -> int:
     from mlcbuild import page, runlog
 
     recipe, store = Path(arguments.recipe), open_store(arguments)
-    logs = runlog.latest(store, recipe)
+    logs = runlog.latest(store, recipe, 2)
     if not logs:
         raise UsageError(
             f"{recipe}: the store at {store.root} has no run of it to report; "

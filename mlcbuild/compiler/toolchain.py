@@ -126,14 +126,20 @@ def _candidates(target: Target) -> Iterator[Linker]:
     if target.system == "macos":
         yield from _macho_candidates(target)
         return
-    names = [f"{target.architecture}-linux-gnu-ld", "ld", "ld.lld"] if sys.platform == "linux" else ["ld.lld"]
-    if target.system == "windows":
-        names = [f"{target.architecture}-w64-mingw32-ld"]
-    for name in names:
+    for name in programs(target):
         if path := shutil.which(name):
             yield Linker((path,), "gnu", name)
     if target.system != "windows" and (command := _zig()):
         yield Linker((*command, "ld.lld"), "gnu", "ziglang ld.lld")
+
+
+def programs(target: Target) -> tuple[str, ...]:
+    """Names of the programs that are looked for to link for a target."""
+    if target.system == "macos":
+        return ("clang", "ld64.lld")
+    if target.system == "windows":
+        return (f"{target.architecture}-w64-mingw32-ld",)
+    return (f"{target.architecture}-linux-gnu-ld", "ld", "ld.lld") if sys.platform == "linux" else ("ld.lld",)
 
 
 def _macho_candidates(target: Target) -> Iterator[Linker]:
