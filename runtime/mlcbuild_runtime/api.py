@@ -25,7 +25,7 @@ from mlcbuild_runtime.bundle import Serving
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json, is_integer
 from mlcbuild_runtime.grammar import Constraint
-from mlcbuild_runtime.messages import MESSAGES, messages
+from mlcbuild_runtime.messages import CONTENT, MESSAGES, content_text, messages
 from mlcbuild_runtime.sampling import Sampling
 from mlcbuild_runtime.template import Message
 from mlcbuild_runtime.tools import TOOL_CHOICE, TOOLS, Toolbox, toolbox
@@ -83,11 +83,17 @@ COMMON: Table = {
     **neutral(
         audio=(), best_of=(1,), function_call=("none", "auto"), functions=([],), modalities=(["text"],)
     ),
-    **neutral(prediction=(), reasoning_effort=(), suffix=("",), verbosity=(), web_search_options=()),
+    **neutral(reasoning_effort=(), suffix=("",), verbosity=(), web_search_options=()),
+}
+_PREDICTION: dict[str, Json] = {
+    "type": "object",
+    "required": ["type", "content"],
+    "properties": {"type": {"const": "content"}, "content": CONTENT},
 }
 CHAT: Table = {
     "messages": Field(MESSAGES, "The chat so far."),
     **COMMON,
+    "prediction": Field(_PREDICTION, "What the answer is expected to be: drafted; the answer is the same."),
     "max_completion_tokens": integer(1, about="The newer name of max_tokens."),
     "logprobs": boolean(),
     "top_logprobs": integer(0, MAX_LOGPROBS, "Only with `logprobs`."),
@@ -137,6 +143,8 @@ class ChatCall:
     messages: tuple[Message, ...]
     toolbox: Toolbox | None
     template_options: Mapping[str, Json]
+    prediction: str
+    """Empty: none."""
     options: Options
 
 
@@ -164,7 +172,17 @@ def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
     box = toolbox(fields)
     if box is not None and options.constraint is not None:
         raise RequestError("tools and response_format are two constraints: send one", param="response_format")
-    return ChatCall(messages(fields), box, fields.object("chat_template_kwargs"), options)
+    kwargs = fields.object("chat_template_kwargs")
+    return ChatCall(messages(fields), box, kwargs, _prediction(fields.get("prediction")), options)
+
+
+def _prediction(found: Json) -> str:
+    match found:
+        case None:
+            return ""
+        case {"type": "content", "content": str() | list() as content}:
+            return content_text("prediction.content", content)
+    raise wrong("prediction", 'an object such as {"type": "content", "content": "..."}', found)
 
 
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:

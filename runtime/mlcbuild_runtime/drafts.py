@@ -56,6 +56,31 @@ class Lookup:
         return []
 
 
+class Prediction:
+    """What somebody expects an answer to be, such as a text with a few changes."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens, self._seen, self._place = list(tokens), 0, 0
+        self._places: dict[tuple[int, ...], int] = {}
+        """N-gram -> where what first followed it begins."""
+        for end in range(len(self._tokens), 0, -1):
+            for size in SIZES:
+                if end >= size:
+                    self._places[tuple(self._tokens[end - size : end])] = end
+
+    def propose(self, answer: Sequence[int], count: int) -> list[int]:
+        """Up to `count` tokens after `answer`, which only ever grows from call to call."""
+        more = list(answer[self._seen :])
+        self._seen = len(answer)
+        place = self._place + len(more)
+        if place <= len(self._tokens) and self._tokens[self._place : place] == more:
+            self._place = place
+        else:
+            known = (self._places.get(tuple(answer[-size:])) for size in SIZES if len(answer) >= size)
+            self._place = next((place for place in known if place is not None), len(self._tokens))
+        return self._tokens[self._place : self._place + count]
+
+
 class Credit:
     """How many tokens a sequence may draft: as long as its drafts have paid for themselves.
 

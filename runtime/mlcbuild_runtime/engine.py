@@ -81,8 +81,7 @@ class Engine:
         self._incoming: SimpleQueue[Sequence | None] = SimpleQueue()
         self._schedule = Schedule(Pages(model.pages), model.limits.page_size, self.max_batch)
         self._trace: Trace | None = None
-        speculate = role.speculate
-        self._speculation = None if speculate is None else Speculation.load(speculate, model, tokenizer)
+        self._speculation = Speculation.load(role.speculate, model, tokenizer)
         self._drafted = self._accepted = 0
         self._closing, self._draining, self._door = False, False, threading.Lock()
         self._prompt_tokens = self._answer_tokens = self._decode_steps = self._order = self._arrived = 0
@@ -257,7 +256,7 @@ class Engine:
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
         # This thread's own time: on a busy machine others' must not count as the price of a draft.
         speculation, begun = self._speculation, time.thread_time()
-        if speculation is None or not ready:
+        if not any(map(speculation.concerns, ready)):
             self._step(parts)
             return
         allotted = speculation.allot(ready, len(parts))
@@ -323,7 +322,7 @@ class Engine:
         for sequence, count in parts:
             self._prompt_tokens += count if sequence.prefilling else 0
             self._schedule.computed(sequence, count - len(sequence.draft))
-        if self._speculation is not None and filled:
+        if filled:
             self._speculation.prefilled(filled)
         return found
 

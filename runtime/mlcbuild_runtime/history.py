@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.outputs import Output
+from mlcbuild_runtime.responses import Call
+from mlcbuild_runtime.service import Job
 
 MAX_KEPT = 1024
 MAX_BYTES = 64 << 20
@@ -34,8 +36,16 @@ class Kept:
         return (*self.before, *self.items, *(item for item in output if isinstance(item, dict)))
 
 
+def begun(model: str, job: Job, call: Call, before: Sequence[Item]) -> tuple[Output, Kept]:
+    """The response that a job is to make, and what is kept of it at its end."""
+    sampling = job.requests[0].sampling
+    shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    output = Output(model, job.reply.prompts[0], shown)
+    return output, Kept(output.document, tuple(before), call.items)
+
+
 class History:
-    """Belongs to one event loop."""
+    """Belongs to one event loop, or to a lock."""
 
     def __init__(self, max_kept: int = MAX_KEPT, max_bytes: int = MAX_BYTES) -> None:
         self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()

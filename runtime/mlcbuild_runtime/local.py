@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Self, overload
 
-from mlcbuild_runtime import embeddings, engine, service
+from mlcbuild_runtime import embeddings, engine, responses, service
 from mlcbuild_runtime.answers import Answers, AsyncAnswers
 from mlcbuild_runtime.drafts import Speculate
 from mlcbuild_runtime.fields import Json, plain
+from mlcbuild_runtime.history import History, Kept, begun
+from mlcbuild_runtime.outputs import Output
 from mlcbuild_runtime.request import Event, State
 from mlcbuild_runtime.service import Job
 from mlcbuild_runtime.text import Tokenizer
@@ -95,6 +98,7 @@ class Engine(_Local):
         self.completions = Completions(self._running, service.completion)
         self.chat = Chat(Completions(self._running, service.chat))
         self.embeddings = Embeddings(self._running)
+        self.responses = Responses(self._running)
 
     def __enter__(self) -> Self:
         return self
@@ -150,6 +154,74 @@ class Embeddings:
         return Document(job.document(found))
 
 
+class Response(Document):
+    """A response, or an event of its stream."""
+
+    @property
+    def output_text(self) -> str:
+        """The text of all messages in it."""
+        match self:
+            case {"output": list(items)}:
+                found = (item.get("content") for item in items if isinstance(item, dict))
+                parts = (part for content in found if isinstance(content, list) for part in content)
+                return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+        return ""
+
+
+class _Responses:
+    """What was said before is kept in memory, as by the server."""
+
+    def __init__(self, running: engine.Engine) -> None:
+        self._running, self._history, self._lock = running, History(), threading.Lock()
+
+    def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[Job, Output, Kept]:
+        """Raises RequestError."""
+        call = responses.call(_body(self._running, {**body, "stream": stream}))
+        with self._lock:
+            before = self._history.before(call.previous)
+        job = service.chat(self._running, call.body(before))
+        return job, *begun(self._running.name, job, call, before)
+
+    def _keep(self, output: Output, kept: Kept) -> None:
+        if output.document["store"]:
+            with self._lock:
+                self._history.keep(kept)
+
+    def retrieve(self, response_id: str) -> Response:
+        """One that is kept. Raises RequestError."""
+        with self._lock:
+            return Response(self._history.find(response_id).document)
+
+    def delete(self, response_id: str) -> None:
+        """Raises RequestError where it is not kept."""
+        with self._lock:
+            self._history.forget(response_id)
+
+
+class Responses(_Responses):
+    """Bodies of /v1/responses."""
+
+    @overload
+    def create(self, *, stream: Literal[True], **body: object) -> Iterator[Response]: ...
+    @overload
+    def create(self, *, stream: Literal[False] = False, **body: object) -> Response: ...
+    def create(self, *, stream: bool = False, **body: object) -> Response | Iterator[Response]:
+        """The whole response, or its events. Raises RequestError at once, EngineError when it fails later."""
+        job, output, kept = self._begun(stream, body)
+        events = self._events(Answers(self._running, job.requests), output, kept)
+        if stream:
+            return events
+        for _ in events:
+            pass
+        return Response(output.document)
+
+    def _events(self, answers: Answers, output: Output, kept: Kept) -> Iterator[Response]:
+        yield from map(Response, output.begin())
+        for _, event in answers.events():
+            yield from map(Response, output.events(event))
+        self._keep(output, kept)
+
+
 class AsyncEngine(_Local):
     """A bundle for an event loop."""
 
@@ -164,6 +236,7 @@ class AsyncEngine(_Local):
         self.completions = AsyncCompletions(self._running, service.completion)
         self.chat = AsyncChat(AsyncCompletions(self._running, service.chat))
         self.embeddings = AsyncEmbeddings(self._running)
+        self.responses = AsyncResponses(self._running)
 
     async def __aenter__(self) -> Self:
         return self
@@ -220,6 +293,37 @@ class AsyncEmbeddings:
             events = await _collected(AsyncAnswers(self._running, wave), len(wave))
             found += [own[-1] for own in events]
         return Document(job.document(found))
+
+
+class AsyncResponses(_Responses):
+    """As Responses, for an event loop."""
+
+    @overload
+    async def create(self, *, stream: Literal[True], **body: object) -> AsyncIterator[Response]: ...
+    @overload
+    async def create(self, *, stream: Literal[False] = False, **body: object) -> Response: ...
+    async def create(self, *, stream: bool = False, **body: object) -> Response | AsyncIterator[Response]:
+        """The whole response, or its events. Raises RequestError at once, EngineError when it fails later."""
+        job, output, kept = await asyncio.to_thread(self._begun, stream, body)
+        events = self._events(AsyncAnswers(self._running, job.requests), output, kept)
+        if stream:
+            return events
+        async for _ in events:
+            pass
+        return Response(output.document)
+
+    async def _events(self, answers: AsyncAnswers, output: Output, kept: Kept) -> AsyncIterator[Response]:
+        try:
+            for document in output.begin():
+                yield Response(document)
+            async for _, event in answers.events():
+                if event.error is not None:
+                    raise event.error
+                for document in output.events(event):
+                    yield Response(document)
+            self._keep(output, kept)
+        finally:
+            answers.cancel()
 
 
 async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:

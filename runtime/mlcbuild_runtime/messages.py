@@ -16,7 +16,7 @@ _PART: Json = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
-_CONTENT: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+CONTENT: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
 _CALL: Json = {
     "type": "object",
     "required": ["function"],
@@ -33,7 +33,7 @@ _CALL: Json = {
         },
     },
 }
-_SHARED: dict[str, Json] = {"content": _CONTENT, "name": {"type": ["string", "null"]}}
+_SHARED: dict[str, Json] = {"content": CONTENT, "name": {"type": ["string", "null"]}}
 _SHARED |= {"refusal": {"type": ["string", "null"]}, "annotations": {"type": ["array", "null"]}}
 MESSAGES: dict[str, Json] = {
     "type": "array",
@@ -64,7 +64,7 @@ MESSAGES: dict[str, Json] = {
                 "properties": {
                     **_SHARED,
                     "role": {"const": "assistant"},
-                    "content": {"anyOf": [_CONTENT, {"type": "null"}]},
+                    "content": {"anyOf": [CONTENT, {"type": "null"}]},
                     "tool_calls": {"type": "array", "minItems": 1, "items": _CALL},
                 },
                 "additionalProperties": False,
@@ -103,13 +103,10 @@ def _message(where: str, message: Json) -> Message:
     content = message.get("content")
     if content is None and calls:
         content = ""
-    if isinstance(content, list):
-        content = "".join(_part(f"{where}.content[{i}]", part) for i, part in enumerate(content))
-    if not isinstance(content, str):
-        raise wrong(f"{where}.content", "a text or a list of parts", content)
+    text = content_text(f"{where}.content", content)
     # `developer` is OpenAI's newer name of `system`, which templates do not know.
     name = "system" if role == "developer" else str(role)
-    plain: dict[str, Json] = {"role": name, "content": checked_text(f"{where}.content", content)}
+    plain: dict[str, Json] = {"role": name, "content": text}
     if calls:
         if not isinstance(calls, list):
             raise wrong(f"{where}.tool_calls", "a list of calls", calls)
@@ -117,6 +114,15 @@ def _message(where: str, message: Json) -> Message:
     if role == "tool":
         plain["tool_call_id"] = message.get("tool_call_id")
     return plain
+
+
+def content_text(where: str, content: Json) -> str:
+    """A text, or parts of one. Raises RequestError."""
+    if isinstance(content, list):
+        content = "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise wrong(where, "a text or a list of parts", content)
+    return checked_text(where, content)
 
 
 def _call(where: str, call: Json) -> Json:

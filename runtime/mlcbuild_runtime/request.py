@@ -34,6 +34,8 @@ class Request:
     """Only `max_tokens`, the context and `stop` end the answer."""
     speculate: bool = True
     """Draft tokens, where the engine does; the answer is the same."""
+    prediction: tuple[int, ...] = ()
+    """Tokens that the answer is expected to have: drafted, whatever the engine drafts otherwise."""
     priority: int = 0
     """Lower is sooner; the same is in order of arrival."""
     pooling: Pooling | None = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlcbuild_runtime.drafts import Credit, Lookup
+from mlcbuild_runtime.drafts import Credit, Lookup, Prediction
 from mlcbuild_runtime.errors import ServingError
 from mlcbuild_runtime.grammar import Matcher
 from mlcbuild_runtime.pages import Key
@@ -45,7 +45,7 @@ class Sequence:
         """Tokens that may follow, to be checked in the next step."""
         self.draft_length = 0
         """Tokens whose keys and values are in the cache of a draft model."""
-        self.credit, self.lookup = Credit(), Lookup()
+        self.credit, self.lookup, self.prediction = Credit(), Lookup(), Prediction(request.prediction)
         self.accepted = self.rejected = 0
         self._keys: list[Key] = []
         self._numbers = Numbers(request.sampling)
@@ -168,6 +168,13 @@ class Sequence:
     def forced(self, count: int) -> list[int]:
         """What the constraint leaves no choice about."""
         return [] if self._matcher is None else self._matcher.forced(count)
+
+    def predicted(self, count: int) -> list[int]:
+        """What the client expects to come next."""
+        request = self.request
+        return (
+            self.prediction.propose(self.tokens[len(request.prompt) :], count) if request.prediction else []
+        )
 
     def allowed(self, draft: list[int]) -> list[int]:
         """As much of a draft as the constraint allows."""

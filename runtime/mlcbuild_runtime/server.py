@@ -31,7 +31,7 @@ from mlcbuild_runtime.body import wrong
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
-from mlcbuild_runtime.history import History, Kept, listed
+from mlcbuild_runtime.history import History, Kept, begun, listed
 from mlcbuild_runtime.intake import read
 from mlcbuild_runtime.keys import Keys
 from mlcbuild_runtime.metrics import CONTENT_TYPE, Metrics
@@ -296,11 +296,8 @@ class _Server:
         with ExitStack() as use:
             engine = await self._engine(body, use)
             job = await self._prepared(service.chat, engine, call.body(before))
-            sampling = job.requests[0].sampling
-            shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
-            output = Output(engine.name, job.reply.prompts[0], shown)
+            output, kept = begun(engine.name, job, call, before)
             answers = self._submit(request, engine, job.requests, job.stream)
-            kept = Kept(output.document, before, call.items)
             documents = self._making(answers, output, kept, job.stream)
             if job.stream:
                 lines = (f"event: {event['type']}\ndata: {_compact(event)}\n\n" async for event in documents)

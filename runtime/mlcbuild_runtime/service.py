@@ -78,6 +78,8 @@ def chat(running: Engine, body: Mapping[str, Json]) -> Job:
         space = running.tokenizer.vocabulary.leading_space
         options = replace(options, constraint=tools.constraint(box, form, space))
     request = _request(running, options, tuple(tokens), message=True)
+    if call.prediction:
+        request = replace(request, prediction=_predicted(running, call.prediction))
     if box is not None:
         request = replace(request, shown=tuple((token, name) for name, token in form.tokens.items()))
     reader = None if box is None else partial(Reader, form, box.choice)
@@ -102,6 +104,12 @@ def completion(running: Engine, body: Mapping[str, Json]) -> Job:
         requests.append(request)
         prompts.append(Prompt(number, len(tokens), echo if call.echo else ""))
     return _job(running, call.options, requests, prompts, chat=False)
+
+
+def _predicted(running: Engine, text: str) -> tuple[int, ...]:
+    """Tokens of what a client expects: no more than the context has room for."""
+    found = running.tokenizer.vocabulary.encode(text[: running.longest_text], special=False)
+    return tuple(found[: running.model.limits.context_window])
 
 
 def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], window: int) -> list[Ticket]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlcbuild_runtime.drafts import Prices, Speculate
+from mlcbuild_runtime.drafts import TOKENS, Prices, Speculate
 from mlcbuild_runtime.errors import BundleError
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.text import Tokenizer
@@ -35,15 +35,24 @@ Part = tuple[List[int], int, List[int]]
 class Speculation:
     """Drafts for one engine. All but `load` runs on the engine's thread."""
 
-    def __init__(self, tokens: int, rows: int, drafter: Drafter | None = None) -> None:
-        """`tokens`: to draft at most. `rows`: of a step with drafts."""
+    def __init__(self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True) -> None:
+        """`tokens`: to draft at most. `rows`: of a step with drafts. `guesses`: more than what clients
+        predict."""
         self._tokens, self._rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
+        self._guesses = guesses
 
     @classmethod
-    def load(cls, how: Speculate, model: Model, tokenizer: Tokenizer) -> Speculation:
-        """Raises BundleError when the draft bundle does not fit the model."""
+    def load(cls, how: Speculate | None, model: Model, tokenizer: Tokenizer) -> Speculation:
+        """None: only what clients predict. Raises BundleError when the draft bundle does not fit."""
+        rows = min(ROWS, model.limits.prefill_chunk)
+        if how is None:
+            return cls(TOKENS, rows, guesses=False)
         drafter = None if how.draft is None else Drafter.load(how.draft, model, tokenizer)
-        return cls(how.tokens, min(ROWS, model.limits.prefill_chunk), drafter)
+        return cls(how.tokens, rows, drafter)
+
+    def concerns(self, sequence: Sequence) -> bool:
+        """Tokens may be drafted for it."""
+        return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
     def allot(self, sequences: List[Sequence], batch: int) -> list[tuple[Sequence, int]]:
         """How many tokens to draft for each of `sequences`, which are among the `batch` of a step."""
@@ -51,7 +60,7 @@ class Speculation:
         willing = [
             (sequence, wanted)
             for sequence in sequences
-            if sequence.request.speculate and (wanted := sequence.draft_limit(self._tokens)) > 0
+            if self.concerns(sequence) and (wanted := sequence.draft_limit(self._tokens)) > 0
         ]
         found = []
         for left, (sequence, wanted) in zip(range(len(willing), 0, -1), willing, strict=True):
@@ -68,6 +77,8 @@ class Speculation:
             sequence.draft = sequence.forced(count)
             wanted = sequence.credit.wanted(count)
             if not sequence.draft and wanted:
+                sequence.draft = sequence.allowed(sequence.predicted(wanted))
+            if not sequence.draft and wanted and self._guesses:
                 open_parts.append((sequence, wanted))
         if self._drafter is None:
             for sequence, count in open_parts:

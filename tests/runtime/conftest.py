@@ -39,16 +39,25 @@ def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model, compiled for this machine with 4-bit weights. Read only."""
+    return _real(tmp_path_factory, "tiny")
 
+
+@pytest.fixture(scope="session")
+def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_bundle`, without the last of its five layers: a smaller model of the same words. Read only."""
+    return _real(tmp_path_factory, "small", "4")
+
+
+def _real(tmp_path_factory: pytest.TempPathFactory, name: str, *layers: str) -> Path:
     needs("mlcbuild")
 
     def build(out: Path) -> None:
         script = Path(__file__).with_name("real.py")
         path = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
-        command = [sys.executable, str(script), "q4f16_1", str(out)]
+        command = [sys.executable, str(script), "q4f16_1", str(out), *layers]
         subprocess.run(command, check=True, env=shared.environment(path))
 
-    return shared.once(tmp_path_factory, "tiny", build)
+    return shared.once(tmp_path_factory, name, build)
 
 
 @pytest.fixture

@@ -1,13 +1,18 @@
-"""Builds the bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY`.
+"""Builds the bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY [LAYERS]`.
 
 A program of its own, because the tests of the runtime do not load the builder.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+from safetensors import numpy
 
 from mlcbuild import bundle, compiler, quant, targets, weights
 from mlcbuild.canon import Json
@@ -17,8 +22,22 @@ CHECKPOINT = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tiny"
 LIMITS: dict[str, Json] = {"context_window": 256, "prefill_chunk": 64, "max_batch": 8}
 
 
-def build(scheme: str, out: Path) -> None:
-    """Every step's action, one after the other."""
+def shortened(checkpoint: Path, layers: int, out: Path) -> None:
+    """A checkpoint with the first layers of another: a smaller model that says partly the same."""
+    shutil.copytree(checkpoint, out)
+    config = json.loads((out / "config.json").read_bytes())
+    (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    tensors = numpy.load_file(checkpoint / "model.safetensors")
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (found := re.search(r"layers\.(\d+)\.", name)) is None or int(found[1]) < layers
+    }
+    numpy.save_file(kept, out / "model.safetensors")
+
+
+def build(scheme: str, out: Path, layers: int | None = None) -> None:
+    """Every step's action, one after the other. `layers`: of a shortened model."""
     scheme_json = quant.to_json(quant.SCHEMES[scheme])
     target = targets.to_json(targets.resolve(targets.HOST))
     compiled: dict[str, Json] = {"scheme": scheme_json, "target": target, "limits": LIMITS}
@@ -35,7 +54,11 @@ def build(scheme: str, out: Path) -> None:
         runtime = bundle.tvm_runtime()
         assert runtime is not None
         (parts["runtime"] / runtime.name).symlink_to(runtime)
-        inputs = {"config": parts["config"], "checkpoint": CHECKPOINT}
+        checkpoint = CHECKPOINT
+        if layers is not None:
+            checkpoint = Path(area, "checkpoint")
+            shortened(CHECKPOINT, layers, checkpoint)
+        inputs = {"config": parts["config"], "checkpoint": checkpoint}
         normalise({}, inputs, parts["config"])
         weights.convert({"scheme": scheme_json}, inputs, parts["weights"])
         compiler.compile_library(compiled, inputs, parts["library"])
@@ -44,4 +67,4 @@ def build(scheme: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], Path(sys.argv[2]))
+    build(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

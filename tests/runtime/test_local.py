@@ -87,6 +87,31 @@ def test_constraints_and_tools(engine: Any) -> None:
     assert reply.choices[0].message.tool_calls[0].function.name == "now"
 
 
+def test_responses(engine: Any) -> None:
+    first = engine.responses.create(input="hi", max_output_tokens=9)
+    said = engine.chat.completions.create(messages=HI, max_tokens=9).choices[0].message.content
+    assert (first.output_text, first.status) == (said, "incomplete")
+    assert engine.responses.retrieve(first.id) == first
+    more = engine.responses.create(
+        input="more", previous_response_id=first.id, max_output_tokens=3, store=False
+    )
+    assert more.usage.input_tokens > first.usage.input_tokens + 9
+    events = list(engine.responses.create(input="hi", max_output_tokens=9, stream=True))
+    assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
+    assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == said
+    assert engine.responses.retrieve(events[-1].response["id"]).output_text == said
+    engine.responses.delete(first.id)
+    for name in (first.id, more.id):
+        with pytest.raises(RequestError, match="there is no response"):
+            engine.responses.retrieve(name)
+    with pytest.raises(RequestError, match="input must be"):
+        engine.responses.create()
+    stream = engine.responses.create(input="hi", stream=True)
+    next(stream)
+    stream.close()
+    wait_idle(engine)
+
+
 def test_many_threads(engine: Any, toy_bundle: Path) -> None:
     def ask(i: int) -> str:
         return str(engine.completions.create(prompt=[i, i], max_tokens=20).choices[0].text)
@@ -111,6 +136,11 @@ def test_an_event_loop(toy_bundle: Path) -> None:
             await stream.aclose()
             while engine.state().running:
                 await asyncio.sleep(0.002)
+            first = await running.responses.create(input="hi", max_output_tokens=9)
+            answered = await running.responses.create(input="hi", max_output_tokens=9, stream=True)
+            events = [event async for event in answered]
+            assert events[-1].response["output"][0]["content"] == first.output[0]["content"]
+            assert running.responses.retrieve(first.id).output_text == first.output_text
             with pytest.raises(RequestError, match="unknown field"):
                 await running.completions.create(prompt="x", nothing=1)
         with pytest.raises(EngineError, match="stopped"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlcbuild_runtime import local
-from mlcbuild_runtime.drafts import Credit, Lookup, Prices, Speculate
+from mlcbuild_runtime.drafts import Credit, Lookup, Prediction, Prices, Speculate
 from mlcbuild_runtime.engine import Engine, Role
 from mlcbuild_runtime.errors import BundleError, RequestError
 from mlcbuild_runtime.grammar import Constraint, Grammars
@@ -27,6 +30,7 @@ from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vm import Floats, Model, Step
 
 from . import shared, toy
+from .shared import Server
 from .test_engine import GREEDY, ask, drain, greedy, tokens_of, wait_idle
 
 Guess = Callable[[Sequence, int], list[int]]
@@ -407,8 +411,8 @@ def _tiny(path: Path) -> Model:
 TEXT = "one two three four five six seven. one two three four five six seven. one two three"
 
 
-@pytest.mark.parametrize("how", ["lookup", "draft"])
-def test_a_real_model_says_the_same(tiny_bundle: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["lookup", "draft", "smaller", "predicted"])
+def test_a_real_model_says_the_same(request: pytest.FixtureRequest, tiny_bundle: Path, how: str) -> None:
     """Drafted by itself, nearly all is accepted: draws and masks are those of the model."""
     tokenizer = Tokenizer.load(tiny_bundle, Model.load(tiny_bundle).manifest.serving)
     prompt = tuple(tokenizer.encode(TEXT))
@@ -421,19 +425,34 @@ def test_a_real_model_says_the_same(tiny_bundle: Path, how: str) -> None:
         Request(prompt, 60, Sampling(0.8, seed=1, frequency_penalty=0.3), logprobs=0, ignore_eos=True),
         Request(prompt[:20], 40, Sampling(1.0, seed=2), logprobs=0, constraint=schema),
     ]
-    answers, engines = [], [
+    drafts = {"draft": tiny_bundle, "smaller": None, "lookup": None, "predicted": None}
+    if how == "smaller":
+        drafts[how] = request.getfixturevalue("small_bundle")
+    speculate = None if how == "predicted" else Speculate(drafts[how])
+    answers = []
+    for engine in (
         start(tiny_bundle, None, eos=True),
-        start(tiny_bundle, None, eos=True, speculate=Speculate(tiny_bundle if how == "draft" else None)),
-    ]  # fmt: skip
-    for engine in engines:
-        queues = [ask(engine, request) for request in [*requests, *requests]]
+        start(tiny_bundle, None, eos=True, speculate=speculate),
+    ):
+        queues = [ask(engine, each) for each in [*requests, *requests]]
         answers.append([drain(queue) for queue in queues])
         state = engine.state()
         engine.close()
+        if how == "predicted":  # the answers, a little changed
+            known = [tokens_of(events) for events in answers[0]]
+            edited = [(*tokens[:9], 40, 41, *tokens[9:20], *tokens[21:]) for tokens in known]
+            requests = [
+                replace(each, prediction=found) for each, found in zip(requests, edited, strict=False)
+            ]
     assert [tokens_of(events) for events in answers[0]] == [tokens_of(events) for events in answers[1]]
-    assert state.accepted_tokens > 0
+    assert state.drafted_tokens >= state.accepted_tokens > 0
     if how == "draft":
         assert state.accepted_tokens > 0.9 * state.drafted_tokens > 10
+    if how == "smaller":
+        assert state.accepted_tokens < state.drafted_tokens
+    if how == "predicted":
+        counts = [(events[-1].tokens, events[-1].accepted, events[-1].rejected) for events in answers[1]]
+        assert sum(accepted for _, accepted, _ in counts) > 20, counts
 
 
 class Broken(Model):
@@ -481,6 +500,51 @@ def test_a_server_with_drafts(toy_bundle: Path) -> None:
         accepted = float(text.split("\nmlcbuild_draft_tokens_accepted_total{")[1].split()[1])
         drafted = float(text.split("\nmlcbuild_draft_tokens_total{")[1].split()[1])
         assert drafted >= accepted >= details["accepted_prediction_tokens"]
+
+
+def test_a_prediction_over_http(server: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 60, "ignore_eos": True}
+
+    def ask(**more: Any) -> Any:
+        url = f"{server.url}/v1/chat/completions"
+        return httpx.post(url, content=json.dumps({**body, **more}), timeout=shared.WAIT).json()
+
+    plain = ask()
+    text = plain["choices"][0]["message"]["content"]
+    for content in (text, [{"type": "text", "text": text}]):
+        found = ask(prediction={"type": "content", "content": content})
+        assert found["choices"] == plain["choices"]
+    assert (
+        ask(prediction={"type": "content", "content": "wrong from the start"})["choices"] == plain["choices"]
+    )
+    assert plain["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] == 0
+    for wrong, words in (
+        ({"type": "guess"}, "prediction must be an object such as"),
+        ({"type": "content", "content": 1}, "prediction must be an object such as"),
+        ({"type": "content", "content": [{"type": "image"}]}, r"prediction.content\[0\] must be a part"),
+        ({"type": "content", "content": "\ud800"}, "prediction.content holds half of a surrogate pair"),
+    ):
+        refused = ask(prediction=wrong)["error"]
+        assert re.search(words, refused["message"]), refused
+
+
+@pytest.mark.parametrize(
+    ("answer", "count", "wanted"),
+    [
+        ([], 3, [1, 2, 3]),
+        ([1, 2], 3, [3, 4, 5]),
+        ([1, 2, 9], 3, []),
+        ([1, 2, 9, 4, 5], 3, [6, 7, 8]),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 3, []),
+        ([9, 9, 1, 2], 2, [3, 4]),
+    ],
+)
+def test_a_prediction_is_taken_up_again(answer: list[int], count: int, wanted: list[int]) -> None:
+    assert Prediction(range(1, 9)).propose(answer, count) == wanted
+    step_by_step = Prediction(range(1, 9))
+    for size in range(len(answer) + 1):
+        found = step_by_step.propose(answer[:size], count)
+    assert found == wanted
 
 
 def test_a_server_whose_draft_bundle_does_not_fit(toy_bundle: Path, tiny_bundle: Path) -> None:
