@@ -37,7 +37,7 @@ TENSORS = ("*.safetensors", "*.safetensors.index.json")
 MANY_CORES = 64
 """For steps that use whatever the machine gives."""
 UNKNOWN_MEMORY = 4 << 30
-"""Bytes assumed for a step on a model whose size is not known before it is fetched."""
+"""Bytes assumed for a step on a model whose config is not known before it is fetched, at most."""
 COMPILER_MEMORY = 600 << 20
 """Bytes of a compiling process: 0.27 GB were measured for 30 layers, whatever the scheme."""
 PROCESS_MEMORY = 300 << 20
@@ -89,6 +89,8 @@ class _Checkpoint:
     """What stands for the config in names: a digest, shortened."""
     config: ModelConfig | None
     """None: it is not here yet."""
+    most: int = UNKNOWN_MEMORY
+    """Bytes that its weights have in float32, at most, when the config is not known."""
 
     @property
     def name(self) -> str:
@@ -128,7 +130,9 @@ def _checkpoint(model: Model, lock: Lock, problems: list[Problem]) -> _Checkpoin
         locked = lock.sources[model.source]
         params = locked.params(model.source)
         step = Step(name, "mlcbuild.fetch:fetch", params, {}, memory=PROCESS_MEMORY)
-        return _Checkpoint(model, step, locked.files["config.json"].sha256[:12], None)
+        stored = sum(file.size for path, file in locked.files.items() if path.endswith(".safetensors"))
+        most = min(UNKNOWN_MEMORY, 4 * stored)
+        return _Checkpoint(model, step, locked.files["config.json"].sha256[:12], None, most)
     root = model.source.path
     try:
         files = local_files(root)
@@ -303,7 +307,7 @@ def _weights(variant: Variant, checkpoint: _Checkpoint, config: str) -> Step:
 
 def _verify(variant: Variant, checkpoint: _Checkpoint, made: str, reference: str) -> Step:
     config, limits = checkpoint.config, variant.verify or Verify(())
-    size = quant.stored_bytes(parameters(config), variant.scheme) if config else UNKNOWN_MEMORY
+    size = quant.stored_bytes(parameters(config), variant.scheme) if config else checkpoint.most
     return Step(
         f"verify/{variant.name}",
         "mlcbuild.verify:verify",
@@ -322,7 +326,7 @@ def _labels(variant: Variant) -> dict[str, str]:
 def _largest(checkpoint: _Checkpoint) -> int:
     """Bytes of the largest parameter in float32."""
     if checkpoint.config is None:
-        return UNKNOWN_MEMORY // 4
+        return checkpoint.most // 4
     return 4 * max(math.prod(param.shape) for param in parameters(checkpoint.config))
 
 
