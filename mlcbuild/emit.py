@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,10 +12,10 @@ from typing import cast
 from mlcbuild import provenance
 from mlcbuild.canon import Entry, Json, bytes_digest, file_digest
 from mlcbuild.export import materialise
-from mlcbuild.graph import Graph, Source, Step
+from mlcbuild.graph import Source, Step
 from mlcbuild.keyfile import Signer
 from mlcbuild.pipeline import Pipeline, Product
-from mlcbuild.records import Record
+from mlcbuild.records import Made, Record
 from mlcbuild.store import Store
 
 MANIFEST = "bundle.json"
@@ -39,6 +40,11 @@ class Finished:
     @cached_property
     def version(self) -> str:
         return version("mlcbuild")
+
+    @cached_property
+    def sources(self) -> dict[str, dict[tuple[str, str], str]]:
+        """Step -> (source, path) -> digest of each file of this machine that it read; filled by `_files`."""
+        return {}
 
 
 def emit(run: Finished, product: Product) -> bool:
@@ -77,7 +83,7 @@ def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:
     sources = {need: graph[need] for step in steps for need in graph.needs(step)}
     fetches = [node for node in sources.values() if isinstance(node, Step) and node.name.startswith("fetch/")]
     steps = [*fetches, *steps]
-    dependencies = [*_downloads(fetches), *_files(graph, steps, records)]
+    dependencies = [*_downloads(fetches), *_files(run, steps)]
     parameters: dict[str, Json] = {
         "recipe": run.recipe,
         "model": variant.model.name,
@@ -102,13 +108,28 @@ def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
             }
 
 
-def _files(graph: Graph, steps: Iterable[Step], records: Mapping[str, Record]) -> Iterator[dict[str, Json]]:
+def _files(run: Finished, steps: Iterable[Step]) -> Iterator[dict[str, Json]]:
     """A resource descriptor for each file of this machine that some step read."""
     seen: dict[tuple[str, str], str] = {}
     for step in steps:
-        inputs = records[step.name].made.preimage.inputs
-        for argument, item in step.inputs.items():
-            if isinstance(graph[item.node], Source):
-                seen |= {(item.node, entry.path): entry.digest for entry in inputs[argument].files}
+        if step.name not in run.sources:
+            run.sources[step.name] = _sources(run, step)
+        seen |= run.sources[step.name]
     for (node, path), found in sorted(seen.items()):
         yield {"name": f"{node}/{path}", "digest": {"blake3": found}}
+
+
+def _sources(run: Finished, step: Step) -> dict[tuple[str, str], str]:
+    graph = run.pipeline.graph
+    read = {
+        argument: item.node for argument, item in step.inputs.items() if isinstance(graph[item.node], Source)
+    }
+    if not read:
+        return {}
+    # Not kept with the record: of thousands that would be most of the memory of a run.
+    inputs = Made.from_json(json.loads(run.records[step.name].rest)).preimage.inputs
+    return {
+        (node, entry.path): entry.digest
+        for argument, node in read.items()
+        for entry in inputs[argument].files
+    }

@@ -1,0 +1,191 @@
+"""What takes part: how each tool is told of the same chains of copies, and the commands to time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from graph import CHAIN
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+OURS = os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "runtime")])
+PER_MODEL = 243
+"""Steps of one model of tests.product on an x86-64 machine with AVX-512."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    prepare: Callable[[Path, int], object]
+    """Writes what the tool reads into a new directory, for that many steps."""
+    cold: tuple[str, ...]
+    noop: tuple[str, ...]
+    plan: tuple[str, ...]
+    clean: tuple[str, ...]
+    """Files and directories of the area that a cold run must not find."""
+    packages: tuple[str, ...] = ()
+    note: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def _before(number: int) -> str:
+    return "in/source" if number % CHAIN == 0 else f"out/{number - 1}"
+
+
+def _start(area: Path) -> Path:
+    (area / "in").mkdir(parents=True)
+    (area / "in" / "source").write_text("x\n")
+    return area
+
+
+def _ninja(area: Path, count: int) -> None:
+    rules = "rule copy\n  command = cp $in $out\n"
+    rules += "".join(f"build out/{n}: copy {_before(n)}\n" for n in range(count))
+    (_start(area) / "build.ninja").write_text(rules)
+
+
+def _doit(area: Path, count: int) -> None:
+    (_start(area) / "out").mkdir()
+    (area / "dodo.py").write_text(
+        f"def task_copy():\n    for n in range({count}):\n"
+        f"        before = 'in/source' if n % {CHAIN} == 0 else f'out/{{n - 1}}'\n"
+        "        yield {'name': str(n), 'actions': [f'cp {before} out/{n}'],\n"
+        "               'file_dep': [before], 'targets': [f'out/{n}']}\n"
+    )
+
+
+def _snakemake(area: Path, count: int) -> None:
+    (_start(area) / "Snakefile").write_text(
+        f"rule all:\n    input: [f'out/{{n}}' for n in range({count - 1}, -1, -{CHAIN})]\n"
+        "def before(wildcards):\n    n = int(wildcards.n)\n"
+        f"    return 'in/source' if n % {CHAIN} == 0 else f'out/{{n - 1}}'\n"
+        "rule copy:\n    input: before\n    output: 'out/{n}'\n    shell: 'cp {input} {output}'\n"
+    )
+
+
+def _dvc(area: Path, count: int) -> None:
+    (_start(area) / "out").mkdir()
+    python = Path(os.environ["BENCH_DVC"])
+    subprocess.run([str(python.with_name("dvc")), "init", "--no-scm", "--quiet"], cwd=area, check=True)
+    stages = "".join(
+        f"  s{n}:\n    cmd: cp {_before(n)} out/{n}\n    deps: [{_before(n)}]\n    outs: [out/{n}]\n"
+        for n in range(count)
+    )
+    (area / "dvc.yaml").write_text("stages:\n" + stages)
+
+
+def _product(area: Path, count: int) -> None:
+    """The recipe whose number of steps is nearest, built."""
+    sys.path.insert(0, str(ROOT))
+    from tests import product
+
+    if count < PER_MODEL:
+        product.make(area, 1, product.SCHEMES[:1], ("aarch64-linux", "cortex-a72", "neoverse-n1"))
+    else:
+        product.make(area, round(count / PER_MODEL))
+    fill = [sys.executable, "-m", "tests.product", "fill", "recipe.yaml", "--store", "store"]
+    subprocess.run(fill, cwd=area, env=environment({}), check=True, stdout=subprocess.DEVNULL)
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": OURS, **variables}
+
+
+def ours() -> list[Tool]:
+    python = sys.executable
+    recipe = (python, "-m", "mlcbuild")
+    where = ("recipe.yaml", "--store", "store")
+    graph = (python, str(HERE / "graph.py"))
+    return [
+        Tool(
+            "mlcbuild",
+            _product,
+            (),
+            (*recipe, "run", *where),
+            (*recipe, "plan", *where),
+            (),
+            note="a recipe: models x 8 schemes x 12 targets; no-op with bundles, by its receipt",
+        ),
+        Tool(
+            "mlcbuild, edited",
+            _product,
+            (),
+            # A file that is looked for and was not there: the receipt is of no use, and nothing else changes.
+            ("sh", "-c", 'rm -rf store/receipts; exec "$0" "$@"', *recipe, "run", *where),
+            (),
+            (),
+            note="the same without a receipt: as after an edit that changes no step",
+        ),
+        Tool(
+            "mlcbuild, graph",
+            lambda area, _: _start(area),
+            (*graph, "run", "{count}"),
+            (*graph, "run", "{count}"),
+            (*graph, "plan", "{count}"),
+            ("store",),
+            note="the chains through mlcbuild.execute, without receipts; two processes; every result synced",
+        ),
+    ]
+
+
+def peers(area: Path) -> dict[str, Callable[[], Tool]]:
+    def program(peer: str) -> str:
+        return str(area / peer / "bin" / peer)
+
+    return {
+        "ninja": lambda: Tool(
+            "ninja",
+            _ninja,
+            (program("ninja"), "-j2"),
+            (program("ninja"), "-j2"),
+            (program("ninja"), "-n"),
+            ("out", ".ninja_log", ".ninja_deps"),
+            ("ninja",),
+        ),
+        "doit": lambda: Tool(
+            "doit",
+            _doit,
+            (program("doit"), "-v0", "-n2"),
+            (program("doit"), "-v0", "-n2"),
+            (program("doit"), "list", "--all", "--status"),
+            (".doit.db", ".doit.db.db", ".doit.db.dat", ".doit.db.dir", ".doit.db.bak"),
+            ("doit",),
+        ),
+        "snakemake": lambda: Tool(
+            "snakemake",
+            _snakemake,
+            (program("snakemake"), "-c2", "-q", "all"),
+            (program("snakemake"), "-c2", "-q", "all"),
+            (program("snakemake"), "-n", "-q", "all"),
+            ("out", ".snakemake"),
+            ("snakemake",),
+        ),
+        "dvc": lambda: Tool(
+            "dvc",
+            _dvc,
+            (program("dvc"), "repro", "--quiet"),
+            (program("dvc"), "repro", "--quiet"),
+            (program("dvc"), "repro", "--dry", "--quiet"),
+            ("dvc.lock", ".dvc/cache", ".dvc/tmp"),
+            ("dvc",),
+            variables={"DVC_NO_ANALYTICS": "1"},
+        ),
+    }
+
+
+def install(place: Path, tool: Tool) -> None:
+    """An environment of its own for a peer. Raises CalledProcessError."""
+    if (place / "done").is_file():
+        return
+    shutil.rmtree(place, ignore_errors=True)
+    print(f"installing {', '.join(tool.packages)} ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    command = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", *tool.packages]
+    subprocess.run(command, check=True, capture_output=True)
+    (place / "done").touch()
