@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import TypeAlias
@@ -199,7 +199,7 @@ def _collect(
 
 
 def _sound_records(store: Store, damaged: list[str], repair: bool) -> tuple[list[tuple[str, Record]], int]:
-    """(step name, record) of every sound record, and how many files there are in all."""
+    """(step name, record without its second line) of every sound record, and how many files there are."""
     found = []
     count = 0
     for path in _files(store.root / "ac"):
@@ -208,7 +208,7 @@ def _sound_records(store: Store, damaged: list[str], repair: bool) -> tuple[list
         store.take_warnings()
         try:
             if record is not None and record.consistent():
-                found.append((record.made.step, record))
+                found.append((record.made.step, replace(record, rest=b"")))  # the rest is most of its memory
                 continue
         except ValueError:
             pass
