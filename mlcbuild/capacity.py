@@ -48,14 +48,19 @@ class Capacity:
         self._executor = executor
         self._options = options
         self._held: dict[str, tuple[int, int]] = {}
+        self._alone = False
+        """One that runs alone is running."""
 
     def open(self) -> bool:
         """Whether another step may start, however small."""
         return not self._held or (self._cores() > 0 and len(self._held) < self._executor.capacity)
 
     def fits(self, step: Step) -> bool:
-        """Whether the memory for a step is free; a step that is too large for all of it runs alone."""
+        """Whether the memory for a step is free; a step that is too large for all of it runs alone, and so
+        does one that asks for that."""
         memory = self._options.memory or self._executor.memory
+        if step.alone or self._alone:
+            return not self._held
         return not self._held or step.memory <= memory - sum(held for _, held in self._held.values())
 
     def take(self, step: Step, others: int) -> int:
@@ -63,10 +68,12 @@ class Capacity:
         wanted = max(1, min(step.cores, self._cores() // (others + 1)))
         granted = self._executor.grant(step, wanted)
         self._held[step.name] = granted, step.memory
+        self._alone = step.alone
         return granted
 
     def give_back(self, step: Step) -> None:
         del self._held[step.name]
+        self._alone = False
 
     def _cores(self) -> int:
         return (self._options.jobs or self._executor.cores) - sum(cores for cores, _ in self._held.values())

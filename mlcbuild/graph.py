@@ -64,6 +64,8 @@ class Step:
     """What else the machine must have, as labels of workers; tools go without saying. Never in the key."""
     shared: bool = True
     """False: the result holds on this machine only, and is never sent to a remote."""
+    alone: bool = False
+    """It measures time: nothing else runs beside it."""
 
 
 Node: TypeAlias = Step | Source

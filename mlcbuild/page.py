@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from mlcbuild import chart, picture
+from mlcbuild import chart, picture, runlog
 from mlcbuild.chart import Bar, Point
 from mlcbuild.graph import Graph, Input, Node, Source, Step
 from mlcbuild.report import duration, size
@@ -125,7 +125,12 @@ def _variants(log: RunLog, before: RunLog | None) -> str:
         return ""
     old = {item.name: item for item in before.variants} if before is not None else {}
     head = ("variant", "", "bundle#", "weights#", "KL mean#", "KL max#", "top-1#", "perplexity#", "exact#")
-    return _section("Variants", _table(head, [_row(item, old.get(item.name)) for item in log.variants]))
+    speeds = runlog.speeds(log)
+    rows = [
+        [*_row(item, old.get(item.name)), *(_figure(item, name, ".0f") for name in speeds)]
+        for item in log.variants
+    ]
+    return _section("Variants", _table((*head, *(f"{words} tok/s#" for words in speeds.values())), rows))
 
 
 def _row(item: LoggedVariant, old: LoggedVariant | None) -> list[str]:

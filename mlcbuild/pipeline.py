@@ -8,6 +8,7 @@ weights/<model>/<scheme>/<layout>          packed weights
 library/<config>/<scheme>/<target>         compiled code; no weights and no model's name enter it
 bundle/<variant>                           all of it together
 verify/<variant>                           the bundle against the reference
+bench/<variant>                            the speed of the bundle on this kind of machine
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from mlcbuild import bundle, quant, targets
+from mlcbuild import bundle, machine, quant, targets
 from mlcbuild.canon import Json, digest
 from mlcbuild.errors import CheckpointError, InputError, Problem, SetupError, SourceError
 from mlcbuild.fetch import local_files
@@ -29,7 +30,7 @@ from mlcbuild.hub import HubSource
 from mlcbuild.lock import Lock
 from mlcbuild.models import ModelConfig, config_digest, context_window, parameters, parse
 from mlcbuild.models.action import read_json
-from mlcbuild.recipe import LocalSource, Model, Recipe, Variant, Verify, expand
+from mlcbuild.recipe import Bench, LocalSource, Model, Recipe, Variant, Verify, expand
 from mlcbuild.verify import PROMPTS, THRESHOLDS
 
 TENSORS = ("*.safetensors", "*.safetensors.index.json")
@@ -56,10 +57,17 @@ class Product:
     verify: str | None
     unverified: str = ""
     """Why there is no verification, in words."""
+    bench: str | None = None
+    """Measures it; no part of what makes the bundle."""
 
     @property
     def last(self) -> str:
         return self.verify or self.bundle
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Steps of it that no other step needs."""
+        return (self.last,) if self.bench is None else (self.last, self.bench)
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,8 @@ class Pipeline:
         """Steps that names or globs of variants and steps mean. Raises UsageError."""
         chosen: list[str] = []
         for pattern in patterns:
-            found = [item.last for item in self.products if fnmatchcase(item.variant.name, pattern)]
-            chosen += found or sorted(self.graph.match([pattern]))
+            found = [item for item in self.products if fnmatchcase(item.variant.name, pattern)]
+            chosen += [end for item in found for end in item.ends] or sorted(self.graph.match([pattern]))
         return tuple(dict.fromkeys(chosen))
 
 
@@ -107,11 +115,15 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
     found = {variant.model.name: variant.model for variant in variants}
     checkpoints = {name: _checkpoint(model, lock, problems) for name, model in found.items()}
     if not problems:
-        problems += [problem for variant in variants for problem in _misfits(variant, checkpoints)]
+        problems += [
+            problem for variant in variants for problem in _misfits(variant, checkpoints, recipe.bench)
+        ]
     if problems:
         raise InputError(problems)
     assembly = _Assembly(
-        recipe.directory, {name: item for name, item in checkpoints.items() if item is not None}
+        recipe.directory,
+        {name: item for name, item in checkpoints.items() if item is not None},
+        recipe.bench,
     )
     products = tuple(assembly.add(variant) for variant in variants)
     configs = {name: item.config for name, item in assembly.checkpoints.items() if item.config is not None}
@@ -143,7 +155,9 @@ def _checkpoint(model: Model, lock: Lock, problems: list[Problem]) -> _Checkpoin
     return _Checkpoint(model, Source(name, root, files), config_digest(config)[:12], config)
 
 
-def _misfits(variant: Variant, checkpoints: Mapping[str, _Checkpoint | None]) -> Iterator[Problem]:
+def _misfits(
+    variant: Variant, checkpoints: Mapping[str, _Checkpoint | None], bench: Bench | None
+) -> Iterator[Problem]:
     """What a variant asks of a known model that the model cannot give."""
     checkpoint = checkpoints[variant.model.name]
     if checkpoint is None or checkpoint.config is None:
@@ -154,6 +168,11 @@ def _misfits(variant: Variant, checkpoints: Mapping[str, _Checkpoint | None]) ->
         yield place.problem(
             f"model '{variant.model.name}' takes at most {config.max_position} tokens, but "
             f"compile.context_window is {window} for {variant.name}; lower it"
+        )
+    elif bench is not None and bench.prompt_tokens + bench.generate_tokens > window:
+        yield bench.place.problem(
+            f"{bench.prompt_tokens} tokens of prompt and {bench.generate_tokens} of answer do not fit the "
+            f"context of {variant.name}, {window}; lower them, or raise compile.context_window"
         )
     for sentence in quant.check_overrides(variant.scheme, parameters(config)):
         yield place.problem(
@@ -168,6 +187,7 @@ class _Assembly:
     directory: Path
     """The recipe's."""
     checkpoints: Mapping[str, _Checkpoint]
+    bench: Bench | None
     nodes: dict[str, Node] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
     """Label of a config -> the step that first made it."""
@@ -201,7 +221,8 @@ class _Assembly:
             return Product(variant, steps, library, made, None, why_not)
         reference = self._reference(variant, checkpoint, config, tokenizer)
         verify = self._keep(_verify(variant, checkpoint, made, reference))
-        return Product(variant, (*steps, reference, verify), library, made, verify)
+        bench = None if self.bench is None else self._keep(_bench(variant, self.bench, made))
+        return Product(variant, (*steps, reference, verify), library, made, verify, bench=bench)
 
     def _keep(self, node: Node) -> str:
         self.nodes.setdefault(node.name, node)
@@ -316,6 +337,25 @@ def _verify(variant: Variant, checkpoint: _Checkpoint, made: str, reference: str
         cores=MANY_CORES,
         memory=size + PROCESS_MEMORY,
         needs=targets.labels(variant.target),
+    )
+
+
+def _bench(variant: Variant, bench: Bench, made: str) -> Step:
+    """Its result says something about machines of one kind only, so that kind is part of the key."""
+    here = machine.kind()
+    return Step(
+        f"bench/{variant.name}",
+        "mlcbuild.bench.speed:bench",
+        {
+            "prompt_tokens": bench.prompt_tokens,
+            "generate_tokens": bench.generate_tokens,
+            "machine": here,
+        },
+        {"bundle": Input(made)},
+        cores=MANY_CORES,
+        needs=(*targets.labels(variant.target), machine.label(here)),
+        shared=False,
+        alone=True,
     )
 
 

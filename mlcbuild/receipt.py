@@ -46,7 +46,17 @@ def place(root: str, arguments: Sequence[str]) -> str:
             boot = file.read()  # what a processor can do stays the same until the machine starts again
     except OSError:
         boot = ""
-    parts = [FORMAT, sys.version, sys.executable, os.getcwd(), str(os.getuid()), boot, *os.uname()]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    parts = [
+        FORMAT,
+        str(cores),
+        sys.version,
+        sys.executable,
+        os.getcwd(),
+        str(os.getuid()),
+        boot,
+        *os.uname(),
+    ]
     parts += [*sys.path, *(f"{name}={os.environ.get(name)}" for name in _VARIABLES), *arguments]
     return f"{root}/receipts/{blake3(os.fsencode(_RECORD.join(parts))).hexdigest()}"
 

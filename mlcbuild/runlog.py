@@ -64,7 +64,7 @@ class LoggedVariant:
     weights: int | None
     """Bytes of its weights alone."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Verification figures, {} without a verification."""
+    """What verification found, and the speed where it was measured."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,12 @@ def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ..
             )
         )
     return tuple(found)
+
+
+def speeds(log: RunLog) -> dict[str, str]:
+    """The figures of speed that any variant has, with words for them: speed_decode_8 is "decode 8"."""
+    names = dict.fromkeys(name for item in log.variants for name in item.figures)
+    return {name: words.replace("_", " ") for name in names if (words := name.removeprefix("speed_")) != name}
 
 
 def machine() -> str:

@@ -74,7 +74,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "verify": "models reference weights",
     "footprint": "",
     # both together
-    "pipeline": "bundle compiler fetch graph hub lock models quant recipe targets verify",
+    "pipeline": "bundle compiler fetch graph hub lock machine models quant recipe targets verify",
     "emit": "export graph keyfile pipeline provenance records store",
     "runlog": "events graph store",
     "chart": "report",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -364,6 +366,14 @@ def test_cores_and_memory_bound_what_runs_at_once(
     assert expected < 4 or overlaps(log) >= 2  # on a busy machine not all four need meet
 
 
+def test_a_step_that_measures_runs_alone(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    steps = [step(f"s{n}", "interval", text=str(n), log=str(log)) for n in range(4)]
+    graph = Graph([replace(found, alone=True) for found in steps])
+    assert execute(graph, Store(tmp_path / "store"), Options(jobs=4)).ok
+    assert overlaps(log) == 1
+
+
 def test_a_step_with_the_key_of_a_running_one_waits_for_it(store: Store, tmp_path: Path) -> None:
     note = tmp_path / "note"
     same: dict[str, Json] = {"count": str(note), "text": "same", "sleep_ms": 300}
@@ -415,6 +425,7 @@ def test_workers_are_kept_but_not_one_that_holds_much_memory(store: Store) -> No
 def test_this_machine_has_something_to_share() -> None:
     assert machine.cores() >= 1
     assert machine.memory() > 100 << 20
+    assert re.fullmatch(rf".+, {machine.cores()} cores", machine.kind())
 
 
 def test_a_run_in_a_thread_works_without_signals(store: Store) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild import pipeline, recipe
+from mlcbuild import machine, pipeline, recipe
 from mlcbuild.errors import InputError, UsageError
 from mlcbuild.fetch import Pinned
 from mlcbuild.graph import Source
@@ -106,6 +106,29 @@ def test_each_variant_knows_its_steps(tmp_path: Path) -> None:
     assert made.choose(["weights/*"]) == ("weights/tiny/q0f32/plain",)
     with pytest.raises(UsageError, match="no step is called 'tony'"):
         made.choose(["tony"])
+
+
+def test_speed_is_measured_beside_what_makes_a_bundle(tmp_path: Path) -> None:
+    text = "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\nbench: {prompt_tokens: 9}\n"
+    made = built(tmp_path, text)
+    (product,) = made.products
+    assert product.bench is not None and product.bench not in product.steps
+    assert made.choose(["tiny-*"]) == product.ends == (product.last, product.bench)
+    bench = made.graph.step(product.bench)
+    assert (bench.shared, bench.alone) == (False, True)
+    assert bench.params == {"prompt_tokens": 9, "generate_tokens": 64, "machine": machine.kind()}
+    assert machine.label(machine.kind()) in bench.needs
+
+
+def test_a_speed_that_no_context_holds_is_refused(tmp_path: Path) -> None:
+    text = "models: {tiny: ./tiny}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n"
+    text += "compile: {context_window: 128}\nbench: {prompt_tokens: 100, generate_tokens: 29}\n"
+    with pytest.raises(
+        InputError,
+        match=r":6:8: 100 tokens of prompt and 29 of answer do not fit the context of "
+        r"tiny-q0f32-x86-64-v2, 128; lower them, or raise compile.context_window",
+    ):
+        built(tmp_path, text)
 
 
 def test_a_step_of_a_local_model_reads_only_the_files_it_needs(tmp_path: Path) -> None:

@@ -37,9 +37,13 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         HEAD + "compile:\n  max_batch: 2\n  contextwindow: 1\n",
         ["7:3: the key 'contextwindow' is unknown in 'compile'; did you mean 'context_window'?"],
     ),
-    "later sections": (
-        HEAD + "bench: {}\n",
-        ["5:1: 'bench' is not supported by this version of mlcbuild"],
+    "bench": (
+        HEAD + "bench: {prompts: 3, prompt_tokens: 0, generate_tokens: many}\n",
+        [
+            "5:9: the key 'prompts' is unknown in 'bench'; did you mean 'prompt_tokens'?",
+            "5:36: 'prompt_tokens' must be at least 1, not 0",
+            "5:56: 'generate_tokens' must be a whole number, not 'many'",
+        ],
     ),
     # publish
     "wrong destinations": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,27 @@ def test_a_fine_tune_reuses_the_library(tmp_path: Path, tiny_bundles: Path, comm
     assert statuses(found, "library") == {"reused"}
     assert statuses(found, "weights") == {"built"}
     assert found[""] == {"tiny-q0f32-host": "built"}
+
+
+def test_the_speed_of_a_bundle_is_measured_once_on_a_machine_and_never_shared(
+    tmp_path: Path, tiny_bundles: Path, common_store: Path
+) -> None:
+    recipe = project(tmp_path, SMALL + "bench: {prompt_tokens: 16, generate_tokens: 4}\n")
+    remote, summary = tmp_path / "remote", tmp_path / "summary.md"
+    said = checked(mlcbuild("run", recipe, "--summary", summary, store=common_store))
+    line = next(line for line in said.splitlines() if line.startswith("speed"))
+    form = r"speed   tiny-q0f32-host  prefill: (\d+) tok/s, decode 1: (\d+) tok/s, decode 8: (\d+) tok/s"
+    speeds = re.fullmatch(form, line)
+    assert speeds is not None and all(int(speed) > 0 for speed in speeds.groups()), said
+    head, _, row = [text for text in summary.read_text().splitlines() if text.startswith("|")][:3]
+    assert head.endswith(" prefill tok/s | decode 1 tok/s | decode 8 tok/s |")
+    assert row.endswith(f" | {' | '.join(speeds.groups())} |")
+    again = checked(mlcbuild("run", recipe, store=common_store))
+    assert line in again.splitlines() and "0 built" in again
+    remote.mkdir()
+    checked(mlcbuild("cache", "push", recipe, remote.as_uri(), store=common_store))
+    pushed = b"".join(path.read_bytes() for path in (remote / "ac").rglob("*") if path.is_file())
+    assert b'"verify/tiny-q0f32-host"' in pushed and b'"bench/' not in pushed
 
 
 def test_changes_re_run_what_depends_on_them(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:

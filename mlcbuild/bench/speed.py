@@ -9,17 +9,21 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
     from mlcbuild_runtime.vm import Model
+
+
+SPEED = "speed.json"
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,14 @@ class Plan:
     answer_tokens: int = 32
     rounds: int = 5
     threads: int | None = None
+
+
+def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action. speed.json: what measure() found. inputs["bundle"] is a bundle; params["machine"] names the
+    kind of machine that it holds for."""
+    prompt, answer = (int(str(params[name])) for name in ("prompt_tokens", "generate_tokens"))
+    found = measure(inputs["bundle"], Plan(prompt, answer))
+    (out / SPEED).write_text(json.dumps({"machine": params["machine"], **found}, indent=2) + "\n")
 
 
 def measure(bundle: Path, plan: Plan) -> dict[str, object]:

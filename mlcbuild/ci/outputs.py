@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from xml.etree import ElementTree
 
 from mlcbuild.report import duration, size
-from mlcbuild.runlog import LoggedStep, LoggedVariant, RunLog
+from mlcbuild.runlog import LoggedStep, LoggedVariant, RunLog, speeds
 
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 cannot hold, escaped or not."""
@@ -55,10 +55,12 @@ def markdown(log: RunLog) -> str:
     if log.interrupted:
         lines[2] = f"Interrupted by {log.interrupted}: {lines[2]}"
     if log.variants:
+        names = speeds(log)
+        more = "".join(f" {words} tok/s |" for words in names.values())
         lines += [
-            "| variant | result | bundle | weights | KL mean | KL max | top-1 | perplexity |",
-            "|---|---|--:|--:|--:|--:|--:|--:|",
-            *(_variant(item) for item in log.variants),
+            "| variant | result | bundle | weights | KL mean | KL max | top-1 | perplexity |" + more,
+            "|---|---|--:|--:|--:|--:|--:|--:|" + "--:|" * len(names),
+            *(_variant(item, names) for item in log.variants),
             "",
         ]
     for item in log.steps:
@@ -84,7 +86,7 @@ def headline(log: RunLog) -> str:
     return f"{', '.join(parts)} in {duration(log.seconds)}"
 
 
-def _variant(item: LoggedVariant) -> str:
+def _variant(item: LoggedVariant, names: Iterable[str]) -> str:
     found = item.figures
     cells = [
         item.name,
@@ -98,6 +100,7 @@ def _variant(item: LoggedVariant) -> str:
     ]
     if "reference_perplexity" in found:
         cells[-1] += f" (exact {found['reference_perplexity']:.4g})"
+    cells += [f"{found[name]:.0f}" if name in found else "" for name in names]
     return f"| {' | '.join(map(_cell, cells))} |"
 
 

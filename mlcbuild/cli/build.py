@@ -69,8 +69,8 @@ def choice(arguments: argparse.Namespace, pipeline: Pipeline) -> tuple[str, ...]
     found = affected.affected(pipeline, files)
     for name, reason in found.items():
         print(f"affected {name}: {reason}", file=sys.stderr)
-    chosen = (item.last for item in pipeline.products if item.variant.name in found)
-    return tuple(last for last in chosen if not only or last in only)
+    chosen = (end for item in pipeline.products if item.variant.name in found for end in item.ends)
+    return tuple(end for end in chosen if not only or end in only)
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -204,8 +204,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document(result, [outcome.to_json() for outcome in outcomes]), indent=2))
     else:
-        last = f"{summary(result)}{_places(outcomes)}"
-        print("\n".join([*(outcome.line for outcome in outcomes if outcome.line), last]))
+        lines = [outcome.line for outcome in outcomes if outcome.line]
+        print("\n".join([*lines, *telling.speeds(log), f"{summary(result)}{_places(outcomes)}"]))
     if not clock.warned:
         _leave_receipt(arguments, receipts.Settled(pipeline, store, result, log), outcomes, began)
     errors = [outcome.error.exit_code for outcome in outcomes if outcome.error is not None]
@@ -216,13 +216,14 @@ def _leave_receipt(
     arguments: argparse.Namespace, run: Settled, outcomes: Sequence[Outcome], began: int
 ) -> None:
     """So that this command line is done at once next time, if there is nothing left to do for it."""
-    from mlcbuild.cli import receipts
+    from mlcbuild.cli import receipts, telling
 
     told = (arguments.junit, arguments.summary, os.environ.get("GITHUB_STEP_SUMMARY"))
     other = (arguments.json, arguments.shard, arguments.affected_by, arguments.force)
     if any((*told, *other)) or not run.result.ok or not all(outcome.made for outcome in outcomes):
         return
     lines = tuple(replace(outcome, status="reused").line for outcome in outcomes)
+    lines += tuple(telling.speeds(run.log))
     bundles = tuple(outcome.product.variant.output for outcome in outcomes)
     receipts.leave(run, receipts.Said(lines, _places(outcomes)), bundles, arguments.words, began)
 
@@ -240,7 +241,7 @@ def _executor(text: str) -> str:
 
 def _outputs(only: Sequence[str], pipeline: Pipeline, products: Sequence[Product]) -> tuple[str, ...]:
     """Steps whose files are wanted here: what bundles are emitted from, and steps that were named."""
-    files = [name for item in products for name in (item.bundle, item.verify) if name is not None]
+    files = [name for item in products for name in (item.bundle, item.verify, item.bench) if name is not None]
     return tuple(dict.fromkeys([*pipeline.choose(only), *files]))
 
 

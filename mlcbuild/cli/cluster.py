@@ -35,6 +35,7 @@ def worker(arguments: argparse.Namespace) -> int:
 
 def found_labels() -> Iterator[str]:
     """What this machine has, as far as it can tell: its processor, compiler, linkers, CUDA."""
+    yield machine.label(machine.kind())
     host: list[targets.Target] = []
     with suppress(SetupError):
         host.append(targets.resolve(targets.HOST))

@@ -58,7 +58,7 @@ def _variant(pipeline: Pipeline, store: Store, steps: Mapping[str, StepResult], 
         place.column,
         bundle.record.size if bundle is not None and bundle.record is not None else None,
         weights.record.size if weights is not None and weights.record is not None else None,
-        _figures(store, verified),
+        _figures(store, verified) | _speed(store, made(product.bench)),
     )
 
 
@@ -75,6 +75,29 @@ def _figures(store: Store, verified: StepResult | None) -> dict[str, float]:
         for name, value in (manifest["verification"] or {}).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
+
+
+def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
+    """Tokens per second: speed_prefill, speed_decode_1 and speed_decode_<largest batch>."""
+    if measured is None or measured.record is None:
+        return {}
+    (entry,) = measured.record.files
+    found = json.loads(store.blob(entry.digest).read_bytes())
+    return {
+        f"speed_{name.replace(' ', '_')}": figure["tokens_per_second"]
+        for name, figure in found.items()
+        if isinstance(figure, dict)
+    }
+
+
+def speeds(log: RunLog) -> list[str]:
+    """A line for each variant whose speed is known: "speed   tiny-q4-host  prefill: 900 tok/s, ..."."""
+    names = runlog.speeds(log)
+    lines = []
+    for item in log.variants:
+        parts = [f"{names[name]}: {value:.0f} tok/s" for name, value in item.figures.items() if name in names]
+        lines += [f"speed   {item.name}  {', '.join(parts)}"] if parts else []
+    return lines
 
 
 def tell(arguments: argparse.Namespace, log: RunLog) -> None:

@@ -33,13 +33,14 @@ from mlcbuild.recipe.cells import read_cells
 from mlcbuild.recipe.destinations import read_destinations
 from mlcbuild.recipe.matrix import Cell
 from mlcbuild.recipe.reading import Reading, project_of, resolved
-from mlcbuild.recipe.settings import Limits, Settings, Verify, read_settings
+from mlcbuild.recipe.settings import Bench, Limits, Settings, Verify, read_bench, read_settings
 from mlcbuild.recipe.sources import LocalSource, Model, Source, read_models
 from mlcbuild.recipe.variables import substitute
 from mlcbuild.remotes import Remote
 from mlcbuild.targets import Target
 
 __all__ = [
+    "Bench",
     "HubSource",
     "Limits",
     "LocalSource",
@@ -51,9 +52,6 @@ __all__ = [
     "expand",
     "load",
 ]
-
-_LATER = ("bench",)
-"""Sections that a later version will know."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,8 @@ class Recipe:
     """Where results are shared, in order."""
     destinations: tuple[str, ...] = ()
     """Templates of the addresses that bundles are published to."""
+    bench: Bench | None = None
+    """What the speed of bundles is measured with; None: it is not."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,7 @@ def load(path: Path, settings: Mapping[str, str] | None = None, allow_outside: b
         [*document.problems, *done.problems],
     )
     for item in findings:
-        later = len(item.where) == 1 and item.where[0] in _LATER
-        message = f"'{item.where[0]}' is not supported by this version of mlcbuild" if later else item.message
-        reading.report(item.where, message, item.on_key)
+        reading.report(item.where, item.message, item.on_key)
     recipe = _read(reading, path)
     if reading.problems or recipe is None:
         raise InputError(reading.problems)
@@ -192,6 +190,7 @@ def _read(reading: Reading, path: Path) -> Recipe | None:
         lock,
         remotes,
         destinations,
+        read_bench(reading),
     )
 
 

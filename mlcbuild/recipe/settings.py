@@ -1,4 +1,4 @@
-"""The `compile` and `verify` sections, with what include entries replace in them."""
+"""The `compile` and `verify` sections, with what include entries replace in them, and `bench`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mlcbuild.recipe.reading import Reading, kind
 
 _PREFILL_CHUNK = 512
 _MAX_BATCH = 8
+_BENCH_PROMPT, _BENCH_ANSWER = 128, 64
 
 _FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
 
@@ -43,6 +44,15 @@ class Verify:
     """Relative: 0.02 allows 2 %."""
     place: Place | None = None
     """Where the recipe asks for it."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the speed of every bundle is measured with."""
+
+    prompt_tokens: int
+    generate_tokens: int
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,15 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
         limits, verify = _limits(reading, layers), _verify(reading, layers)
         found[use] = Settings(limits, verify)
     return found
+
+
+def read_bench(reading: Reading) -> Bench | None:
+    """The `bench` section; None without one."""
+    if not isinstance(reading.get("bench"), dict):
+        return None
+    given = {key: reading.get("bench", key) for key in ("prompt_tokens", "generate_tokens")}
+    prompt, answer = (value if isinstance(value, int) else None for value in given.values())
+    return Bench(prompt or _BENCH_PROMPT, answer or _BENCH_ANSWER, reading.document.place(("bench",)))
 
 
 def _read_layer(reading: Reading, where: Where) -> _Layer:
