@@ -22,6 +22,10 @@ MOST_DRAWN = 300
 FITTING = 60
 """Nodes of a picture that is shrunk to the width of the page; a larger one is scrolled."""
 MOST_ROWS = 500
+"""Of a table, and failures that are shown; what a page leaves out it counts."""
+MOST_PLOTS = 30
+MOST_BARS = 1500
+"""Steps of a timeline: the longest."""
 
 _STYLE = """
 :root{color-scheme:light}
@@ -115,9 +119,9 @@ def _failures(log: RunLog) -> str:
     body = "".join(
         f"<h3>{escape(step.name)}</h3><pre>{escape(step.words)}</pre>"
         + (f"<details><summary>the end of its log</summary><pre>{escape(step.tail)}</pre></details>")
-        for step in failed
+        for step in failed[:MOST_ROWS]
     )
-    return _section("What failed", body) if failed else ""
+    return _section("What failed", body + _more(len(failed))) if failed else ""
 
 
 def _variants(log: RunLog, before: RunLog | None) -> str:
@@ -126,11 +130,16 @@ def _variants(log: RunLog, before: RunLog | None) -> str:
     old = {item.name: item for item in before.variants} if before is not None else {}
     head = ("variant", "", "bundle#", "weights#", "KL mean#", "KL max#", "top-1#", "perplexity#", "exact#")
     speeds = runlog.speeds(log)
+    found = list(log.variants)
+    if len(found) > MOST_ROWS:  # what is news comes first
+        order = ("failed", "skipped", "built", "reused")
+        found.sort(key=lambda item: order.index(item.status))
     rows = [
         [*_row(item, old.get(item.name)), *(_figure(item, name, ".0f") for name in speeds)]
-        for item in log.variants
+        for item in found[:MOST_ROWS]
     ]
-    return _section("Variants", _table((*head, *(f"{words} tok/s#" for words in speeds.values())), rows))
+    table = _table((*head, *(f"{words} tok/s#" for words in speeds.values())), rows)
+    return _section("Variants", table + _more(len(found)))
 
 
 def _row(item: LoggedVariant, old: LoggedVariant | None) -> list[str]:
@@ -169,18 +178,27 @@ def _moved(now: float | None, before: float | None) -> str:
 
 def _plots(log: RunLog) -> str:
     """A plot for each model with figures: mean KL against the size of the weights."""
-    plots = []
-    for model in dict.fromkeys(item.model for item in log.variants):
-        points: dict[tuple[str, int, float], Point] = {}
-        several = len({item.target for item in log.variants if item.model == model}) > 1
-        for item in log.variants:
-            if item.model == model and item.weights and "kl_mean" in item.figures:
-                label = f"{item.quantization} on {item.target}" if several else item.quantization
-                loss = item.figures["kl_mean"]
-                points[item.name, item.weights, loss] = Point(label, item.weights, loss, item.quantization)
-        if points:
-            plots.append(f"<div><h3>{escape(model)}</h3>{chart.scatter(list(points.values()))}</div>")
-    return _section("Loss against size", f"<div class=plots>{''.join(plots)}</div>") if plots else ""
+    models: dict[str, list[LoggedVariant]] = {}
+    for item in log.variants:
+        models.setdefault(item.model, []).append(item)
+    plots = [(model, points) for model, variants in models.items() if (points := _points(variants))]
+    if not plots:
+        return ""
+    drawn = "".join(
+        f"<div><h3>{escape(model)}</h3>{chart.scatter(points)}</div>" for model, points in plots[:MOST_PLOTS]
+    )
+    return _section("Loss against size", f"<div class=plots>{drawn}</div>{_more(len(plots), MOST_PLOTS)}")
+
+
+def _points(variants: Sequence[LoggedVariant]) -> list[Point]:
+    points: dict[tuple[str, int, float], Point] = {}
+    several = len({item.target for item in variants}) > 1
+    for item in variants:
+        if item.weights and "kl_mean" in item.figures:
+            label = f"{item.quantization} on {item.target}" if several else item.quantization
+            loss = item.figures["kl_mean"]
+            points[item.name, item.weights, loss] = Point(label, item.weights, loss, item.quantization)
+    return list(points.values())
 
 
 def _changes(log: RunLog, before: RunLog | None) -> str:
@@ -209,8 +227,8 @@ def _why(step: LoggedStep) -> str:
     )
 
 
-def _more(count: int) -> str:
-    return f"<p>and {count - MOST_ROWS} more</p>" if count > MOST_ROWS else ""
+def _more(count: int, shown: int = MOST_ROWS) -> str:
+    return f"<p>and {count - shown} more</p>" if count > shown else ""
 
 
 def _times(log: RunLog) -> str:
@@ -227,7 +245,10 @@ def _times(log: RunLog) -> str:
         f'<span class=key><i style="background:{colour}"></i>{escape(kind)}</span>'
         for kind, colour in colours.items()
     )
-    return _section("Time", f"{keys}<div class=scroll>{chart.timeline(bars, log.seconds)}</div>")
+    drawn = sorted(bars, key=lambda bar: -bar.seconds)[:MOST_BARS]
+    left = f"<p>Shown are the {MOST_BARS} longest of {len(bars)} steps.</p>" if len(bars) > MOST_BARS else ""
+    drawn.sort(key=lambda bar: bar.start)
+    return _section("Time", f"{keys}{left}<div class=scroll>{chart.timeline(drawn, log.seconds)}</div>")
 
 
 def _tip(step: LoggedStep) -> str:

@@ -158,6 +158,21 @@ def test_a_large_run_has_a_page_without_the_drawing() -> None:
     assert "and 2500 more" in text
 
 
+def test_a_page_stays_of_a_size_that_opens() -> None:
+    steps = tuple(
+        replace(LOG.steps[1], name=f"weights/{i}/a-name-of-usual-length", start=i / 10) for i in range(48_600)
+    )
+    variants = tuple(
+        replace(LOG.variants[0], name=f"{i}", model=f"m{i // 96}", target=f"t{i % 12}", status="reused")
+        for i in range(19_200)
+    )
+    failed = replace(LOG.variants[1], name="the-one-that-failed")
+    text = page.html(replace(LOG, steps=steps, variants=(*variants, failed)), LOG)
+    assert len(text) < 3_000_000
+    for words in ("the-one-that-failed", "and 18701 more", "and 170 more", "1500 longest of 48600 steps"):
+        assert words in text, words
+
+
 def test_the_report_of_real_runs(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> None:
     recipe = project(tmp_path, QUICKSTART.replace("q0f32, ", ""))
     shutil.copy(tiny_bundles / "prompts.txt", tmp_path)
