@@ -141,6 +141,14 @@ class Manifest:
     def hidden_size(self) -> int:
         return Fields(plain(self.model.config), "model.config").integer("hidden_size", 1)
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens a layer looks back at most; None: to the beginning."""
+        found = plain(self.model.config.get("windows"))
+        listed = found if isinstance(found, list) else []
+        sizes = [size for size in listed if isinstance(size, int)]
+        return max(sizes) if sizes and len(sizes) == len(listed) else None
+
     def to_json(self) -> dict[str, Json]:
         """The document; `parse` is its inverse."""
         serving: dict[str, Json] = {"bos_token_id": self.serving.bos_token_id}

@@ -79,7 +79,8 @@ class Engine:
         self.grammars = Grammars(tokenizer.vocabulary, model.manifest.vocab_size, tokenizer.eos)
         self._max_waiting = MAX_WAITING if max_waiting is None else max_waiting
         self._incoming: SimpleQueue[Sequence | None] = SimpleQueue()
-        self._schedule = Schedule(Pages(model.pages), model.limits.page_size, self.max_batch)
+        window = model.manifest.window
+        self._schedule = Schedule(Pages(model.pages), model.limits.page_size, self.max_batch, window)
         self._trace: Trace | None = None
         self._speculation = Speculation.load(role.speculate, model, tokenizer)
         self._drafted = self._accepted = 0

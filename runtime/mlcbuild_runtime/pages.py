@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+GONE = -1
+"""In a sequence's pages: one that it has let go of, because it is outside of its window."""
 Key = tuple[int, ...]
 """What one page holds: its tokens, perhaps with more that tells it from pages of the same tokens."""
 
@@ -20,6 +22,7 @@ class _Node:
     page: int
     key: Key
     parent: _Node | None
+    """None: what came before has been given away, so that only its users can still find it."""
     children: dict[Key, _Node] = field(default_factory=dict)
     users: int = 1
 
@@ -29,7 +32,8 @@ class Pages:
 
     A user of a page in the tree uses all pages above it, too, and lets go of the deepest first. So the idle
     pages (in the tree, without a user), in the order in which they became idle, begin with a leaf: the one
-    that was used least recently.
+    that was used least recently. Only users that look back no further than a window let go of pages above
+    those they go on with. When such a page is given away, all that is below it leaves the tree.
     """
 
     def __init__(self, count: int) -> None:
@@ -66,7 +70,7 @@ class Pages:
         if count > self.available:
             return None
         while len(self._free) < count:
-            self._forget(self._nodes[next(iter(self._idle))])
+            self._forget(self._victim())
         return [self._free.pop() for _ in range(count)]
 
     def keep(self, keys: Sequence[Key], pages: list[int]) -> None:
@@ -77,18 +81,25 @@ class Pages:
         node = self._root
         for i, key in enumerate(keys):
             child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = self._nodes[pages[i]] = _Node(pages[i], key, node)
+            if pages[i] == GONE:
+                if child is None:
+                    break  # it has been given away, and what is below it could not be found
+            elif child is None:
+                child = self._nodes.setdefault(pages[i], _Node(pages[i], key, node))
+                child.parent, node.children[key] = node, child
             elif child.page != pages[i]:
-                self._free.append(pages[i])
+                self.release([pages[i]])
                 pages[i] = child.page
                 child.users += 1
                 self._idle.pop(child.page, None)
             node = child
 
     def release(self, pages: Sequence[int], forget: bool = False) -> None:
-        """One user less of a sequence's pages. `forget`: what they hold is not to be used again."""
+        """One user less of a sequence's pages; GONE ones have none. `forget`: what they hold is not to
+        be used again."""
         for page in reversed(pages):
+            if page == GONE:
+                continue
             node = self._nodes.get(page)
             if node is None:
                 self._free.append(page)
@@ -96,7 +107,7 @@ class Pages:
             node.users -= 1
             if not node.users:
                 self._idle[page] = None
-                if forget and not node.children:
+                if node.parent is None or (forget and not node.children):
                     self._forget(node)
 
     def _path(self, keys: Sequence[Key]) -> list[_Node]:
@@ -109,8 +120,24 @@ class Pages:
             node = child
         return path
 
+    def _victim(self) -> _Node:
+        """The idle page to give away: the oldest, or what is idle below it."""
+        node = self._nodes[next(iter(self._idle))]
+        while (
+            below := next((child for child in node.children.values() if not child.users), None)
+        ) is not None:
+            node = below
+        return node
+
     def _forget(self, node: _Node) -> None:
-        """An idle leaf becomes a free page."""
-        assert node.parent is not None and not node.children
-        del node.parent.children[node.key], self._nodes[node.page], self._idle[node.page]
-        self._free.append(node.page)
+        """An idle page becomes a free one; so do those below it which are idle."""
+        if node.parent is not None:
+            del node.parent.children[node.key]
+        below = [node]
+        while below:
+            node = below.pop()
+            below += node.children.values()
+            node.parent, node.children = None, {}
+            if not node.users:
+                del self._nodes[node.page], self._idle[node.page]
+                self._free.append(node.page)

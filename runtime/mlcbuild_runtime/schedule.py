@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
-from mlcbuild_runtime.pages import Pages
+from mlcbuild_runtime.pages import GONE, Pages
 from mlcbuild_runtime.sequence import Sequence
 
 
@@ -18,11 +18,12 @@ class Schedule:
     pages to others, so that all requests come to their end.
     """
 
-    def __init__(self, pages: Pages, page_size: int, max_batch: int) -> None:
+    def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:
+        """`window`: how many tokens the model looks back in all its layers; None: without limit."""
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
         self.pages, self.preemptions, self.cached_tokens = pages, 0, 0
-        self._page_size, self._max_batch = page_size, max_batch
+        self._page_size, self._max_batch, self._window = page_size, max_batch, window
 
     @property
     def idle(self) -> bool:
@@ -96,6 +97,16 @@ class Schedule:
         if before < len(sequence.request.prompt):
             length = min(sequence.length, len(sequence.request.prompt))
             self.pages.keep(sequence.keys(self._page_size, length), sequence.pages)
+        if self._window is not None:
+            self._let_go(sequence, max(0, sequence.length - self._window + 1) // self._page_size)
+
+    def _let_go(self, sequence: Sequence, count: int) -> None:
+        """The first `count` pages are outside of the window of every token to come."""
+        first = count
+        while first and sequence.pages[first - 1] != GONE:
+            first -= 1
+        self.pages.release(sequence.pages[first:count])
+        sequence.pages[first:count] = [GONE] * (count - first)
 
     def _place(self, sequence: Sequence) -> bool:
         """Gives a sequence the pages of all its tokens so far, if there is room for it."""

@@ -67,7 +67,8 @@ class Step:
         all_rows: bool = False,
         prompt: bool | None = None,
     ) -> Step:
-        """From (new tokens, length after them, pages) of each sequence; logits of its last, or of all.
+        """From (new tokens, length after them, pages) of each sequence; logits of its last, or of all. A
+        negative page is one that no layer looks at any more.
         prompt: by default where any sequence has more than one new token."""
         indptr = [0, *accumulate(len(tokens) for tokens, _, _ in parts)]
         return cls(
@@ -76,7 +77,7 @@ class Step:
             indptr=indptr,
             lengths=[length for _, length, _ in parts],
             page_indptr=[0, *accumulate(len(pages) for _, _, pages in parts)],
-            page_table=[page for _, _, pages in parts for page in pages],
+            page_table=[max(0, page) for _, _, pages in parts for page in pages],
             rows=list(range(indptr[-1])) if all_rows else [end - 1 for end in indptr[1:]],
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -45,16 +46,24 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `tiny_bundle`, without the last of its five layers: a smaller model of the same words. Read only."""
-    return _real(tmp_path_factory, "small", "4")
+    return _real(tmp_path_factory, "small", num_hidden_layers=4)
 
 
-def _real(tmp_path_factory: pytest.TempPathFactory, name: str, *layers: str) -> Path:
+@pytest.fixture(scope="session")
+def window_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_bundle`, but no layer looks back more than 32 tokens. Read only."""
+    names = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    return _real(tmp_path_factory, "window", **names, sliding_window=32)
+
+
+def _real(tmp_path_factory: pytest.TempPathFactory, name: str, **changes: object) -> Path:
+    """The embedded model with `changes` to its config.json."""
     needs("mlcbuild")
 
     def build(out: Path) -> None:
         script = Path(__file__).with_name("real.py")
         path = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
-        command = [sys.executable, str(script), "q4f16_1", str(out), *layers]
+        command = [sys.executable, str(script), "q4f16_1", str(out), json.dumps(changes)]
         subprocess.run(command, check=True, env=shared.environment(path))
 
     return shared.once(tmp_path_factory, name, build)

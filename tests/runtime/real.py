@@ -1,4 +1,4 @@
-"""Builds the bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY [LAYERS]`.
+"""Builds the bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY CHANGES`.
 
 A program of its own, because the tests of the runtime do not load the builder.
 """
@@ -22,12 +22,13 @@ CHECKPOINT = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tiny"
 LIMITS: dict[str, Json] = {"context_window": 256, "prefill_chunk": 64, "max_batch": 8}
 
 
-def shortened(checkpoint: Path, layers: int, out: Path) -> None:
-    """A checkpoint with the first layers of another: a smaller model that says partly the same."""
+def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
+    """A checkpoint with another config.json; with fewer layers it is a smaller model that says partly the
+    same."""
     shutil.copytree(checkpoint, out)
-    config = json.loads((out / "config.json").read_bytes())
-    (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
-    tensors = numpy.load_file(checkpoint / "model.safetensors")
+    config = json.loads((out / "config.json").read_bytes()) | changes
+    (out / "config.json").write_text(json.dumps(config))
+    layers, tensors = config["num_hidden_layers"], numpy.load_file(checkpoint / "model.safetensors")
     kept = {
         name: tensor
         for name, tensor in tensors.items()
@@ -36,8 +37,8 @@ def shortened(checkpoint: Path, layers: int, out: Path) -> None:
     numpy.save_file(kept, out / "model.safetensors")
 
 
-def build(scheme: str, out: Path, layers: int | None = None) -> None:
-    """Every step's action, one after the other. `layers`: of a shortened model."""
+def build(scheme: str, out: Path, changes: dict[str, Json]) -> None:
+    """Every step's action, one after the other. `changes`: to config.json."""
     scheme_json = quant.to_json(quant.SCHEMES[scheme])
     target = targets.to_json(targets.resolve(targets.HOST))
     compiled: dict[str, Json] = {"scheme": scheme_json, "target": target, "limits": LIMITS}
@@ -55,9 +56,9 @@ def build(scheme: str, out: Path, layers: int | None = None) -> None:
         assert runtime is not None
         (parts["runtime"] / runtime.name).symlink_to(runtime)
         checkpoint = CHECKPOINT
-        if layers is not None:
+        if changes:
             checkpoint = Path(area, "checkpoint")
-            shortened(CHECKPOINT, layers, checkpoint)
+            changed(CHECKPOINT, changes, checkpoint)
         inputs = {"config": parts["config"], "checkpoint": checkpoint}
         normalise({}, inputs, parts["config"])
         weights.convert({"scheme": scheme_json}, inputs, parts["weights"])
@@ -67,4 +68,4 @@ def build(scheme: str, out: Path, layers: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
+    build(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))

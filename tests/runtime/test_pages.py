@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlcbuild_runtime.pages import Key, Pages
+from mlcbuild_runtime.pages import GONE, Key, Pages
 
 A, B, C = (1,), (2,), (3,)
 
@@ -62,17 +62,33 @@ def test_what_is_to_be_forgotten_is_not_found() -> None:
     assert (pages.depth([A, B]), pages.cached) == (1, 1)  # another still uses the first
 
 
+def test_below_a_page_that_is_given_away_nothing_is_found() -> None:
+    pages = Pages(4)
+    mine = pages.take(3)
+    assert mine is not None
+    pages.keep([A, B, C], mine)
+    pages.release(mine[:1])
+    assert (pages.available, pages.depth([A, B, C])) == (2, 3)  # it may still be shared
+    assert pages.take(2) is not None
+    assert (pages.available, pages.depth([A, B, C])) == (0, 0)
+    pages.keep([A, B, C], [GONE, *mine[1:]])
+    assert pages.depth([A]) == 0
+    pages.release([GONE, *mine[1:]])
+    assert (pages.available, pages.cached) == (2, 0)
+
+
 KEYS = st.lists(st.sampled_from([A, B]), min_size=1, max_size=4)
 
 
 @settings(max_examples=60)
-@given(steps=st.lists(st.tuples(KEYS, st.integers(0, 2), st.booleans()), max_size=30))
-def test_any_history(steps: list[tuple[list[Key], int, bool]]) -> None:
-    """Contents are a function of the page: no page is ever given to two who write different things."""
+@given(steps=st.lists(st.tuples(KEYS, st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=30))
+def test_any_history(steps: list[tuple[list[Key], int, int, bool]]) -> None:
+    """Contents are a function of the page: no page is ever given to two who write different things, whatever
+    their users let go of at the beginning before they put more into the tree."""
     pages = Pages(9)
     holds: dict[int, tuple[Key, ...]] = {}
     running: list[list[int]] = []
-    for keys, extra, end in steps:
+    for keys, extra, gone, end in steps:
         shared = pages.share(keys)
         assert [holds[page] for page in shared] == [tuple(keys[: i + 1]) for i in range(len(shared))]
         own = pages.take(len(keys) - len(shared) + extra)
@@ -80,14 +96,17 @@ def test_any_history(steps: list[tuple[list[Key], int, bool]]) -> None:
             pages.release(shared)
         else:
             mine = shared + own
-            assert not set(own) & {page for other in running for page in other}
+            assert not set(own) & {page for other in running for page in other} - {GONE}
             for i in range(len(shared), len(keys)):
                 holds[mine[i]] = tuple(keys[: i + 1])
+            pages.keep(keys[:2], mine)
+            pages.release(mine[:gone])
+            mine[:gone] = [GONE] * len(mine[:gone])
             pages.keep(keys, mine)
             running.append(mine)
         if running and (end or own is None):
             pages.release(running.pop(0))
-        in_use = {page for other in running for page in other}
+        in_use = {page for other in running for page in other} - {GONE}
         assert pages.available == 9 - len(in_use)
     for mine in running:
         pages.release(mine)

@@ -245,3 +245,50 @@ def test_random_cancellations_leave_no_trace(toy_bundle: Path) -> None:
         assert engine.state().free_pages == 20
     finally:
         engine.close()
+
+
+def test_pages_outside_of_a_window_are_free_for_others(window_bundle: Path) -> None:
+    """Answers are those of an engine that keeps all pages; what is let go of is written anew all the time."""
+    sampled = Sampling(0.8, seed=4)
+    jobs = [(prompt(i // 2, 20 + 40 * (i % 3)), 130 + i) for i in range(8)]
+    requests = [
+        Request(tuple(3 + token % 200 for token in tokens), count, sampled, ignore_eos=True, logprobs=0)
+        for tokens, count in jobs
+    ]
+    answers = []
+    for pages, kept in ((None, True), (28, False)):
+        engine = start(window_bundle, max_pages=pages) if pages else start(window_bundle)
+        try:
+            assert engine.model.manifest.window == engine._schedule._window == 32
+            if kept:
+                engine._schedule._window = None
+            answers.append([tokens_of(drain(events)) for events in [ask(engine, each) for each in requests]])
+            state = engine.state()
+            assert state.preemptions == 0
+            # 8 sequences of at most 4 pages each: without a window they would need 100.
+            again = [tokens_of(drain(ask(engine, each))) for each in requests[:3]]
+            assert again == answers[-1][:3]
+            wait_idle(engine)
+            assert engine.state().free_pages == engine.state().pages
+        finally:
+            engine.close()
+    assert answers[0] == answers[1]
+
+
+def test_a_prompt_longer_than_the_window_is_shared(window_bundle: Path) -> None:
+    engine = start(window_bundle, max_pages=16)
+    try:
+        tokens = tuple(3 + token % 200 for token in prompt(9, 150))
+        first = drain(ask(engine, Request(tokens, 40, GREEDY, logprobs=0)))
+        again = drain(ask(engine, Request(tokens, 40, GREEDY, logprobs=0)))
+        assert tokens_of(first) == tokens_of(again)
+        assert again[-1].cached == 144
+        longer = Request((*tokens, 7, 8, 9), 40, GREEDY, logprobs=0)
+        with_cache = tokens_of(drain(ask(engine, longer)))
+    finally:
+        engine.close()
+    fresh = start(window_bundle)
+    try:
+        assert tokens_of(drain(ask(fresh, longer))) == with_cache
+    finally:
+        fresh.close()
