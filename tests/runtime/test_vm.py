@@ -134,7 +134,9 @@ def test_threads_without_work_leave_the_cores_to_others(tiny_bundle: Path) -> No
     def spent(**extra: str) -> float:
         return float(shared.run("-c", IDLE, str(tiny_bundle), extra=extra).stdout)
 
-    assert spent() < 0.05 < spent(TVM_THREAD_POOL_SPIN_COUNT="3000000"), "CPU seconds"
+    assert spent() < 0.05, "CPU seconds"
+    # So the measure can fail; on a busy machine a thread that spins may get no time for it at first.
+    assert any(spent(TVM_THREAD_POOL_SPIN_COUNT="3000000") > 0.05 for _ in range(10))
 
 
 def test_the_first_load_decides_the_threads(toy_bundle: Path) -> None:
