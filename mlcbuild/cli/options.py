@@ -136,7 +136,11 @@ def cache(parser: argparse.ArgumentParser) -> None:
         "--unused-days", type=positive, metavar="N", help="gc: remove what was not used for N days"
     )
     parser.add_argument(
-        "--trust", action="append", default=[], metavar="KEY", help="import: only records signed by this key"
+        "--trust",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="import, pull: take only what this key signed",
     )
     only(parser)
     settings(parser)

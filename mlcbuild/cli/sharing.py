@@ -6,16 +6,21 @@ import argparse
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from mlcbuild import archive, keyfile, upkeep
+from mlcbuild.canon import Entry
 from mlcbuild.cli.build import open_store
 from mlcbuild.cli.facts import show
 from mlcbuild.cli.options import amount
 from mlcbuild.cli.recipes import read_lock, read_recipe
 from mlcbuild.cli.store import no_operands, status
 from mlcbuild.errors import RemoteError, StoreError, UsageError
+from mlcbuild.events import Reporter, Warned, silent
 from mlcbuild.pipeline import build
 from mlcbuild.plan import Plan, plan
 from mlcbuild.records import Record
@@ -24,6 +29,9 @@ from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.report import size
 from mlcbuild.store import Store
+
+_DOWNLOADS = 4
+"""Files of a pull at the same time."""
 
 
 def keys(arguments: argparse.Namespace) -> int:
@@ -75,30 +83,47 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Brings everything that remotes have of a recipe into the store, for runs without a network."""
+    """Brings everything that remotes have of a recipe into the store, for runs without a network.
+
+    Exit code 1 when a remote failed, or what it holds is not right, and something is lacking.
+    """
     store = open_store(arguments)
     if arguments.all:
         raise UsageError("mlcbuild cache pull: a remote cannot list what it has: name a recipe, not --all")
     recipe, urls = _operands(arguments, "pull", everything=False)
     sharing = Sharing(store, [Link(remote) for remote in _remotes(arguments, recipe, urls, "read")])
-    found = _plan(arguments, store, sharing)
+    warnings: list[str] = []
+    found = _plan(arguments, store, sharing, lambda event: warnings.append(cast(Warned, event).message))
+    there = [(step, step.record) for step in found.steps if step.state == "remote" and step.record]
     missing = []
     with store.session() as session:
-        for step in found.steps:
-            if step.state != "remote" or step.record is None:
-                continue
-            fetched = [
-                sharing.fetch(entry, threading.Event(), lambda count: None) for entry in step.record.files
-            ]
-            if why := next(filter(None, fetched), ""):
+        fetched = _fetch(sharing, (entry for _, record in there for entry in record.files))
+        for step, record in there:
+            if why := next(filter(None, (fetched[entry.digest] for entry in record.files)), ""):
                 missing.append(f"{step.name}: {why}")
-                continue
-            store.put_record(step.record, session.area() / "record")
-    if problems := [*sharing.take_warnings(), *missing]:
-        raise RemoteError("\n".join(problems))
+            else:
+                store.put_record(record, session.area() / "record")
+    warnings += sharing.take_warnings()
     absent = found.count("run") + found.count("pending")
+    if missing or (warnings and absent):
+        raise RemoteError("\n".join([*warnings, *missing]))
+    for sentence in warnings:
+        print(f"warning {sentence}", file=sys.stderr)
     print(f"{found.count('remote')} fetched, {found.count('hit')} were here, {absent} are in no remote")
     return 0
+
+
+def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
+    """Brings files into the store, some at the same time; digest -> why it could not be had, or ""."""
+    stop = threading.Event()
+    distinct = {entry.digest: entry for entry in entries}
+    with ThreadPoolExecutor(_DOWNLOADS) as pool:
+        try:
+            found = pool.map(lambda entry: sharing.fetch(entry, stop, lambda _: None), distinct.values())
+            return dict(zip(distinct, found, strict=True))
+        finally:  # an interrupt must not wait for what is on its way
+            stop.set()
+            sharing.close()
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -169,10 +194,7 @@ def take(arguments: argparse.Namespace) -> int:
     """`cache import FILE`: what another store exported."""
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
-    for key in arguments.trust:
-        if not keyfile.is_public(key):
-            raise UsageError(f"mlcbuild cache import: --trust {key}: a key is ed25519: and 43 characters")
-    moved = archive.read(open_store(arguments), Path(arguments.operands[0]), arguments.trust)
+    moved = archive.read(open_store(arguments), Path(arguments.operands[0]), _trusted(arguments))
     print(f"{moved.records} records and {moved.blobs} files, {size(moved.bytes)}, are in the store")
     return 0
 
@@ -197,25 +219,43 @@ def _operands(
 def _remotes(
     arguments: argparse.Namespace, recipe: str | None, urls: Sequence[str], mode: Mode
 ) -> Sequence[Remote]:
-    """The remotes that the command names, or else those of the recipe."""
+    """The remotes that the command names, or else those of the recipe.
+
+    Whom a recipe trusts for an address holds for that address on the command line, too, unless --trust says
+    something else.
+    """
     for url in urls:
         if problem := fault(url):
             raise UsageError(f"mlcbuild cache: {problem}")
-    named = [Remote(url.rstrip("/"), mode) for url in urls]
-    if named or recipe is None:
-        return named
-    found = [remote for remote in read_recipe(arguments).remotes if mode == "write" or remote.reads]
+    trust = _trusted(arguments)
+    listed = [] if recipe is None else read_recipe(arguments).remotes
+    known = {remote.url: remote.trust for remote in listed}
+    if urls or recipe is None:
+        names = [url.rstrip("/") for url in urls]
+        return [Remote(name, mode, trust=trust or known.get(name, ())) for name in names]
+    found = [remote for remote in listed if mode == "write" or remote.reads]
     chosen = [remote for remote in found if mode == "read" or remote.writes()]
     if not chosen:
         raise UsageError(f"{recipe}: it names no remote to {mode}: name one on the command line")
-    return chosen
+    return [replace(remote, trust=trust or remote.trust) for remote in chosen]
 
 
-def _plan(arguments: argparse.Namespace, store: Store, sharing: Sharing | None = None) -> Plan:
+def _trusted(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The keys of --trust."""
+    for key in arguments.trust:
+        if not keyfile.is_public(key):
+            action = f"mlcbuild cache {arguments.action}"
+            raise UsageError(f"{action}: --trust {key}: a key is ed25519: and 43 characters")
+    return tuple(arguments.trust)
+
+
+def _plan(
+    arguments: argparse.Namespace, store: Store, sharing: Sharing | None = None, report: Reporter = silent
+) -> Plan:
     """Of the recipe, or of what --only names of it and all that this needs."""
     recipe = read_recipe(arguments)
     pipeline = build(recipe, read_lock(recipe))
-    return plan(pipeline.graph, store, only=pipeline.choose(arguments.only), sharing=sharing)
+    return plan(pipeline.graph, store, only=pipeline.choose(arguments.only), sharing=sharing, report=report)
 
 
 def _of_recipe(arguments: argparse.Namespace, store: Store) -> list[Record]:
