@@ -214,7 +214,7 @@ class Engine:
                 parts = schedule.prefills(self.prefill_chunk)
                 self._step([part for part in parts if part[0].pool is None], prompt=True)
                 self._pool([part for part in parts if part[0].pool is not None])
-                self._decode(schedule.decodes())
+                self._decode(schedule.decodes(self._speculation.rows))
         except Exception:
             log.exception("the engine has failed")
         finally:
@@ -257,7 +257,7 @@ class Engine:
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
         # This thread's own time: on a busy machine others' must not count as the price of a draft.
         speculation, begun = self._speculation, time.thread_time()
-        if not any(map(speculation.concerns, ready)):
+        if len(ready) < len(parts) or not any(map(speculation.concerns, ready)):
             self._step(parts)
             return
         allotted = speculation.allot(ready, len(parts))

@@ -66,13 +66,19 @@ class Schedule:
                 room -= count
         return parts
 
-    def decodes(self) -> list[tuple[Sequence, int]]:
-        """Sequences that take one token now. Each has a page for it."""
+    def decodes(self, rows: int) -> list[tuple[Sequence, int]]:
+        """Sequences that take one token now; those that had to give their pages up, more of the tokens that
+        they have already, as far as the step has no more than `rows`. Each has pages for them."""
         parts = []
         for sequence in list(self.active):
             ready = not sequence.prefilling and not sequence.ticket.resting
             if ready and sequence in self.active and self._grow(sequence):
                 parts.append((sequence, 1))
+        room = rows - len(parts)
+        for i, (sequence, _) in enumerate(parts):
+            more = max(0, min(room, len(sequence.tokens) - sequence.length - 1))
+            parts[i] = sequence, 1 + more
+            room -= more
         return parts
 
     def stretch(self, sequence: Sequence, count: int) -> int:

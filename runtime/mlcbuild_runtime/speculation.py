@@ -26,7 +26,8 @@ from mlcbuild_runtime.vm import Floats, Model, Step
 log = logging.getLogger(__name__)
 
 ROWS = 16
-"""Rows of a step with drafts. Up to so many, kernels give each row what it has alone, bit by bit."""
+"""Rows of a step with drafts, or with tokens that are computed again. Up to so many, kernels give each row
+what it has alone, bit by bit."""
 
 Part = tuple[List[int], int, List[int]]
 """(new tokens, length after them, pages) of a sequence in a step."""
@@ -38,7 +39,7 @@ class Speculation:
     def __init__(self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True) -> None:
         """`tokens`: to draft at most. `rows`: of a step with drafts. `guesses`: more than what clients
         predict."""
-        self._tokens, self._rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
+        self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
         self._guesses = guesses
 
     @classmethod
@@ -56,7 +57,7 @@ class Speculation:
 
     def allot(self, sequences: List[Sequence], batch: int) -> list[tuple[Sequence, int]]:
         """How many tokens to draft for each of `sequences`, which are among the `batch` of a step."""
-        room = self._rows - batch
+        room = self.rows - batch
         willing = [
             (sequence, wanted)
             for sequence in sequences

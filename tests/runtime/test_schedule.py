@@ -124,6 +124,36 @@ def test_answers_are_the_same_when_pages_run_out(toy_bundle: Path, pages: int) -
         engine.close()
 
 
+def test_what_was_given_up_is_computed_again_many_tokens_at_a_time(tiny_bundle: Path) -> None:
+    """By kernels that give the same bits, so that answers are those of an engine with room for all."""
+    requests = [
+        Request(
+            tuple(3 + token % 200 for token in prompt(i, 30)),
+            120,
+            Sampling(0.9, seed=i),
+            ignore_eos=True,
+            logprobs=0,
+        )
+        for i in range(5)
+    ]
+    answers = []
+    for pages in (64, 16):
+        engine = start(tiny_bundle, Recorder, max_pages=pages)
+        try:
+            answers.append([drain(events) for events in [ask(engine, each) for each in requests]])
+            assert bool(engine.state().preemptions) == (pages == 16)
+            assert isinstance(engine.model, Recorder)
+            again = [step for step in engine.model.steps if not step.prompt and not step.is_decode]
+            assert bool(again) == (pages == 16)
+            assert max((len(step.tokens) for step in again), default=16) == 16
+        finally:
+            engine.close()
+    plain, crowded = answers
+    for a, b in zip(plain, crowded, strict=True):
+        assert tokens_of(a) == tokens_of(b)
+        assert [event.logprob for event in a] == [event.logprob for event in b]
+
+
 def test_a_long_prompt_delays_others_by_one_chunk_at_a_time(engine: Engine) -> None:
     assert isinstance(engine.model, Recorder)
     engine.model.pause = 0.002
