@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
+from mlcbuild_runtime import machine
 from numpy.typing import NDArray
 
 from mlcbuild import targets
@@ -43,10 +44,12 @@ class Case:
     rope_dim: int | None = None
     norm: bool = False
     bias: bool = False
+    rounded: bool = False
 
     def __str__(self) -> str:
         extras = [f"window{self.window}" * bool(self.window), f"cap{self.softcap}" * bool(self.softcap)]
         flags = ["norm" * self.norm, "bias" * self.bias, f"rope{self.rope_dim}" * bool(self.rope_dim)]
+        flags.append("rounded" * self.rounded)
         return "-".join(filter(None, ["x".join(map(str, self.heads)), self.dtype, *extras, *flags]))
 
 
@@ -58,6 +61,14 @@ CASES = [
     Case((2, 2, 33 * 2), "float16", window=5, softcap=3.0, bias=True, norm=True),
 ]
 
+ROUNDED = [
+    Case((9, 3, 64), "float16", rounded=True),
+    Case((8, 1, 96), window=37, softcap=1.5, rounded=True),
+    Case((2, 2, 128), "float16", window=70, softcap=30.0, rounded=True),
+    Case((6, 2, 32), rounded=True),
+]
+"""Cases that tile registers take, where there are any."""
+
 
 def shape(case: Case) -> Heads:
     return Heads(LAYERS, *case.heads, case.dtype)
@@ -65,18 +76,18 @@ def shape(case: Case) -> Heads:
 
 @cache
 def built(case: Case, target: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    machine = targets.resolve(target)
-    isa = isa_for(machine)
+    described = targets.resolve(target)
+    isa = isa_for(described)
     heads = shape(case)
     norm = Norm(isa, heads.dim, 1e-6, 1.0) if case.norm else None
     bias = "float16" if case.bias else None
     append = Append(isa, heads, case.rope_dim or heads.dim, bias, norm, ("float32", "float16"))
     functions = {
-        "attend": attention(Attention(isa, heads, heads.dim**-0.5, case.softcap)),
+        "attend": attention(Attention(isa, heads, heads.dim**-0.5, case.softcap, case.rounded)),
         "append": rope_append(append),
     }
     named = {name: function.with_attr("global_symbol", name) for name, function in functions.items()}
-    library = tvm.tirx.build(tvm.IRModule(named), tvm_target(machine), kernel_pipeline())
+    library = tvm.tirx.build(tvm.IRModule(named), tvm_target(described), kernel_pipeline())
     return library["append"], library["attend"]
 
 
@@ -180,7 +191,10 @@ class World:
                 found.append(softmax_values(self.case, seen[-1][0][head], keys, values))
         return np.array(found).reshape(len(rows), -1)
 
-    def attend(self, target: str, qkv: Array, rows: Sequence[tuple[int, int]]) -> Array:
+    def attend(
+        self, target: str, qkv: Array, rows: Sequence[tuple[int, int]], prompt: int | None = None
+    ) -> Array:
+        """prompt: for kernels that ask."""
         _, attend = built(self.case, target)
         batch, heads = self.batch, self.heads
         counts = [sum(s == sequence for s, _ in rows) for sequence in range(len(batch.parts))]
@@ -193,7 +207,8 @@ class World:
         ]
         out = aligned(np.full((len(rows), heads.query * heads.dim), np.nan, np.float32))
         arrays = [device(np.array(index, np.int32)) for index in indexes]
-        attend(share(qkv), share(self.cache), *arrays, LAYER, self.case.window or NO_WINDOW, share(out))
+        numbers = [LAYER, self.case.window or NO_WINDOW, *([] if prompt is None else [prompt])]
+        attend(share(qkv), share(self.cache), *arrays, *numbers, share(out))
         return out
 
 
@@ -239,6 +254,56 @@ def test_a_sequence_gets_the_same_in_every_company(case: Case) -> None:
     for i, row in enumerate(rows):
         alone = world.attend(target, aligned(queries[i : i + 1]), [row])
         np.testing.assert_array_equal(alone[0], together[i])
+
+
+AMX = "x86-64-v4-amx"
+
+
+def need_tiles() -> None:
+    if (
+        targets.why_not(targets.resolve(AMX), targets.resolve("host")) is not None
+        or not machine.allow_tiles()
+    ):
+        pytest.skip("no AMX tiles for processes of this machine")
+
+
+def prompts(
+    case: Case, parts: Sequence[tuple[int, int]], seed: int
+) -> tuple[World, list[tuple[int, int]], Array]:
+    """A world whose old rows are in the cache, its new rows and their queries."""
+    world = World(case, parts, seed)
+    old = world.rows(lambda before, new: range(before))
+    if old:
+        world.append(AMX, old)
+    rows = world.rows(lambda before, new: range(before, before + new))
+    return world, rows, world.append(AMX, rows)
+
+
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
+def test_prompts_on_tile_registers(case: Case) -> None:
+    """Queries, keys, values and weights have 8 bits: 2^-9 of a value on each side. A score, a sum of dim
+    products over sqrt(dim), is off by as much of its own spread; where there are few keys, values of up to 4
+    are off by 2^-7, and weights move by the errors of scores. Rows that are no prompt's are not rounded."""
+    need_tiles()
+    for seed, parts in enumerate(
+        [[(0, 70)], [(33, 20), (5, 1), (0, 17), (64, 3), (130, 90)], [(0, 0), (9, 1)]]
+    ):
+        world, rows, queries = prompts(case, parts, seed)
+        expected = world.expected(rows)
+        error = np.abs(world.attend(AMX, queries, rows, prompt=1) - expected)
+        assert error.max() < 2**-5 and np.sqrt((error**2).mean()) < 2**-8
+        assert np.abs(world.attend(AMX, queries, rows, prompt=0) - expected).max() < 2e-3
+
+
+@pytest.mark.parametrize("case", ROUNDED[:2], ids=str)
+def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
+    """Bit by bit: in one step, in the company of others, in chunks, or row by row."""
+    need_tiles()
+    world, rows, queries = prompts(case, [(20, 1), (50, 100), (129, 3)], 8)
+    together = world.attend(AMX, queries, rows, prompt=1)
+    for start, end in [(0, 1), (1, 8), (8, 60), (60, 101), (101, 104), (30, 31), (100, 101)]:
+        found = world.attend(AMX, aligned(queries[start:end]), rows[start:end], prompt=1)
+        np.testing.assert_array_equal(found, together[start:end])
 
 
 def test_append_touches_its_layer_and_slots_only() -> None:

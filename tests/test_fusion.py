@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -104,6 +105,38 @@ def test_fused_product(isa: str, scheme: str, name: str) -> None:
             assert np.quantile(error, 0.75) < tight, f"m={m}"
             tight = 3 * np.abs(ready).max() / 127 * np.abs(matrix).max()
         assert error.max() < tight, f"m={m}"
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_tile_registers_hand_gated_rows_on(activation: Literal["silu", "gelu_tanh"]) -> None:
+    """Two products: of the first, [gate; up], what the gate makes is handed to the second as bfloat16."""
+    target, scheme, (hidden, inner) = TARGETS["avx512amx"], SCHEMES["q4a8_1"], (96, 352)
+    kernelbench.need(target)
+    isa, rng = isa_for(target), np.random.default_rng(9)
+    gate = Gate(isa, activation, inner)
+    first = kernel(linear(isa, scheme, 2 * inner, hidden), Fusion(gate=gate))
+    second = kernel(linear(isa, scheme, hidden, inner), Fusion(Gated(gate, None, packed=True), residual=True))
+    built = kernelbench.compiled(target, [first, second]).library
+    ups, matrix = kernelbench.weights(rng, scheme, 2 * inner, hidden)
+    down, last = kernelbench.weights(rng, scheme, hidden, inner)
+    for m in (1, 2, 7, 33, 63, 64, 97, 130, 550):
+        x = (rng.standard_normal((m, hidden)) / np.sqrt(hidden)).astype(np.float32)
+        before = rng.standard_normal((m, hidden)).astype(np.float32)
+        pair = tvm.runtime.tensor(np.full((m, 2 * inner), np.nan, np.float32))
+        out = tvm.runtime.tensor(before)
+        for function, given, stored, into in (
+            (first, tvm.runtime.tensor(x), ups, pair),
+            (second, pair, down, out),
+        ):
+            arrays = [tvm.runtime.tensor(array) for array in stored]
+            built[kernelbench.symbol(function)](given, *arrays, 1, into)
+        both = x.astype(np.float64) @ matrix.T
+        act = gelu if activation == "gelu_tanh" else silu
+        ready = act(both[:, :inner]) * both[:, inner:]
+        error = (out.numpy() - (before + ready @ last.T)) / (ready.std() * np.sqrt(inner))
+        # Rounding to 8 bits takes about 2^-9: of x and weights, twice, and of what is handed on.
+        assert np.sqrt((error**2).mean()) < 8e-3, f"m={m}"
+        assert np.abs(error).max() < 4e-2, f"m={m}"
 
 
 @each_isa

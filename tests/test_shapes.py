@@ -97,6 +97,28 @@ def test_instruction_sets_give_equal_logits(target: str, tmp_path_factory: pytes
         assert np.sqrt(((own - found(RUNNABLE[-1])) ** 2).mean()) < 0.005 * spread
 
 
+WHOLE = replace(
+    ODD,
+    hidden_size=96,
+    intermediate_size=384,
+    head_dim=32,
+    rope=Rope(32, tuple(float(np.float32(10000 ** (-i / 16))) for i in range(16))),
+    attention_scale=32**-0.5,
+)
+"""Whole steps of tile registers everywhere: attention and the gated pair of the MLP are theirs in prompts."""
+
+
+@pytest.mark.skipif(X86[0] not in RUNNABLE, reason="this processor has no AMX tiles")
+def test_prompts_of_whole_tiles(tmp_path_factory: pytest.TempPathFactory) -> None:
+    scheme = quant.SCHEMES["q4a8_1"]
+    tensors = pack(WHOLE, scheme, random_weights(WHOLE))
+    library = compiled(tmp_path_factory, WHOLE, scheme, X86[0], context_window=8192, max_batch=7)
+    expected = reference.logits(WHOLE, unpacked(WHOLE, scheme, tensors), TOKENS, dtype=np.float64)[rows()]
+    error = (logits(Session(library / "model.so", tensors)) - expected) / expected.std()
+    assert np.sqrt((error**2).mean()) < 0.02
+    assert np.abs(error).max() < 0.1
+
+
 BOUNDARIES = (1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2047, 2048, 2049, 4097, 8191, 8192)
 """Lengths of the context around pages, chunks and blocks of scores, and the longest."""
 

@@ -21,6 +21,7 @@ from mlcbuild import quant
 from mlcbuild.compiler.kernels.attention import NO_WINDOW
 from mlcbuild.compiler.kernels.cache import PAGE
 from mlcbuild.compiler.kernels.fusion import Fusion, Given, Source
+from mlcbuild.compiler.kernels.linear import Linear
 from mlcbuild.compiler.layers import Batch, Parts, Weights
 from mlcbuild.models import ModelConfig, Param, frequencies, parameters
 from mlcbuild.quant import StoredTensor
@@ -254,11 +255,14 @@ class _Layer:
     def optional(self, name: str) -> Sequence[Tensor]:
         return self.weights.get(name, ())
 
-    def product(self, name: str, fusion: Fusion, given: Sequence[Tensor], out: Tensor) -> Tensor:
-        """What the fusion's source makes of `given`, [n, columns], times a weight, into `out`."""
+    def linear(self, name: str) -> Linear:
         param = self.params[f"{name}.weight"]
         rows, columns = param.shape
-        made = self.parts.linear(param.name, (rows, columns))
+        return self.parts.linear(param.name, (rows, columns))
+
+    def product(self, name: str, fusion: Fusion, given: Sequence[Tensor], out: Tensor) -> Tensor:
+        """What the fusion's source makes of `given`, [n, columns], times a weight, into `out`."""
+        made = self.linear(name)
         return made.into(out, fusion, given, self.weights[f"{name}.weight"], self.prompt)
 
     def add_product(self, x: Tensor, name: str, source: Source, given: Sequence[Tensor], post: str) -> Tensor:
@@ -274,12 +278,15 @@ class _Layer:
         weight = self.weights["attn_norm.weight"][0]
         qkv = self.product("attn.qkv", Fusion(parts.normed(weight)), [x, weight], room["qkv"])
         qkv, pages = parts.rope_append(qkv, turns, batch, place[0], self.weights)
-        seen = parts.attention(qkv, pages, batch, place, room["seen"])
+        seen = parts.attention(qkv, pages, batch, (*place, self.prompt), room["seen"])
         x = self.add_product(x, "attn.o", Given(), [seen], "attn_post_norm.weight")
-        weight = self.weights["mlp_norm.weight"][0]
-        pair = self.product("mlp.gate_up", Fusion(parts.normed(weight)), [x, weight], room["pair"])
-        bias = self.optional("mlp.gate_up.bias")
-        return self.add_product(x, "mlp.down", parts.gated(bias), [pair, *bias], "mlp_post_norm.weight")
+        weight, bias = self.weights["mlp_norm.weight"][0], self.optional("mlp.gate_up.bias")
+        packs = parts.packs(self.linear("mlp.gate_up"), self.linear("mlp.down"), bias)
+        first = Fusion(parts.normed(weight), gate=parts.gate if packs else None)
+        pair = self.product("mlp.gate_up", first, [x, weight], room["pair"])
+        return self.add_product(
+            x, "mlp.down", parts.gated(bias, packs), [pair, *bias], "mlp_post_norm.weight"
+        )
 
 
 def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:

@@ -15,7 +15,7 @@ from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 from tvm.tirx import Expr, PrimFunc, Var
 
 from mlcbuild import quant
-from mlcbuild.compiler.kernels import activation, norm, rope
+from mlcbuild.compiler.kernels import activation, amx, norm, rope
 from mlcbuild.compiler.kernels.attention import attention
 from mlcbuild.compiler.kernels.attention_plan import Attention
 from mlcbuild.compiler.kernels.cache import Heads
@@ -63,6 +63,12 @@ class Parts:
         config = self.config
         kv = config.num_kv_heads
         return Heads(config.num_layers, config.num_heads, kv, config.head_dim, self.scheme.dtype)
+
+    @cached_property
+    def attending(self) -> Attention:
+        """Prompts may be rounded where the scheme rounds activations anyway."""
+        config, rounded = self.config, self.scheme.activation_bits > 0
+        return Attention(self.isa, self.heads, config.attention_scale, config.attention_softcap, rounded)
 
     def norm(self, size: int) -> norm.Norm:
         return norm.Norm(self.isa, size, self.config.norm_eps, self.config.norm_offset)
@@ -125,12 +131,12 @@ class Parts:
         return found[0], found[1]
 
     def attention(
-        self, qkv: Tensor, pages: Tensor, batch: Batch, place: tuple[Var, Var], out: Tensor
+        self, qkv: Tensor, pages: Tensor, batch: Batch, place: tuple[Var, Var, Var], out: Tensor
     ) -> Tensor:
-        config = self.config
-        func = attention(Attention(self.isa, self.heads, config.attention_scale, config.attention_softcap))
+        """place = (layer, window, prompt)."""
         tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
-        return _into(func, [*tensors, batch.positions, *place], out)
+        numbers = place if self.attending.asks else place[:2]
+        return _into(attention(self.attending), [*tensors, batch.positions, *numbers], out)
 
     def add(self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]) -> Tensor:
         """x += [post norm of] (delta + bias), in place."""
@@ -141,10 +147,17 @@ class Parts:
         """The source of a product: the norm of rows as wide as `weight`."""
         return Normed(self.norm(int(weight.shape[0])), dtype_of(weight))
 
-    def gated(self, bias: Sequence[Tensor]) -> Gated:
+    @property
+    def gate(self) -> activation.Gate:
+        return activation.Gate(self.isa, self.config.activation, self.config.intermediate_size)
+
+    def gated(self, bias: Sequence[Tensor], packed: bool) -> Gated:
         """The source of a product: act(gate) * up."""
-        gate = activation.Gate(self.isa, self.config.activation, self.config.intermediate_size)
-        return Gated(gate, _dtype(bias))
+        return Gated(self.gate, _dtype(bias), packed)
+
+    def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:
+        """Of two products, the first hands gated rows of prompts to the second packed."""
+        return first.asks and second.asks and not bias and amx.Packed.fits(second.k)
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
         """x [q, hidden], normed -> [q, vocab]."""

@@ -83,12 +83,14 @@ def describe(request: Request, made: Decoder, needed: memory.Memory) -> dict[str
 
 def _kernels(made: Decoder) -> tuple[dict[str, str], dict[str, str]]:
     """Kernel of each kind of matrix (by name without its layer, where all layers agree), and why slow ones
-    were taken. Attention in decoding is cut into parts of so many tokens."""
+    were taken. Attention in decoding is cut into parts of so many tokens; prompts may have one on tiles."""
     isa = made.parts.isa.name
     chosen: dict[str, str] = {
         "attention": f"paged_attention.{isa}",
         "attention.decode": f"paged_attention_by_{PART * PAGE}.{isa}",
     }
+    if made.parts.attending.asks:
+        chosen["attention.prompt"] = f"paged_attention_bf16.{isa}"
     fallbacks: dict[str, str] = {}
     for name, kernel, reason in made.products():
         kind = name.split(".", 2)[2] if name.startswith("layers.") else name

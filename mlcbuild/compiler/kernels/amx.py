@@ -6,9 +6,12 @@ do on vectors, and there is no work for scales: they are part of the weights. x 
 into bfloat16 tiles first, x once, the weights a panel of columns at a time, to be used for all rows.
 
 The blocks of x that are used again and again stay in the first-level cache, because tiles of weights are
-loaded past it (tileloaddt1). Order of k: value i of a step of 32 shares a lane with value 16 + i, as the
-nibbles of the x16 layout do. Instructions: Intel 64 and IA-32 Architectures Software Developer's Manual,
-volume 1, chapter 18.
+loaded past it (tileloaddt1); the next block is fetched into the second level meanwhile. Of a matrix of gates
+and ups, tiles of both are computed side by side, and only what the gate makes of them is written, as tiles of
+x for the product after it: a quarter of the bytes.
+
+Order of k: value i of a step of 32 shares a lane with value 16 + i, as the nibbles of the x16 layout do.
+Instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 """
 
 from __future__ import annotations
@@ -20,7 +23,17 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
 from mlcbuild.compiler.kernels.output import Output
-from mlcbuild.compiler.kernels.vectors import f32, i32, i64, intrinsic, odd_lines, span, splat, typed
+from mlcbuild.compiler.kernels.vectors import (
+    f32,
+    i32,
+    i64,
+    intrinsic,
+    odd_lines,
+    prefetch,
+    span,
+    splat,
+    typed,
+)
 
 LANES = 16
 """Rows of a tile, and int32 or float32 values in one."""
@@ -31,7 +44,7 @@ BLOCK = 32
 PANEL = 256
 """Columns that are computed for all rows by one thread, at most."""
 CHUNK = 512
-"""Rows that share weights once they are unpacked, at most: their sums take half a MiB."""
+"""Rows of a task, at most: their sums take half a MiB."""
 BLOCK_STEPS = 18
 """Steps of k after which sums go to memory: a block of x then takes 36 KiB of a first-level cache of 48."""
 X_EXPONENT, SCALE_EXPONENT = 104, 8
@@ -54,6 +67,8 @@ class Shape:
 
     n: int
     k: int
+    gated: bool = False
+    """The matrix is gates, then as many ups: tiles of both are computed together."""
 
     @property
     def steps(self) -> int:
@@ -72,17 +87,82 @@ class Shape:
     @property
     def width(self) -> int:
         """Columns of a panel: eight equal panels or more, where columns are enough for that."""
-        panels = max(8, -(-self.n // PANEL))
-        return -(-self.n // (panels * BLOCK)) * BLOCK
+        panels, whole = max(8, -(-self.n // PANEL)), 2 * STEP if self.gated else BLOCK
+        return -(-self.n // (panels * whole)) * whole
 
     @property
     def panels(self) -> int:
         return -(-self.n // self.width)
 
     @property
+    def tiles(self) -> int:
+        """Tiles of 16 columns of a panel."""
+        return self.width // LANES
+
+    @property
     def sums(self) -> tuple[int, int]:
-        """Rows and columns of a thread's sums: of one block of rows, if it is done with k at once."""
-        return (BLOCK if self.blocks == 1 else CHUNK), odd_lines(self.width)
+        """Rows and columns of a thread's sums: of two blocks side by side, if it is done with k at once."""
+        return (BLOCK, odd_lines(2 * BLOCK)) if self.blocks == 1 else (CHUNK, odd_lines(self.width))
+
+    @property
+    def ahead(self) -> int:
+        """Lines of x that each pair of tiles fetches ahead, a power of two; a panel's fetch a block's."""
+        return 1 << (-(-BLOCK // (self.tiles // 2)) - 1).bit_length()
+
+    def tile(self, panel: Expr, number: Expr) -> Expr:
+        """The tile of the matrix that is the `number`-th of a panel."""
+        if not self.gated:
+            return T.min(panel * self.tiles + number, i64(-(-self.n // LANES) - 1))
+        up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
+        return up * (self.n // (2 * LANES)) + panel * (self.tiles // 2) + place
+
+    def pairs(self, panel: Expr) -> Expr:
+        """Pairs of tiles that a panel has."""
+        left = (-(-self.n // LANES) - 1 - panel * self.tiles) // 2 + 1
+        return T.bind(T.min(i64(self.tiles // 2), left))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of x as tiles of bfloat16 pairs, lines of 64 bytes: of its own, int32 [rows / 16, steps, 16, 16],
+    or inside of a float32 tensor, [steps, stride, 16] from its start."""
+
+    buffer: Buffer
+    stride: Expr | None = None
+
+    @classmethod
+    def inside(cls, pair: Buffer, m: Expr) -> Packed:
+        """What is made of gate and up, kept where these would be, float32 [m, 2 * k]. The stride is an odd
+        multiple of half the lines of a first-level cache, so that a block of rows fits in there."""
+        return cls(pair, T.bind(T.Select(m < 64, m, (m + 31) // 64 * 64 + 32)))
+
+    @staticmethod
+    def fits(k: int) -> bool:
+        """There is room, for any number of rows, and for reading a block from the last row on."""
+        return k % STEP == 0 and k >= 352
+
+    def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
+        """Where the line of a row starts."""
+        if self.stride is None:
+            return T.truncdiv(row, i64(LANES)), step, T.truncmod(row, i64(LANES)), i64(0)
+        return i64(0), (step * self.stride + row) * LANES
+
+    def put(self, row: Expr, step: Expr, low: Expr, high: Expr) -> None:
+        """Store the two halves of a line, float32x16."""
+        factor = f32(2.0**X_EXPONENT, LANES)
+        *place, start = self.line(row, step)
+        bits = rounded(low * factor, high * factor)
+        if self.stride is not None:
+            bits = T.reinterpret(typed("float32", LANES), bits)
+        T.buffer_store(self.buffer, bits, [*place, span(start, LANES)])
+
+
+@dataclass(frozen=True)
+class GatedOutput:
+    """Takes the results of a gated shape: what `gate` makes of a gate and an up, as rows of x."""
+
+    gate: Callable[[Expr, Expr], Expr]
+    out: Packed
 
 
 def workspace(shape: Shape, m: int) -> int:
@@ -92,100 +172,126 @@ def workspace(shape: Shape, m: int) -> int:
     return 64 * tiles + 4 * rows * columns
 
 
-def product(shape: Shape, ready: Ready, m: Expr, unpack: Unpack, output: Output) -> None:
-    """Emit: output = x float32 [m, k] @ W.T, in panels of columns that threads share out."""
-    output = replace(output, step=shape.width)
+def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | GatedOutput) -> None:
+    """Emit: output = x [m, k] @ W.T, in chunks of rows and panels of columns that threads share out."""
+    if isinstance(output, Output):
+        output = replace(output, step=BLOCK)
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
-    packed = T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32")
-    with T.parallel(0, rows // LANES) as tile:
-        _pack(shape, ready, m, packed, tile)
-    with T.parallel(0, i64(shape.panels)) as panel:
-        _configure()
-        tiles, size = shape.width // LANES, shape.block_steps
-        weights = T.alloc_buffer((tiles, size, LANES, LANES), "int32")
+    chunks = (rows + (CHUNK - 1)) // CHUNK
+    with T.parallel(0, chunks * shape.panels) as task:
+        chunk, panel = (T.bind(part(task, i64(shape.panels))) for part in (T.truncdiv, T.truncmod))
+        configure()
+        size = shape.block_steps
+        weights = T.alloc_buffer((shape.tiles, size, LANES, LANES), "int32")
         sums = T.alloc_buffer(shape.sums, "float32")
-        last = -(-shape.n // LANES) - 1
-        pairs = T.bind(T.min(i64(tiles // 2), (last - panel * tiles) // 2 + 1))
-        with T.serial(0, (rows + (CHUNK - 1)) // CHUNK) as chunk, T.serial(0, i64(shape.blocks)) as number:
+        pairs = shape.pairs(panel)
+        with T.serial(0, i64(shape.blocks)) as number:
             first = T.bind(number * size)
             count = T.bind(T.min(i64(size), shape.steps - first))
             with T.serial(0, pairs * 2) as tile, T.serial(0, count) as step:
-                unpack(weights, (tile, step), T.min(panel * tiles + tile, i64(last)), first + step)
+                unpack(weights, (tile, step), shape.tile(panel, tile), first + step)
             with T.serial(0, T.min(i64(CHUNK), rows - chunk * CHUNK) // BLOCK) as block:
                 row = T.bind(chunk * CHUNK + block * BLOCK)
                 held = i64(0) if shape.blocks == 1 else T.bind(block * BLOCK)
-                with T.serial(0, pairs) as pair:
-                    operands = _Operands(packed, row // LANES, first, weights, pair * 2)
-                    _block(operands, count, sums, (held, pair * BLOCK), number == 0)
-                with T.If(number == shape.blocks - 1), T.Then():
-                    _finish(output, (m, row), (sums, held), (panel * shape.width, pairs * 2))
-        _tile("tilerelease")
+                given = _Operands(x, row, first, weights, count, shape.ahead)
+                if shape.blocks == 1:
+                    # Sums that are used up right away leave the first-level cache to x.
+                    with T.serial(0, (pairs + 1) // 2) as two:
+                        with T.serial(0, T.min(i64(2), pairs - two * 2)) as i:
+                            _block(given, two * 2 + i, sums, (held, i * BLOCK), None)
+                        tiles = T.min(i64(4), (pairs - two * 2) * 2)
+                        _finish(
+                            output, (m, row), (sums, held), (panel * shape.width + two * (2 * BLOCK), tiles)
+                        )
+                else:
+                    with T.serial(0, pairs) as pair:
+                        _block(given, pair, sums, (held, pair * BLOCK), number == 0)
+                    with T.If(number == shape.blocks - 1), T.Then():
+                        _finish(output, (m, row), (sums, held), (panel * shape.width, pairs * 2))
+        instruction("tilerelease")
 
 
 @dataclass(frozen=True)
 class _Operands:
-    """Where the tiles of a block start."""
+    """Rows of x and a panel of weights, and the steps of k that are at hand."""
 
-    x: Buffer
-    row_tile: Expr
+    x: Packed
+    row: Expr
     step: Expr
     weights: Buffer
-    column_tile: Expr
+    count: Expr
+    ahead: int
+    """Lines of a step of the next block of rows that each pair of tiles asks for."""
 
 
-def _block(given: _Operands, count: Expr, sums: Buffer, place: tuple[Expr, Expr], fresh: Expr) -> None:
-    """sums += `count` steps, for a block of rows and columns at `place`; `fresh`: sums start with zero."""
+def _block(given: _Operands, pair: Expr, sums: Buffer, place: tuple[Expr, Expr], fresh: Expr | None) -> None:
+    """sums += x . weights, for a block of rows and a pair of tiles of columns, at `place`; sums start with
+    zero if `fresh`, or always where it is None."""
     corners = [(place[0] + i * LANES, place[1] + j * LANES) for i in range(2) for j in range(2)]
     stride = 4 * int(sums.shape[1])
-    with T.If(fresh):
+    with T.If(T.bool(True) if fresh is None else fresh):
         with T.Then():
             for number, _ in enumerate(corners):
-                _tile("tilezero", T.int8(number))
-        with T.Else():
-            for number, corner in enumerate(corners):
-                _move("tileloadd64", number, sums, corner, stride)
-    with T.serial(0, count) as step:
+                instruction("tilezero", T.int8(number))
+        if fresh is not None:
+            with T.Else():
+                for number, corner in enumerate(corners):
+                    move("tileloadd64", number, sums, corner, stride)
+    with T.serial(0, given.count) as step:
         for j in range(2):
-            _move("tileloaddt164", 6 + j, given.weights, (given.column_tile + j, step, 0, 0), 64)
+            move("tileloaddt164", 6 + j, given.weights, (pair * 2 + j, step, 0, 0), 64)
+        for i in range(given.ahead):
+            after = given.x.line(given.row + BLOCK + pair * given.ahead + i, given.step + step)
+            prefetch(given.x.buffer, after, locality=2)
         for i in range(2):
-            _move("tileloadd64", 4 + i, given.x, (given.row_tile + i, given.step + step, 0, 0), 64)
+            line = given.x.line(given.row + i * LANES, given.step + step)
+            move("tileloadd64", 4 + i, given.x.buffer, line, 64)
             for j in range(2):
-                _tile("tdpbf16ps", T.int8(2 * i + j), T.int8(4 + i), T.int8(6 + j))
+                instruction("tdpbf16ps", T.int8(2 * i + j), T.int8(4 + i), T.int8(6 + j))
     for number, corner in enumerate(corners):
-        _move("tilestored64", number, sums, corner, stride)
+        move("tilestored64", number, sums, corner, stride)
 
 
 def _finish(
-    output: Output, rows: tuple[Expr, Expr], held: tuple[Buffer, Expr], columns: tuple[Expr, Expr]
+    output: Output | GatedOutput,
+    rows: tuple[Expr, Expr],
+    held: tuple[Buffer, Expr],
+    columns: tuple[Expr, Expr],
 ) -> None:
     """Write a block of rows of a panel: rows (m, first), sums and their first row, columns (first, tiles)."""
     (m, row), (sums, first), (column, tiles) = rows, held, columns
-    with T.serial(0, T.min(i64(BLOCK), m - row)) as line, T.serial(0, tiles) as tile:
-        values = sums[first + line, span(tile * LANES, LANES)]
-        output.store(row + line, column + tile * LANES, values, LANES, True)
+    with T.serial(0, T.min(i64(BLOCK), m - row)) as line:
+        if isinstance(output, Output):
+            with T.serial(0, tiles) as tile:
+                values = sums[first + line, span(tile * LANES, LANES)]
+                output.store(row + line, column + tile * LANES, values, LANES, True)
+            return
+        with T.serial(0, tiles // 4) as step:
+            found = [T.bind(sums[first + line, span((step * 4 + i) * LANES, LANES)]) for i in range(4)]
+            low, high = (output.gate(found[i], found[i + 1]) for i in (0, 2))
+            output.out.put(row + line, column // (2 * STEP) + step, low, high)
 
 
-def _pack(shape: Shape, ready: Ready, m: Expr, packed: Buffer, tile: Expr) -> None:
-    """Sixteen rows of x as tiles; rows after the last repeat it, and nothing of theirs is kept."""
-    factor = f32(2.0**X_EXPONENT, LANES)
-
-    def put(step: Expr, line: Expr, low: Expr, high: Expr) -> None:
-        T.buffer_store(packed, _rounded(low * factor, high * factor), [tile, step, line, span(0, LANES)])
-
-    with T.serial(0, i64(LANES)) as line:
-        x, row = ready(T.bind(T.min(tile * LANES + line, m - 1)))
+def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
+    """Emit x float32 [m, k] as tiles. Rows after the last repeat it, and nothing of theirs is kept."""
+    rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
+    packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
+    with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:
+        place = T.bind(tile * LANES + line)
+        x, row = ready(T.bind(T.min(place, m - 1)))
         with T.serial(0, i64(shape.k // STEP)) as step:
-            put(step, line, *(x[row, span(step * STEP + half, LANES)] for half in (0, LANES)))
+            packed.put(place, step, *(x[row, span(step * STEP + half, LANES)] for half in (0, LANES)))
         if shape.k % STEP:
             start, tail = shape.k // STEP * STEP, T.alloc_buffer((STEP,), "float32")
             for half in (0, LANES):
                 T.buffer_store(tail, f32(0, LANES), [span(half, LANES)])
             with T.serial(0, i64(shape.k % STEP)) as i:
                 T.buffer_store(tail, x[row, start + i], [i])
-            put(i64(shape.steps - 1), line, *(tail[span(half, LANES)] for half in (0, LANES)))
+            packed.put(place, i64(shape.steps - 1), *(tail[span(half, LANES)] for half in (0, LANES)))
+    return packed
 
 
-def _rounded(low: Expr, high: Expr) -> Expr:
+def rounded(low: Expr, high: Expr) -> Expr:
     """Two vectors of float32 rounded to bfloat16, as the low and high halves of int32 lanes."""
     ints = typed("int32", LANES)
     first, second = (T.reinterpret(ints, half) + i32(0x8000, LANES) for half in (low, high))
@@ -235,19 +341,19 @@ def scaled(levels: Expr, scales: Expr) -> Expr:
     return T.reinterpret(typed("int32", LANES), cut)
 
 
-def _configure() -> None:
+def configure() -> None:
     """Eight tiles of 16 rows of 64 bytes, for the thread that runs this."""
     config = T.alloc_buffer((16,), "int32")
     words = {0: 1, **dict.fromkeys(range(4, 8), 0x00400040), **dict.fromkeys((12, 13), 0x10101010)}
     for word in range(16):
         T.buffer_store(config, i32(words.get(word, 0)), [word])
-    _tile("ldtilecfg", T.address_of(config[0]))
+    instruction("ldtilecfg", T.address_of(config[0]))
 
 
-def _move(name: str, number: int, buffer: Buffer, place: tuple[Expr | int, ...], stride: int) -> None:
+def move(name: str, number: int, buffer: Buffer, place: tuple[Expr | int, ...], stride: int) -> None:
     """Load or store a tile whose rows are `stride` bytes apart in memory."""
-    _tile(name, T.int8(number), T.address_of(buffer[place]), i64(stride))
+    instruction(name, T.int8(number), T.address_of(buffer[place]), i64(stride))
 
 
-def _tile(name: str, *arguments: Expr) -> None:
+def instruction(name: str, *arguments: Expr) -> None:
     T.evaluate(T.call_llvm_intrin("void", f"llvm.x86.{name}", *arguments))

@@ -8,17 +8,23 @@ pages or rows at compile time.
 A sequence with few rows, as in decoding, is cut along its pages, too: there are too few heads to keep all
 cores busy. Parts lie at fixed places, so what a row gets depends on nothing but its own sequence; their sums
 are put together at the end, as in flash decoding (Dao et al., 2023).
+
+Prompts may take tile registers instead (attention_amx.py), which round to bfloat16: the caller says whether
+rows are prompts', as for products.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
+from mlcbuild.compiler.kernels import attention_amx
 from mlcbuild.compiler.kernels.attention_plan import (
     FEW,
+    HIDDEN,
     LOWEST,
     PART,
     SERIAL_SEQUENCES,
@@ -38,8 +44,6 @@ MANY_TASKS = 16
 """Tasks for one head that keep all cores equally busy in any order."""
 SHORT = 4
 """Rows of a sequence that are read for rather than computed with."""
-
-_HIDDEN = -2e30  # a hidden score is far below the first maximum: e^-87, not NaN
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
 """(pages, layer, page, kv head)."""
@@ -63,8 +67,8 @@ class _Task:
 
 def attention(spec: Attention) -> PrimFunc:
     """(qkv float32 [n, width] with rotated queries, pages, q_indptr int32 [b+1], page_indptr int32 [b+1],
-    page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64)
-    -> float32 [n, heads * dim].
+    page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt
+    int64 if the spec asks: all rows are prompts' unless it is 0) -> float32 [n, heads * dim].
     """
     heads = spec.heads
     with kernel("paged_attention") as made:
@@ -79,6 +83,7 @@ def attention(spec: Attention) -> PrimFunc:
             made.tensor("positions", (rows,), "int32"),
         )
         layer, window = made.number("layer"), made.number("window")
+        prompt = made.number("prompt") if spec.asks else None
         out = made.tensor("out", (rows, heads.query * heads.dim))
         with made.body():
             # A sequence of p pages has at most p // PART + 1 parts.
@@ -89,12 +94,29 @@ def attention(spec: Attention) -> PrimFunc:
             )
             room = [T.alloc_buffer(shape, "float32") for shape in ((lines, heads.dim), (lines,), (lines,))]
             tables = [T.alloc_buffer(shape, "int32") for shape in ((tasks, 7), (batch, 2))]
-            call = Call(spec, *tensors, batch, layer, window, out, *room, *tables)
+            call = Call(spec, *tensors, batch, layer, window, prompt, out, *room, *tables)
             total = plan(call)
-            with T.parallel(total * heads.kv) as index:
-                _task(call, *_place(call, rows, total, index))
-            over_rows(batch, SERIAL_SEQUENCES, lambda sequence: join(call, T.Cast("int32", sequence)))
+            if prompt is None:
+                _any_rows(call, rows, total)
+            else:
+                with T.If(prompt == 0):
+                    with T.Then():
+                        _any_rows(call, rows, total)
+                    with T.Else():
+                        _prompts(call, total)
     return made.func
+
+
+def _any_rows(call: Call, rows: Expr, total: Expr) -> None:
+    with T.parallel(total * call.spec.heads.kv) as index:
+        _task(call, *_place(call, rows, total, index))
+    over_rows(call.batch, SERIAL_SEQUENCES, lambda sequence: join(call, T.Cast("int32", sequence)))
+
+
+def _prompts(call: Call, total: Expr) -> None:
+    with T.parallel(total * call.spec.heads.kv) as index:
+        number = T.bind(_folded(T.bind(T.truncmod(index, total)), total))
+        attention_amx.task(call, number, T.bind(T.truncdiv(index, total)))
 
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
@@ -219,11 +241,7 @@ def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
     with T.serial(spec.tile) as inner:
         row = T.bind(tile * spec.tile + inner)
         scores = [_visible_scores(task, row, (base, part), window) for part in range(0, PAGE, floats.lanes)]
-        best = registers(1, floats.lanes)[0]
-        floats.store(best, scores[0], 0)
-        for score in scores[1:]:
-            floats.store(best, T.max(floats.load(best, 0), score), 0)
-        highest = T.bind(T.max(task.highest[row], floats.fold(best, T.max)))
+        highest = T.bind(T.max(task.highest[row], floats.fold(reduce(T.max, scores), T.max)))
         shrink = floats.scalar.exp(task.highest[row] - highest)
         T.buffer_store(task.highest, highest, [row])
         T.buffer_store(task.shrink, shrink, [row])
@@ -244,8 +262,8 @@ def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Ex
     newest = T.bind(task.position[row])
     oldest = T.bind(T.Cast("int32", T.max(T.Cast("int64", newest) - window, T.int64(-1))))
     token = T.bind(T.ramp(base + part, 1, floats.lanes) if floats.lanes > 1 else base + part)
-    late = T.Select(token <= floats.spread(newest), score, floats.constant(_HIDDEN))
-    return T.bind(T.Select(token > floats.spread(oldest), late, floats.constant(_HIDDEN)))
+    late = T.Select(token <= floats.spread(newest), score, floats.constant(HIDDEN))
+    return T.bind(T.Select(token > floats.spread(oldest), late, floats.constant(HIDDEN)))
 
 
 def _values(task: _Task, place: _Place, tile: Expr, seen: Expr, ahead: _Ahead) -> None:
@@ -282,7 +300,8 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
     sums = registers(1, PAGE)[0]
     for part in range(0, PAGE, narrow.lanes):
         narrow.store(sums, narrow.load(task.denominator, vector, part), part)
-    return Floats(task.spec.isa, PAGE).fold(sums, lambda a, b: a + b)
+    whole = Floats(task.spec.isa, PAGE)
+    return whole.fold(whole.load(sums, 0), lambda a, b: a + b)
 
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:

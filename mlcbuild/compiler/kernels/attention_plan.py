@@ -19,6 +19,12 @@ SERIAL_SEQUENCES = 4
 """Sequences whose parts are put together sooner than the other cores would wake up."""
 LOWEST = -1e30
 """What a maximum starts with."""
+HIDDEN = -2e30
+"""A hidden score: far below the first maximum, so it weighs next to nothing, not NaN."""
+PAIR = 32
+"""Query vectors that tile registers take together: two tiles of them."""
+PROMPT_VECTORS = 128
+"""Query vectors of a task on tile registers: they share what it costs to turn keys and values into tiles."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,13 @@ class Attention:
     heads: Heads
     scale: float
     softcap: float | None
+    rounded: bool = False
+    """Of prompts, queries, keys, values and weights may be rounded to bfloat16."""
+
+    @property
+    def asks(self) -> bool:
+        """The kernel has two ways, and wants to be told whether rows are a prompt's: as products are."""
+        return self.rounded and self.isa.amx and self.heads.dim % 32 == 0
 
     @property
     def registers(self) -> int:
@@ -65,6 +78,15 @@ class Attention:
         """Query vectors a task has room for: whole tiles."""
         return -(-self.block * self.heads.group // self.tile) * self.tile
 
+    @property
+    def prompt_block(self) -> int:
+        """Rows of a prompt in a task on tile registers."""
+        return max(1, PROMPT_VECTORS // self.heads.group)
+
+    @property
+    def prompt_capacity(self) -> int:
+        return -(-self.prompt_block * self.heads.group // PAIR) * PAIR
+
 
 @dataclass(frozen=True)
 class Call:
@@ -82,6 +104,8 @@ class Call:
     batch: Expr
     layer: Expr
     window: Expr
+    prompt: Expr | None
+    """Not 0 where tile registers take all rows; None where there are none."""
     out: Buffer
     total: Buffer  # [lines, dim]
     denominator: Buffer  # [lines]
@@ -95,19 +119,30 @@ class Call:
         oldest = T.max(T.Cast("int64", self.positions[first]) - self.window + 1, T.int64(0))
         return T.bind(T.Cast("int32", oldest) // PAGE), T.bind((end - 1) // PAGE), end
 
+    @property
+    def block(self) -> Expr:
+        """Rows of a task."""
+        few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
+        return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
+
+    def few(self, count: Expr) -> Expr:
+        """A sequence with so many rows is cut along its pages."""
+        return count <= (FEW if self.prompt is None else T.Select(self.prompt == 0, T.int32(FEW), T.int32(0)))
+
     def blocks(self, count: Expr) -> Expr:
-        return T.bind((count + self.spec.block - 1) // self.spec.block)
+        block = T.bind(self.block)
+        return T.bind(T.truncdiv(count + block - 1, block))
 
     def parts(self, sequence: Expr, first: Expr, count: Expr) -> Expr:
         """Parts along the pages that each block of a sequence is cut into; 1 where there are many rows."""
         start, stop, _ = self.pages_seen(sequence, first, T.max(count, 1))
-        return T.bind(T.Select(count > FEW, 1, stop // PART - start // PART + 1))
+        return T.bind(T.Select(self.few(count), stop // PART - start // PART + 1, 1))
 
 
 def plan(call: Call) -> Expr:
     """Fill the tables; returns the number of tasks. Through memory, because LLVM takes many seconds to see
     through what a task's pages are."""
-    spec, at = call.spec, registers(1, 2, "int32")[0]
+    at = registers(1, 2, "int32")[0]
     for i in range(2):
         T.buffer_store(at, T.int32(0), [i])
     with T.serial(T.Cast("int32", call.batch)) as sequence:
@@ -116,16 +151,16 @@ def plan(call: Call) -> Expr:
         parts = call.parts(sequence, start, rows)
         T.buffer_store(call.lines, at[1], [sequence, 0])
         T.buffer_store(call.lines, parts, [sequence, 1])
-        T.buffer_store(at, at[1] + T.Select(rows <= FEW, parts * rows, 0), [1])
+        T.buffer_store(at, at[1] + T.Select(call.few(rows), parts * rows, 0), [1])
     with T.serial(T.Cast("int32", call.batch)) as sequence:
         start = T.bind(call.q_indptr[sequence])
         rows = T.bind(call.q_indptr[sequence + 1] - start)
         line, parts = (T.bind(call.lines[sequence, i]) for i in range(2))
-        few = T.bind(rows <= FEW)
+        few = T.bind(call.few(rows))
         lowest = T.bind(call.pages_seen(sequence, start, T.max(rows, 1))[0] // PART)
         with T.serial(call.blocks(rows)) as block, T.serial(parts) as part:
-            offset = T.bind(block * spec.block)
-            count = T.bind(T.min(spec.block, rows - offset))
+            offset = T.bind(block * call.block)
+            count = T.bind(T.min(call.block, rows - offset))
             oldest, newest, end = call.pages_seen(sequence, start + offset, count)
             edge = T.bind((lowest + part) * PART)
             begin = T.Select(few, T.max(oldest, edge), oldest)
@@ -141,7 +176,7 @@ def join(call: Call, sequence: Expr) -> None:
     """out = sum of totals / sum of denominators over the parts of a sequence, each set to one maximum."""
     first = T.bind(call.q_indptr[sequence])
     count = T.bind(call.q_indptr[sequence + 1] - first)
-    with T.If(count <= FEW), T.Then():
+    with T.If(call.few(count)), T.Then():
         line, parts = (T.bind(call.lines[sequence, i]) for i in range(2))
         with T.serial(count) as row, T.serial(call.spec.heads.query) as head:
             _join_row(call, (T.bind(line + row), count, parts), (first + row, head))

@@ -167,14 +167,16 @@ class Floats:
     def fabs(self, x: Expr) -> Expr:
         return vectors.intrinsic(vectors.typed("float32", self.lanes), "llvm.fabs", x)
 
-    def fold(self, buffer: Buffer, combine: Combine) -> Expr:
-        """Combine the first `lanes` elements (a power of two) of `buffer`, halving; its content is lost."""
+    def fold(self, value: Expr, combine: Combine) -> Expr:
+        """Combine the lanes of a vector (a power of two of them), halving. In registers: halves that are read
+        back from memory are taken apart by LLVM with general registers."""
         half = self.lanes // 2
         while half:
-            low, high = (vectors.span(start, half) for start in (0, half))
-            T.buffer_store(buffer, combine(buffer[low], buffer[high]), [low])
+            value = T.bind(value)
+            low, high = (vectors.shuffle([value], range(start, start + half)) for start in (0, half))
+            value = combine(low, high)
             half //= 2
-        return T.bind(buffer[0])
+        return T.bind(value)
 
     def exp(self, x: Expr) -> Expr:
         """e^x within 2 units in the last place; at least 1e-38, at most 2e38, never infinite.

@@ -83,6 +83,8 @@ class Gated:
     gate: Gate
     dtype: str | None
     """Of the bias."""
+    packed: bool = False
+    """For tile registers, the pair holds what is made of it already: see Fusion.gate."""
 
     @property
     def name(self) -> str:
@@ -112,7 +114,11 @@ class Fusion:
     """Add a float32 bias [n]."""
     residual: bool = False
     """Add the results to what the output holds."""
+    gate: Gate | None = None
+    """The results are gates and ups. Tile registers then write what this makes of them, packed for the
+    product that follows, in the output's place; other ways write the results."""
 
     def named(self, product: str) -> str:
         """The name of a kernel that computes this product."""
-        return self.source.name + product + "_bias" * self.bias + "_add" * self.residual
+        gate = f"_{self.gate.activation}" if self.gate else ""
+        return self.source.name + product + "_bias" * self.bias + "_add" * self.residual + gate

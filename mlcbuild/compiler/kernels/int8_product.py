@@ -16,11 +16,13 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.kernels import amx, dot
+from mlcbuild.compiler.kernels.activation import activate
 from mlcbuild.compiler.kernels.floats import over_rows
-from mlcbuild.compiler.kernels.fusion import SERIAL_ROWS, Fusion
+from mlcbuild.compiler.kernels.fusion import SERIAL_ROWS, Fusion, Gated
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.output import Output, once
 from mlcbuild.compiler.kernels.quantize_activations import Records, quantize_row
+from mlcbuild.compiler.kernels.rough import Rough
 from mlcbuild.compiler.kernels.vectors import (
     Register,
     argument,
@@ -171,9 +173,23 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
                 with T.Then():
                     _any_rows(call)
                 with T.Else():
-                    amx.product(amx.Shape(n, k), call.ready, call.m, partial(_unpack_tile, call), call.output)
+                    _prompt(call, fusion, given)
 
     return prim_func(name, body)
+
+
+def _prompt(call: _Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
+    """All rows on tile registers."""
+    matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
+    shape = amx.Shape(matrix.n, matrix.k, gate is not None)
+    there = isinstance(source, Gated) and source.packed
+    x = amx.Packed.inside(given[0], m) if there else amx.pack(shape, call.ready, m)
+    output: Output | amx.GatedOutput = call.output
+    if gate is not None:
+        floats, act = Rough(call.isa, amx.LANES), gate.activation
+        out = amx.Packed.inside(call.output.buffer, m)
+        output = amx.GatedOutput(lambda gate, up: activate(floats, act, gate) * up, out)
+    amx.product(shape, x, m, partial(_unpack_tile, call), output)
 
 
 def _any_rows(call: _Call) -> None:

@@ -45,7 +45,8 @@ class Norm:
             for part in range(parts):
                 value = T.bind(read(k * whole.lanes + part * step))
                 one.store(sums, one.fma(value, value, one.load(sums, part * step)), part * step)
-        mean = whole.fold(sums, lambda a, b: a + b) * one.scalar.constant(1 / self.size)
+        found = [one.load(sums, part * step) for part in range(parts)]
+        mean = one.fold(sum(found[1:], found[0]), lambda a, b: a + b) * one.scalar.constant(1 / self.size)
         return T.bind(T.float32(1.0) / T.sqrt(mean + one.scalar.constant(self.eps)))
 
     def row(self, read: Read, weights: Buffer, write: Write) -> None:

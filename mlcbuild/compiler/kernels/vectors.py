@@ -111,9 +111,10 @@ def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int
     return T.reinterpret(typed("float32", lanes), size | sign)
 
 
-def prefetch(buffer: Buffer, indices: Sequence[Expr | int]) -> None:
-    """Ask for the cache line of an element, which may lie outside the buffer."""
-    arguments = (T.address_of(buffer[tuple(indices)]), T.int32(0), T.int32(3), T.int32(1))
+def prefetch(buffer: Buffer, indices: Sequence[Expr | int], locality: int = 3) -> None:
+    """Ask for the cache line of an element, which may lie outside the buffer; with a locality of 2, into the
+    second level only."""
+    arguments = (T.address_of(buffer[tuple(indices)]), T.int32(0), T.int32(locality), T.int32(1))
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", *arguments))
 
 
