@@ -44,8 +44,9 @@ def aligned(array: NDArray[Scalar]) -> NDArray[Scalar]:
 
 
 def prefer_large_pages(address: int, size: int) -> None:
-    """Ask the system to back memory that nothing has touched yet with large pages: what jumps about in much
-    memory then finds its addresses sooner. Does nothing where the system has no such choice."""
+    """Ask the system to back memory, or a mapped file that it has yet to read, with large pages: looking up
+    the addresses of small ones takes a quarter of the time of reading much memory once. Does nothing where
+    the system has no such choice."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None:
         return
@@ -69,6 +70,7 @@ def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         maps.append(mapped)
         data = _bytes(mapped)
+        prefer_large_pages(data.ctypes.data, data.nbytes)
         found |= {tensor.name: (tensor, data) for tensor in header.tensors}
     arrays = [_view(name, tuple(shape), dtype, found) for name, shape, dtype, _ in params]
     return Weights(tuple(arrays), tuple(maps))

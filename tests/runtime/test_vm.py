@@ -212,13 +212,15 @@ def test_weights_are_mapped_and_not_copied(tiny_bundle: Path) -> None:
     not Path("/sys/kernel/mm/transparent_hugepage").is_dir(),
     reason="this system has no large pages to ask for",
 )
-def test_the_cache_asks_for_large_pages(tiny_bundle: Path) -> None:
-    cache = np.from_dlpack(Model.load(tiny_bundle)._cache)
-    middle = cache.ctypes.data + cache.nbytes // 2
+def test_weights_and_cache_ask_for_large_pages(tiny_bundle: Path) -> None:
+    model = Model.load(tiny_bundle)
+    cache, file = np.from_dlpack(model._cache), np.frombuffer(model._weights.maps[0], np.uint8)
     areas = re.split(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    found = [
-        told
-        for start, end, told in zip(areas[1::3], areas[2::3], areas[3::3], strict=True)
-        if int(start, 16) <= middle < int(end, 16)
-    ]
-    assert re.search(r"^VmFlags:.* hg ", found[0], re.MULTILINE)
+    for array in (cache, file):
+        middle = array.ctypes.data + array.nbytes // 2
+        (found,) = [
+            told
+            for start, end, told in zip(areas[1::3], areas[2::3], areas[3::3], strict=True)
+            if int(start, 16) <= middle < int(end, 16)
+        ]
+        assert re.search(r"^VmFlags:.* hg ", found, re.MULTILINE)
