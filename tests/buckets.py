@@ -114,14 +114,14 @@ class Server:
 
     def objects(self, name: str) -> list[str]:
         """All objects of a bucket, and the parts of uploads that were neither ended nor aborted."""
-        listed = subprocess.run(
-            ["radosgw-admin", "bucket", "list", "--bucket", name, "--allow-unordered"],
-            env={**os.environ, "CEPH_CONF": str(self.home / "ceph.conf")},
-            capture_output=True,
-            timeout=200,
-            check=True,
-        )
-        return sorted(str(item["name"]) for item in json.loads(listed.stdout))
+        listed = self.admin("bucket", "list", "--bucket", name, "--allow-unordered")
+        return sorted(str(item["name"]) for item in json.loads(listed))
+
+    def admin(self, *arguments: str) -> bytes:
+        """What radosgw-admin prints."""
+        environment = {**os.environ, "CEPH_CONF": str(self.home / "ceph.conf")}
+        command = ["radosgw-admin", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, timeout=200, check=True).stdout
 
 
 @contextmanager

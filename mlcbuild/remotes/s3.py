@@ -331,5 +331,7 @@ def _refusal(status: int, code: str) -> RemoteError:
     if status in (413, 507) or "Quota" in code:
         return RemoteError(f"it is full ({words})")
     if status in (401, 403):
-        return RemoteError(f"it refuses the credentials ({words})")
+        skewed = "its clock and that of this machine differ by more than it allows"
+        why = skewed if code == "RequestTimeTooSkewed" else "it refuses the credentials"
+        return RemoteError(f"{why} ({words})")
     return RemoteError(f"it answered with {words}")
