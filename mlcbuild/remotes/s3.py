@@ -130,8 +130,8 @@ class S3:
         self._put(name, data, use_multipart=False)
 
     def close(self) -> None:
-        self._closed = True
         with self._guard:
+            self._closed = True
             tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -190,13 +190,13 @@ class S3:
             raise RemoteError(f"there is no bucket {self._bucket}: create it") from None
 
     def _start(self, question: Coroutine[Any, Any, Result]) -> Future[Result]:
-        if self._closed:
-            question.close()
-            raise RemoteError("the run ends")
-        task = asyncio.run_coroutine_threadsafe(question, _loop())
-        with self._guard:
-            self._tasks.add(task)
-        return task
+        with self._guard:  # a task that is started is one that `close` finds
+            if not self._closed:
+                task = asyncio.run_coroutine_threadsafe(question, _loop())
+                self._tasks.add(task)
+                return task
+        question.close()
+        raise RemoteError("the run ends")
 
     def _wait(self, task: Future[Result]) -> Result:
         """Raises RemoteError; FileNotFoundError, AlreadyExistsError and what a source raises as it is."""
