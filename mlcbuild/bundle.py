@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mlcbuild.canon import Json, file_digest
+from mlcbuild.canon import Json, file_digest, note_digest, noted_digest
 from mlcbuild.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -168,7 +168,14 @@ def _files(root: Path) -> dict[str, File]:
     from mlcbuild_runtime.bundle import File
 
     paths = sorted(path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): File(file_digest(path), path.stat().st_size) for path in paths}
+    files = {}
+    for path in paths:
+        found = noted_digest(path)
+        if found is None:
+            found = file_digest(path)
+            note_digest(path, found)  # the store takes it as it is
+        files[path.relative_to(root).as_posix()] = File(found, path.stat().st_size)
+    return files
 
 
 def _place(source: Path, destination: Path) -> None:

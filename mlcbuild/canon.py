@@ -73,6 +73,30 @@ def file_digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
+_noted: dict[tuple[int, int, int, int], str] = {}
+
+
+def note_digest(path: Path, found: str) -> None:
+    """Says what BLAKE3 a file has, for who hashed, wrote or linked it just now and is done with it, so that
+    its bytes need not be read again in this step. Raises OSError."""
+    _noted[_state(path)] = found
+
+
+def noted_digest(path: Path) -> str | None:
+    """What was said of a file that has the size and mtime of then. Raises OSError."""
+    return _noted.get(_state(path))
+
+
+def forget_digests() -> None:
+    """Between two steps: inodes come again."""
+    _noted.clear()
+
+
+def _state(path: Path) -> tuple[int, int, int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 @dataclass(frozen=True, order=True)
 class Entry:
     """One file of a tree. `path` is relative, with `/` between its parts."""

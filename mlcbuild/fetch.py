@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from blake3 import blake3
+
 from mlcbuild import progress
-from mlcbuild.canon import Json
+from mlcbuild.canon import Json, note_digest
 from mlcbuild.errors import SourceError
 from mlcbuild.hub import HubSource, check_name, download, explained, reach
 
@@ -36,6 +38,8 @@ WANTED = (
     "merges.txt",
 )
 """Files beside the weights that some step reads."""
+
+_BLOCK = 1 << 20
 
 POOLING = "1_Pooling/config.json"
 """What sentence-transformers knows of a model's embeddings; the only file that is wanted below the top."""
@@ -225,9 +229,14 @@ def _difference(path: Path, pinned: Pinned) -> str:
     size = path.stat().st_size
     if size != pinned.size:
         return f"it has {size} bytes, the lock says {pinned.size}"
-    digest = file_sha256(path)
-    if digest != pinned.sha256:
-        return f"its sha256 is {digest}, the lock says {pinned.sha256}"
+    sha256, own = hashlib.sha256(), blake3()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            sha256.update(block)
+            own.update(block)
+    if sha256.hexdigest() != pinned.sha256:
+        return f"its sha256 is {sha256.hexdigest()}, the lock says {pinned.sha256}"
+    note_digest(path, own.hexdigest())  # one pass for both: the store does not read it again
     return ""
 
 

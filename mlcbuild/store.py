@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mlcbuild.canon import Entry, Tree, canonical, file_digest
+from mlcbuild.canon import Entry, Tree, canonical, file_digest, noted_digest
 from mlcbuild.errors import StepError, StoreError
 from mlcbuild.links import STAMP, copy, link_or_copy, stamp
 from mlcbuild.locks import Lock, holder, try_lock, wait_lock
@@ -296,11 +296,12 @@ class Store:
         same = known.get((found.st_dev, found.st_ino))
         if same is not None and found.st_mtime_ns == _STAMP_NS and self.hold(same.digest, same.size):
             return Entry(name, same.digest, same.size)
+        noted = noted_digest(path)
         if found.st_nlink > 1:  # shares its inode with a file that is not ours to make read-only
             fresh = path.with_name(f"{path.name[:100]}.{secrets.token_hex(8)}")
             copy(path, fresh)
             path = fresh
-        entry = Entry(name, file_digest(path), found.st_size)
+        entry = Entry(name, noted or file_digest(path), found.st_size)
         self._place(path, entry.digest)
         return entry
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlcbuild import progress
-from mlcbuild.canon import Entry, bytes_digest, module_path
+from mlcbuild.canon import Entry, bytes_digest, forget_digests, module_path, note_digest
 from mlcbuild.errors import MlcbuildError, StepError
 from mlcbuild.links import STAMP
 from mlcbuild.records import Made, Measured, Preimage, Record
@@ -92,6 +92,7 @@ def perform(job: Job) -> Outcome:
     except MlcbuildError as error:
         return Outcome(job.name, error=error)
     finally:
+        forget_digests()
         remove_tree(job.area)
 
 
@@ -148,6 +149,7 @@ def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int
         for entry in given.files:
             found = (directory / entry.path).stat()
             known[found.st_dev, found.st_ino] = entry
+            note_digest(directory / entry.path, entry.digest)
     return arguments, known
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -76,6 +77,16 @@ def link(params: Params, inputs: Inputs, out: Path) -> None:
     for directory in inputs.values():
         for path in directory.iterdir():
             link_or_copy(path, out / path.name)
+
+
+def listing(params: Params, inputs: Inputs, out: Path) -> None:
+    """Passes files on, adds one, and lists them with digests, as the assembling action does."""
+    from mlcbuild import bundle
+
+    link(params, inputs, out)
+    (out / "more.bin").write_bytes(b"more" * 1000)
+    listed = {name: file.blake3 for name, file in bundle._files(out).items()}
+    (out / "files.json").write_text(json.dumps(listed))
 
 
 def random(params: Params, inputs: Inputs, out: Path) -> None:
