@@ -44,13 +44,13 @@ def materialise(store: Store, record: Record, destination: Path) -> bool:
             raise MlcbuildError(f"{destination} cannot be written: {error.strerror or error}") from error
 
 
-def marker(destination: Path) -> Path:
+def _marker(destination: Path) -> Path:
     """The file beside an output that lists what was written there."""
     return destination.with_name(f".{destination.name}.mlcbuild.json")
 
 
 def _replace(store: Store, record: Record, destination: Path) -> bool:
-    known = marker(destination)
+    known = _marker(destination)
     new, old = known.with_suffix(".new"), known.with_suffix(".old")
     listed = _read(known)
     _check_ours(destination, listed)

@@ -106,7 +106,7 @@ def write(path: str, sections: Mapping[str, Sequence[str]]) -> None:
 
     `sections`, each any number of texts:
         said     what is printed, before and behind the seconds that the run took
-        watched  paths of files and directories; stats: of each inode, size, mtime and ctime (`stats`)
+        watched  paths of files and directories; stats: of each, see `stats`
         absent   paths where there is nothing
         records  keys, sorted
         blobs    files that carry the store's mtime: d0/<digest>, or absolute paths; sizes: of each
@@ -133,9 +133,8 @@ def write(path: str, sections: Mapping[str, Sequence[str]]) -> None:
 
 
 def stats(paths: Sequence[str]) -> list[int]:
-    """Inode, size, mtime and ctime of each file, in nanoseconds. Raises OSError."""
-    found = map(os.stat, paths)
-    return [n for s in found for n in (s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)]
+    """Inode, mtime and ctime, in nanoseconds, of each file. Raises OSError."""
+    return [n for s in map(os.stat, paths) for n in (s.st_ino, s.st_mtime_ns, s.st_ctime_ns)]
 
 
 def inodes(directory: str) -> list[str]:

@@ -82,7 +82,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "page": "chart graph picture report runlog",
     "ci": "events execute graph hub pipeline plan remotes report runlog store targets",
     "cli": (
-        "archive bench bundle ci cluster compiler emit events execute export footprint graph keyfile links "
+        "archive bench bundle ci cluster compiler emit events execute footprint graph keyfile links "
         "lock machine models page picture pipeline plan provenance publish quant receipt recipe records "
         "remotes report runlog schema statcache store targets upkeep"
     ),

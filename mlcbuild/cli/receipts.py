@@ -16,7 +16,6 @@ import mlcbuild
 from mlcbuild import keyfile, receipt, runlog, targets
 from mlcbuild.compiler.toolchain import programs
 from mlcbuild.events import RunResult
-from mlcbuild.export import marker
 from mlcbuild.graph import Source
 from mlcbuild.links import STAMP
 from mlcbuild.pipeline import Pipeline
@@ -71,6 +70,9 @@ def leave(run: Settled, said: Said, bundles: Iterable[Path], words: Sequence[str
         listed: list[str] = []
         for output in bundles:
             watched += _output(output, blobs, listed)
+        # Beside bundles lie the lists of what was written into them: new ones replace old ones by name.
+        for parent in {str(output.parent) for output in bundles}:
+            watched += _directory(parent, listed)
         kept, rest = runlog.keep_rest(run.store, run.pipeline.recipe.path, _without_work(run.log))
         watched.append(str(kept))
         receipt.write(
@@ -119,7 +121,7 @@ def _files(place: str) -> Iterator[str]:
 def _changes(paths: Sequence[str]) -> list[int]:
     """The later of mtime and ctime of each."""
     found = receipt.stats(paths)
-    return [max(pair) for pair in zip(found[2::4], found[3::4], strict=True)]
+    return [max(pair) for pair in zip(found[1::3], found[2::3], strict=True)]
 
 
 @dataclass
@@ -140,24 +142,30 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str]) -> Iterator[str]:
-    """What to watch of a bundle that was just put in place, or found there.
+    """The directories of a bundle that was just put in place, or found there: those to watch.
 
-    Its files are blobs of the store already, or are added to them. A directory that is too young for its
-    stat to say everything is listed instead.
+    Their files are blobs of the store already, or are added to them.
     """
     if output.is_symlink():
         raise _DoubtError(output)
-    yield str(marker(output))
     for directory, _, _ in os.walk(output):
-        found = os.stat(directory)
-        if max(found.st_mtime_ns, found.st_ctime_ns) + RACY_NS < time.time_ns():
-            yield directory
-        else:
-            names = receipt.inodes(directory)
-            listed += [directory, str(len(names) // 2), *names]
+        device = os.stat(directory).st_dev
+        yield from _directory(directory, listed)
         for entry in os.scandir(directory):
-            if not entry.is_dir(follow_symlinks=False) and (found.st_dev, entry.inode()) not in blobs.places:
+            if not entry.is_dir(follow_symlinks=False) and (device, entry.inode()) not in blobs.places:
                 blobs.add(entry.path, None)
+
+
+def _directory(directory: str, listed: list[str]) -> Iterator[str]:
+    """The directory, if its stat says whether a name in it comes, goes or changes; one that is too young for
+    that is listed instead.
+    """
+    found = os.stat(directory)
+    if max(found.st_mtime_ns, found.st_ctime_ns) + RACY_NS < time.time_ns():
+        yield directory
+    else:
+        names = receipt.inodes(directory)
+        listed += [directory, str(len(names) // 2), *names]
 
 
 def _without_work(log: RunLog) -> RunLog:
