@@ -170,7 +170,7 @@ def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
     """
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
-    text = json.dumps(fields, ensure_ascii=False)
+    text = json.dumps(fields)  # ASCII: a path may hold bytes that are no UTF-8
     name = bytes_digest(text.encode())
     directory = _directory(store, recipe)
     directory.mkdir(parents=True, exist_ok=True)
