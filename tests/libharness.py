@@ -30,6 +30,8 @@ from mlcbuild.models import ModelConfig, parameters
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
 PAGE = 16
+EVERY = "MLCBUILD_TEST_EVERY" in os.environ
+"""Try every combination, for half an hour, and not only those that are enough to see most faults."""
 
 
 @cache

@@ -23,7 +23,10 @@ from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
 from mlcbuild.compiler.kernels.norm import Norm
 from mlcbuild.compiler.kernels.rope import Append, rope_append
 from mlcbuild.compiler.pipeline import kernel_pipeline
-from tests.libharness import aligned
+from tests.libharness import EVERY, aligned
+
+pytestmark = pytest.mark.xdist_group("attention")
+"""What is compiled is kept by a process, for many tests."""
 
 Array = NDArray[Any]
 Reals = NDArray[np.float64]
@@ -229,8 +232,16 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("target", RUNNABLE)
-@pytest.mark.parametrize("case", CASES, ids=str)
+PAIRS = [
+    (case, target)
+    for i, case in enumerate(CASES)
+    for j, target in enumerate(RUNNABLE)
+    if EVERY or (i + j) % min(3, len(RUNNABLE)) == 0
+]
+"""Every case on some instruction set, and every instruction set with some case."""
+
+
+@pytest.mark.parametrize(("case", "target"), PAIRS, ids=str)
 def test_append_then_attend(case: Case, target: str) -> None:
     for seed, parts in enumerate(BATCHES.values()):
         world = World(case, parts, seed)

@@ -18,6 +18,9 @@ from mlcbuild.quant import SCHEMES
 from tests import kernelbench
 from tests.kernelbench import TARGETS, Floats, Module, Tensor
 
+pytestmark = pytest.mark.xdist_group("fusion")
+"""What is compiled is kept by a process, for many tests."""
+
 N, K = 50, 328
 """Tails in both; a row does not fit the stack."""
 ROWS = (1, 2, 5, 33)

@@ -20,6 +20,9 @@ from mlcbuild.quant import SCHEMES, Scheme
 from tests import kernelbench
 from tests.kernelbench import TARGETS, Module
 
+pytestmark = pytest.mark.xdist_group("kernels")
+"""What is compiled is kept by a process, for many tests."""
+
 BIAS = (50, 72)
 SHAPES = (BIAS, (320, 576), (1, 31), (20, 1100))
 """[n, k]: tails in n and k, a whole model's width, K within one group, more than one block of K."""

@@ -16,6 +16,9 @@ from tests import kernelbench
 from tests.kernelbench import TARGETS
 from tests.test_kernels import module, scheme_kernels
 
+pytestmark = pytest.mark.xdist_group("kernels")
+"""What is compiled is kept by a process, for many tests."""
+
 LINUX, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 
 
