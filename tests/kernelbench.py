@@ -87,6 +87,17 @@ def need(target: Target) -> None:
         pytest.skip("this system does not let processes use AMX tiles: the code cannot run here")
 
 
+_MADE: dict[str, Module] = {}
+
+
+def once(name: str, make: Callable[[], Module]) -> Module:
+    """What `make` gives, made once in a process: pytest and imports know a file of tests by two names, so a
+    cache in one would be two."""
+    if name not in _MADE:
+        _MADE[name] = make()
+    return _MADE[name]
+
+
 def libraries_called(asm: str) -> set[str]:
     """Names of functions outside the module that its code calls, but for TVM's and MEMORY."""
     own = set(re.findall(r"^([A-Za-z_]\w*):", asm, re.MULTILINE))

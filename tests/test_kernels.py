@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 
 import numpy as np
 import pytest
@@ -46,9 +45,12 @@ def table(isa: str, scheme: str, shape: tuple[int, int]) -> Embedding:
     return embedding.embedding(isa_for(TARGETS[isa]), SCHEMES[scheme], *shape)
 
 
-@cache
 def module(isa: str) -> Module:
     """All kernels of this file for one instruction set."""
+    return kernelbench.once(f"kernels {isa}", lambda: _compiled(isa))
+
+
+def _compiled(isa: str) -> Module:
     functions = [kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES]
     functions += [embedding.kernel(table(isa, s, shape)) for s in SCHEMES for shape in TABLES]
     return kernelbench.compiled(TARGETS[isa], functions)
