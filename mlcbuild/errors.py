@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import ClassVar
 
 
@@ -104,7 +104,13 @@ class SetupError(MlcbuildError):
 def did_you_mean(found: str, known: Iterable[str]) -> str:
     """The end of an "unknown name" message: a close name, or the list of known ones."""
     names = sorted(known)
-    close = get_close_matches(found, names, n=1, cutoff=0.6)
+    close = get_close_matches(found, names, n=10, cutoff=0.6)
     if close:
-        return f"did you mean '{close[0]}'?"
+        return f"did you mean '{max(close, key=lambda name: _likeness(found, name))}'?"
     return f"known: {', '.join(names)}" if names else "none is defined"
+
+
+def _likeness(one: str, other: str) -> float:
+    """0 to 1. A matcher takes the first of equally long runs of its first text: swapped letters are seen from
+    one side only."""
+    return max(SequenceMatcher(None, *pair).ratio() for pair in ((one, other), (other, one)))

@@ -228,6 +228,10 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         changed(quantizations="[q4f61_1]"),
         ["3:17: quantization 'q4f61_1' is unknown; did you mean 'q4f16_1'?"],
     ),
+    "swapped letters": (
+        changed(quantizations="[q4f61]"),
+        ["3:17: quantization 'q4f61' is unknown; did you mean 'q4f16_1'?"],
+    ),
     "quantization twice": (
         changed(quantizations="[q4f16_1, q0f32, q4f16_1]"),
         ["3:33: 'q4f16_1' stands twice in 'quantizations': it is item 1 too"],
