@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,24 @@ def test_a_full_registry_costs_a_warning_and_is_filled_later(tmp_path: Path) -> 
             assert verify(third.store).ok
         finally:
             subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_a_registry_that_kept_manifests_cut_short_is_given_others(tmp_path: Path) -> None:
+    """As one does whose disk was full: it takes the same bytes again as those that it has."""
+    if registries.REGISTRY is None:
+        pytest.skip(registries.WITHOUT_REGISTRY)
+    with registry(tmp_path / "registry") as server:
+        assert statuses(User(tmp_path / "one", server.url("cache")).run()) == BUILT
+        (tags,) = server.home.glob("data/**/_manifests")
+        shutil.rmtree(tags)
+        kept = [path for path in server.home.glob("data/**/data") if b"schemaVersion" in path.read_bytes()]
+        assert len(kept) == 6, "a record and a file of each of three steps"
+        for path in kept:
+            path.write_bytes(b"")
+        second = User(tmp_path / "two", server.url("cache"))
+        assert statuses(second.run()) == BUILT and second.warnings() == []
+        third = User(tmp_path / "three", server.url("cache"))
+        assert statuses(third.run()) == REUSED and third.warnings() == []
 
 
 CLOCK = "its clock and that of this machine differ by more than it allows (status 403, RequestTimeTooSkewed)"

@@ -8,14 +8,17 @@ A registry has content by its SHA-256 and removes what no manifest names, so eac
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from typing import BinaryIO
 
+from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.reference import Descriptor, parse
 from mlcbuild.remotes.registry import EMPTY, EMPTY_TYPE, MANIFEST, Registry
 from mlcbuild.remotes.transport import TIMEOUT, Body, DamagedError
 
-TYPE = "application/vnd.mlcbuild.cache.v1"
+_PREFIX = "vnd.mlcbuild.cache"
+TYPE = f"application/{_PREFIX}.v1"
 _FILE = "application/octet-stream"
 
 
@@ -57,9 +60,22 @@ class Oci:
             "layers": [Descriptor(_FILE, digest, size).to_json()],
         }
         self._registry.tag(_tag(name), json.dumps(document).encode())
+        if not self._shows(name):
+            # A registry whose disk was full may keep a manifest cut short, and take the same bytes again
+            # as those that it has: it can only be given others.
+            document["annotations"] = {f"{_PREFIX}.again": secrets.token_hex(8)}
+            self._registry.tag(_tag(name), json.dumps(document).encode())
+            if not self._shows(name):
+                raise RemoteError("it does not give back a manifest that it took")
 
     def close(self) -> None:
         self._registry.close()
+
+    def _shows(self, name: str) -> bool:
+        try:
+            return self._registry.manifest(_tag(name)) is not None
+        except RemoteError:
+            return False
 
     def _layer(self, name: str) -> Descriptor | None:
         found = self._registry.manifest(_tag(name))
