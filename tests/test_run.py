@@ -51,7 +51,7 @@ def test_a_second_run_reuses_everything(tiny_bundles: Path, common_store: Path) 
     found = run_json(tiny_bundles / "recipe.yaml", common_store)
     assert {step["status"] for name, step in found.items() if name} == {"reused"}
     assert set(found[""].values()) == {"reused"}
-    assert time.process_time() - started < 1
+    assert time.process_time() - started < 3, "0.25 s measured; to build takes 20 s"
 
 
 def test_the_last_line_says_what_and_where(tiny_bundles: Path, common_store: Path) -> None:

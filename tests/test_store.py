@@ -480,6 +480,4 @@ def test_ten_thousand_entries_are_read_quickly(tmp_path: Path) -> None:
     cache.save()
     started = time.process_time()
     assert len(StatCache(tmp_path / "index")._known_files()) == 10_000
-    assert (
-        time.process_time() - started < 0.2
-    )  # 15 ms measured; the bound only catches a wrong way of reading
+    assert time.process_time() - started < 1, "15 ms measured; a wrong way of reading takes seconds"

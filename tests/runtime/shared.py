@@ -29,7 +29,7 @@ def once(factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Non
     try:
         os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
-        end = time.monotonic() + 2 * WAIT
+        end = time.monotonic() + 4 * WAIT
         while not final.exists():
             if failed.exists() or time.monotonic() > end:
                 raise RuntimeError(f"{name} could not be built; another process has the reason") from None

@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -111,7 +110,7 @@ import sys, time
 from mlcbuild_runtime import serve, vm
 def slowly(self, step):
     print("working", flush=True)
-    time.sleep(20)
+    time.sleep(120)
 vm.Model.forward = slowly
 sys.exit(serve.serve(sys.argv[1], serve.Options(port=0)))
 """
@@ -125,9 +124,7 @@ def test_a_signal_does_not_wait_for_a_long_step(toy_bundle: Path) -> None:
             url = process.stdout.readline().split()[5]
             with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": [1], "stream": True}):
                 assert process.stdout.readline() == "working\n"
-                start = time.monotonic()
                 process.send_signal(signal.SIGINT)
-                assert process.wait(shared.WAIT) == 0
-                assert time.monotonic() - start < 2
+                assert process.wait(shared.WAIT) == 0, "the step takes twice as long"
         finally:
             process.kill()

@@ -217,11 +217,11 @@ sys.exit(serve.serve(sys.argv[1], serve.Options(port=0, drain=float(sys.argv[2])
 """
 
 
-@pytest.mark.parametrize(("drain", "whole"), [("20", True), ("0.2", False), ("0", False)])
+@pytest.mark.parametrize(("drain", "whole"), [("60", True), ("0.2", False), ("0", False)])
 def test_a_termination_lets_requests_end(toy_bundle: Path, drain: str, whole: bool) -> None:
     python = ("-c", SLOW, str(toy_bundle), drain)
     with shared.program(*python) as server, ThreadPoolExecutor(1) as pool:
-        body = {**LONG, "max_tokens": 60}
+        body = {**LONG, "max_tokens": 120}
         job = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=shared.WAIT)
         end = time.monotonic() + shared.WAIT
         while not server.health()["running"]:

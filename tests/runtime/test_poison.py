@@ -220,7 +220,7 @@ RAW = [
 @pytest.mark.parametrize(("data", "answer"), RAW)
 def test_what_is_hardly_http(server: Server, bystander: Bystander, data: bytes, answer: bytes) -> None:
     address = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((address[0], int(address[1])), timeout=5) as connection:
+    with socket.create_connection((address[0], int(address[1])), timeout=shared.WAIT) as connection:
         connection.sendall(data)
         if answer:
             assert answer in connection.recv(1000)

