@@ -8,10 +8,12 @@ it matters, leads to an ordinary run, which decides. So a receipt promises what 
 rules: a file is unchanged when its stat is, and was not too young when it was read (mlcbuild.statcache);
 a blob is whole while it has its size and the mtime of the store's files (mlcbuild.store).
 
-This module uses no other of ours, and little of Python's: imports are most of what such a run costs.
+This module uses no other of ours, and little of Python's: imports are much of what such a run costs. The
+rest is stats, so paths are relative where that is shorter, and of records only their directories are asked
+for: names come and go with the time of the directory. A directory that changed since is read again.
 
-The file `receipts/<digest of the command line and its surroundings>` holds sections between RECORD, and
-fields between NUL; what has either in a path gets no receipt.
+The file `receipts/<digest of the command line and its surroundings>` is a line with the length of each
+section, and the sections: texts between NUL, or unsigned integers of 64 bits of this machine.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from blake3 import blake3
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-FORMAT = "mlcbuild-receipt/1"
+FORMAT = "mlcbuild-receipt/2"
 KEPT = 20
-_RECORD = "\x1e"
 _STAMP_NS = 315_532_800 * 10**9
 _TOUCH_NS = 600 * 10**9
+_TEXTS = ("said", "watched", "absent", "records", "shelves", "blobs", "copies", "listed", "log")
+_NUMBERS = ("stats", "shelf_stats", "blob_sizes", "copy_sizes")
 _VARIABLES = (
     *("CI", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "HOME", "PATH", "PYTHONPATH"),
     *("MLCBUILD_CORES", "MLCBUILD_KEY", "MLCBUILD_STORE", "MLCBUILD_TLS"),
@@ -58,7 +61,8 @@ def place(root: str, arguments: Sequence[str]) -> str:
         *os.uname(),
     ]
     parts += [*sys.path, *(f"{name}={os.environ.get(name)}" for name in _VARIABLES), *arguments]
-    return f"{root}/receipts/{blake3(os.fsencode(_RECORD.join(parts))).hexdigest()}"
+    digest = blake3("\0".join(parts).encode(errors="surrogateescape")).hexdigest()
+    return f"{root}/receipts/{digest}"
 
 
 def check(arguments: Sequence[str]) -> str | None:
@@ -72,67 +76,78 @@ def check(arguments: Sequence[str]) -> str | None:
     try:
         import fcntl
 
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            sections = [section.split("\0") for section in file.read().split(_RECORD)]
-        (form,), said, watched, before, absent, records, blobs, sizes, listed, log = sections
+        texts, numbers = _read(path)
+        cas = os.open(f"{root}/cas", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         lock = os.open(f"{root}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except (OSError, ValueError, ImportError):
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # gc waits, or is at work
         same = (
-            form == FORMAT
-            and stats(watched) == list(map(int, before))
-            and not any(map(os.path.lexists, filter(None, absent)))
-            and _whole(f"{root}/cas/", blobs, sizes)
-            and _listed(listed)
-            and _recorded(f"{root}/ac/", records)
+            stats(_split(texts["watched"])) == numbers["stats"]
+            and not any(map(os.path.lexists, filter(None, _split(texts["absent"]))))
+            and _whole(_split(texts["blobs"]), numbers["blob_sizes"], cas)
+            and _whole(_split(texts["copies"]), numbers["copy_sizes"], None)
+            and _listed([os.fsdecode(name) for name in _split(texts["listed"])])
+            and _recorded(os.fsencode(f"{root}/ac/"), texts, numbers["shelf_stats"])
             and not (os.path.isdir(f"{root}/unsent") and os.listdir(f"{root}/unsent"))
         )
         if not same:
             return None
-        _touch(path, f"{root}/ac/", records)
+        _touch(path, f"{root}/ac/", texts["records"])
+        before, behind, directory, rest = map(os.fsdecode, _split(texts["said"]) + _split(texts["log"]))
     except (OSError, ValueError):
         return None
     finally:
+        os.close(cas)
         os.close(lock)
     seconds = time.monotonic() - started
-    _log(root, log, seconds)
-    return f"{seconds:.2f} s".join(said) if seconds < 1 else f"{seconds:.1f} s".join(said)
+    _log(root, directory, rest, seconds)
+    return f"{before}{seconds:.{2 if seconds < 1 else 1}f} s{behind}"
 
 
-def write(path: str, sections: Mapping[str, Sequence[str]]) -> None:
+def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, Sequence[int]]) -> None:
     """Leaves a receipt at `place`. Silent when it cannot: it is not needed for anything but speed.
 
-    `sections`, each any number of texts:
+    Any number of texts:
         said     what is printed, before and behind the seconds that the run took
         watched  paths of files and directories; stats: of each, see `stats`
         absent   paths where there is nothing
-        records  keys, sorted
-        blobs    files that carry the store's mtime: d0/<digest>, or absolute paths; sizes: of each
+        records  keys; shelves: their directories in ac/; shelf_stats: of each, or three zeros for one whose
+                 time does not tell its next state
+        blobs    d0/<digest>, below cas/; copies: paths of other files that carry the store's mtime;
+                 blob_sizes, copy_sizes: of each
         listed   for each directory whose stat says too little: path, number, names and inodes
         log      directory of the logs of runs, and the rest of this run's: see mlcbuild.runlog
     """
-    names = ("said", "watched", "stats", "absent", "records", "blobs", "sizes", "listed", "log")
-    fields = [[FORMAT], *(sections[name] for name in names)]
-    if any("\0" in field or _RECORD in field for section in fields for field in section):
-        return
-    text = _RECORD.join("\0".join(section) for section in fields)
+    from array import array
+
     directory = os.path.dirname(path)
     part = f"{path}.{os.getpid()}"
     try:
+        packed = [[os.fsencode(text) for text in texts[name]] for name in _TEXTS]
+        if any(b"\0" in text for section in packed for text in section):
+            return
+        sections = [b"\0".join(section) for section in packed]
+        sections += [array("Q", numbers[name]).tobytes() for name in _NUMBERS]
         os.makedirs(directory, exist_ok=True)
-        with open(part, "w", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(text)
+        with open(part, "wb") as file:
+            file.write(" ".join([FORMAT, *(str(len(section)) for section in sections)]).encode() + b"\n")
+            file.writelines(sections)
         os.replace(part, path)
         old = sorted((entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(directory))
         for _, name in old[:-KEPT]:
             os.unlink(name)
-    except (OSError, UnicodeError):
+    except (OSError, UnicodeError, OverflowError):  # a time before 1970
         return
 
 
-def stats(paths: Sequence[str]) -> list[int]:
+def short(path: str) -> str:
+    """A path as the next run, in the same directory, finds it soonest."""
+    return path.removeprefix(os.getcwd() + "/")
+
+
+def stats(paths: Iterable[str | bytes]) -> list[int]:
     """Inode, mtime and ctime, in nanoseconds, of each file. Raises OSError."""
     return [n for s in map(os.stat, paths) for n in (s.st_ino, s.st_mtime_ns, s.st_ctime_ns)]
 
@@ -161,11 +176,36 @@ def store(arguments: Sequence[str]) -> str:
     return os.path.expanduser(base if os.path.isabs(base) else "~/.cache") + "/mlcbuild"
 
 
-def _whole(cas: str, blobs: Sequence[str], sizes: Sequence[str]) -> bool:
-    found = [os.stat(name if name[0] == "/" else cas + name) for name in blobs]
-    return {s.st_mtime_ns for s in found} == {_STAMP_NS} and [s.st_size for s in found] == list(
-        map(int, sizes)
-    )
+def _read(path: str) -> tuple[dict[str, bytes], dict[str, list[int]]]:
+    """The sections of a receipt. Raises OSError, and ValueError for anything else."""
+    with open(path, "rb") as file:
+        data = file.read()
+    at = data.index(b"\n") + 1
+    form, *lengths = data[:at].decode().split()
+    sections = []
+    for length in map(int, lengths):
+        sections.append(data[at : at + length])
+        at += length
+    if form != FORMAT or at != len(data) or any(len(section) % 8 for section in sections[len(_TEXTS) :]):
+        raise ValueError(path)
+    texts = dict(zip(_TEXTS, sections, strict=False))
+    numbers = zip(_NUMBERS, sections[len(_TEXTS) :], strict=True)
+    return texts, {name: memoryview(section).cast("Q").tolist() for name, section in numbers}
+
+
+def _split(section: bytes) -> list[bytes]:
+    return section.split(b"\0") if section else []
+
+
+def _whole(names: Sequence[bytes], sizes: Sequence[int], directory: int | None) -> bool:
+    if len(names) != len(sizes):
+        return False
+    stat = os.stat
+    for name, size in zip(names, sizes, strict=True):
+        found = stat(name, dir_fd=directory)
+        if found.st_mtime_ns != _STAMP_NS or found.st_size != size:
+            return False
+    return True
 
 
 def _listed(listed: Sequence[str]) -> bool:
@@ -178,17 +218,22 @@ def _listed(listed: Sequence[str]) -> bool:
     return True
 
 
-def _recorded(ac: str, records: Sequence[str]) -> bool:
-    there: set[str] = set()
-    for shelf in {key[:2] for key in records}:
+def _recorded(ac: bytes, texts: Mapping[str, bytes], before: Sequence[int]) -> bool:
+    shelves = _split(texts["shelves"])
+    now = stats(ac + shelf for shelf in shelves)
+    changed = {shelf for at, shelf in enumerate(shelves) if now[3 * at : 3 * at + 3] != before[3 * at :][:3]}
+    if not changed:
+        return True
+    there: set[bytes] = set()
+    for shelf in changed:
         there.update(os.listdir(ac + shelf))
-    return there.issuperset(records)
+    return there.issuperset(key for key in _split(texts["records"]) if key[:2] in changed)
 
 
-def _touch(path: str, ac: str, records: Sequence[str]) -> None:
+def _touch(path: str, ac: str, records: bytes) -> None:
     """As Store.touch; that the records are used is noted with the receipt."""
     if time.time_ns() - os.stat(path).st_mtime_ns > _TOUCH_NS:
-        for key in records:
+        for key in map(os.fsdecode, _split(records)):
             try:
                 os.utime(f"{ac}{key[:2]}/{key}")
             except PermissionError:  # another user's
@@ -196,9 +241,8 @@ def _touch(path: str, ac: str, records: Sequence[str]) -> None:
         os.utime(path)
 
 
-def _log(root: str, log: Sequence[str], seconds: float) -> None:
+def _log(root: str, directory: str, rest: str, seconds: float) -> None:
     """The log of this run, as mlcbuild.runlog writes it: all but two numbers is as before."""
-    directory, rest = log
     now = time.time() - seconds
     name = f"{directory}/{round(now * 1000):015}-{os.getpid()}.json"
     try:

@@ -153,7 +153,7 @@ def test_any_change_leads_to_an_ordinary_run(build: Build, tmp_path: Path, chang
     assert receipt.check(WORDS) is None
 
 
-@pytest.mark.parametrize("change", [change for change in CHANGES if "bundle" in change])
+@pytest.mark.parametrize("change", [name for name in CHANGES if "bundle" in name or "record" in name])
 def test_young_directories_are_listed(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -162,6 +162,41 @@ def test_young_directories_are_listed(
     assert receipt.check(WORDS) is not None
     CHANGES[change](tmp_path)
     assert receipt.check(WORDS) is None
+
+
+def test_other_records_do_no_harm(build: Build, tmp_path: Path) -> None:
+    build()
+    shelves = list((tmp_path / "store" / "ac").iterdir())
+    for shelf in shelves:
+        (shelf / (shelf.name + "0" * 62)).touch()
+    assert receipt.check(WORDS) is not None
+    next(shelves[-1].glob(f"{shelves[-1].name}[1-9a-f]*")).unlink()
+    assert receipt.check(WORDS) is None
+
+
+def test_no_damage_to_a_receipt_is_more_than_an_ordinary_run(build: Build, tmp_path: Path) -> None:
+    build()
+    path = Path(receipt.place(str(tmp_path / "store"), WORDS))
+    data = path.read_bytes()
+    line, rest = data.split(b"\n", 1)
+    form, *lengths = line.split()
+    for words in (
+        [form, *lengths[:-1]],
+        [form, *lengths, b"0"],
+        [form, *lengths[1:], lengths[0]],
+        [form, b"-1", *lengths[1:]],
+        [form, *[b"x"] * len(lengths)],
+        [form.replace(b"2", b"1"), *lengths],
+        [form],
+        [],
+    ):
+        path.write_bytes(b" ".join(words) + b"\n" + rest)
+        assert receipt.check(WORDS) is None, words
+    for end in range(0, len(data), 97):
+        path.write_bytes(data[:end])
+        assert receipt.check(WORDS) is None, end
+    path.write_bytes(data)
+    assert receipt.check(WORDS) is not None
 
 
 @pytest.mark.parametrize(
@@ -191,7 +226,7 @@ def test_surroundings_are_part_of_it(build: Build, tmp_path: Path, monkeypatch: 
 
 
 def test_everything_that_decides_is_watched(build: Build, tmp_path: Path) -> None:
-    text = Path(receipt.place(str(tmp_path / "store"), WORDS)).read_text()
+    text = os.fsdecode(Path(receipt.place(str(tmp_path / "store"), WORDS)).read_bytes())
     package = Path(receipt.__file__).parent
     for path in ("weights.py", "compiler/decoder.py", "cpus.json", "schema/recipe.schema.json"):
         assert f"{package / path}\0" in text
@@ -247,9 +282,11 @@ def test_runs_by_receipt_have_logs(build: Build, tmp_path: Path) -> None:
 def test_only_as_many_receipts_stay(build: Build, tmp_path: Path) -> None:
     build()
     kept = Path(receipt.place(str(tmp_path / "store"), WORDS))
-    names = ("said", "watched", "stats", "absent", "records", "blobs", "sizes", "listed", "log")
+    texts = ("said", "watched", "absent", "records", "shelves", "blobs", "copies", "listed", "log")
+    numbers = ("stats", "shelf_stats", "blob_sizes", "copy_sizes")
     for number in range(receipt.KEPT + 3):
-        receipt.write(str(kept.with_name(str(number))), {name: ["x"] for name in names})
+        place = str(kept.with_name(str(number)))
+        receipt.write(place, {name: ["x"] for name in texts}, {name: [1] for name in numbers})
     assert len(list(kept.parent.iterdir())) == receipt.KEPT
 
 

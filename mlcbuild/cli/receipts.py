@@ -55,40 +55,47 @@ def leave(run: Settled, said: Said, bundles: Iterable[Path], words: Sequence[str
     """
     if sys.platform == "darwin":
         return  # its `clang` is a stub: which linker it starts shows in no file of ours
+    looked = time.time_ns()
     with suppress(OSError, _DoubtError):
         read = list(dict.fromkeys(_read(run.pipeline, run.store)))
         watched = [path for path in read if os.path.lexists(path)]
         absent = [path for path in read if not os.path.lexists(path)]
-        for path, changed in zip(watched, _changes(watched), strict=True):
-            if changed + RACY_NS >= began:
-                raise _DoubtError(path)
-        blobs = _Blobs(run.store)
+        if _latest(receipt.stats(watched)) >= began - RACY_NS:
+            raise _DoubtError("what was read is too young")
+        found = _Blobs(run.store)
         records = {step.record.key: step.record for step in run.result.steps if step.record is not None}
         for record in records.values():
             for _, digest, size in record.rows:
-                blobs.add(f"{digest[:2]}/{digest}", size)
+                found.add(digest, size)
         listed: list[str] = []
         for output in bundles:
-            watched += _output(output, blobs, listed)
+            watched += _output(output, found, listed, looked)
         # Beside bundles lie the lists of what was written into them: new ones replace old ones by name.
         for parent in {str(output.parent) for output in bundles}:
-            watched += _directory(parent, listed)
+            watched += _directory(parent, listed, looked)
+        if _latest(receipt.stats(watched)) >= max(looked, began) - RACY_NS:
+            raise _DoubtError("changed meanwhile")
         kept, rest = runlog.keep_rest(run.store, run.pipeline.recipe.path, _without_work(run.log))
         watched.append(str(kept))
-        receipt.write(
-            receipt.place(str(run.store.root), words),
-            {
-                "said": _said(said, len(run.result.steps)),
-                "watched": watched,
-                "stats": list(map(str, receipt.stats(watched))),
-                "absent": absent,
-                "records": sorted(records),
-                "blobs": list(blobs.sizes),
-                "sizes": list(map(str, blobs.sizes.values())),
-                "listed": listed,
-                "log": [str(kept.parent), rest],
-            },
-        )
+        shelves = _shelves(run.store, records, looked)
+        texts = {
+            "said": _said(said, len(run.result.steps)),
+            "watched": map(receipt.short, watched),
+            "absent": absent,
+            "records": records,
+            "shelves": shelves,
+            "blobs": found.blobs,
+            "copies": map(receipt.short, found.copies),
+            "listed": listed,
+            "log": [str(kept.parent), rest],
+        }
+        numbers = {
+            "stats": receipt.stats(watched),
+            "shelf_stats": [number for stat in shelves.values() for number in stat],
+            "blob_sizes": list(found.blobs.values()),
+            "copy_sizes": list(found.copies.values()),
+        }
+        receipt.write(receipt.place(str(run.store.root), words), texts, numbers)
 
 
 def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
@@ -118,30 +125,42 @@ def _files(place: str) -> Iterator[str]:
         yield from (os.path.join(directory, name) for name in sorted(files))
 
 
-def _changes(paths: Sequence[str]) -> list[int]:
-    """The later of mtime and ctime of each."""
-    found = receipt.stats(paths)
-    return [max(pair) for pair in zip(found[1::3], found[2::3], strict=True)]
+def _latest(stats: Sequence[int]) -> int:
+    """The last of all mtimes and ctimes."""
+    return max(max(stats[1::3], default=0), max(stats[2::3], default=0))
 
 
 @dataclass
 class _Blobs:
-    """Files with the store's mtime, by path below cas/, or absolute for copies elsewhere."""
+    """Files with the store's mtime, and their sizes."""
 
     store: Store
-    sizes: dict[str, int] = field(default_factory=dict)
+    blobs: dict[str, int] = field(default_factory=dict)
+    """By path below cas/."""
+    copies: dict[str, int] = field(default_factory=dict)
+    """By absolute path: files that are in bundles and no blobs of records."""
     places: set[tuple[int, int]] = field(default_factory=set)
     """(device, inode) of each."""
 
-    def add(self, name: str, size: int | None) -> None:
-        found = os.stat(os.path.join(self.store.root, "cas", name))
-        if found.st_mtime_ns != STAMP * 10**9 or size not in (None, found.st_size):
-            raise _DoubtError(name)
-        self.sizes[name] = found.st_size
+    def add(self, digest: str, size: int) -> None:
+        name = f"{digest[:2]}/{digest}"
+        if name not in self.blobs:
+            self.blobs[name] = self._look(f"{self.store.root}/cas/{name}")
+        if self.blobs[name] != size:
+            raise _DoubtError(digest)
+
+    def copy(self, path: str) -> None:
+        self.copies[path] = self._look(path)
+
+    def _look(self, path: str) -> int:
+        found = os.stat(path)
+        if found.st_mtime_ns != STAMP * 10**9:
+            raise _DoubtError(path)
         self.places.add((found.st_dev, found.st_ino))
+        return found.st_size
 
 
-def _output(output: Path, blobs: _Blobs, listed: list[str]) -> Iterator[str]:
+def _output(output: Path, found: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
     """The directories of a bundle that was just put in place, or found there: those to watch.
 
     Their files are blobs of the store already, or are added to them.
@@ -150,22 +169,38 @@ def _output(output: Path, blobs: _Blobs, listed: list[str]) -> Iterator[str]:
         raise _DoubtError(output)
     for directory, _, _ in os.walk(output):
         device = os.stat(directory).st_dev
-        yield from _directory(directory, listed)
+        yield from _directory(directory, listed, looked)
         for entry in os.scandir(directory):
-            if not entry.is_dir(follow_symlinks=False) and (device, entry.inode()) not in blobs.places:
-                blobs.add(entry.path, None)
+            if not entry.is_dir(follow_symlinks=False) and (device, entry.inode()) not in found.places:
+                found.copy(entry.path)
 
 
-def _directory(directory: str, listed: list[str]) -> Iterator[str]:
+def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
     """The directory, if its stat says whether a name in it comes, goes or changes; one that is too young for
     that is listed instead.
     """
     found = os.stat(directory)
-    if max(found.st_mtime_ns, found.st_ctime_ns) + RACY_NS < time.time_ns():
+    if max(found.st_mtime_ns, found.st_ctime_ns) + RACY_NS < looked:
         yield directory
     else:
         names = receipt.inodes(directory)
         listed += [directory, str(len(names) // 2), *names]
+
+
+def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, list[int]]:
+    """The directories of records, and the stat of each while it tells whether a record went: zeros for one
+    that is too young for that.
+    """
+    stats = {}
+    there: set[str] = set()
+    for shelf in sorted({key[:2] for key in records}):
+        place = f"{store.root}/ac/{shelf}"
+        found = receipt.stats([place])
+        stats[shelf] = found if _latest(found) + RACY_NS < looked else [0, 0, 0]
+        there.update(os.listdir(place))
+    if not there.issuperset(records):
+        raise _DoubtError("a record went meanwhile")
+    return stats
 
 
 def _without_work(log: RunLog) -> RunLog:
