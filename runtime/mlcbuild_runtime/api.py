@@ -115,7 +115,8 @@ COMPLETION: Table = {
         "A text, a list of tokens, or a list of these.",
     ),
     **COMMON,
-    "echo": boolean("The prompt before each answer."),
+    "max_tokens": integer(0, about="0: only the prompt is computed."),
+    "echo": boolean("The prompt before each answer; with `logprobs`, its tokens', too."),
     "logprobs": integer(0, MAX_LOGPROBS, "Alternatives to report for each token."),
 }
 
@@ -188,16 +189,13 @@ def _prediction(found: Json) -> str:
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
     """A body of /v1/completions. Raises RequestError, naming the field."""
     fields = Body(body, COMPLETION)
-    logprobs, echo = fields.integer("logprobs"), fields.boolean("echo")
-    if echo and logprobs is not None:
-        raise RequestError("echo has no logprobs of the prompt: leave one of them out", param="echo")
-    options = _options(fields, serving, fields.integer("max_tokens"), logprobs)
+    options = _options(fields, serving, fields.integer("max_tokens"), fields.integer("logprobs"))
     found = prompts("prompt", fields.get("prompt"))
     if len(found) * options.n > MAX_CHOICES:
         raise RequestError(
             f"{len(found)} prompts with n = {options.n} are more than {MAX_CHOICES} answers", param="prompt"
         )
-    return CompletionCall(found, echo, options)
+    return CompletionCall(found, fields.boolean("echo"), options)
 
 
 def _options(body: Body, serving: Serving, max_tokens: int | None, logprobs: int | None) -> Options:

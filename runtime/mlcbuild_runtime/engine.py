@@ -183,8 +183,9 @@ class Engine:
                 "this bundle's library gives no hidden states, which embeddings are made of: build it again",
                 code="no_embeddings",
             )
-        if size + (request.pooling is None) > context:
-            answer = ", answer included" if request.pooling is None else ""
+        answers = request.pooling is None and request.max_tokens != 0
+        if size + answers > context:
+            answer = ", answer included" if answers else ""
             raise RequestError(
                 f"the prompt has {size} tokens, but the context has {context}{answer}: shorten it",
                 code="context_length_exceeded",
@@ -214,6 +215,7 @@ class Engine:
                 parts = schedule.prefills(self.prefill_chunk)
                 self._step([part for part in parts if part[0].pool is None], prompt=True)
                 self._pool([part for part in parts if part[0].pool is not None])
+                self._step(schedule.scored(self.prefill_chunk), prompt=True)
                 self._decode(schedule.decodes(self._speculation.rows))
         except Exception:
             log.exception("the engine has failed")
@@ -255,16 +257,17 @@ class Engine:
     def _decode(self, parts: List[tuple[Sequence, int]]) -> None:
         """One token for each sequence, and what drafts may add."""
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
+        rows = sum(count for _, count in parts)
         # This thread's own time: on a busy machine others' must not count as the price of a draft.
         speculation, begun = self._speculation, time.thread_time()
-        if len(ready) < len(parts) or not any(map(speculation.concerns, ready)):
+        if not any(map(speculation.concerns, ready)):
             self._step(parts)
             return
-        allotted = speculation.allot(ready, len(parts))
+        allotted = speculation.allot(ready, rows)
         stretched = [(sequence, self._schedule.stretch(sequence, count)) for sequence, count in allotted]
         speculation.propose([(sequence, count) for sequence, count in stretched if count > 0])
         checked = self._step([(sequence, count + len(sequence.draft)) for sequence, count in parts])
-        speculation.settle(len(parts), checked, time.thread_time() - begun)
+        speculation.settle(rows, checked, time.thread_time() - begun)
 
     def _step(
         self, parts: List[tuple[Sequence, int]], prompt: bool = False
@@ -272,15 +275,18 @@ class Engine:
         """Feeds each sequence that many of its tokens, its draft last, and chooses the next tokens of those
         that have all. (sequence, tokens drafted, tokens accepted) of these."""
         kind, begun = "prefill" if prompt else "decode", time.perf_counter()
-        logits = self._run_model(parts, self.model.forward, prompt)
+        wanted = [sequence.wanted(count) for sequence, count in parts]
+        logits = self._run_model(parts, self.model.forward, wanted, prompt)
         computed, place, found = time.perf_counter(), 0, []
         self._decode_steps += kind == "decode" and bool(parts)
-        for sequence, _ in parts if len(logits) else ():
+        for (sequence, _), count in zip(parts if len(logits) else (), wanted, strict=False):
             drafted, before = len(sequence.draft), sequence.accepted
-            rows = logits[place : place + 1 + drafted]
-            place += len(rows)
+            rows = logits[place : place + count]
+            place += count
+            if sequence.request.prompt_logprobs:
+                sequence.score(rows)
             if sequence.complete:
-                events = sequence.next(rows)
+                events = sequence.next(rows[-1 - drafted :])
                 accepted = sequence.accepted - before
                 found.append((sequence, drafted, accepted))
                 self._drafted += drafted
@@ -300,16 +306,21 @@ class Engine:
                 self._tell(sequence, [event])
 
     def _run_model(
-        self, parts: List[tuple[Sequence, int]], function: Callable[[Step], Floats], prompt: bool = True
+        self,
+        parts: List[tuple[Sequence, int]],
+        function: Callable[[Step], Floats],
+        wanted: List[int] | None = None,
+        prompt: bool = True,
     ) -> Floats:
-        """The result of a step of the model. A failing call ends its own requests only; it has no rows."""
+        """The result of a step of the model; `wanted`: of how many of each sequence's tokens. A failing call
+        ends its own requests only; it has no rows."""
         none = np.empty((0, 0), np.float32)
         if not parts:
             return none
         size = self.model.limits.page_size
         rows = [([*s.tokens[s.length :], *s.draft][:count], s.length + count, s.pages) for s, count in parts]
         given = [(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in rows]
-        step = Step.of(given, any(sequence.draft for sequence, _ in parts), prompt)
+        step = Step.of(given, wanted, prompt)
         try:
             with self._turns:
                 found = function(step)
@@ -349,7 +360,7 @@ class Engine:
 
     def _tell(self, sequence: Sequence, events: List[Event]) -> None:
         for event in events:
-            self._answer_tokens += event.error is None and event.vector is None
+            self._answer_tokens += event.error is None and event.tokens > 0
             if event.tokens == 1 and self._trace is not None:
                 self._trace.request(sequence.order, "n")
             if event.last:

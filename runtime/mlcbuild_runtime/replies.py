@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.request import Event
-from mlcbuild_runtime.sampling import Logprob
+from mlcbuild_runtime.sampling import Logprob, Score
 from mlcbuild_runtime.tools import Reader
 from mlcbuild_runtime.vocabulary import Vocabulary
 
@@ -33,6 +33,10 @@ class Prompt:
     """In tokens."""
     echo: str = ""
     """Text that goes before the answer."""
+    tokens: Sequence[int] = ()
+    """Of this text, where their log-probabilities are shown, too."""
+    offsets: Sequence[int] = ()
+    """Where each of them begins in it."""
     reader: Callable[[], Reader] | None = None
     """Finds calls of tools in an answer; None: there are none."""
 
@@ -92,7 +96,7 @@ class Reply:
                 shown["message"] = message
             else:
                 shown["text"] = text
-            choices.append(shown | {"logprobs": self._logprobs(choice, events)})
+            choices.append(shown | {"logprobs": self._all_logprobs(choice, events)})
         kind = "chat.completion" if self._chat else "text_completion"
         return self._document(kind, choices) | {"usage": self._usage()}
 
@@ -125,6 +129,8 @@ class Reply:
             choice.begun = True
             if self._chat:
                 yield {"role": "assistant", "content": ""}, None, None
+            elif choice.prompt.tokens:
+                yield {"content": choice.prefix}, {**self._prompt_logprobs(choice.prompt, event)}, None
             elif choice.prefix:
                 yield {"content": choice.prefix}, None, None
         logprobs = self._logprobs(choice, [event])
@@ -188,13 +194,21 @@ class Reply:
             },
         }
 
+    def _all_logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
+        if not choice.prompt.tokens:
+            return self._logprobs(choice, events)
+        known = [event for event in events if event.logprob is not None]
+        answer = self._completion_logprobs(choice, known)
+        prompt = self._prompt_logprobs(choice.prompt, events[0])
+        return {key: [*listed, *answer[key]] for key, listed in prompt.items()}
+
     def _logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
         known = [event for event in events if event.logprob is not None]
         if not known:
             return None
         if self._chat:
             return {"content": [self._chat_logprob(event) for event in known], "refusal": None}
-        return self._completion_logprobs(choice, known)
+        return dict(self._completion_logprobs(choice, known))
 
     def _chat_logprob(self, event: Event) -> Json:
         assert event.logprob is not None
@@ -205,7 +219,25 @@ class Reply:
         data = self._vocabulary.token_bytes(item.token)
         return {"token": self._name(item.token), "logprob": item.logprob, "bytes": list(data)}
 
-    def _completion_logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
+    def _prompt_logprobs(self, prompt: Prompt, event: Event) -> dict[str, list[Json]]:
+        """Of a prompt, with the first event of its answer. Nothing comes before the first token."""
+        tops: list[Json] = [self._top(score) for score in event.prompt]
+        return {
+            "tokens": [self._name(token) for token in prompt.tokens],
+            "token_logprobs": [None, *(own.logprob for own, _ in event.prompt)],
+            "top_logprobs": [None, *tops],
+            "text_offset": list(prompt.offsets),
+        }
+
+    def _top(self, score: Score) -> dict[str, Json]:
+        """By name; of two tokens with one name the likelier. The token itself is always there."""
+        own, others = score
+        found: dict[str, Json] = {}
+        for item in (*others, own):
+            found.setdefault(self._name(item.token), item.logprob)
+        return found
+
+    def _completion_logprobs(self, choice: _Choice, events: Sequence[Event]) -> dict[str, list[Json]]:
         """The older form: parallel lists."""
         offsets: list[Json] = []
         for event in events:
@@ -215,7 +247,7 @@ class Reply:
             "tokens": [self._name(event.logprob.token) for event in events if event.logprob],
             "token_logprobs": [event.logprob.logprob for event in events if event.logprob],
             "top_logprobs": [
-                {self._name(item.token): item.logprob for item in event.alternatives} for event in events
+                self._top((event.logprob, event.alternatives)) for event in events if event.logprob
             ],
             "text_offset": offsets,
         }

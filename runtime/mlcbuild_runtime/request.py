@@ -10,7 +10,7 @@ from mlcbuild_runtime.bundle import Pooling
 from mlcbuild_runtime.errors import ServingError
 from mlcbuild_runtime.grammar import Compiled
 from mlcbuild_runtime.pooling import Floats
-from mlcbuild_runtime.sampling import Logprob, Sampling
+from mlcbuild_runtime.sampling import Logprob, Sampling, Score
 
 Finish = Literal["stop", "length"]
 
@@ -19,13 +19,15 @@ Finish = Literal["stop", "length"]
 class Request:
     prompt: tuple[int, ...]
     max_tokens: int | None = None
-    """None: as many as the context has room for."""
+    """None: as many as the context has room for. 0: the prompt is only computed."""
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     message: bool = False
     """The answer is a whole message, not the continuation of a text."""
     logprobs: int | None = None
     """Alternatives to report for each token; None: no log-probabilities at all."""
+    prompt_logprobs: bool = False
+    """Report those of the prompt's tokens, too. Nothing of it is shared with other requests then."""
     constraint: Compiled | None = None
     """What the answer must be."""
     shown: tuple[tuple[int, str], ...] = ()
@@ -46,7 +48,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """News of one request, once for every token. The last one has `finish` or `error`."""
+    """News of one request, once for every token, or once where there is to be none. The last one has `finish`
+    or `error`."""
 
     text: str = ""
     tokens: int = 0
@@ -57,7 +60,8 @@ class Event:
     alternatives: tuple[Logprob, ...] = ()
     cached: int = 0
     """Tokens of the prompt whose keys and values another request had left in the cache."""
-
+    prompt: tuple[Score, ...] = ()
+    """Of the prompt's tokens from the second on, in the first event of a request with `prompt_logprobs`."""
     accepted: int = 0
     """Tokens of the answer so far that were drafted."""
     rejected: int = 0

@@ -69,13 +69,23 @@ _TOOL: Json = {
     "required": ["type", "name"],
     "properties": {"type": {"const": "function"}, **tools.FUNCTION},
 }
+_NAMED: dict[str, Json] = {
+    "type": "object",
+    "required": ["type", "name"],
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+}
 _CHOICE: dict[str, Json] = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
+        _NAMED,
         {
             "type": "object",
-            "required": ["type", "name"],
-            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+            "required": ["type", "mode", "tools"],
+            "properties": {
+                "type": {"const": "allowed_tools"},
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "minItems": 1, "items": _NAMED},
+            },
         },
     ]
 }
@@ -246,4 +256,9 @@ def _choice(found: Json) -> Json:
     match found:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": list(listed)}:
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": [_choice(tool) for tool in listed]},
+            }
     return found

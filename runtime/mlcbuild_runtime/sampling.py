@@ -49,6 +49,10 @@ class Logprob:
     logprob: float
 
 
+Score = tuple[Logprob, tuple[Logprob, ...]]
+"""A token's log-probability, and those of the most likely tokens in its place."""
+
+
 def generator(sampling: Sampling) -> np.random.Generator:
     """The random numbers of one request: the same for the same seed, on every machine."""
     if sampling.seed is None:
@@ -128,7 +132,7 @@ def _candidates(
     return tokens, kept
 
 
-def logprobs(logits: Floats, token: int, count: int) -> tuple[Logprob, tuple[Logprob, ...]]:
+def logprobs(logits: Floats, token: int, count: int) -> Score:
     """The natural logarithm of the probability of `token`, and of the `count` most likely ones.
 
     Before temperature and filters, as OpenAI's API gives them.

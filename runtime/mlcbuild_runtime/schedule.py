@@ -7,6 +7,9 @@ from bisect import insort
 from mlcbuild_runtime.pages import GONE, Pages
 from mlcbuild_runtime.sequence import Sequence
 
+SCORED = 64
+"""Tokens of a prompt at most that get log-probabilities in one step: to make these takes as long again."""
+
 
 class Schedule:
     """Requests that wait and requests that run, both by rank.
@@ -60,11 +63,19 @@ class Schedule:
         """Sequences that have not all of their prompt in the cache, and how many tokens to put there now."""
         parts = []
         for sequence in self.active:
-            if sequence.prefilling and room:
+            if sequence.prefilling and room and not sequence.request.prompt_logprobs:
                 count = min(room, len(sequence.request.prompt) - sequence.length)
                 parts.append((sequence, count))
                 room -= count
         return parts
+
+    def scored(self, room: int) -> list[tuple[Sequence, int]]:
+        """As `prefills`, of the first sequence whose prompt's log-probabilities are wanted. It has a step of
+        its own: kernels may round the logits of many rows otherwise, which is not to show in others'."""
+        for sequence in self.active:
+            if sequence.prefilling and sequence.request.prompt_logprobs:
+                return [(sequence, min(room, SCORED, len(sequence.request.prompt) - sequence.length))]
+        return []
 
     def decodes(self, rows: int) -> list[tuple[Sequence, int]]:
         """Sequences that take one token now; those that had to give their pages up, more of the tokens that

@@ -15,7 +15,7 @@ from mlcbuild_runtime.grammar import Matcher
 from mlcbuild_runtime.pages import Key
 from mlcbuild_runtime.pooling import Pool
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
-from mlcbuild_runtime.sampling import Floats, Logprob, Numbers, adjusted, choose, logprobs
+from mlcbuild_runtime.sampling import Floats, Logprob, Numbers, Score, adjusted, choose, logprobs
 from mlcbuild_runtime.text import Tokenizer
 
 
@@ -47,6 +47,9 @@ class Sequence:
         """Tokens whose keys and values are in the cache of a draft model."""
         self.credit, self.lookup, self.prediction = Credit(), Lookup(), Prediction(request.prediction)
         self.accepted = self.rejected = 0
+        self._scores: list[Score] = []
+        """Of tokens of the prompt, not told yet."""
+        self._scored = 0
         self._keys: list[Key] = []
         self._numbers = Numbers(request.sampling)
         self._stream = tokenizer.stream(request.stop, request.message, dict(request.shown))
@@ -80,7 +83,7 @@ class Sequence:
         tokens, and the kernels of prefill and decode need not round alike. So no answer depends on what the
         cache happens to hold.
         """
-        if self.pool is not None and self.pool.kind == "mean":
+        if self.request.prompt_logprobs or (self.pool is not None and self.pool.kind == "mean"):
             return []  # the cache has keys and values of a prompt, but not the states of all its tokens
         for end in range(len(self._keys) * page_size + page_size, length + 1, page_size):
             block = tuple(self.tokens[end - page_size : end])
@@ -88,9 +91,27 @@ class Sequence:
             self._keys.append((-1 - self.order, *block) if own else block)
         return self._keys[: length // page_size]
 
+    def wanted(self, count: int) -> int:
+        """Of how many of `count` new tokens, and the draft, the logits are needed."""
+        return count if self.request.prompt_logprobs and self.prefilling else 1 + len(self.draft)
+
+    def score(self, rows: Floats) -> None:
+        """Takes logits [n, vocab] of the last n tokens in the cache: what follows them in the prompt is
+        scored, once."""
+        prompt = self.request.prompt
+        for place, row in enumerate(rows, self.length - len(rows) + 1):
+            if place == self._scored + 1 < len(prompt):
+                self._scores.append(logprobs(row, prompt[place], self.request.logprobs or 0))
+                self._scored += 1
+
     def next(self, rows: Floats) -> list[Event]:
         """Chooses tokens from logits [1 + len(draft), vocab]: one, and one more for each drafted token that
         was chosen. An error is an event, too."""
+        events = self._answer(rows) if self.request.max_tokens else [self._told(Event(finish="length"))]
+        scores, self._scores = tuple(self._scores), []
+        return [replace(events[0], prompt=scores), *events[1:]] if scores else events
+
+    def _answer(self, rows: Floats) -> list[Event]:
         draft, self.draft = self.draft, []
         self.rejected += len(draft)
         events: list[Event] = []

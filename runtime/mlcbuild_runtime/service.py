@@ -101,8 +101,12 @@ def completion(running: Engine, body: Mapping[str, Json]) -> Job:
         if request.max_tokens is None:
             room = running.model.limits.context_window - len(tokens)
             request = replace(request, max_tokens=max(1, min(COMPLETION_TOKENS, room)))
+        shown = Prompt(number, len(tokens), echo if call.echo else "")
+        if call.echo and request.logprobs is not None:
+            request = replace(request, prompt_logprobs=True)
+            shown = replace(shown, tokens=tokens, offsets=running.tokenizer.offsets(tokens))
         requests.append(request)
-        prompts.append(Prompt(number, len(tokens), echo if call.echo else ""))
+        prompts.append(shown)
     return _job(running, call.options, requests, prompts, chat=False)
 
 

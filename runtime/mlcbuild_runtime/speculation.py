@@ -55,9 +55,9 @@ class Speculation:
         """Tokens may be drafted for it."""
         return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
-    def allot(self, sequences: List[Sequence], batch: int) -> list[tuple[Sequence, int]]:
-        """How many tokens to draft for each of `sequences`, which are among the `batch` of a step."""
-        room = self.rows - batch
+    def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
+        """How many tokens to draft for each of `sequences`, which are in a step that has `rows` without."""
+        room = self.rows - rows
         willing = [
             (sequence, wanted)
             for sequence in sequences
@@ -89,11 +89,12 @@ class Speculation:
         for sequence, _ in open_parts:
             sequence.draft = sequence.allowed(sequence.draft)
 
-    def settle(self, batch: int, drafts: List[tuple[Sequence, int, int]], seconds: float) -> None:
-        """After a step: (sequence, tokens drafted, tokens accepted) of all, and how long it took."""
+    def settle(self, rows: int, drafts: List[tuple[Sequence, int, int]], seconds: float) -> None:
+        """After a step of `rows` without drafts: (sequence, tokens drafted, tokens accepted) of all, and how
+        long it took."""
         drafted = sum(count for _, count, _ in drafts)
-        self._prices.observe(batch, drafted, seconds)
-        price = self._prices.price(batch, drafted) if drafted else 0
+        self._prices.observe(rows, drafted, seconds)
+        price = self._prices.price(rows, drafted) if drafted else 0
         for sequence, count, accepted in drafts:
             if count:
                 sequence.credit.settle(count, accepted, price)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from mlcbuild_runtime.bundle import Serving
@@ -81,6 +82,13 @@ class Tokenizer:
         """The text of a whole sequence of tokens, special ones left out."""
         stream = self.stream(message=True)
         return "".join([*(stream.push(token) for token in tokens), stream.finish()])
+
+    def offsets(self, tokens: Iterable[int]) -> list[int]:
+        """Where in the text of `decode`, in characters, each of the tokens begins."""
+        stream, sizes = self.stream(message=True), [0]
+        for token in tokens:
+            sizes.append(len(stream.push(token)))
+        return list(accumulate(sizes[:-1]))
 
 
 def check_length(text: str, longest: int | None) -> None:

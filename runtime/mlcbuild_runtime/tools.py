@@ -46,20 +46,30 @@ TOOLS: dict[str, Json] = {
         },
     },
 }
+_NAMED: dict[str, Json] = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    },
+}
+_ALLOWED: dict[str, Json] = {
+    "type": "object",
+    "required": ["mode", "tools"],
+    "properties": {
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "minItems": 1, "items": _NAMED},
+    },
+}
 TOOL_CHOICE: dict[str, Json] = {
     "anyOf": [
         {"enum": ["none", "auto", "required"]},
+        _NAMED,
         {
             "type": "object",
-            "required": ["type", "function"],
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "required": ["name"],
-                    "properties": {"name": {"type": "string"}},
-                },
-            },
+            "required": ["type", "allowed_tools"],
+            "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": _ALLOWED},
         },
     ]
 }
@@ -77,10 +87,14 @@ class Tool:
 @dataclass(frozen=True)
 class Toolbox:
     tools: tuple[Tool, ...]
+    """That may be called."""
     choice: Literal["auto", "required"]
     """Whether there must be a call. A tool that is named is the only one in the box, and required."""
     parallel: bool
     """There may be several calls."""
+    told: tuple[Tool, ...] = ()
+    """That the prompt tells of; empty: the same. `allowed_tools` may change while the prompt, and so what is
+    cached of it, does not."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +201,33 @@ def toolbox(body: Body) -> Toolbox | None:
         case "required":
             return Toolbox(tools, "required", parallel)
         case {"type": "function", "function": {"name": str(name)}} if name in names:
-            return Toolbox((tools[names.index(name)],), "required", False)
-    named = '{"type": "function", "function": {"name": NAME}} with the name of a tool'
-    raise wrong("tool_choice", f'"none", "auto", "required" or {named}', choice)
+            named = (tools[names.index(name)],)
+            return Toolbox(named, "required", False)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(listed)},
+        }:
+            return Toolbox(_allowed(listed, tools), mode, parallel, tools)
+    form = '{"type": "function", "function": {"name": NAME}} with the name of a tool'
+    several = '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+    raise wrong("tool_choice", f'"none", "auto", "required", {form}, or {several}', choice)
+
+
+def _allowed(listed: Sequence[Json], tools: Sequence[Tool]) -> tuple[Tool, ...]:
+    """Those of `tools` that are listed. Raises RequestError."""
+    known, found = {tool.name: tool for tool in tools}, dict[str, Tool]()
+    for i, item in enumerate(listed):
+        match item:
+            case {"type": "function", "function": {"name": str(name)}} if name in known:
+                found[name] = known[name]
+            case _:
+                where = f"tool_choice.allowed_tools.tools[{i}]"
+                raise wrong(
+                    where, 'a tool of `tools`: {"type": "function", "function": {"name": NAME}}', item
+                )
+    if not found:
+        raise wrong("tool_choice.allowed_tools.tools", "a list of at least one tool", [*listed])
+    return tuple(found.values())
 
 
 def _tool(where: str, found: Json) -> Tool:
@@ -247,7 +285,7 @@ def documents(box: Toolbox) -> list[Json]:
                 "parameters": dict(tool.parameters),
             },
         }
-        for tool in box.tools
+        for tool in box.told or box.tools
     ]
 
 
@@ -282,7 +320,7 @@ def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> li
 def _instructions(box: Toolbox, form: Form) -> str:
     shown = "\n".join(
         json.dumps({"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)})
-        for tool in box.tools
+        for tool in box.told or box.tools
     )
     return f"Tools:\n{shown}\nTo call one, answer with a line such as\n{form.write('NAME', {})}"
 

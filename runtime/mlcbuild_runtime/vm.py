@@ -64,13 +64,15 @@ class Step:
     def of(
         cls,
         parts: Sequence[tuple[Sequence[int], int, Sequence[int]]],
-        all_rows: bool = False,
+        wanted: Sequence[int] | None = None,
         prompt: bool | None = None,
     ) -> Step:
-        """From (new tokens, length after them, pages) of each sequence; logits of its last, or of all. A
-        negative page is one that no layer looks at any more.
+        """From (new tokens, length after them, pages) of each sequence. A negative page is one that no layer
+        looks at any more.
+        wanted: of how many of its last tokens the logits are wanted, for each sequence (default: 1).
         prompt: by default where any sequence has more than one new token."""
         indptr = [0, *accumulate(len(tokens) for tokens, _, _ in parts)]
+        counts = wanted or [1] * len(parts)
         return cls(
             prompt=indptr[-1] > len(parts) if prompt is None else prompt,
             tokens=[token for tokens, _, _ in parts for token in tokens],
@@ -78,7 +80,9 @@ class Step:
             lengths=[length for _, length, _ in parts],
             page_indptr=[0, *accumulate(len(pages) for _, _, pages in parts)],
             page_table=[max(0, page) for _, _, pages in parts for page in pages],
-            rows=list(range(indptr[-1])) if all_rows else [end - 1 for end in indptr[1:]],
+            rows=[
+                row for end, count in zip(indptr[1:], counts, strict=True) for row in range(end - count, end)
+            ],
         )
 
     @property
@@ -255,7 +259,7 @@ class Model:
             chunk = tokens[start : start + size]
             end = start + len(chunk)
             pages = range(-(-end // page_size))
-            yield self.forward(Step.of([(chunk, end, pages)], all_rows=True)).copy()
+            yield self.forward(Step.of([(chunk, end, pages)], [len(chunk)])).copy()
 
 
 def forget_memory() -> None:

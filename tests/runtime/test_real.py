@@ -7,11 +7,16 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
+import numpy as np
 import openai
 import pytest
 from mlcbuild_runtime import bundle
+from mlcbuild_runtime.schedule import SCORED
 from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.vm import Model
 
 from . import shared
 from .shared import Server
@@ -69,6 +74,81 @@ def test_seeds_hold_among_others(tiny_client: openai.OpenAI) -> None:
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda prompt: ask(tiny_client, prompt, temperature=1, seed=3), prompts))
     assert together == alone
+
+
+def scored(server: Server, prompt: object, **more: object) -> list[dict[str, Any]]:
+    body = {
+        "prompt": prompt,
+        "echo": True,
+        "logprobs": 3,
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": 0,
+    }
+    body |= more
+    found = httpx.post(f"{server.url}/v1/completions", json=body, timeout=shared.WAIT).json()
+    return [dict(choice) for choice in found["choices"]]
+
+
+def test_log_probabilities_of_a_prompt(tiny_server: Server, tiny_bundle: Path) -> None:
+    """As tools that rate given texts ask for them."""
+    text = "Copy this: é🙂 one two three. " * 7
+    tokens = Tokenizer.load(tiny_bundle).encode(text)
+    assert len(tokens) > 2 * SCORED, "several steps"
+    logits = Model.load(tiny_bundle).score(tokens).astype(np.float64)
+    wanted = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    (choice,) = scored(tiny_server, text)
+    found = choice["logprobs"]
+    assert (choice["text"], choice["finish_reason"]) == (text, "length")
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    own = [wanted[i, token] for i, token in enumerate(tokens[1:])]
+    assert found["token_logprobs"][1:] == pytest.approx(own, abs=1e-5)
+    for top, value, row in zip(found["top_logprobs"][1:], own, wanted[:-1], strict=True):
+        listed = list(top.values())
+        assert listed[:3] == pytest.approx(sorted(row, reverse=True)[:3], abs=1e-5)
+        assert listed[3:] == ([] if value >= listed[2] - 1e-5 else [pytest.approx(value, abs=1e-5)])
+    offsets = found["text_offset"]
+    assert offsets == sorted(offsets) and offsets[:2] == [0, 0]
+    for name, place in zip(found["tokens"][2:], offsets[2:], strict=True):
+        assert name.startswith("<0x") or text.startswith(name, place)
+
+
+def test_log_probabilities_of_prompts_among_others(tiny_server: Server, tiny_bundle: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_bundle)
+    prompts = [tokenizer.encode(prompt * 4) for prompt, _ in questions(5)]
+    alone = [scored(tiny_server, prompt, max_tokens=3)[0] for prompt in prompts]
+    with ThreadPoolExecutor(2) as pool:
+        others = pool.submit(lambda: [scored(tiny_server, p, max_tokens=3)[0] for p in reversed(prompts)])
+        together = scored(tiny_server, prompts, max_tokens=3)
+        assert others.result()[::-1] == alone
+    assert [{**choice, "index": 0} for choice in together] == alone
+    for choice, prompt in zip(alone, prompts, strict=True):
+        assert {len(listed) for listed in choice["logprobs"].values()} == {len(prompt) + 3}
+    body: dict[str, Any] = {
+        "extra_body": {"ignore_eos": True},
+        "prompt": prompts[0],
+        "echo": True,
+        "logprobs": 3,
+        "temperature": 0,
+        "max_tokens": 3,
+    }
+    with openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none") as client:
+        stream = client.completions.create(model=tiny_server.name, stream=True, **body)
+        chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(chunk.text for chunk in chunks) == alone[0]["text"]
+    for key, value in alone[0]["logprobs"].items():
+        parts = [getattr(chunk.logprobs, key) for chunk in chunks if chunk.logprobs is not None]
+        assert [item for part in parts for item in part] == value, key
+
+
+def test_a_prompt_may_be_computed_only(tiny_server: Server) -> None:
+    before = tiny_server.wait_idle()
+    for body, text in (({"echo": True}, "a b"), ({}, "")):
+        (choice,) = scored(tiny_server, "a b", **({"echo": False, "logprobs": None} | body))
+        assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (text, "length", None)
+    (full,) = scored(tiny_server, [5] * 256, logprobs=0)
+    assert len(full["logprobs"]["tokens"]) == 256
+    assert tiny_server.wait_idle()["answer_tokens"] == before["answer_tokens"]
 
 
 def test_both_tokenizer_files_give_the_same(tiny_bundle: Path, tmp_path: Path) -> None:

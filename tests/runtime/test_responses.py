@@ -166,6 +166,10 @@ def test_calls_of_functions(ai: openai.OpenAI, real: Server) -> None:
     assert "".join(deltas) == done.arguments == call.arguments
     assert len(deltas) > 1
     assert [item.type for item in final.output] == ["function_call"]
+    allowed: Any = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    given["parallel_tool_calls"] = False
+    (item,) = ai.responses.create(input="How is it?", tool_choice=allowed, **given).output
+    assert item.type == "function_call" and item.arguments == call.arguments
     # The result goes back, by itself or with the whole conversation.
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     short: dict[str, Any] = {"model": real.name, "temperature": 0, "max_output_tokens": 8}

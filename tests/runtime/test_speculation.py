@@ -390,11 +390,11 @@ def test_checking_is_as_decoding_bit_by_bit(tiny_bundle: Path, rows: int) -> Non
     tokens = [1, *range(30, 30 + 60)]
     pages = list(range(4))
     decoded = model.score(tokens, chunk=1)[60 - rows : 60].copy()
-    checked = model.forward(Step.of([(tokens[60 - rows : 60], 60, pages)], all_rows=True))
+    checked = model.forward(Step.of([(tokens[60 - rows : 60], 60, pages)], [rows]))
     assert (decoded == checked).all()
     # Beside others, too.
     other = ([5, 6, 7][: max(1, ROWS - rows)], 3, [9])
-    checked = model.forward(Step.of([other, (tokens[60 - rows : 60], 60, pages)], all_rows=True))
+    checked = model.forward(Step.of([other, (tokens[60 - rows : 60], 60, pages)], [len(other[0]), rows]))
     if rows + len(other[0]) <= ROWS:
         assert (decoded == checked[len(other[0]) :]).all()
 

@@ -185,6 +185,11 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
+def allowed(mode: str, *names: str) -> Json:
+    listed: list[Json] = [tool(name=name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
@@ -199,8 +204,19 @@ def tool(**function: Any) -> dict[str, Any]:
         ({"tools": [tool(parameters=[1])]}, "tools[0].function.parameters", "a JSON schema of an object"),
         ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters", "of an object"),
         ({"tools": [tool(), tool()]}, "tools", "different names"),
-        ({"tools": [tool()], "tool_choice": "must"}, "tool_choice", '"none", "auto", "required" or'),
+        ({"tools": [tool()], "tool_choice": "must"}, "tool_choice", '"none", "auto", "required", '),
         ({"tools": [tool()], "tool_choice": tool(name="g")}, "tool_choice", "with the name of a tool"),
+        ({"tools": [tool()], "tool_choice": allowed("any", "f")}, "tool_choice", '"mode": "auto", "tools"'),
+        (
+            {"tools": [tool()], "tool_choice": allowed("auto", "f", "g")},
+            "tool_choice.allowed_tools.tools[1]",
+            "must be a tool of `tools`",
+        ),
+        (
+            {"tools": [tool()], "tool_choice": allowed("auto")},
+            "tool_choice.allowed_tools.tools",
+            "a list of at least one tool",
+        ),
         ({"tools": [tool()], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
     ],
 )
@@ -320,6 +336,23 @@ def test_forced_calls_whole_and_streamed(native_server: Server) -> None:
             assert (name, finish) == ("add", "tool_calls")
             (made,) = whole.message.tool_calls or []
             assert made.type == "function" and arguments == made.function.arguments
+
+
+def test_allowed_tools(native_server: Server) -> None:
+    """Only these may be called; the prompt tells of all, as before."""
+    body = {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False, "temperature": 1.5}
+    used = set()
+    for seed in range(4):
+        found = post(
+            native_server, CHAT, {**body, "seed": seed, "tool_choice": allowed("required", "now")}
+        ).json()
+        (call,) = found["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "now"
+        used.add(found["usage"]["prompt_tokens"])
+    free = {**body, "max_tokens": 1, "tool_choice": allowed("auto", "now", "now")}
+    used.add(post(native_server, CHAT, free).json()["usage"]["prompt_tokens"])
+    used.add(post(native_server, CHAT, {**body, "max_tokens": 1}).json()["usage"]["prompt_tokens"])
+    assert len(used) == 1
 
 
 def test_a_named_tool_without_a_template_that_knows_tools(server: Server) -> None:
