@@ -171,8 +171,6 @@ def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     options = _options(fields, serving, new or old, (alternatives or 0) if wanted else None)
     box = toolbox(fields)
-    if box is not None and options.constraint is not None:
-        raise RequestError("tools and response_format are two constraints: send one", param="response_format")
     kwargs = fields.object("chat_template_kwargs")
     return ChatCall(messages(fields), box, kwargs, _prediction(fields.get("prediction")), options)
 

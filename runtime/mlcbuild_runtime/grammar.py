@@ -225,11 +225,14 @@ def _lark(constraint: Constraint, space: bool) -> str:
     """A constraint as a Lark grammar, in llguidance's dialect."""
     if constraint.kind == "lark":
         return constraint.source
+    return f'start: " "? {in_lark(constraint)}' if space else f"start: {in_lark(constraint)}"
+
+
+def in_lark(constraint: Constraint) -> str:
+    """A schema or a regular expression as a part of a rule in Lark."""
     if constraint.kind == "json_schema":
-        body = f"%json {constraint.source}"
-    else:
-        body = f"/{_slashes_escaped(constraint.source)}/"
-    return f'start: " "? {body}' if space else f"start: {body}"
+        return f"%json {constraint.source}"
+    return f"/{_slashes_escaped(constraint.source)}/"
 
 
 def _slashes_escaped(regex: str) -> str:

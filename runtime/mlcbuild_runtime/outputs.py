@@ -6,11 +6,11 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 
+from mlcbuild_runtime.calls import Piece
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.replies import Prompt, error_document
 from mlcbuild_runtime.request import Event
-from mlcbuild_runtime.tools import Piece
 
 Document = dict[str, Json]
 CANCELLED = "cancelled"

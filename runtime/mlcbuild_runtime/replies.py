@@ -7,11 +7,11 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from mlcbuild_runtime.calls import Reader
 from mlcbuild_runtime.errors import RequestError, ServingError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.request import Event
 from mlcbuild_runtime.sampling import Logprob, Score
-from mlcbuild_runtime.tools import Reader
 from mlcbuild_runtime.vocabulary import Vocabulary
 
 

@@ -9,13 +9,13 @@ from functools import partial
 
 from mlcbuild_runtime import api, tools
 from mlcbuild_runtime.body import Body, Field, Table, boolean, text, wrong
+from mlcbuild_runtime.calls import Form, Reader
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json, is_integer
 from mlcbuild_runtime.messages import messages
 from mlcbuild_runtime.replies import Prompt, Reply
 from mlcbuild_runtime.request import Request, Sink, Ticket
-from mlcbuild_runtime.tools import Form, Reader
 
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions."""
@@ -76,13 +76,15 @@ def chat(running: Engine, body: Mapping[str, Json]) -> Job:
     tokens = running.tokenizer.chat(listed, extra, running.longest_text)
     if box is not None:
         space = running.tokenizer.vocabulary.leading_space
-        options = replace(options, constraint=tools.constraint(box, form, space))
+        answer = options.constraint
+        options = replace(options, constraint=tools.constraint(box, form, space, answer))
     request = _request(running, options, tuple(tokens), message=True)
     if call.prediction:
         request = replace(request, prediction=_predicted(running, call.prediction))
     if box is not None:
         request = replace(request, shown=tuple((token, name) for name, token in form.tokens.items()))
-    reader = None if box is None else partial(Reader, form, box.choice)
+    formatted = call.options.constraint is not None
+    reader = None if box is None else partial(Reader, form, box.choice, formatted)
     return _job(running, options, [request], [Prompt(0, len(tokens), reader=reader)], chat=True)
 
 

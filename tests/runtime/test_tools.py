@@ -18,9 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlcbuild_runtime import api
 from mlcbuild_runtime.body import Body
+from mlcbuild_runtime.calls import Form, Piece, Reader
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json
-from mlcbuild_runtime.tools import Form, Piece, Reader, Tool, Toolbox, constraint, in_words, toolbox
+from mlcbuild_runtime.formats import schema_constraint
+from mlcbuild_runtime.tools import Tool, Toolbox, constraint, in_words, toolbox
 
 from . import shared
 from .shared import Server
@@ -56,9 +58,11 @@ FORMS = {
 }
 
 
-def pieces(text: str, form: Form, choice: str, seed: int | None = None) -> list[Piece]:
+def pieces(
+    text: str, form: Form, choice: str, seed: int | None = None, formatted: bool = False
+) -> list[Piece]:
     """The pieces of a text that comes in parts, with neighbours of one kind joined."""
-    reader, source, found = Reader(form, choice), random.Random(seed), list[Piece]()
+    reader, source, found = Reader(form, choice, formatted), random.Random(seed), list[Piece]()
     while text:
         size = len(text) if seed is None else source.randrange(1, 8)
         part, text = text[:size], text[size:]
@@ -90,6 +94,29 @@ def test_every_forced_answer_is_calls(form: str, parallel: bool, seed: int, mess
     for call, arguments in zip(found[::2], found[1::2], strict=True):
         (tool,) = (tool for tool in box.tools if tool.name == call.text)
         jsonschema.validate(json.loads(arguments.text), tool.parameters)
+
+
+ANSWER: dict[str, Json] = {
+    "type": "object",
+    "properties": {"name": {"enum": ["add", "of a call"]}, "arguments": {"type": "null"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+"""What looks like a call for a while."""
+
+
+@settings(max_examples=80, deadline=None)
+@given(form=st.sampled_from(sorted(FORMS)), seed=st.integers(0, 10_000))
+def test_every_answer_is_calls_or_has_its_format(form: str, seed: int) -> None:
+    box, wanted = Toolbox((ADD,), "auto", False), schema_constraint(ANSWER, "response_format")
+    text = drawn(constraint(box, FORMS[form], False, wanted), seed, "tools", False, shown(FORMS[form]))
+    first, *others = pieces(text, FORMS[form], "auto", seed, formatted=True)
+    if first.kind == "call":
+        (arguments,) = others
+        jsonschema.validate(json.loads(arguments.text), SCHEMA)
+    else:
+        assert not others
+        jsonschema.validate(json.loads(first.text), ANSWER)
 
 
 @pytest.mark.parametrize("seed", [None, *range(8)])
@@ -404,11 +431,23 @@ def test_formats_over_http(server: Server, path: str) -> None:
     assert post(server, path, {**asked, "response_format": {"type": "text"}}).status_code == 200
 
 
-def test_two_constraints_are_refused(server: Server) -> None:
-    body = {"messages": HI, "tools": TOOLS, "response_format": {"type": "json_object"}}
-    response = post(server, CHAT, body)
+def test_tools_and_a_format(native_server: Server) -> None:
+    """The answer calls something, or has the format; with a grammar of its own it cannot have both."""
+    json_schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+    body = {"messages": HI, "tools": TOOLS, "parallel_tool_calls": False, "temperature": 1.5}
+    for (first, other), finish in (("{<", "stop"), ("<{", "tool_calls")):  # <tool_call>
+        bias = {str(ord(first) - ord("!")): 100, str(ord(other) - ord("!")): -100}
+        given = {**body, "logit_bias": bias, "response_format": json_schema}
+        (choice,) = post(native_server, CHAT, given).json()["choices"]
+        assert choice["finish_reason"] == finish
+        if finish == "stop":
+            jsonschema.validate(json.loads(choice["message"]["content"]), ANSWER)
+        else:
+            assert choice["message"]["content"] is None
+    grammar = {"type": "grammar", "grammar": 'start: "yes"'}
+    response = post(native_server, CHAT, {**body, "response_format": grammar})
     assert response.status_code == 400
-    assert "two constraints" in response.json()["error"]["message"]
+    assert "two grammars" in response.json()["error"]["message"]
 
 
 def test_calls_that_are_none(server: Server) -> None:
