@@ -128,8 +128,12 @@ def _lines(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 def _tiles(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     tiles, groups, size = words.shape
-    if size == 256:
-        words = np.concatenate([words & 15, words >> 4], axis=2)
+    if size < 512:
+        nibbles, fifth = words[:, :, :256], words[:, :, 256:, None]
+        words = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
+        if fifth.size:
+            bits = np.unpackbits(fifth, axis=3, bitorder="little")
+            words = words + 16 * bits.transpose(0, 1, 3, 2).reshape(tiles, groups, size // 5 * 8)
     levels = (
         words.reshape(tiles, groups, 2, 4, 16, 4).transpose(0, 4, 1, 2, 3, 5).reshape(tiles * 16, groups * 32)
     )

@@ -28,7 +28,7 @@ CASES = [(scheme, BIAS) for scheme in SCHEMES]
 CASES += [
     (scheme, shape) for scheme in ("q0f32", "q4f16_1", "q8f16_1", "q4a8_1", "q8a8_1") for shape in SHAPES[1:]
 ]
-CASES += [("q0f16", (20, 1100)), ("q0f16", (7, 1))]
+CASES += [("q0f16", (20, 1100)), ("q0f16", (7, 1)), ("q5a8_1", (20, 1100))]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
 TABLES = ((37, 72), (37, 64))
 
@@ -144,7 +144,7 @@ def test_error_of_8_bit_activations(isa: str, prompt: bool) -> None:
     assert error <= 0.087
 
 
-@pytest.mark.parametrize("scheme", ["q4a8_1", "q8a8_1"])
+@pytest.mark.parametrize("scheme", ["q4a8_1", "q5a8_1", "q8a8_1"])
 def test_tile_registers(scheme: str) -> None:
     """More rows than are computed in one go; values of any magnitude; and cutting does not make results
     smaller on the average."""

@@ -42,8 +42,9 @@ def quantized_group(group: list[float], scheme: Scheme) -> tuple[list[int], floa
     """(q, scale) of 32 weights, as quant.pack defines them."""
     extreme = max(group) if max(group) >= -min(group) else min(group)
     zero = 2 ** (scheme.bits - 1) - (scheme.layout == "row")
-    if scheme.bits == 4:
-        top, wide = 15, fit(group, extreme) * (1 if scheme.layout == "row" else -1)
+    if scheme.bits < 8:
+        wide = fit(group, extreme, scheme.bits) * (1 if scheme.layout == "row" else -1)
+        top = 2**scheme.bits - 1
     elif scheme.layout == "row":
         top, wide = 254, f32(abs(extreme) / 127)
     else:
@@ -54,20 +55,23 @@ def quantized_group(group: list[float], scheme: Scheme) -> tuple[list[int], floa
     return [min(max(round(f32(f32(w / scale) + zero)), 0), top) for w in group], scale
 
 
-def fit(group: list[float], extreme: float) -> float:
-    """The scale for levels -7 .. 8."""
+def fit(group: list[float], extreme: float, bits: int) -> float:
+    """The scale for levels -7 .. 8, or -15 .. 16."""
     if abs(extreme) < 2**-96:
         return 0.0
-    inverse = f32(504 / extreme)
+    unit, starts, high = (504, (8, 7, 9), 8) if bits == 4 else (240, (16, 15), 16)
+    inverse = f32(unit / extreme)
     units = [round(f32(w * inverse)) for w in group]
     best, most = 0.0, 0.0
-    for steps in (8, 7, 9):
-        codes = [min(max(math.floor(Fraction(u * steps, 504) + Fraction(1, 2)), -7), 8) for u in units]
+    for steps in starts:
+        codes = [
+            min(max(math.floor(Fraction(u * steps, unit) + Fraction(1, 2)), 1 - high), high) for u in units
+        ]
         along = sum(u * c for u, c in zip(units, codes, strict=True))
         fitted = f32(along / sum(c * c for c in codes))
         if f32(fitted * along) > most:
             best, most = fitted, f32(fitted * along)
-    return f32(extreme * f32(best / 504))
+    return f32(extreme * f32(best / unit))
 
 
 def definition(weight: Matrix, scheme: Scheme) -> tuple[bytes, bytes, Matrix]:
@@ -90,7 +94,10 @@ def definition(weight: Matrix, scheme: Scheme) -> tuple[bytes, bytes, Matrix]:
                 values[row, g * 32 + k] = f32((number - zero) * scale)
                 if tile == 16:
                     place, high = (k, 0) if scheme.bits == 8 else (k % 16, k // 16)
-                    words[t, g, place // 4 * 64 + r * 4 + k % 4] |= number << (4 * high)
+                    whole = number if scheme.bits == 8 else number & 15
+                    words[t, g, place // 4 * 64 + r * 4 + k % 4] |= whole << (4 * high)
+                    if scheme.bits == 5:
+                        words[t, g, 256 + r * 4 + k % 4] |= number >> 4 << k // 4
                 else:
                     words[t, g, k * scheme.bits // 8] |= number << (k * scheme.bits % 8)
     return words.tobytes(), scales.tobytes(), values[:rows, :columns]
@@ -153,22 +160,23 @@ def test_packing_again_changes_nothing(scheme: Scheme, weight: Matrix) -> None:
     assert [part.tobytes() for part in first] == [part.tobytes() for part in again]
 
 
-@pytest.mark.parametrize("scheme", [s for s in QUANTIZED if s.bits == 4], ids=lambda s: s.name)
-@pytest.mark.parametrize("extreme", [-8, -7, 7])
-def test_weights_that_lie_on_sixteen_levels_are_kept(scheme: Scheme, extreme: int) -> None:
+@pytest.mark.parametrize("scheme", [s for s in QUANTIZED if s.bits < 8], ids=lambda s: s.name)
+@pytest.mark.parametrize("extreme", [-1, 0, 1])
+def test_weights_that_lie_on_the_levels_are_kept(scheme: Scheme, extreme: int) -> None:
     """As those of checkpoints that were trained for 4 bits, or of other 4-bit formats."""
-    rng = np.random.default_rng(5)
+    rng, top = np.random.default_rng(5), 2 ** (scheme.bits - 1) - 1
     scale = rng.uniform(0.001, 0.01, (64, 4, 1)).astype(np.float16).astype(np.float32)
-    levels = rng.integers(-7, 7, (64, 4, 32), endpoint=extreme != -7).astype(np.float32)
-    levels[:, :, 3] = extreme
+    levels = rng.integers(-top, top, (64, 4, 32), endpoint=extreme != 0).astype(np.float32)
+    levels[:, :, 3] = {-1: -top - 1, 0: -top, 1: top}[extreme]
     weight = (levels * scale * rng.choice((1, -1), scale.shape)).astype(np.float32).reshape(64, 128)
     found = quant.unpack(*quant.pack(weight, scheme), scheme, weight.shape)
     np.testing.assert_allclose(found, weight, rtol=0 if scheme.dtype == "float16" else 3e-7, atol=0)
 
 
-@pytest.mark.parametrize("scheme", [s for s in QUANTIZED if s.bits == 4], ids=lambda s: s.name)
-def test_squared_error_of_four_bits(scheme: Scheme) -> None:
-    """On gaussian weights, next to what a scale of extreme / -8 or of max|w| / 7 leaves."""
+@pytest.mark.parametrize("scheme", [s for s in QUANTIZED if s.bits < 8], ids=lambda s: s.name)
+def test_squared_error_of_few_bits(scheme: Scheme) -> None:
+    """On gaussian weights, next to what scales of extreme / -8 or of max|w| / 7 leave; 5 bits: 16, 15."""
+    top = 2 ** (scheme.bits - 1)
     weight = normal(64, 4096)
     groups = weight.reshape(-1, 32).astype(np.float64)
     extreme = groups[np.arange(len(groups)), np.abs(groups).argmax(1)][:, None]
@@ -177,16 +185,17 @@ def test_squared_error_of_four_bits(scheme: Scheme) -> None:
         return float(((np.clip(np.rint(groups / scale), least, most) * scale - groups) ** 2).mean())
 
     found = float(((quant.unpack(*quant.pack(weight, scheme), scheme, weight.shape) - weight) ** 2).mean())
-    assert found < 0.915 * error(extreme / -8, -8, 7)
-    assert found < 0.72 * error(np.abs(extreme) / 7, -7, 7)
+    assert found < {4: 0.915, 5: 0.925}[scheme.bits] * error(extreme / -top, -top, top - 1)
+    assert found < {4: 0.72, 5: 0.82}[scheme.bits] * error(np.abs(extreme) / (top - 1), 1 - top, top - 1)
+    steps = np.arange(top - 2, top + 3, 0.05)
     finest = np.min(
         [
-            ((np.clip(np.rint(groups / s), -8, 7) * s - groups) ** 2).mean(1)
-            for s in (extreme / d for d in (*np.arange(-11, -6, 0.05), *np.arange(6, 11, 0.05)))
+            ((np.clip(np.rint(groups / s), -top, top - 1) * s - groups) ** 2).mean(1)
+            for s in (extreme / d for d in (*-steps, *steps))
         ],
         axis=0,
     )
-    assert found < 1.04 * finest.mean(), "an exhaustive search is hardly better"
+    assert found < {4: 1.04, 5: 1.1}[scheme.bits] * finest.mean(), "an exhaustive search is hardly better"
 
 
 @EVERY
@@ -249,7 +258,7 @@ def test_widening_is_exact_for_every_half() -> None:
 
 def unit(scheme: Scheme) -> int:
     """The largest weight of a group whose scale is 1 (x16: -1)."""
-    return 8 if scheme.bits == 4 else 128 - (scheme.layout == "row")
+    return {4: 8, 5: 16, 8: 128 - (scheme.layout == "row")}[scheme.bits]
 
 
 GOLDEN = {
@@ -278,6 +287,19 @@ def test_golden_bytes_of_x16() -> None:
     rows = q_weight.reshape(4, 16, 4)
     assert [part.tobytes().hex() for part in rows[:, 1]] == ["00112233", "44556677", "8899aabb", "ccddeeff"]
     assert (np.delete(rows, 1, axis=1) == 0x88).all()
+    assert q_scale.tobytes().hex() == "0000003c" + "0000" * 14
+
+
+def test_golden_bytes_of_x16_with_5_bits() -> None:
+    # Row 1 holds -16 ... 15: scale 1, q = 0 ... 31. The other rows are padding: q 16.
+    weight = np.zeros((2, 32), np.float32)
+    weight[1] = np.arange(32) - 16
+    q_weight, q_scale = quant.pack(weight, SCHEMES["q5a8_1"])
+    assert (q_weight.shape, q_scale.shape) == ((1, 1, 320), (1, 1, 16))
+    rows = q_weight.reshape(5, 16, 4)
+    nibbles = ["00112233", "44556677", "8899aabb", "ccddeeff"]
+    assert [part.tobytes().hex() for part in rows[:, 1]] == [*nibbles, "f0f0f0f0"]
+    assert (np.delete(rows[:4], 1, axis=1) == 0).all() and (np.delete(rows[4], 1, axis=0) == 0xFF).all()
     assert q_scale.tobytes().hex() == "0000003c" + "0000" * 14
 
 
@@ -392,7 +414,7 @@ def test_sizes() -> None:
     bits = {name: quant.bits_per_weight(matrix, scheme) for name, scheme in SCHEMES.items()}
     assert bits == {
         "q0f32": 32, "q0f16": 16, "q4f32_1": 5, "q4f16_1": 4.5, "q8f32_1": 9, "q8f16_1": 8.5, "q4a8_1": 4.5,
-        "q8a8_1": 8.5,
+        "q5a8_1": 5.5, "q8a8_1": 8.5,
     }  # fmt: skip
     # One row, one column: padded to a tile of 16 rows and a group of 32.
     assert quant.stored_bytes((Param("a.weight", (1, 1)),), SCHEMES["q4a8_1"]) == 256 + 32

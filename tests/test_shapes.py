@@ -43,11 +43,12 @@ MIXED = replace(
     name="mixed",
     overrides=(
         ("embed", quant.SCHEMES["q8a8_1"]),
+        ("*.attn.qkv", quant.SCHEMES["q5a8_1"]),
         ("*.attn.o", quant.SCHEMES["q8f16_1"]),
         ("*.mlp.gate_up", quant.SCHEMES["q4f16_1"]),
     ),
 )
-"""Four kinds of products in one library; that of tokens is also the last product."""
+"""Five kinds of products in one library; that of tokens is also the last product."""
 TOKENS = np.random.default_rng(3).integers(0, ODD.vocab_size, 52).tolist()
 
 

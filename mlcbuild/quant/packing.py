@@ -8,6 +8,7 @@ rows, in memory that is reused, and the scales of a whole plane are one broadcas
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -23,10 +24,24 @@ GROUP = 32
 TILE = 16
 QUAD = 4
 PLANES = GROUP // QUAD
-STEPS = (8, 7, 9)
-UNIT = 504
-"""Divisible by all STEPS, so that weights on a grid of any of them are met exactly; and small enough for sums
-of eight products with a code in int16, where NumPy handles twice as many numbers at once as in float32."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How the scale of a group is searched for: see pack()."""
+
+    steps: tuple[int, ...]
+    """From zero to the extreme, in each of the starts."""
+    unit: int
+    """Divisible by all steps, so that weights on a grid of any of them are met exactly; and small enough for
+    sums of eight products with a code in int16, where NumPy handles twice as many numbers at once as in
+    float32."""
+    top: int
+    """Codes are 1 - top .. top, the extreme being positive."""
+
+
+SEARCHES = {4: Search((8, 7, 9), 504, 8), 5: Search((16, 15), 240, 16)}
+"""By bits; 8 bits leave too little to be gained."""
 TINY = np.float32(2.0**-96)
 """A group below this is taken for zeros where a scale is fitted: its inverse could overflow."""
 OVERFLOW = 65520.0
@@ -118,6 +133,7 @@ def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Ar
         row, 4 bits    scale = fit(w), zero = 7, top = 15
         row, 8 bits    scale = max|w| / 127, zero = 127, top = 254
         x16, 4 bits    scale = -fit(w), zero = 8, top = 15
+        x16, 5 bits    scale = -fit(w), zero = 16, top = 31
         x16, 8 bits    scale = extreme / -128, zero = 128, top = 255
 
     extreme is the weight of largest magnitude with its sign, the positive one of two equal ones. fit(w) is
@@ -126,7 +142,9 @@ def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Ar
     a = sum(u * c) / sum(c * c); the first c with the largest a * sum(u * c) gives fit = extreme * (a / 504).
     Sums are of whole numbers below 2**24, exact in any order. A group that was dequantized from 4 bits with
     its extreme at -8 or 7 steps is met exactly (scales in float16), and the squared error on gaussian weights
-    is 9% below that of extreme / -8, and 29% below that of max|w| / 7.
+    is 9% below that of extreme / -8, and 29% below that of max|w| / 7. For 5 bits it is the same with 240 for
+    504, n = 16 and 15, and codes -15 .. 16; the error is 8% below that of extreme / -16, a quarter of that of
+    4 bits.
 
     A group whose scale rounds to zero is stored as zeros: all its weights are below 2**-21 for float16.
     What the schemes named as mlc-llm's store means there what it means here: layout, and (q - zero) * scale.
@@ -162,7 +180,9 @@ class Packer:
         self._scratch = np.empty_like(self._float)
         self._units = np.empty(self._float.size, np.int16)
         self._codes = np.empty_like(self._units)
-        self._sums = np.empty(2 * len(STEPS) * self._float.size // PLANES, np.int16)
+        self._search = SEARCHES.get(scheme.bits)
+        starts = len(self._search.steps) if self._search else 0
+        self._sums = np.empty(2 * starts * self._float.size // PLANES, np.int16)
 
     def empty(self, rows: int) -> tuple[Array, Array]:
         """Uninitialised (q_weight, q_scale) for a number of rows."""
@@ -232,21 +252,18 @@ class Packer:
 
     def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
         """Layout x16: per tile and group there are bytes [quad][row of the tile][weight of the quad]; with 4
-        bits only for the quads of weights 0..15, and weights 16..31 are in the high halves of those bytes."""
+        bits only for the quads of weights 0..15, and weights 16..31 are in the high halves of those bytes.
+        With 5 bits the fifth ones come after that: bytes [row][weight of a quad], a bit for each quad."""
         tiles, groups, _ = q_scale.shape
         bits, zero = self._scheme.bits, 2 ** (self._scheme.bits - 1)
         planes = self._planes(block, (tiles, TILE, groups, PLANES), (3, 0, 2, 1))
         extreme = self._extreme(planes)
-        wide = -self._fit(planes, extreme) if bits == 4 else np.divide(extreme, -zero, dtype=np.float32)
+        wide = -self._fit(planes, extreme) if self._search else np.divide(extreme, -zero, dtype=np.float32)
         scale = self._narrowed(wide)
         q_scale[...] = scale.reshape(q_scale.shape)
         q = self._quantize(planes, scale, zero, 2 * zero - 1).view(np.uint64)
-        if bits == 4:
-            # A nibble shifted by four stays inside its byte, so eight bytes are shifted at once.
-            merged = q[PLANES // 2 :]
-            np.left_shift(merged, 4, out=merged)
-            np.bitwise_or(merged, q[: PLANES // 2], out=merged)
-            q = merged
+        if bits < 8:
+            q = _merged(q, bits)
         words = q.view(np.uint32).reshape(len(q), tiles, groups, TILE)
         q_weight.view(np.uint32).reshape(tiles, groups, len(q), TILE)[...] = words.transpose(1, 2, 0, 3)
 
@@ -259,30 +276,36 @@ class Packer:
         return extreme
 
     def _fit(self, planes: NDArray[np.float32], extreme: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The scale for levels -7 .. 8, of either sign: see pack()."""
+        """The scale for codes 1 - top .. top, of either sign: see pack()."""
+        search = self._search
+        assert search is not None
         units, codes, wide = (
             memory[: planes.size].reshape(planes.shape)
             for memory in (self._units, self._codes, self._scratch)
         )
         tiny = np.abs(extreme) < TINY
-        inverse = np.where(tiny, np.float32(0), np.float32(UNIT) / np.where(tiny, np.float32(1), extreme))
+        inverse = np.where(
+            tiny, np.float32(0), np.float32(search.unit) / np.where(tiny, np.float32(1), extreme)
+        )
         np.multiply(planes, np.repeat(inverse, QUAD), out=wide)
         np.rint(wide, out=wide)
         np.copyto(units, wide, casting="unsafe")
-        quads = self._sums[: 2 * len(STEPS) * planes.shape[1]].reshape(2, len(STEPS), -1)
-        for steps, along, size in zip(STEPS, *quads, strict=True):
-            unit = UNIT // steps
+        starts = len(search.steps)
+        quads = self._sums[: 2 * starts * planes.shape[1]].reshape(2, starts, -1)
+        for steps, along, size in zip(search.steps, *quads, strict=True):
+            unit = search.unit // steps
             np.add(units, np.int16(unit // 2), out=codes)
             np.floor_divide(codes, np.int16(unit), out=codes)
-            np.clip(codes, np.int16(-7), np.int16(8), out=codes)
+            np.clip(codes, np.int16(1 - search.top), np.int16(search.top), out=codes)
             np.einsum("pq,pq->q", units, codes, out=along)
             np.einsum("pq,pq->q", codes, codes, out=size)
         along, size = _of_quads(quads)
         fitted = along / np.maximum(size, np.float32(1))
         good = fitted * along
-        found = np.where(good[1] > good[0], fitted[1], fitted[0])
-        found = np.where(good[2] > np.maximum(good[0], good[1]), fitted[2], found)
-        scale: NDArray[np.float32] = extreme * (found / np.float32(UNIT))
+        found, best = fitted[0], good[0]
+        for a, reached in zip(fitted[1:], good[1:], strict=True):
+            found, best = np.where(reached > best, a, found), np.maximum(reached, best)
+        scale: NDArray[np.float32] = extreme * (found / np.float32(search.unit))
         return scale
 
     def _narrowed(self, wide: NDArray[np.float32]) -> Array:
@@ -305,6 +328,22 @@ class Packer:
         q = self._scratch.view(np.uint8)[: planes.size].reshape(planes.shape)
         np.copyto(q, planes, casting="unsafe")
         return q
+
+
+def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
+    """Planes of eight codes of 4 or 5 bits, a byte each, as four planes of two nibbles a byte; the fifth bits
+    are one plane more, eight to a byte. `q` is overwritten."""
+    low, high = q[: PLANES // 2], q[PLANES // 2 :]
+    fifth = None
+    if bits == 5:
+        fifth = np.zeros_like(q[:1])
+        for plane, codes in enumerate(q):
+            fifth |= (codes >> np.uint64(4) & np.uint64(0x0101010101010101)) << np.uint64(plane)
+        np.bitwise_and(q, np.uint64(0x0F0F0F0F0F0F0F0F), out=q)
+    # A nibble shifted by four stays inside its byte, so eight bytes are shifted at once.
+    np.left_shift(high, 4, out=high)
+    np.bitwise_or(high, low, out=high)
+    return high if fifth is None else np.concatenate([high, fifth])
 
 
 def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -333,7 +372,13 @@ def unpack(q_weight: Array, q_scale: Array, scheme: Scheme, shape: tuple[int, in
     if scheme.layout == "x16":
         tiles, groups, _ = q_weight.shape
         words = q_weight.view(np.uint8).reshape(tiles, groups, 1, -1, TILE, QUAD)
-        q = words if scheme.bits == 8 else np.concatenate([words & 15, words >> 4], axis=2)
+        q = words
+        if scheme.bits < 8:
+            nibbles = words[:, :, :, : PLANES // 2]
+            q = np.concatenate([nibbles & 15, nibbles >> 4], axis=2)
+        if scheme.bits == 5:
+            places = np.arange(PLANES, dtype=np.uint8).reshape(2, PLANES // 2, 1, 1)
+            q |= (words[:, :, :, PLANES // 2 :] >> places & 1) << 4
         # q: [tile, group, half, quad, row, weight]
         value = (q.astype(np.float32) - 2 ** (scheme.bits - 1)) * scale[:, :, None, None, :, None]
         whole = value.transpose(0, 4, 1, 2, 3, 5).reshape(tiles * TILE, groups * GROUP)

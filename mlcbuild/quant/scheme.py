@@ -24,7 +24,7 @@ class Scheme:
     """
 
     name: str
-    bits: Literal[0, 4, 8]
+    bits: Literal[0, 4, 5, 8]
     group_size: int
     """Consecutive weights of a row (input dimension) that share one scale; 0 when bits is 0."""
     dtype: Literal["float32", "float16"]
@@ -51,6 +51,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("q8f32_1", 8, 32, "float32", "row"),
         Scheme("q8f16_1", 8, 32, "float16", "row"),
         Scheme("q4a8_1", 4, 32, "float16", "x16", activation_bits=8),
+        Scheme("q5a8_1", 5, 32, "float16", "x16", activation_bits=8),
         Scheme("q8a8_1", 8, 32, "float16", "x16", activation_bits=8),
     )
 }
@@ -170,7 +171,7 @@ _FORMATS = {
     (0, 0, "float32", "plain"),
     (0, 0, "float16", "plain"),
     *((bits, 32, dtype, "row") for bits in (4, 8) for dtype in ("float32", "float16")),
-    *((bits, 32, "float16", "x16") for bits in (4, 8)),
+    *((bits, 32, "float16", "x16") for bits in (4, 5, 8)),
 }
 """(bits, group_size, dtype, layout) that pack() can write."""
 
@@ -196,7 +197,7 @@ def from_json(value: Json) -> Scheme:
         )
     return Scheme(
         name,
-        cast("Literal[0, 4, 8]", form[0]),
+        cast("Literal[0, 4, 5, 8]", form[0]),
         form[1],
         cast("Literal['float32', 'float16']", form[2]),
         cast(Layout, form[3]),

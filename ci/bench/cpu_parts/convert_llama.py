@@ -27,6 +27,8 @@ OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 FORMATS = {
     "q4_0": lib.LLAMA_FTYPE_MOSTLY_Q4_0,
     "q4_k_m": lib.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+    "q5_0": lib.LLAMA_FTYPE_MOSTLY_Q5_0,
+    "q5_k_m": lib.LLAMA_FTYPE_MOSTLY_Q5_K_M,
     "q8_0": lib.LLAMA_FTYPE_MOSTLY_Q8_0,
 }
 
@@ -77,8 +79,8 @@ def main() -> None:
     for name in sys.argv[3:] or ("q4_0", "q8_0"):
         params = lib.llama_model_quantize_default_params()
         params.ftype = FORMATS[name]
-        # Otherwise the output matrix gets more bits than the name says; q4_k_m is a mixture by definition.
-        params.pure = name != "q4_k_m"
+        # Otherwise the output matrix gets more bits than the name says; a k_m is a mixture by definition.
+        params.pure = not name.endswith("_k_m")
         if lib.llama_model_quantize(
             str(out / "f32.gguf").encode(), str(out / f"{name}.gguf").encode(), params
         ):

@@ -307,21 +307,29 @@ def pair_scales(scales: Expr) -> Expr:
     return T.bind(T.reinterpret("float16x32", lanes | (lanes << i32(16, LANES))))
 
 
-def levels(packed: Sequence[Expr], byte: int) -> Expr:
-    """Pairs of float16 from a byte of each int32 lane: its nibbles, less 8, or those of two vectors, less
-    128."""
-    return _nibbles(packed[0], byte) if len(packed) == 1 else _bytes(packed[0], packed[1], byte)
-
-
-def _nibbles(packed: Expr, byte: int) -> Expr:
-    starts = [32 * lane + 8 * byte + 4 * half for lane in (0, 1) for half in (0, 0, 1, 1)]
-    control = splat(T.int64(int.from_bytes(bytes(starts), "little")), 8)
-    given = (T.reinterpret("int8x64", operand) for operand in (control, packed))
-    fields = intrinsic("int8x64", "llvm.x86.avx512.pmultishift.qb.512", *given)
-    # Only the low five bits of an index count, so the table holds the 16 levels twice.
-    values = T.Cast("float16x32", (T.ramp(T.int32(0), 1, 32) & i32(15, 32)) - i32(8, 32))
+def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
+    """Pairs of float16 for a line of a tile of weights, from the int32x16 vectors of a group: the weights
+    that a byte of quad j has and of quad 4 + j, less 2**(bits - 1)."""
+    if bits == 8:
+        return _bytes(lines[j], lines[4 + j], byte)
+    fields = _fields(lines[j], 8 * byte)
+    count = 2**bits
+    if bits == 5:
+        fifth = _fields(lines[4], 8 * byte + j - 4)
+        fields = (fields & splat(T.int8(0x0F), 64)) | (fifth & splat(T.int8(0x10), 64))
+    # Only the low five bits of an index count, so a table of 16 levels holds them twice.
+    values = T.Cast("float16x32", (T.ramp(T.int32(0), 1, 32) & i32(count - 1, 32)) - i32(count // 2, 32))
     both = (T.reinterpret("int16x32", operand) for operand in (values, fields))
     return T.reinterpret("float16x32", intrinsic("int16x32", "llvm.x86.avx512.permvar.hi.512", *both))
+
+
+def _fields(packed: Expr, start: int) -> Expr:
+    """int8x64: of each int32 lane eight bits from `start` on, twice, and four bits later, twice. What is
+    before or after a lane's bits is another's."""
+    starts = [(32 * lane + start + 4 * half) % 64 for lane in (0, 1) for half in (0, 0, 1, 1)]
+    control = splat(T.int64(int.from_bytes(bytes(starts), "little")), 8)
+    given = (T.reinterpret("int8x64", operand) for operand in (control, packed))
+    return intrinsic("int8x64", "llvm.x86.avx512.pmultishift.qb.512", *given)
 
 
 def _bytes(low: Expr, high: Expr, byte: int) -> Expr:

@@ -1,4 +1,4 @@
-"""Products of 4- and 8-bit weights with 8-bit activations, one group of 32 at a time, by any instruction.
+"""Products of 4-, 5- and 8-bit weights with 8-bit activations, one group of 32 at a time, by any instruction.
 
 A *quad* is four consecutive k. Weights of a quad are the four bytes of an int32 lane, one lane for each row
 of a tile. Activations of a quad are one int32, or two where the instruction set has no byte products:
@@ -29,7 +29,7 @@ class Products:
 
     isa: ISA
     bits: int
-    """4 or 8."""
+    """4, 5 or 8."""
 
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
@@ -58,21 +58,26 @@ class Products:
     @property
     def fields(self) -> int:
         """Quads in 4 * lanes bytes of the x16 layout: j and 4 + j in the halves of each byte, or one."""
-        return 8 // self.bits
+        return 1 if self.bits == 8 else 2
 
-    def operands(self, packed: Expr) -> list[list[Expr]]:
-        """The operands of each quad in int32 lanes of the x16 layout."""
+    def operands(self, j: int, packed: Expr, fifth: Expr | None) -> list[list[Expr]]:
+        """The operands of each quad in int32 lanes of the x16 layout: the j-th 4 * lanes bytes of a group
+        and, with 5 bits, those of the fifth ones."""
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
             flipped = packed ^ i32(0x80808080, lanes) if self.way == "sdot" else packed
             return [[T.bind(flipped)]]
-        mask = i32((2**self.bits - 1) * (0x00010001 if self.parts == 2 else 0x01010101), lanes)
+        every = 0x00010001 if self.parts == 2 else 0x01010101
+        width = 8 // self.fields
 
-        def cut(shift: int) -> Expr:
-            return T.bind((packed >> i32(shift, lanes) if shift else packed) & mask)
+        def operand(field: int, part: int) -> Expr:
+            found = _moved(packed, width * field + 8 * part, lanes) & i32((2**width - 1) * every, lanes)
+            if fifth is not None:
+                bit = _moved(fifth, j + QUADS // 2 * field + 8 * part - 4, lanes)
+                found = found | (bit & i32(16 * every, lanes))
+            return T.bind(found)
 
-        quads = range(0, 8, self.bits)
-        return [[cut(first + 8 * part) for part in range(self.parts)] for first in quads]
+        return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
 
     def start(self, correction: Expr) -> Expr:
         """The accumulator at the start of a group. int16 lanes take the correction at the end: they hold the
@@ -113,3 +118,10 @@ class Products:
         lanes = self.isa.lanes
         pairs = T.bind(T.reinterpret(typed("int32", lanes), words))
         return ((pairs << i32(16, lanes)) >> i32(16, lanes)) + (pairs >> i32(16, lanes))
+
+
+def _moved(bits: Expr, shift: int, lanes: int) -> Expr:
+    """Shifted to the right, or to the left where it is negative."""
+    if shift == 0:
+        return bits
+    return bits >> i32(shift, lanes) if shift > 0 else bits << i32(-shift, lanes)

@@ -115,19 +115,28 @@ def _copy_row(of: _Lookup) -> None:
 
 
 def _copy_x16(of: _Lookup) -> None:
-    """Four bytes of a row's group at a time: values 4j.. with 8 bits; with 4 bits 4j.. in the low halves and
-    16 + 4j.. in the high ones."""
+    """Four bytes of a row's group at a time: values 4j.. with 8 bits; with fewer 4j.. in the low halves and
+    16 + 4j.. in the high ones, and fifth bits in the bytes that follow."""
     bits = of.of.scheme.bits
+    width, halves = (8, 1) if bits == 8 else (4, 2)
     words, scales = of.weights
     tile, r = of.token // 16, of.token % 16
     shifts = T.ramp(T.int32(0), T.int32(8), 4)
+
+    def quad(group: Expr, line: Expr | int) -> Expr:
+        found = words[tile, group, T.ramp(line * 64 + r * 4, 1, 4)]
+        return T.bind(splat(T.reinterpret("int32", found), 4))
+
     with T.serial(0, words.shape[1]) as group:
         scale = T.bind(load_f32(of.of.isa, scales, (tile, group, r), 1))
-        with T.serial(0, i64(bits)) as j:
-            quad = words[tile, group, T.ramp(j * 64 + r * 4, 1, 4)]
-            spread = T.bind(splat(T.reinterpret("int32", quad), 4))
-            for high in range(8 // bits):
-                field = (spread >> (shifts + i32(bits * high, 4))) & i32(2**bits - 1, 4)
+        fifth = quad(group, 4) if bits == 5 else None
+        with T.serial(0, i64(8 // halves)) as j:
+            spread = quad(group, j)
+            for high in range(halves):
+                field = (spread >> (shifts + i32(width * high, 4))) & i32(2**width - 1, 4)
+                if fifth is not None:
+                    place = shifts + splat(T.Cast("int32", j) + 4 * high, 4)
+                    field = field | (((fifth >> place) & i32(1, 4)) << i32(4, 4))
                 values = field - i32(2 ** (bits - 1), 4)
                 column = group * 32 + high * 16 + j * 4
                 of.write(column, T.Cast("float32x4", values) * splat(scale, 4), 4)

@@ -1,4 +1,4 @@
-"""x @ W.T with 4- or 8-bit weights in the x16 layout and activations quantized to 8 bits.
+"""x @ W.T with 4-, 5- or 8-bit weights in the x16 layout and activations quantized to 8 bits.
 
 Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. Three paths
 by the number of rows m of x, as in float_product: one row streams the weights; a few share one pass over
@@ -117,7 +117,8 @@ class _Call:
         """Of each quad of a group the operands with the weights of one vector of rows."""
         form = self.matrix.dot
         count = dot.QUADS // form.fields
-        found = [form.operands(self.packed(tile, group, j, vector)) for j in range(count)]
+        fifth = T.bind(self.packed(tile, group, 4, vector)) if self.matrix.bits == 5 else None
+        found = [form.operands(j, self.packed(tile, group, j, vector), fifth) for j in range(count)]
         return [found[quad % count][quad // count] for quad in range(dot.QUADS)]
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
@@ -233,10 +234,11 @@ def _batches(call: _Call) -> None:
 def _unpack_tile(call: _Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
     """One group of a tile for the tile registers."""
     scales = amx.pair_scales(call.scale[tile, group, span(0, TILE)])
+    bits = call.matrix.bits
+    lines = [T.bind(call.packed(tile, group, i, 0)) for i in range(bits)]
     for j in range(4):
-        packed = [T.bind(call.packed(tile, group, i, 0)) for i in range(j, call.matrix.bits, 4)]
         for byte in range(4):
-            line = amx.scaled(amx.levels(packed, byte), scales)
+            line = amx.scaled(amx.levels(lines, bits, j, byte), scales)
             T.buffer_store(buffer, line, [*place, 4 * j + byte, span(0, TILE)])
 
 
