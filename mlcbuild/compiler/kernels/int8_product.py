@@ -40,8 +40,9 @@ from mlcbuild.compiler.kernels.vectors import (
 
 TILE = 16
 """Rows in a tile of the layout."""
-FETCH_BYTES = 4096
-"""How far ahead of the reader weights are prefetched."""
+FETCH_BYTES = 3072
+"""How far ahead of the reader weights are prefetched: less than a page of 4 KiB, or the second level's own
+prefetcher, which follows the reader within a page, finds nothing left to do."""
 STREAMED_BATCHES = 6
 """Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
 BLOCK_GROUPS = 16
