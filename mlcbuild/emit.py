@@ -15,7 +15,7 @@ from mlcbuild.export import materialise
 from mlcbuild.graph import Source, Step
 from mlcbuild.keyfile import Signer
 from mlcbuild.pipeline import Pipeline, Product
-from mlcbuild.records import Made, Record
+from mlcbuild.records import Record
 from mlcbuild.store import Store
 
 MANIFEST = "bundle.json"
@@ -126,10 +126,6 @@ def _sources(run: Finished, step: Step) -> dict[tuple[str, str], str]:
     }
     if not read:
         return {}
-    # Not kept with the record: of thousands that would be most of the memory of a run.
-    inputs = Made.from_json(json.loads(run.records[step.name].rest)).preimage.inputs
-    return {
-        (node, entry.path): entry.digest
-        for argument, node in read.items()
-        for entry in inputs[argument].files
-    }
+    # Only lists of files, and not kept with the record: of thousands that would be most of a run's memory.
+    inputs = json.loads(run.records[step.name].rest)["inputs"]
+    return {(node, path): found for argument, node in read.items() for path, found, _ in inputs[argument]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
@@ -30,6 +31,8 @@ def materialise(store: Store, record: Record, destination: Path) -> bool:
     the store's files are not intact, MlcbuildError when the destination cannot be written.
     """
     destination = destination.absolute()
+    if _stands(record, destination):
+        return False
     if lost := store.lost(record):
         raise StoreError(f"{destination} cannot be written: {lost}; run again to build it anew")
     name = bytes_digest(b"export\0" + os.fsencode(destination))
@@ -42,6 +45,36 @@ def materialise(store: Store, record: Record, destination: Path) -> bool:
             return _replace(store, record, destination)
         except OSError as error:
             raise MlcbuildError(f"{destination} cannot be written: {error.strerror or error}") from error
+
+
+def _stands(record: Record, destination: Path) -> bool:
+    """Whether there is nothing to do, seen without a lock: thousands of outputs are mostly as they were.
+
+    What another process is about to replace has a list that names more, or none.
+    """
+    sizes = {path: size for path, _, size in record.rows}
+    directories = {path[: at + 1] for path in sizes for at, letter in enumerate(path) if letter == "/"}
+    found, left = 0, [""]
+    try:
+        known = json.loads(_marker(destination).read_bytes())["files"]
+        if known != [list(row) for row in record.rows] or destination.is_symlink():
+            return False
+        while left:
+            below = left.pop()
+            for entry in os.scandir(f"{destination}/{below}"):
+                name = below + entry.name
+                if f"{name}/" in directories and entry.is_dir(follow_symlinks=False):
+                    left.append(f"{name}/")
+                    continue
+                seen = entry.stat(follow_symlinks=False)
+                if sizes.get(name) != seen.st_size or seen.st_mtime_ns != STAMP * 10**9:
+                    return False
+                if not stat.S_ISREG(seen.st_mode):
+                    return False
+                found += 1
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return found == len(sizes)
 
 
 def _marker(destination: Path) -> Path:

@@ -89,10 +89,13 @@ class Graph:
         """Canonical JSON of each step's parameters."""
         self._alias: dict[str, str] = {}
         self._merge(_ordered(given))
+        self._needs: dict[str, tuple[str, ...]] = {}
         self.users: dict[str, list[str]] = {name: [] for name in self.nodes}
         """Node -> the steps that take it as an input, in order."""
         for step in self.steps():
-            for name in self.needs(step):
+            needs = dict.fromkeys(self.resolve(item.node) for item in step.inputs.values())
+            self._needs[step.name] = tuple(needs)
+            for name in needs:
                 self.users[name].append(step.name)
 
     def _merge(self, ordered: Iterable[Node]) -> None:
@@ -138,9 +141,9 @@ class Graph:
     def steps(self) -> Iterator[Step]:
         return (node for node in self.nodes.values() if isinstance(node, Step))
 
-    def needs(self, step: Step) -> list[str]:
-        """Names of the nodes a step reads, each once."""
-        return list(dict.fromkeys(self.resolve(item.node) for item in step.inputs.values()))
+    def needs(self, step: Step) -> tuple[str, ...]:
+        """Names of the nodes a step of this graph reads, each once."""
+        return self._needs[step.name]
 
     def match(self, patterns: Iterable[str]) -> frozenset[str]:
         """The steps that the names or globs mean. Raises UsageError for those that mean none."""

@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 from mlcbuild import bundle, machine, quant, targets
@@ -28,7 +28,7 @@ from mlcbuild.fetch import local_files
 from mlcbuild.graph import Graph, Input, Node, Source, Step
 from mlcbuild.hub import HubSource
 from mlcbuild.lock import Lock
-from mlcbuild.models import ModelConfig, config_digest, context_window, parameters, parse
+from mlcbuild.models import ModelConfig, Param, config_digest, context_window, parameters, parse
 from mlcbuild.models.action import read_json
 from mlcbuild.recipe import Bench, LocalSource, Model, Recipe, Variant, Verify, expand
 from mlcbuild.verify import PROMPTS, THRESHOLDS
@@ -104,6 +104,18 @@ class _Checkpoint:
     def name(self) -> str:
         return self.model.name
 
+    @cached_property
+    def parameters(self) -> tuple[Param, ...]:
+        """Of the config, where it is known."""
+        return parameters(self.config) if self.config is not None else ()
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest parameter in float32."""
+        if self.config is None:
+            return self.most // 4
+        return 4 * max(math.prod(param.shape) for param in self.parameters)
+
 
 def build(recipe: Recipe, lock: Lock) -> Pipeline:
     """The steps of every variant. Reads config.json of local models, and nothing else of checkpoints.
@@ -174,7 +186,7 @@ def _misfits(
             f"{bench.prompt_tokens} tokens of prompt and {bench.generate_tokens} of answer do not fit the "
             f"context of {variant.name}, {window}; lower them, or raise compile.context_window"
         )
-    for sentence in quant.check_overrides(variant.scheme, parameters(config)):
+    for sentence in quant.check_overrides(variant.scheme, checkpoint.parameters):
         yield place.problem(
             f"model '{variant.model.name}', quantization '{variant.quantization}': {sentence}"
         )
@@ -309,7 +321,7 @@ class _Assembly:
                 },
                 inputs,
                 cores=MANY_CORES,
-                memory=_largest(checkpoint) * 3 + (1 << 30),
+                memory=checkpoint.largest * 3 + (1 << 30),
             )
         )
 
@@ -322,13 +334,14 @@ def _weights(variant: Variant, checkpoint: _Checkpoint, config: str) -> Step:
         {"config": Input(config), "checkpoint": Input(checkpoint.node.name, TENSORS)},
         labels=_labels(variant),
         cores=MANY_CORES,
-        memory=_largest(checkpoint) * 3 + PROCESS_MEMORY,
+        memory=checkpoint.largest * 3 + PROCESS_MEMORY,
     )
 
 
 def _verify(variant: Variant, checkpoint: _Checkpoint, made: str, reference: str) -> Step:
-    config, limits = checkpoint.config, variant.verify or Verify(())
-    size = quant.stored_bytes(parameters(config), variant.scheme) if config else checkpoint.most
+    limits = variant.verify or Verify(())
+    known = checkpoint.config is not None
+    size = quant.stored_bytes(checkpoint.parameters, variant.scheme) if known else checkpoint.most
     return Step(
         f"verify/{variant.name}",
         "mlcbuild.verify:verify",
@@ -361,13 +374,6 @@ def _bench(variant: Variant, bench: Bench, made: str) -> Step:
 
 def _labels(variant: Variant) -> dict[str, str]:
     return {"scheme": f"scheme {variant.quantization}", "target": f"target {variant.target.name}"}
-
-
-def _largest(checkpoint: _Checkpoint) -> int:
-    """Bytes of the largest parameter in float32."""
-    if checkpoint.config is None:
-        return checkpoint.most // 4
-    return 4 * max(math.prod(param.shape) for param in parameters(checkpoint.config))
 
 
 @cache

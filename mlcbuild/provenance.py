@@ -68,7 +68,7 @@ def statement(
             "runDetails": {"builder": {"id": "urn:mlcbuild", "version": dict(tools)}},
         },
     }
-    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(document, sort_keys=True, ensure_ascii=False).encode() + b"\n"
 
 
 def envelope(payload: bytes, signer: Signer) -> bytes:

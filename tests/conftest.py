@@ -11,8 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import buckets, registries
+
+# A machine that does other things beside fails no test: an example may take as long as it takes.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would reach no test.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

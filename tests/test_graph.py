@@ -24,7 +24,7 @@ def test_each_node_follows_what_it_needs_whatever_the_order_given() -> None:
     graph = Graph([step("c", "a", "b"), step("b", "a"), step("a", "s"), Source("s", Path("x"), ("f",))])
     assert list(graph.nodes) == ["s", "a", "b", "c"]
     assert graph.users == {"s": ["a"], "a": ["b", "c"], "b": ["c"], "c": []}
-    assert graph.needs(graph.step("c")) == ["a", "b"]
+    assert graph.needs(graph.step("c")) == ("a", "b")
     assert len(graph) == 4
 
 

@@ -45,7 +45,9 @@ _SECTIONS = st.fixed_dictionaries(
         "lock": _VALUES,
     },
 )
-_FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+_FUZZ = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 
 
 @_FUZZ

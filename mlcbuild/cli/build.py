@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -36,6 +37,7 @@ def open_store(arguments: argparse.Namespace) -> Store:
 
 
 def read_pipeline(arguments: argparse.Namespace) -> Pipeline:
+    gc.set_threshold(200_000, 10, 10)  # variants and steps live to the end: little of them is ever garbage
     recipe = read_recipe(arguments)
     return build(recipe, read_lock(recipe))
 
@@ -338,10 +340,8 @@ def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]
 
 def _near(path: Path) -> str:
     """A path as a person would type it from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    text, here = str(path), str(Path.cwd())
+    return "." if text == here else text.removeprefix(here.rstrip("/") + "/")
 
 
 def _places(outcomes: Sequence[Outcome]) -> str:

@@ -71,28 +71,25 @@ def _check_protected(
     reading: Reading, owners: Mapping[str, tuple[str, Names]], protected: Mapping[str, Path]
 ) -> None:
     real = {what: resolved(path) or path for what, path in protected.items()}
-    holding: dict[Path, str] = {}
+    holding: dict[str, str] = {}
     for what, path in real.items():
         for parent in (path, *path.parents):
-            holding.setdefault(parent, what)
+            holding.setdefault(str(parent), what)
     inside = {path: what for what, path in real.items()}
     # Only the directory of an output can be shared between many of them: look through its links once.
-    bases: dict[str, Path] = {}
+    bases: dict[str, tuple[str, list[str]]] = {}
     found: list[str] = []
     for output, _ in owners.values():
         head, tail = posixpath.split(output)
-        base = bases.get(head)
-        if base is None:
-            base = bases[head] = resolved(reading.directory / head) or reading.directory / head
-        path = base / tail
-        if path in holding:
-            found.append(f"the output '{output}' would replace {holding[path]}")
+        if head not in bases:
+            base = resolved(reading.directory / head) or reading.directory / head
+            bases[head] = str(base), [inside[p] for p in (base, *base.parents) if p in inside]
+        place, around = bases[head]
+        held = holding.get(place if tail == "." else f"{place.rstrip('/')}/{tail}")
+        if held is not None:
+            found.append(f"the output '{output}' would replace {held}")
         else:
-            found.extend(
-                f"the output '{output}' lies in {inside[p]}; choose one outside"
-                for p in path.parents
-                if p in inside
-            )
+            found.extend(f"the output '{output}' lies in {what}; choose one outside" for what in around)
     _report(reading, found, "")
 
 
