@@ -25,11 +25,15 @@ from mlcbuild.compiler.kernels.attention_plan import HIDDEN, LOWEST, PAIR, Call
 from mlcbuild.compiler.kernels.cache import PAGE
 from mlcbuild.compiler.kernels.floats import scratch
 from mlcbuild.compiler.kernels.rough import Rough
-from mlcbuild.compiler.kernels.vectors import f32, i32, prefetch, span, splat, typed
+from mlcbuild.compiler.kernels.vectors import f32, i32, intrinsic, lane_sums, prefetch, span, splat, typed
 
+AHEAD = 4
+"""Rows of queries that are fetched ahead: they are too far apart for the processor to see."""
 PAGES = 4
 """Pages of a step."""
 TOKENS = PAGES * PAGE
+SLACK = 4.0
+"""Power of two of the largest weight: 2**(104 + SLACK) of each of 2**18 tokens still is a float32."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,13 @@ class _Task:
     query: Buffer  # int32 [capacity / 16, dim / 32, 16, 16], pairs of bfloat16
     total: Buffer  # float32 [capacity, dim], weighted sums of values so far
     denominator: Buffer  # float32 [capacity, 16], one partial sum for each lane
-    highest: Buffer  # float32 [capacity], maximum so far
+    highest: Buffer  # float32 [capacity], what scores are compared with: about the maximum so far
     position: Buffer  # int32 [capacity]
     keys: Buffer  # int32 [PAGES, dim / 32, 16, 16], of the step at hand
     values: Buffer  # int32 [PAGES / 2, dim / 16, 16, 16]
     scores: Buffer  # float32 [PAIR, TOKENS], of the vectors at hand
     weights: Buffer  # int32 [2, PAGES / 2, 16, 16]
+    start: Buffer  # float32 [16], of each vector at hand: where exponents start, or what sums shrink to
 
     @property
     def floats(self) -> Rough:
@@ -134,12 +139,16 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
         values=scratch((PAGES // 2, dim // LANES, LANES, LANES), "int32"),
         scores=scratch((PAIR, TOKENS)),
         weights=scratch((2, PAGES // 2, LANES, LANES), "int32"),
+        start=scratch((LANES,)),
     )
     factor, floats = f32(spec.scale * 2.0**made.raised, LANES), made.floats
     with T.serial(room) as vector:
         known = T.bind(T.min(vector, count * heads.group - 1))
         row = T.bind(first + T.truncdiv(known, heads.group))
         column = T.bind((head * heads.group + T.truncmod(known, heads.group)) * dim)
+        for at in range(0, dim, LANES):
+            prefetch(call.qkv, (row + AHEAD, column + at))
+            prefetch(call.out, (row, column + at), locality=2, write=True)
         with T.serial(dim // STEP) as part:
             halves = [floats.load(call.qkv, row, column + part * STEP + h) * factor for h in (0, LANES)]
             place = T.truncdiv(vector, LANES), part, T.truncmod(vector, LANES)
@@ -237,29 +246,51 @@ def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
 
 
 def _weigh(task: _Task, pair: Expr) -> None:
-    """Weights, exp(score - maximum), of 32 vectors; maxima, denominators and totals move on."""
+    """Weights, exp(score - highest), of 32 vectors; what is highest, denominators and totals move on."""
     floats = task.floats
-    with T.serial(PAIR) as row:
-        vector = T.bind(pair * PAIR + row)
-        scores = [T.bind(floats.load(task.scores, row, i * PAGE)) for i in range(PAGES)]
-        found = floats.fold(T.max(T.max(scores[0], scores[1]), T.max(scores[2], scores[3])), T.max)
-        with T.If(found > task.highest[vector]), T.Then():
-            shrink = floats.scalar.exp((task.highest[vector] - found) * T.float32(task.capped_unit))
-            T.buffer_store(task.highest, found, [vector])
+    slope = f32(math.log2(math.e) * task.capped_unit, LANES)
+    with T.serial(PAIR // LANES) as half:
+        first = T.bind(pair * PAIR + half * LANES)
+        _raise(task, half, first, slope)
+        highest = floats.load(task.highest, first)
+        start = T.bind(f32(task.raised, LANES) - highest * slope)
+        floats.store(task.start, start, 0)
+        with T.serial(LANES) as row:
+            start = T.bind(floats.spread(task.start[row]))
+            scores = [floats.load(task.scores, half * LANES + row, i * PAGE) for i in range(PAGES)]
+            parts = [floats.exp2(floats.fma(score, slope, start)) for score in scores]
+            sums = (parts[0] + parts[1]) + (parts[2] + parts[3])
+            floats.store(
+                task.denominator, floats.load(task.denominator, first + row, 0) + sums, first + row, 0
+            )
+            for i in range(PAGES // 2):
+                line = amx.rounded(parts[2 * i], parts[2 * i + 1])
+                T.buffer_store(task.weights, line, [half, T.int32(i), row, span(0, LANES)])
+
+
+def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
+    """Set what is highest anew for those of 16 vectors that found scores far above it. Sums are of weights up
+    to 2**SLACK, so that this is rare; whether it happens depends on nothing but a vector's own scores."""
+    floats = task.floats
+    tops = []
+    for row in range(LANES):
+        scores = [T.bind(floats.load(task.scores, half * LANES + row, i * PAGE)) for i in range(PAGES)]
+        tops.append(T.bind(T.max(T.max(scores[0], scores[1]), T.max(scores[2], scores[3]))))
+    found = T.bind(lane_sums(tops, LANES, T.max))
+    highest = T.bind(floats.load(task.highest, first))
+    above = T.bind((found - highest) * slope)
+    rises = intrinsic("float32", "llvm.vector.reduce.fmax", above) > T.float32(SLACK)
+    with T.If(rises), T.Then():
+        far = above > f32(SLACK, LANES)
+        shrink = floats.exp2(T.bind(f32(0, LANES) - above))
+        floats.store(task.highest, T.Select(far, found, highest), first)
+        floats.store(task.start, T.Select(far, shrink, f32(1, LANES)), 0)
+        with T.serial(LANES) as row:
+            share, vector = T.bind(floats.spread(task.start[row])), T.bind(first + row)
+            floats.store(task.denominator, floats.load(task.denominator, vector, 0) * share, vector, 0)
             with T.serial(task.dim // LANES) as k:
-                total = floats.load(task.total, vector, k * LANES) * floats.spread(shrink)
+                total = floats.load(task.total, vector, k * LANES) * share
                 floats.store(task.total, total, vector, k * LANES)
-            older = floats.load(task.denominator, vector, 0) * floats.spread(shrink)
-            floats.store(task.denominator, older, vector, 0)
-        slope = math.log2(math.e) * task.capped_unit
-        start = T.bind(T.float32(task.raised) - task.highest[vector] * T.float32(slope))
-        parts = [floats.exp2(floats.fma(score, f32(slope, LANES), floats.spread(start))) for score in scores]
-        sums = (parts[0] + parts[1]) + (parts[2] + parts[3])
-        floats.store(task.denominator, floats.load(task.denominator, vector, 0) + sums, vector, 0)
-        for i in range(PAGES // 2):
-            line = amx.rounded(parts[2 * i], parts[2 * i + 1])
-            place = [T.truncdiv(row, LANES), T.int32(i), T.truncmod(row, LANES), span(0, LANES)]
-            T.buffer_store(task.weights, line, place)
 
 
 def _add_values(task: _Task, pair: Expr) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
-from mlcbuild.compiler.kernels import amx, dot
+from mlcbuild.compiler.kernels import amx, amx_weights, dot
 from mlcbuild.compiler.kernels.activation import activate
 from mlcbuild.compiler.kernels.floats import over_rows
 from mlcbuild.compiler.kernels.fusion import SERIAL_ROWS, Fusion, Gated
@@ -185,11 +185,11 @@ def _prompt(call: _Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
     there = isinstance(source, Gated) and source.packed
-    x = amx.Packed.inside(given[0], m) if there else amx.pack(shape, call.ready, m)
+    x = amx.Packed.inside(given[0], matrix.k, m) if there else amx.pack(shape, call.ready, m)
     output: Output | amx.GatedOutput = call.output
     if gate is not None:
         floats, act = Rough(call.isa, amx.LANES), gate.activation
-        out = amx.Packed.inside(call.output.buffer, m)
+        out = amx.Packed.inside(call.output.buffer, matrix.n // 2, m)
         output = amx.GatedOutput(lambda gate, up: activate(floats, act, gate) * up, out)
     amx.product(shape, x, m, partial(_unpack_tile, call), output)
 
@@ -234,12 +234,12 @@ def _batches(call: _Call) -> None:
 
 def _unpack_tile(call: _Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
     """One group of a tile for the tile registers."""
-    scales = amx.pair_scales(call.scale[tile, group, span(0, TILE)])
+    scales = amx_weights.pair_scales(call.scale[tile, group, span(0, TILE)])
     bits = call.matrix.bits
     lines = [T.bind(call.packed(tile, group, i, 0)) for i in range(bits)]
     for j in range(4):
         for byte in range(4):
-            line = amx.scaled(amx.levels(lines, bits, j, byte), scales)
+            line = amx_weights.scaled(amx_weights.levels(lines, bits, j, byte), scales)
             T.buffer_store(buffer, line, [*place, 4 * j + byte, span(0, TILE)])
 
 

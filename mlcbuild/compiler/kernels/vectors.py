@@ -6,6 +6,7 @@ Loops over registers and unrolled steps are plain Python loops; loops that run o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -111,10 +112,10 @@ def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int
     return T.reinterpret(typed("float32", lanes), size | sign)
 
 
-def prefetch(buffer: Buffer, indices: Sequence[Expr | int], locality: int = 3) -> None:
+def prefetch(buffer: Buffer, indices: Sequence[Expr | int], locality: int = 3, write: bool = False) -> None:
     """Ask for the cache line of an element, which may lie outside the buffer; with a locality of 2, into the
-    second level only."""
-    arguments = (T.address_of(buffer[tuple(indices)]), T.int32(0), T.int32(locality), T.int32(1))
+    second level only; to be written to."""
+    arguments = (T.address_of(buffer[tuple(indices)]), T.int32(write), T.int32(locality), T.int32(1))
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", *arguments))
 
 
@@ -130,8 +131,9 @@ def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
     return shuffle([vector] * times, [index for index in range(lanes) for _ in range(times)])
 
 
-def lane_sums(vectors: Sequence[Expr], lanes: int) -> Expr:
-    """The sum of the elements of each vector, as one vector: a tree of halvings, shared by all.
+def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], Expr] = operator.add) -> Expr:
+    """The sum of the elements of each vector (or what else `join` makes of them), as one vector: a tree of
+    halvings, shared by all.
 
     The number of vectors is a power of two. Each round joins pairs of vectors (or folds the last one) so
     that every input's partial sums take half the room.
@@ -148,7 +150,7 @@ def lane_sums(vectors: Sequence[Expr], lanes: int) -> Expr:
             half = room // 2
             low = [part * room + i for part in held for i in range(half)]
             high = [index + half for index in low]
-            current = [T.bind(shuffle(pair, low) + shuffle(pair, high)) for pair in pairs]
+            current = [T.bind(join(shuffle(pair, low), shuffle(pair, high))) for pair in pairs]
             room = half
         parts = len(held)
     return current[0]
