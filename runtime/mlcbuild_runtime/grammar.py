@@ -34,6 +34,13 @@ STEP_SECONDS = 0.25
 """Of processor time that a mask may take: all requests of a step wait for it."""
 MAX_SOURCE = 1 << 18
 """Characters of a constraint."""
+_CEILINGS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.bool_),
+    np.float32(np.inf),
+    np.float32(-np.inf),
+)
+"""For each byte of a mask, what the logits of its eight tokens may be at most. A table and a minimum take a
+tenth of the time of choosing by bits."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +58,27 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, ends: Collection[int]) -> None:
         self._matcher, self._ends = matcher, np.array(sorted(ends), np.intp)
+        self._room: NDArray[np.float32] | None = None
 
     def allowed(self, size: int) -> NDArray[np.bool_]:
         """bool [size]: tokens that may come next; an end token only where the text is complete.
         Raises RequestError when the constraint is too costly to follow."""
+        return np.isfinite(self.masked(np.zeros(size, np.float32)))
+
+    def masked(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits [size], with minus infinity for all tokens but those that are `allowed`. Valid until the
+        next call: memory that is new to the processor costs more than what is done with it."""
+        bits = self._bits()
+        if self._room is None:
+            self._room = np.full(max(len(logits), 8 * len(bits)), -np.inf, np.float32)
+        ceilings = self._room[: 8 * len(bits)].reshape(-1, 8)
+        _CEILINGS.take(bits, axis=0, out=ceilings, mode="clip")  # any other mode makes a copy
+        ceiling = self._room[: len(logits)]
+        ceiling[self._ends] = ceiling[self._ends].max()
+        self._check()
+        return np.minimum(logits, ceiling, out=ceiling)
+
+    def _bits(self) -> NDArray[np.uint8]:
         begun = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if (seconds := time.thread_time() - begun) > STEP_SECONDS:
@@ -63,12 +87,7 @@ class Matcher:
                 " next, and others wait meanwhile: simplify it",
                 code="invalid_constraint",
             )
-        found = np.zeros(size, np.bool_)
-        known = np.unpackbits(bits, bitorder="little")[:size].astype(np.bool_)
-        found[: len(known)] = known
-        found[self._ends] = found[self._ends].any()
-        self._check()
-        return found
+        return bits
 
     def take(self, token: int) -> None:
         """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""

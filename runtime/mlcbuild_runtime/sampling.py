@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from mlcbuild_runtime.errors import EngineError
 
 Floats = NDArray[np.float32]
+Weights = NDArray[np.float64]
+_BLOCK = 256
+"""Of tokens: the square root of a large vocabulary, about."""
 
 
 @dataclass(frozen=True)
@@ -103,33 +106,47 @@ def choose(logits: Floats, sampling: Sampling, number: float) -> int:
         raise EngineError(f"the model's logits are not numbers (the largest is {highest})")
     if sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0:
         return best
+    weights = logits.astype(np.float64)
+    weights -= highest
     with np.errstate(over="ignore"):  # a tiny temperature: all but the best become impossible
-        scaled = (logits.astype(np.float64) - np.float64(highest)) / sampling.temperature
-    tokens, weights = _candidates(np.exp(scaled), sampling)
-    sums = np.cumsum(weights)
-    place = int(np.searchsorted(sums, number * sums[-1], side="right"))
-    return int(tokens[min(place, len(tokens) - 1)])
+        weights /= sampling.temperature
+    np.exp(weights, out=weights)
+    return _drawn(_filtered(weights, sampling), number)
 
 
-def _candidates(
-    weights: NDArray[np.float64], sampling: Sampling
-) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """The tokens that the filters keep, most likely first, with their unnormalised probabilities."""
-    floor, size = sampling.min_p, len(weights)  # the most likely token's weight is 1
+def _filtered(weights: Weights, sampling: Sampling) -> Weights:
+    """Unnormalised probabilities of tokens, the largest of them 1: 0 for those that the filters leave out."""
+    floor, size = sampling.min_p, len(weights)
     if 0 < sampling.top_k < size:
         floor = max(floor, np.partition(weights, size - sampling.top_k)[size - sampling.top_k])
-    tokens = np.flatnonzero(weights >= floor)
-    total = weights[tokens].sum()
-    if sampling.top_p < 1:
-        # All tokens below this together weigh less than what top_p leaves out: no need to sort them.
-        tokens = tokens[weights[tokens] >= 0.5 * (1 - sampling.top_p) * total / len(tokens)]
+    if floor > 0:
+        weights[weights < floor] = 0
+    if sampling.top_p == 1:
+        return weights
+    total = weights.sum()
+    # All tokens below this together weigh less than what top_p leaves out: no need to sort them.
+    tokens = np.flatnonzero(weights >= 0.5 * (1 - sampling.top_p) * total / size)
     # A stable sort, so that equal weights keep one order everywhere.
     tokens = tokens[np.argsort(-weights[tokens], kind="stable")]
-    kept = weights[tokens]
-    if sampling.top_p < 1:
-        count = int(np.searchsorted(np.cumsum(kept), sampling.top_p * total)) + 1
-        tokens, kept = tokens[:count], kept[:count]
-    return tokens, kept
+    kept = tokens[: int(np.searchsorted(np.cumsum(weights[tokens]), sampling.top_p * total)) + 1]
+    found = np.zeros_like(weights)
+    found[kept] = weights[kept]
+    return found
+
+
+def _drawn(weights: Weights, number: float) -> int:
+    """The token in whose part of the sum of all weights `number`, from 0 to 1, falls. Blocks are summed
+    first, because a running sum of all weights takes longer than everything else here."""
+    starts = np.arange(0, len(weights), _BLOCK)
+    ends = np.cumsum(np.add.reduceat(weights, starts))
+    place = min(number * ends[-1], np.nextafter(ends[-1], 0))
+    block = int(np.searchsorted(ends, place, side="right"))
+    inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
+    left = place - ends[block - 1] if block else place
+    token = int(np.searchsorted(np.cumsum(inside), left, side="right"))
+    if token == len(inside):  # the two ways to sum have rounded otherwise
+        token = int(np.flatnonzero(inside)[-1])
+    return block * _BLOCK + token
 
 
 def logprobs(logits: Floats, token: int, count: int) -> Score:

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Sequence as List
 from dataclasses import replace
 
-import numpy as np
-
 from mlcbuild_runtime.drafts import Credit, Lookup, Prediction
 from mlcbuild_runtime.errors import ServingError
 from mlcbuild_runtime.grammar import Matcher
@@ -174,8 +172,7 @@ class Sequence:
             counts = counts + Counter(draft)
         adapted = adjusted(logits, request.sampling, request.prompt, counts)
         if matcher is not None:
-            allowed = matcher.allowed(len(adapted))
-            adapted = np.where(allowed, adapted, np.float32(-np.inf))
+            adapted = matcher.masked(adapted)
         return choose(adapted, request.sampling, self._numbers.at(self.answered + len(draft)))
 
     def draft_limit(self, most: int) -> int:

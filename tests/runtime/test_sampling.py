@@ -79,6 +79,22 @@ def test_every_kept_token_can_be_chosen() -> None:
     assert abs(found[0] - 4 / 7) < 0.03
 
 
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one() -> None:
+    """By the definition: the first token up to which the probabilities sum to more than the number."""
+    random = np.random.default_rng(8)
+    logits = random.normal(0, 3, 1234).astype(np.float32)
+    logits[random.random(1234) < 0.5] = -np.inf
+    for sampling in (Sampling(0.7), Sampling(top_k=7), Sampling(top_p=0.6), Sampling(min_p=0.3)):
+        probable = kept(logits, sampling)
+        weights = np.exp(logits.astype(np.float64) / sampling.temperature)
+        weights[[token for token in range(1234) if token not in probable]] = 0
+        sums = np.cumsum(weights) / weights.sum()
+        for number in (*random.random(200), 0.0, np.nextafter(1, 0)):
+            assert choose(logits, sampling, float(number)) == np.searchsorted(
+                sums / sums[-1], number, "right"
+            )
+
+
 def test_a_seed_gives_the_same_tokens_again() -> None:
     logits = np.zeros(50, np.float32)
     for seed in (0, 7, -7, (1 << 63) - 1, -(1 << 63)):
