@@ -61,7 +61,9 @@ def _stands(record: Record, destination: Path) -> bool:
             return False
         while left:
             below = left.pop()
-            for entry in os.scandir(f"{destination}/{below}"):
+            with os.scandir(f"{destination}/{below}") as scanned:
+                entries = list(scanned)
+            for entry in entries:
                 name = below + entry.name
                 if f"{name}/" in directories and entry.is_dir(follow_symlinks=False):
                     left.append(f"{name}/")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from mlcbuild.errors import MlcbuildError, StoreError, UsageError
 from mlcbuild.execute import Options, execute
 from mlcbuild.export import materialise
 from mlcbuild.graph import Graph, Step
+from mlcbuild.locks import Lock, wait_lock
 from mlcbuild.records import Record
 from mlcbuild.store import Store
 
@@ -163,3 +167,51 @@ def test_a_destination_that_cannot_be_made_is_told(store: Store, tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(MlcbuildError, match="file/out cannot be written: Not a directory"):
         materialise(store, made(store, {"a": "1"}), tmp_path / "file" / "out")
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("aside"))
+    path.symlink_to("aside")
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DIFFERENT: dict[str, Callable[[Path], object]] = {
+    "a file more": lambda out: (out / "mine").touch(),
+    "a directory more": lambda out: (out / "empty").mkdir(),
+    "a file less": lambda out: (out / "lib" / "b").unlink(),
+    "a directory less": lambda out: shutil.rmtree(out / "lib"),
+    "a directory for a file": lambda out: directory(out / "a"),
+    "a link to a file": lambda out: link(out / "a"),
+    "a link to a directory": lambda out: link(out / "lib"),
+    "a link": link,
+    "another time": lambda out: os.utime(out / "a"),
+    "no list": lambda out: out.with_name(f".{out.name}.mlcbuild.json").unlink(),
+    "a list of more": lambda out: out.with_name(f".{out.name}.mlcbuild.json").write_text('{"files": []}'),
+    "no list at all": lambda out: out.with_name(f".{out.name}.mlcbuild.json").write_text("[]"),
+    "nothing": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_only_what_stands_whole_is_left_without_a_lock(
+    store: Store, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = made(store, {"a": "A", "lib/b": "B", "lib/c": "C"})
+    out = tmp_path / "out"
+    assert materialise(store, record, out)
+    locks: list[Path] = []
+
+    def waited(path: Path) -> Lock:
+        locks.append(path)
+        return wait_lock(path)
+
+    monkeypatch.setattr("mlcbuild.export.wait_lock", waited)
+    assert not materialise(store, record, out) and not locks
+    DIFFERENT[what](out)
+    with suppress(UsageError):
+        materialise(store, record, out)
+    assert locks

@@ -18,13 +18,15 @@ import pytest
 
 from mlcbuild import keyfile
 from mlcbuild.canon import Entry, file_digest
-from mlcbuild.graph import Graph
+from mlcbuild.cli import main
+from mlcbuild.execute import Options, execute
+from mlcbuild.graph import Graph, Step
 from mlcbuild.remotes import Remote, signing
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.store import Store
 from mlcbuild.upkeep import verify
-from tests.caches import NGINX, WITHOUT_NGINX, nginx
+from tests.caches import NGINX, WITHOUT_NGINX, Handler, nginx, serving
 from tests.conftest import checked, mlcbuild
 from tests.test_remotes import CHAIN, User, statuses, step
 
@@ -254,3 +256,24 @@ def test_one_blob_is_downloaded_once(tmp_path: Path) -> None:
         for thread in work:
             thread.join()
     assert sum(told) == entry.size and store.holds(entry.digest, entry.size)
+
+
+def test_records_are_pushed_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Files arrive in fours: none of four is answered before the other three have arrived."""
+    store = Store(tmp_path / "store")
+    steps = [Step(f"s{n}", "tests.actions:files", {"files": {"file": f"text {n}"}}, {}) for n in range(8)]
+    assert execute(Graph(steps), store, Options(executor="inline")).ok
+    meeting = threading.Barrier(4)
+
+    def together(handler: Handler) -> bool:
+        if handler.command == "PUT" and handler.path.startswith("/cas/"):
+            meeting.wait(60)
+        return False
+
+    with serving(together) as cache:
+        assert main(["cache", "push", "--all", cache.url, "--store", str(store.root)]) == 0
+        assert capsys.readouterr().out == f"{cache.url}: 8 of 8 records are there\n"
+        assert (len(cache.names("ac")), len(cache.names("cas"))) == (8, 8)
+        sent = len(cache.requests)
+        assert main(["cache", "push", "--all", cache.url, "--store", str(store.root)]) == 0
+        assert "PUT" not in {method for method, _ in cache.requests[sent:]}

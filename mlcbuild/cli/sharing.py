@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -30,8 +32,10 @@ from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.report import size
 from mlcbuild.store import Store
 
-_DOWNLOADS = 4
-"""Files of a pull at the same time."""
+_TRANSFERS = 4
+"""Records of a push, or files of a pull, at the same time."""
+_WAITING = 256
+"""Records of a push that are in memory."""
 
 
 def keys(arguments: argparse.Namespace) -> int:
@@ -74,12 +78,28 @@ def push(arguments: argparse.Namespace) -> int:
     records = _all(store) if recipe is None else _of_recipe(arguments, store)
     signer = keyfile.load(keyfile.default_path())
     sharing = Sharing(store, [Link(remote, signer) for remote in remotes])
-    lacking = [name for record in records for name in sharing.send(record, threading.Event())]
+    count, lacking = _send(sharing, records)
     if warnings := sharing.take_warnings():
         raise RemoteError("\n".join(warnings))
     for name in sharing.writers:
-        print(f"{name}: {len(records) - lacking.count(name)} of {len(records)} records are there")
+        print(f"{name}: {count - lacking[name]} of {count} records are there")
     return 1 if lacking else 0
+
+
+def _send(sharing: Sharing, records: Iterable[Record]) -> tuple[int, Counter[str]]:
+    """How many there are, and how many of them each remote lacks."""
+    stop, left = threading.Event(), iter(records)
+    count, lacking = 0, Counter[str]()
+    with ThreadPoolExecutor(_TRANSFERS) as pool:
+        try:
+            while some := list(islice(left, _WAITING)):
+                count += len(some)
+                for missing in pool.map(lambda record: sharing.send(record, stop), some):
+                    lacking.update(missing)
+        finally:  # an interrupt must not wait for what is on its way
+            stop.set()
+            sharing.close()
+    return count, lacking
 
 
 def pull(arguments: argparse.Namespace) -> int:
@@ -117,7 +137,7 @@ def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
     """Brings files into the store, some at the same time; digest -> why it could not be had, or ""."""
     stop = threading.Event()
     distinct = {entry.digest: entry for entry in entries}
-    with ThreadPoolExecutor(_DOWNLOADS) as pool:
+    with ThreadPoolExecutor(_TRANSFERS) as pool:
         try:
             found = pool.map(lambda entry: sharing.fetch(entry, stop, lambda _: None), distinct.values())
             return dict(zip(distinct, found, strict=True))
@@ -258,21 +278,19 @@ def _plan(
     return plan(pipeline.graph, store, only=pipeline.choose(arguments.only), sharing=sharing, report=report)
 
 
-def _of_recipe(arguments: argparse.Namespace, store: Store) -> list[Record]:
+def _of_recipe(arguments: argparse.Namespace, store: Store) -> Iterator[Record]:
     steps = _plan(arguments, store).steps
     return _shared(step.record for step in steps if step.state == "hit" and step.record is not None)
 
 
-def _all(store: Store) -> list[Record]:
+def _all(store: Store) -> Iterator[Record]:
     found = (store.find(path.name) for path in sorted((store.root / "ac").glob("*/*")))
     return _shared(record for record in found if record is not None)
 
 
-def _shared(records: Iterable[Record]) -> list[Record]:
+def _shared(records: Iterable[Record]) -> Iterator[Record]:
     """Those that may leave this machine."""
-    found = []
     for record in records:
         with suppress(ValueError):  # damaged in the part that says so
             if record.made.shared:
-                found.append(record)
-    return found
+                yield record
