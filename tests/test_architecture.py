@@ -100,7 +100,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "library": "bundle fields signature",
     "machine": "bundle",
     "tensors": "signature weights",
-    "vm": "binary bundle library machine tensors",
+    "vm": "binary bundle library machine tensors threads",
     "template": "fields",
     "vocabulary": "fields",
     "text": "bundle fields template vocabulary",

@@ -1,11 +1,19 @@
-"""Threads that engines run on, and the order in which they compute."""
+"""Threads that engines run on, the order in which they compute, and how many work on a step."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+
+WINDOW, SHORTEST, LONGEST = 0.1, 0.25, 8.0
+"""Seconds of computing after which `Workers` looks back, and that it does with fewer threads before it tries
+more again: at first, and at most."""
+
+
+Clock = Callable[[], float]
 
 
 class Turns:
@@ -35,6 +43,53 @@ class Turns:
                 self._waiting.popleft().release()
             else:
                 self._busy = False
+
+
+class Workers:
+    """How many threads compute together, on a machine that may be busy with other things.
+
+    The threads of a step wait for each other at the end of every kernel, hundreds of times for a token. Where
+    one of them has to wait for a core, all do, and two threads can be a hundred times slower than one. So:
+    when the process got less than half of the processor time that its threads could have had, half as many
+    would have been as fast, and go on alone. More are tried again after a while, and less often each time in
+    vain. What is computed does not depend on how many compute it.
+    """
+
+    def __init__(self, most: int, use: Callable[[int], None], now: Clock, spent: Clock) -> None:
+        """`use` sets the number of threads. `now`: seconds; `spent`: of this process, on processors."""
+        self.count, self._most, self._use, self._now, self._spent = most, most, use, now, spent
+        self._began, self._before, self._wall, self._cpu = 0.0, 0.0, 0.0, 0.0
+        self._pause, self._until, self._suspect, self._trying = SHORTEST, 0.0, False, False
+
+    @classmethod
+    def of(cls, most: int, use: Callable[[int], None]) -> Workers:
+        return cls(most, use, time.perf_counter, time.process_time)
+
+    def __enter__(self) -> None:
+        self._began, self._before = self._now(), self._spent()
+
+    def __exit__(self, *_error: object) -> None:
+        self._wall += self._now() - self._began
+        self._cpu += self._spent() - self._before
+        if self._wall >= WINDOW:
+            slow = self._cpu < 0.5 * self.count * self._wall
+            self._wall = self._cpu = 0.0
+            self._judge(slow and self.count > 1)
+
+    def _judge(self, slow: bool) -> None:
+        if slow and (self._suspect or self._trying):  # once may be chance, or weights that come from a disk
+            self._set(self.count // 2, trying=False)
+            self._until = self._now() + self._pause
+            self._pause = min(LONGEST, 2 * self._pause)
+        elif not slow and self.count == self._most:
+            self._pause, self._trying = SHORTEST, False
+        elif not slow and self._now() >= self._until:
+            self._set(min(self._most, 2 * self.count), trying=True)
+        self._suspect = slow
+
+    def _set(self, count: int, trying: bool) -> None:
+        self.count, self._trying = count, trying
+        self._use(count)
 
 
 class Task:

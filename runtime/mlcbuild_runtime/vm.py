@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from mlcbuild_runtime import binary, bundle, library, machine, tensors
 from mlcbuild_runtime.bundle import Limits, Manifest
 from mlcbuild_runtime.errors import BundleError, SetupError
+from mlcbuild_runtime.threads import Workers
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
 os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
@@ -209,7 +211,8 @@ class Model:
         shaped = tvm_ffi.from_dlpack(embedded.reshape((n, 1, -1) if decode else (1, n, -1)))
         given = [shaped] if decode else [shaped, rows]
         function = self._forward[decode, single] if decode or step.prompt else self._verify
-        logits = function(*given, *batch)
+        with self._workers():
+            logits = function(*given, *batch)
         return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
 
     def states(self, step: Step) -> Floats:
@@ -217,7 +220,8 @@ class Model:
         cache takes in. Raises BundleError where the library does not give them."""
         embedded, _, batch = self._inputs(step)
         name = ("" if len(step.lengths) == 1 else "batch_") + "prefill_to_last_hidden_states"
-        found = self._function(name)(tvm_ffi.from_dlpack(embedded[None]), *batch)
+        with self._workers():
+            found = self._function(name)(tvm_ffi.from_dlpack(embedded[None]), *batch)
         return cast(Floats, np.from_dlpack(found).reshape(embedded.shape))
 
     @cached_property
@@ -228,6 +232,14 @@ class Model:
         except BundleError:
             return False
         return True
+
+    def _workers(self) -> Workers:
+        """Of the calling thread, to which TVM's pool belongs."""
+        found: Workers | None = getattr(_pool, "workers", None)
+        if found is None:
+            configure, big_cores = tvm_ffi.get_global_func("runtime.config_threadpool"), 1
+            found = _pool.workers = Workers.of(self.threads, lambda count: configure(big_cores, count))
+        return found
 
     def _inputs(self, step: Step) -> tuple[Floats, tvm_ffi.Tensor, list[object]]:
         """Embeddings of a step's tokens float32 [n, hidden], its rows, and the arguments with which forward
@@ -292,6 +304,7 @@ def _load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
     return int(os.environ["TVM_NUM_THREADS"])
 
 
+_pool = threading.local()
 _loaded: list[ctypes.CDLL | None] = []
 """The TVM runtime, once it is loaded; None: by somebody else."""
 

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from mlcbuild_runtime import tensors
 from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.threads import Workers
 from mlcbuild_runtime.vm import Model, Step
 
 from . import shared, toy
@@ -137,6 +139,67 @@ def test_threads_without_work_leave_the_cores_to_others(tiny_bundle: Path) -> No
     assert spent() < 0.05, "CPU seconds"
     # So the measure can fail; on a busy machine a thread that spins may get no time for it at first.
     assert any(spent(TVM_THREAD_POOL_SPIN_COUNT="3000000") > 0.05 for _ in range(10))
+
+
+class Machine:
+    """A process of up to four threads that computes for a second at a time, and what it gets of that."""
+
+    def __init__(self, cores: float) -> None:
+        self.cores, self.time, self.spent, self.tries = cores, 0.0, 0.0, list[float]()
+        self.workers = Workers(4, self.use, lambda: self.time, lambda: self.spent)
+
+    def use(self, count: int) -> None:
+        if count > self.workers_before:
+            self.tries.append(self.time)
+
+    def run(self, seconds: int) -> int:
+        """The number of threads afterwards."""
+        for _ in range(10 * seconds):
+            self.workers_before = self.workers.count
+            with self.workers:
+                self.time += 0.1001
+                self.spent += 0.1001 * min(self.cores, self.workers.count)
+        return self.workers.count
+
+
+def test_fewer_threads_work_on_a_busy_machine() -> None:
+    machine = Machine(cores=4)
+    assert machine.run(5) == 4 and not machine.tries
+    machine.cores = 0.9
+    assert machine.run(1) == 1
+    machine.run(60)
+    gaps = [late - soon for soon, late in pairwise(machine.tries)]
+    assert max(gaps) > 7 and len(machine.tries) < 15, "it is tried less and less often"
+    machine.cores = 4
+    assert machine.run(12) == 4
+    machine.cores = 2.5
+    assert machine.run(5) == 4, "half of the threads would not do as well"
+    before = machine.workers.count
+    machine.cores = 0.5
+    with machine.workers:
+        machine.time += 30  # weights come from a disk
+    machine.cores = 4
+    assert machine.run(1) == before
+
+
+COUNTS = """
+import sys
+import tvm_ffi
+from mlcbuild_runtime.vm import Model
+model = Model.load(sys.argv[1], threads=3)
+tokens = list(range(3, 60))
+found = set()
+for count in (3, 1, 2, 3):
+    tvm_ffi.get_global_func("runtime.config_threadpool")(1, count)
+    assert tvm_ffi.get_global_func("runtime.NumThreads")() == count
+    found |= {model.score(tokens).tobytes(), model.score(tokens, chunk=1).tobytes()}
+print(len(found))
+"""
+
+
+def test_how_many_threads_compute_does_not_show(tiny_bundle: Path) -> None:
+    """Prefill gives the same bits with any number of them, and so does decoding."""
+    assert int(shared.run("-c", COUNTS, str(tiny_bundle)).stdout) <= 2
 
 
 def test_the_first_load_decides_the_threads(toy_bundle: Path) -> None:
