@@ -283,11 +283,7 @@ class Packer:
             memory[: planes.size].reshape(planes.shape)
             for memory in (self._units, self._codes, self._scratch)
         )
-        tiny = np.abs(extreme) < TINY
-        inverse = np.where(
-            tiny, np.float32(0), np.float32(search.unit) / np.where(tiny, np.float32(1), extreme)
-        )
-        np.multiply(planes, np.repeat(inverse, QUAD), out=wide)
+        np.multiply(planes, np.repeat(_inverse(extreme, search.unit), QUAD), out=wide)
         np.rint(wide, out=wide)
         np.copyto(units, wide, casting="unsafe")
         starts = len(search.steps)
@@ -296,7 +292,8 @@ class Packer:
             unit = search.unit // steps
             np.add(units, np.int16(unit // 2), out=codes)
             np.floor_divide(codes, np.int16(unit), out=codes)
-            np.clip(codes, np.int16(1 - search.top), np.int16(search.top), out=codes)
+            if steps >= search.top:  # fewer steps reach no further than codes do
+                np.clip(codes, np.int16(1 - search.top), np.int16(search.top), out=codes)
             np.einsum("pq,pq->q", units, codes, out=along)
             np.einsum("pq,pq->q", codes, codes, out=size)
         along, size = _of_quads(quads)
@@ -344,6 +341,14 @@ def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
     np.left_shift(high, 4, out=high)
     np.bitwise_or(high, low, out=high)
     return high if fifth is None else np.concatenate([high, fifth])
+
+
+def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
+    """unit / extreme of each group, zero where that is next to nothing."""
+    tiny = np.abs(extreme) < TINY
+    if not tiny.any():  # nearly always
+        return np.divide(np.float32(unit), extreme)
+    return np.where(tiny, np.float32(0), np.float32(unit) / np.where(tiny, np.float32(1), extreme))
 
 
 def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.float32]:
