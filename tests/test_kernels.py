@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tvm import relax
 from tvm.relax.frontend.nn import Tensor as NnTensor
+from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Var
 
 from mlcbuild import quant
@@ -14,6 +15,8 @@ from mlcbuild.compiler.kernels.embedding import Embedding
 from mlcbuild.compiler.kernels.fusion import Fusion
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import Linear, kernel, linear
+from mlcbuild.compiler.kernels.vectors import argument, prim_func
+from mlcbuild.compiler.memory import taken_by
 from mlcbuild.quant import SCHEMES, Scheme
 from tests import kernelbench
 from tests.kernelbench import TARGETS, Module
@@ -186,14 +189,35 @@ def test_equal_products_share_one_kernel() -> None:
     assert names == ["main", kernelbench.symbol(kernel(made, Fusion()))]
 
 
-def test_names_fallbacks_and_workspaces() -> None:
+def test_names_and_fallbacks() -> None:
     assert product("avx512vnni", "q4a8_1", (320, 576)).name == "w4a8.avx512vnni"
     assert product("avx2", "q8f32_1", (320, 576)).name == "w8f32.avx2"
     assert product("avx2", "q4f16_1", (320, 576)).fallback is None
     assert "no vector instructions" in str(product("portable", "q0f32", (320, 576)).fallback)
-    for scheme in SCHEMES:
-        made = product("avx2", scheme, (320, 576))
-        assert 576 <= made.workspace(1) < made.workspace(8) < made.workspace(512)
+
+
+def test_kernels_are_asked_how_much_they_take() -> None:
+    """Arrays of one scope add up, of two scopes that follow each other the larger counts; small ones that
+    have one size are on the stack; sizes are those of the largest dimensions, in whole pages."""
+
+    def body() -> None:
+        n = Var("n", "int64")
+        argument("x", (n, 16), "float32")
+        with T.sblock("takes"):
+            rows = T.bind((n + 31) // 32 * 32)
+            T.alloc_buffer((256,), "float32")
+            T.alloc_buffer((rows, 16), "float32")
+            with T.If(n > 1):
+                with T.Then():
+                    T.alloc_buffer((257,), "float32")
+                    T.evaluate(0)
+                with T.Else():
+                    T.alloc_buffer((n, 100), "int8")
+                    T.evaluate(0)
+
+    made = prim_func("takes", body)
+    assert taken_by(made, {"n": 65}, 0) == 4 * 96 * 16 + 2048 + 8192  # 6 KiB in two pages, then 6,500 bytes
+    assert taken_by(made, {}, 1) == 4096 + 4096
 
 
 def test_kernel_names_tell_formats_and_shapes_apart() -> None:

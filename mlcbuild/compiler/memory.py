@@ -1,19 +1,24 @@
-"""How much memory a library needs when it runs: weights and cache exactly, workspace as it was planned."""
+"""How much memory a library needs when it runs: weights and cache exactly, workspace as it was planned and as
+its kernels ask for it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from tvm import IRModule, relax
 from tvm.ir import Op
+from tvm.sym import Analyzer, ConstIntBound
+from tvm.tirx import AllocBuffer, Bind, Buffer, PrimFunc, SeqStmt, Stmt, Var
 
 from mlcbuild.compiler.decoder import Decoder
 
 BLOCK = 4096
 """The runtime's pool hands out multiples of this and keeps what is returned."""
+STACK = 1024
+"""Bytes of an array of known size that TVM puts on the stack at most."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,8 @@ class Memory:
     kv_cache: int
     """max_batch sequences of context_window tokens."""
     workspace: int
-    """Everything between kernels, with the logits of max_batch rows. Taken once and kept."""
+    """Everything between kernels, with the logits of max_batch rows, and what a kernel takes itself on one
+    thread, at most. Taken once and kept."""
 
 
 def estimate(decoder: Decoder, mod: IRModule) -> Memory:
@@ -36,7 +42,7 @@ def estimate(decoder: Decoder, mod: IRModule) -> Memory:
         weights=sum(_size(tensor.shape, tensor.dtype) for tensor in decoder.tensors),
         kv_page=page,
         kv_cache=page * decoder.limits.pages,
-        workspace=_workspace(decoder, mod),
+        workspace=_workspace(decoder, mod) + _kernels(decoder, mod),
     )
 
 
@@ -93,3 +99,45 @@ def _blocks(function: relax.Function) -> Counter[int]:
 
 def _rounded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
+
+
+def _kernels(decoder: Decoder, mod: IRModule) -> int:
+    """What the kernel that takes most takes from the pool of the thread that calls it, which keeps it."""
+    limits = decoder.limits
+    kernels = (function for function in mod.functions.values() if isinstance(function, PrimFunc))
+    return max(taken_by(kernel, limits.bounds, limits.rows) for kernel in kernels)
+
+
+def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
+    """Bytes of the arrays that a kernel holds at one time, on one thread, at most. bounds: the largest values
+    of dimensions by name; `other` is that of all others."""
+    analyzer = Analyzer()
+    for param in kernel.params:
+        for size in getattr(param.ty, "shape", ()):
+            if isinstance(size, Var):
+                most = bounds.get(str(size.name), other)
+                analyzer.update(size, ConstIntBound(0, most), override=True)
+    return _held(kernel.body, analyzer)
+
+
+def _held(statement: Stmt, analyzer: Analyzer) -> int:
+    """Arrays live to the end of their scope: those of a sequence together, and the largest scope inside."""
+    own = inner = 0
+    for part in statement.seq if isinstance(statement, SeqStmt) else [statement]:
+        if isinstance(part, AllocBuffer):
+            own += _most(part.buffer, analyzer)
+        elif isinstance(part, Bind) and str(part.value.ty) == "int64":
+            analyzer.bind(part.var, part.value)
+        for scope in ("block", "body", "then_case", "else_case"):
+            found = getattr(part, scope, None)
+            if found is not None:
+                inner = max(inner, _held(found, analyzer))
+    return own + inner
+
+
+def _most(buffer: Buffer, analyzer: Analyzer) -> int:
+    """Bytes from the pool, at most. Small arrays of known size lie on the stack."""
+    bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
+    bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))
+    known = all(int(bound.min_value) == int(bound.max_value) for bound in bounds)
+    return 0 if known and bytes_ <= STACK else _rounded(bytes_)

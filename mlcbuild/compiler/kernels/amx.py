@@ -193,13 +193,6 @@ class GatedOutput:
     out: Packed
 
 
-def workspace(shape: Shape, m: int) -> int:
-    """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
-    rows, columns = shape.sums
-    tiles = -(-m // BLOCK) * BLOCK * shape.steps + shape.width * shape.pass_steps
-    return 64 * tiles + 4 * rows * columns
-
-
 def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | GatedOutput) -> None:
     """Emit: output = x [m, k] @ W.T, in chunks of rows and panels of columns that threads share out."""
     if isinstance(output, Output):

@@ -146,12 +146,6 @@ def streamed_batch(form: RowFormat) -> int:
     return 2 if form.offset else form.isa.batch
 
 
-def workspace(form: RowFormat, m: int) -> int:
-    """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
-    scratch = block_rows(form.n) * _scratch_stride(form) if m > STREAMED_ROWS else 0
-    return 4 * (m * packed(form).stride + scratch)
-
-
 def product(form: RowFormat, fusion: Fusion) -> PrimFunc:
     """The kernel (what the source of x takes, stored tensors, bias f32[n] if asked for, out f32[m, n])."""
     name = fusion.named(f"{form.name}_{form.n}x{form.k}")

@@ -133,16 +133,6 @@ class _Call:
         return load_f32(self.isa, self.scale, (tile, group, vector * lanes), lanes)
 
 
-def workspace(isa: ISA, bits: int, shape: tuple[int, int], m: int) -> int:
-    """Bytes that one call takes from the runtime's workspace pools for m rows of x, with one thread."""
-    matrix = _Matrix(isa, bits, *shape)
-    scratch = 0
-    if m > matrix.batched_rows:
-        scratch = matrix.block_groups * matrix.block_tiles * TILE * (dot.QUADS * matrix.dot.parts + 1)
-    dots = 4 * (m * matrix.records.stride + scratch)
-    return max(dots, amx.workspace(amx.Shape(*shape), m)) if isa.amx else dots
-
-
 def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> PrimFunc:
     """The kernel (what the source of x takes, q_weight, q_scale, bias f32[n] if asked for, out f32[m, n]);
     shape: n, k. With tile registers also prompt int64, before out: they multiply bfloat16, so rows are not

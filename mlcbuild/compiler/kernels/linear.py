@@ -41,13 +41,6 @@ class Linear:
             return "no vector instructions known for this target: vectors of 4 without fused or dot products"
         return None
 
-    def workspace(self, m: int) -> int:
-        """Bytes that a call with m rows takes from the runtime's workspace pools, on one thread."""
-        rows = _rows(self)
-        if rows:
-            return float_product.workspace(rows, m)
-        return int8_product.workspace(self.isa, self.scheme.bits, (self.n, self.k), m)
-
     @property
     def asks(self) -> bool:
         """The kernel has two ways, and wants to be told whether rows are a prompt's. An answer must not
