@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use a server, and for how long."""
+    """Who may use a server, and how much of it."""
 
     keys: tuple[str, ...] = ()
     """Bearer keys; none: everyone."""
@@ -15,3 +15,7 @@ class Access:
     """Origins whose pages may call the server (CORS); "*": all."""
     timeout: float | None = None
     """Seconds that a request may take."""
+    max_body: int = 8 << 20
+    """Bytes of a request's body."""
+    max_tokens: int | None = None
+    """Tokens that an answer may have; None: what the context has room for."""

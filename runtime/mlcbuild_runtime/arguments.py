@@ -73,6 +73,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="origin whose pages may call; '*': all"
     )
+    parser.add_argument(
+        "--max-body", type=_bytes, default=Access().max_body, help="of a request's body (default 8MiB)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=_positive,
+        help="tokens that an answer may have (default: what the context has room for)",
+    )
     parser.add_argument("--timeout", type=_seconds, help="seconds that a request may take (default: any)")
     parser.add_argument(
         "--drain",
@@ -106,7 +114,9 @@ def options(found: argparse.Namespace) -> Options:
         drain=found.drain,
         access_log=found.access_log,
         trace=found.trace,
-        access=Access(tuple(found.api_key), tuple(found.cors), found.timeout),
+        access=Access(
+            tuple(found.api_key), tuple(found.cors), found.timeout, found.max_body, found.max_tokens
+        ),
     )
 
 

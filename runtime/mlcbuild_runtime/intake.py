@@ -10,14 +10,13 @@ from mlcbuild_runtime.body import parse_body
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.fields import Json, describe
 
-MAX_BODY = 8 << 20
-"""Bytes of a request's body."""
 BODY_SECONDS = 60.0
 """That a body may take to come."""
 
 
-async def read(request: Request) -> dict[str, Json]:
-    """The body, a JSON object. Raises RequestError: 413, 415, 408, or 400 for what is in it."""
+async def read(request: Request, most: int) -> dict[str, Json]:
+    """The body, a JSON object of at most so many bytes. Raises RequestError: 413, 415, 408, or 400 for what
+    is in it."""
     coding = request.headers.get("content-encoding", "identity")
     if coding.lower() != "identity":
         raise RequestError(
@@ -30,9 +29,9 @@ async def read(request: Request) -> dict[str, Json]:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size > MAX_BODY:
+                if size > most:
                     raise RequestError(
-                        f"the body has more than {MAX_BODY} bytes", code="request_too_large", status=413
+                        f"the body has more than {most} bytes", code="request_too_large", status=413
                     )
                 parts.append(part)
     except TimeoutError:

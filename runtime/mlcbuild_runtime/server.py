@@ -62,7 +62,7 @@ def create_app(
     """
     access = access or Access()
     models = Models.of(running) if isinstance(running, Engine) else running
-    server = _Server(models, access.timeout)
+    server = _Server(models, access)
     routes = [
         Route("/", page),
         Route("/health", server.health),
@@ -206,8 +206,8 @@ async def _disconnect(request: Request) -> None:
 class _Server:
     """The endpoints."""
 
-    def __init__(self, models: Models, timeout: float | None) -> None:
-        self._models, self._timeout = models, timeout
+    def __init__(self, models: Models, access: Access) -> None:
+        self._models, self._access = models, access
         self._metrics = Metrics(models.states)
         self._history, self._created = History(), int(time.time())
         self._compiling = CapacityLimiter(COMPILERS)
@@ -253,7 +253,7 @@ class _Server:
     async def _about_text(
         self, request: Request, work: Callable[[Engine, Mapping[str, Json]], dict[str, Json]]
     ) -> Response:
-        body = await read(request)
+        body = await read(request, self._access.max_body)
         with ExitStack() as use:
             engine = await self._engine(body, use)
             return JSONResponse(await run_in_threadpool(work, engine, body))
@@ -267,7 +267,7 @@ class _Server:
     async def _respond(
         self, request: Request, prepare: Callable[[Engine, Mapping[str, Json]], Job]
     ) -> Response:
-        body = await read(request)
+        body = await read(request, self._access.max_body)
         with ExitStack() as use:
             engine = await self._engine(body, use)
             job = await self._prepared(prepare, engine, body)
@@ -278,7 +278,7 @@ class _Server:
             return JSONResponse(job.reply.whole(found))
 
     async def embeddings(self, request: Request) -> Response:
-        body = await read(request)
+        body = await read(request, self._access.max_body)
         with ExitStack() as use:
             engine = await self._engine(body, use)
             job = await run_in_threadpool(embeddings.job, engine, body)
@@ -290,7 +290,7 @@ class _Server:
             return JSONResponse(await run_in_threadpool(job.document, found))
 
     async def responses(self, request: Request) -> Response:
-        body = await read(request)
+        body = await read(request, self._access.max_body)
         call = responses.call(body)
         before = self._history.before(call.previous)
         with ExitStack() as use:
@@ -373,5 +373,13 @@ class _Server:
         """Metrics and the access log see the events of the answers."""
         line, name = record(request.scope), engine.name
         line.model(name, wanted, stream)
-        timed = [replace(each, timeout=self._timeout) for each in wanted]
-        return AsyncAnswers(engine, timed, lambda sink: self._metrics.watched(name, line.watched(sink)))
+        limited = [self._limited(engine, each) for each in wanted]
+        return AsyncAnswers(engine, limited, lambda sink: self._metrics.watched(name, line.watched(sink)))
+
+    def _limited(self, engine: Engine, wanted: Wanted) -> Wanted:
+        """An answer is no longer than this server's may be; it ends with `length` then."""
+        most, room = self._access.max_tokens, engine.model.limits.context_window - len(wanted.prompt)
+        if most is not None and wanted.pooling is None and room > 0:
+            count = room if wanted.max_tokens is None else wanted.max_tokens
+            wanted = replace(wanted, max_tokens=min(most, count))
+        return replace(wanted, timeout=self._access.timeout)

@@ -198,6 +198,23 @@ def test_limits_of_time_and_queue(toy_bundle: Path) -> None:
         assert full.status_code in (503, 504)
 
 
+def test_limits_of_bodies_and_answers(toy_bundle: Path) -> None:
+    with shared.serving(toy_bundle, "--max-body", "1kB", "--max-tokens", "7") as server:
+        body = {"prompt": "x", "ignore_eos": True}
+        large = post(server, "/v1/completions", {**body, "prompt": "x" * 1000})
+        assert (large.status_code, large.json()["error"]["message"]) == (
+            413,
+            "the body has more than 1000 bytes",
+        )
+        for more, count in (({}, 7), ({"max_tokens": 8}, 7), ({"max_tokens": 3}, 3)):
+            assert complete(server, **body, **more)["usage"]["completion_tokens"] == count
+        chat = post(server, "/v1/chat/completions", {"messages": HI, "ignore_eos": True}).json()
+        assert (chat["usage"]["completion_tokens"], chat["choices"][0]["finish_reason"]) == (7, "length")
+        size = len("x" * 250) + 1
+        near = complete(server, **{**body, "prompt": "x" * 250}, max_tokens=256 - size)
+        assert near["usage"]["completion_tokens"] == 256 - size
+
+
 @pytest.mark.parametrize("option", [("--timeout", "-1"), ("--drain", "inf"), ("--max-waiting", "-1")])
 def test_limits_that_make_no_sense(toy_bundle: Path, option: tuple[str, str]) -> None:
     done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), *option)
