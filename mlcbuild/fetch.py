@@ -44,6 +44,8 @@ _BLOCK = 1 << 20
 POOLING = "1_Pooling/config.json"
 """What sentence-transformers knows of a model's embeddings; the only file that is wanted below the top."""
 
+_MOST = 8
+"""How often a file's bytes may come, over all attempts: what sends without an end is given up."""
 STREAMS = 4
 """Files downloaded at the same time: one HTTP stream rarely fills a fast line."""
 
@@ -194,6 +196,11 @@ def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Calla
         nonlocal heard
         heard += size
         count(size)
+        if heard > _MOST * (pinned.size + (1 << 20)):
+            raise SourceError(
+                f"{source}: {name}: {heard} bytes have come of a file that has {pinned.size}: what answers "
+                "is no hub; check HF_ENDPOINT and the proxy"
+            )
 
     for again in (False, True):
         try:

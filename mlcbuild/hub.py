@@ -338,6 +338,11 @@ def _network_failure(error: Exception) -> _Found:
             SourceError,
             f"HF_ENDPOINT is '{host}', which is no address; write https://host",
         ),
+        (
+            {"TooManyRedirects", "DecodingError", "ContentDecodingError", "ValueError"},
+            SourceError,
+            f"{host} does not answer like a hub ({{reason}}); check HF_ENDPOINT and the proxy",
+        ),
     )
     for cause in _chain(error):
         names = {kind.__name__ for kind in type(cause).__mro__}

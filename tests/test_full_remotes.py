@@ -87,13 +87,14 @@ def test_a_registry_that_kept_manifests_cut_short_is_given_others(tmp_path: Path
 CLOCK = "its clock and that of this machine differ by more than it allows (status 403, RequestTimeTooSkewed)"
 
 
+@pytest.mark.parametrize("off", ["+1d", "-1d"])
 def test_a_machine_with_a_wrong_clock_builds_and_is_told(
-    s3_server: Server, s3_login: None, tmp_path: Path
+    s3_server: Server, s3_login: None, tmp_path: Path, off: str
 ) -> None:
     if kills.FAKETIME is None:
         pytest.skip("libfaketime is not installed: apt-get install libfaketime")
     url = s3_server.bucket(f"b{secrets.token_hex(8)}")
-    fake = {"LD_PRELOAD": str(kills.FAKETIME), "FAKETIME": "+1d", "FAKETIME_NO_CACHE": "1"}
+    fake = {"LD_PRELOAD": str(kills.FAKETIME), "FAKETIME": off, "FAKETIME_NO_CACHE": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.builder", str(tmp_path / "store"), "chain", "/dev/null", "pool", url],
         cwd=kills.ROOT,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import random
@@ -13,6 +15,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,6 +173,7 @@ def test_what_no_remote_has_right_is_built_again(tmp_path: Path) -> None:
 UPLOAD = """
 import sys, threading
 from pathlib import Path
+from typing import Any
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.link import Link
 from mlcbuild.store import Store
@@ -277,3 +281,38 @@ def test_records_are_pushed_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
         sent = len(cache.requests)
         assert main(["cache", "push", "--all", cache.url, "--store", str(store.root)]) == 0
         assert "PUT" not in {method for method, _ in cache.requests[sent:]}
+
+
+def test_a_shared_directory_needs_no_locks_and_no_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of NFS: where neither works, a directory is written, read and mended all the same."""
+    shared = (tmp_path / "shared").resolve()
+    shared.mkdir()
+    link, lock = os.link, fcntl.flock
+
+    def no_link(source: str, target: str, **options: Any) -> None:
+        if shared in (*Path(source).absolute().parents, *Path(target).absolute().parents):
+            raise OSError(errno.EPERM, "no hard links here")
+        link(source, target, **options)
+
+    def no_lock(descriptor: int, operation: int) -> None:
+        found = os.fstat(descriptor)
+        if any(os.path.samestat(path.stat(), found) for path in [shared, *shared.rglob("*")]):
+            raise OSError(errno.ENOLCK, "no locks here")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(os, "link", no_link)
+    monkeypatch.setattr(os, "symlink", no_link)
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    monkeypatch.setattr(fcntl, "lockf", no_lock)
+    for number, expected in enumerate(("built", "reused")):
+        user = User(tmp_path / f"store{number}", shared.as_uri())
+        assert set(statuses(user.run()).values()) == {expected} and user.warnings() == []
+    (blob,) = [path for path in (shared / "cas").iterdir() if path.read_bytes() == b"C\nB\nA"]
+    blob.chmod(0o644)
+    blob.write_bytes(b"C\nB\nX")
+    user = User(tmp_path / "mends", shared.as_uri())
+    assert user.text(user.run(), "c") == "C\nB\nA" and user.warnings()
+    user = User(tmp_path / "last", shared.as_uri())
+    assert set(statuses(user.run()).values()) == {"reused"} and user.warnings() == []
