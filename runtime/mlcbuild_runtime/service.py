@@ -17,6 +17,8 @@ from mlcbuild_runtime.messages import messages
 from mlcbuild_runtime.replies import Prompt, Reply
 from mlcbuild_runtime.request import Request, Sink, Ticket
 
+MAX_SCORES = 1 << 19
+"""Log-probabilities of one request's prompts: about 50 MB while they are made."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions."""
 TOKENIZE: Table = {
@@ -109,6 +111,15 @@ def completion(running: Engine, body: Mapping[str, Json]) -> Job:
             shown = replace(shown, tokens=tokens, offsets=running.tokenizer.offsets(tokens))
         requests.append(request)
         prompts.append(shown)
+    scores = (
+        sum(len(prompt.tokens) for prompt in prompts) * call.options.n * ((call.options.logprobs or 0) + 1)
+    )
+    if scores > MAX_SCORES:
+        raise RequestError(
+            f"echo with logprobs asks for {scores} log-probabilities of prompts, and at most {MAX_SCORES} are"
+            " given at a time: send fewer prompts, or ask for fewer alternatives",
+            param="logprobs",
+        )
     return _job(running, call.options, requests, prompts, chat=False)
 
 

@@ -217,6 +217,13 @@ ERRORS: list[tuple[str, object, int, str | None, str]] = [
     (COMPLETION, {"prompt": ["a"] * 65, "n": 2}, 400, "prompt", "65 prompts with n = 2 are more than 128"),
     (COMPLETION, {"prompt": "x", "n": 0}, 400, "n", "an integer from 1 to 128"),
     (COMPLETION, {"prompt": "x", "n": True}, 400, "n", "an integer from 1 to 128"),
+    (
+        COMPLETION,
+        {"prompt": ["x" * 200] * 128, "echo": True, "logprobs": 20},
+        400,
+        "logprobs",
+        "asks for 540288 log-probabilities of prompts, and at most 524288",
+    ),
     (COMPLETION, {"prompt": "x", "presence_penalty": 3}, 400, "presence_penalty", "a number from -2 to 2"),
     (COMPLETION, {"prompt": "x", "frequency_penalty": "a"}, 400, "frequency_penalty", "from -2 to 2"),
     (COMPLETION, {"prompt": "x", "repetition_penalty": 0}, 400, "repetition_penalty", "from 0.01 to 100"),
