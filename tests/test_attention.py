@@ -14,15 +14,19 @@ import tvm
 from mlcbuild_runtime import machine
 from numpy.typing import NDArray
 
-from mlcbuild import targets
+from mlcbuild import quant, targets
 from mlcbuild.compiler.kernels.attention import NO_WINDOW, attention
 from mlcbuild.compiler.kernels.attention_plan import Attention
 from mlcbuild.compiler.kernels.cache import PAGE, Heads
 from mlcbuild.compiler.kernels.floats import Floats, kernel, size_var
+from mlcbuild.compiler.kernels.fusion import Fusion, Given
 from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
+from mlcbuild.compiler.kernels.linear import kernel as product
+from mlcbuild.compiler.kernels.linear import linear
 from mlcbuild.compiler.kernels.norm import Norm
 from mlcbuild.compiler.kernels.rope import Append, rope_append
 from mlcbuild.compiler.pipeline import kernel_pipeline
+from mlcbuild.quant import SCHEMES
 from tests.libharness import EVERY, aligned
 
 pytestmark = pytest.mark.xdist_group("attention")
@@ -198,7 +202,17 @@ class World:
         self, target: str, qkv: Array, rows: Sequence[tuple[int, int]], prompt: int | None = None
     ) -> Array:
         """prompt: for kernels that ask."""
-        _, attend = built(self.case, target)
+        return self.attend_by(built(self.case, target)[1], qkv, rows, prompt)
+
+    def attend_by(
+        self,
+        attend: Callable[..., None],
+        qkv: Array,
+        rows: Sequence[tuple[int, int]],
+        prompt: int | None,
+        columns: int = 0,
+    ) -> Array:
+        """columns: of the result, where there are more than are needed."""
         batch, heads = self.batch, self.heads
         counts = [sum(s == sequence for s, _ in rows) for sequence in range(len(batch.parts))]
         indexes = [
@@ -208,7 +222,7 @@ class World:
             [before + new for before, new in batch.parts],
             [position for _, position in rows],
         ]
-        out = aligned(np.full((len(rows), heads.query * heads.dim), np.nan, np.float32))
+        out = aligned(np.full((len(rows), columns or heads.query * heads.dim), np.nan, np.float32))
         arrays = [device(np.array(index, np.int32)) for index in indexes]
         numbers = [LAYER, self.case.window or NO_WINDOW, *([] if prompt is None else [prompt])]
         attend(share(qkv), share(self.cache), *arrays, *numbers, share(out))
@@ -315,6 +329,36 @@ def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
     for start, end in [(0, 1), (1, 8), (8, 60), (60, 101), (101, 104), (30, 31), (100, 101)]:
         found = world.attend(AMX, aligned(queries[start:end]), rows[start:end], prompt=1)
         np.testing.assert_array_equal(found, together[start:end])
+
+
+def test_results_are_handed_on_as_tiles() -> None:
+    """The product after attention finds the same, bit by bit, in the wide tensor in which attention packs
+    prompts' rows, and leaves others as they are."""
+    need_tiles()
+    case, columns, target = ROUNDED[0], 1184, targets.resolve(AMX)
+    isa, heads, scheme = isa_for(target), shape(case), SCHEMES["q4a8_1"]
+    made, size = linear(isa, scheme, 40, heads.query * heads.dim), heads.dim**-0.5
+    functions = {
+        "attend": attention(Attention(isa, heads, size, case.softcap, case.rounded, columns)),
+        "plain": product(made, Fusion()),
+        "packed": product(made, Fusion(Given(columns))),
+    }
+    named = {name: function.with_attr("global_symbol", name) for name, function in functions.items()}
+    library = tvm.tirx.build(tvm.IRModule(named), tvm_target(target), kernel_pipeline())
+    matrix = np.random.default_rng(3).standard_normal((made.n, made.k)).astype(np.float32)
+    stored = [device(tensor) for tensor in quant.pack(matrix, scheme)]
+    for seed, parts in enumerate([[(9, 1)], [(20, 7)], [(3, 8)], [(33, 20), (5, 1)], [(0, 70)]]):
+        world, rows, queries = prompts(case, parts, seed)
+        for prompt in (0, 1):
+            given = {
+                "plain": world.attend(AMX, queries, rows, prompt),
+                "packed": world.attend_by(library["attend"], queries, rows, prompt, columns),
+            }
+            found = {name: aligned(np.full((len(rows), made.n), np.nan, np.float32)) for name in given}
+            for name, x in given.items():
+                library[name](share(x), *stored, prompt, share(found[name]))
+            assert np.isfinite(found["plain"]).all()
+            np.testing.assert_array_equal(found["packed"], found["plain"])
 
 
 def test_append_touches_its_layer_and_slots_only() -> None:

@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from mlcbuild_runtime.errors import BundleError, SetupError
 
 from mlcbuild import cli
@@ -411,9 +412,22 @@ def test_inspect_says_what_a_bundle_is(built: Path, capsys: Out) -> None:
     assert facts["limits"] == "context 256, prefill 128, batch 8"
     assert f"top-1 agreement {manifest['verification']['top1_agreement']}" in facts["verified"]
     document = json.loads(said(capsys, 0, "inspect", BUNDLE, "--json")[0])
-    assert {**manifest, "kernels": document["kernels"]} == document
+    assert {**manifest, "kernels": document["kernels"], "fallbacks": document["fallbacks"]} == document
     uses = [use for name, text in rows if name == "kernel" for use in text.split(" for ")[1].split(", ")]
     assert sorted(uses) == sorted(use.removesuffix(".weight") for use in document["kernels"])
+
+
+def test_inspect_names_what_is_slow(bundle_copy: Callable[[str], Path], capsys: Out) -> None:
+    bundle = bundle_copy("q4f16_1")
+    about = json.loads((bundle / "library.json").read_bytes())
+    reason = "no vector instructions"
+    text = json.dumps({**about, "fallbacks": {"attn.o.weight": reason}}).encode()
+    (bundle / "library.json").write_bytes(text)
+    manifest = json.loads((bundle / "bundle.json").read_bytes())
+    manifest["files"]["library.json"] = {"blake3": blake3(text).hexdigest(), "size": len(text)}
+    (bundle / "bundle.json").write_text(json.dumps(manifest))
+    lines = said(capsys, 0, "inspect", str(bundle))[0].splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("slow ")] == [f"attn.o: {reason}"]
 
 
 def test_a_port_that_cannot_be_is_refused_before_loading(built: Path, capsys: Out) -> None:

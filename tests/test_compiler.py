@@ -18,6 +18,10 @@ from mlcbuild_runtime.signature import signature
 from mlcbuild import models, quant, targets
 from mlcbuild.canon import Json
 from mlcbuild.compiler import action, compile_library, linker_identity, tools
+from mlcbuild.compiler.decoder import Decoder, Limits
+from mlcbuild.compiler.kernels.isa import isa_for
+from mlcbuild.compiler.layers import Parts
+from mlcbuild.compiler.library import kernels
 from mlcbuild.errors import CheckpointError, CompileError, SetupError
 from mlcbuild.models import ModelConfig, Rope
 from mlcbuild.targets import Target
@@ -83,11 +87,28 @@ def test_a_library_describes_itself(tmp_path_factory: pytest.TempPathFactory) ->
     assert about["memory"]["weights"] == quant.stored_bytes(models.parameters(SMALL), scheme)
 
 
-def test_slow_kernels_are_named(tmp_path: Path) -> None:
+def test_slow_kernels_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = build(tmp_path, SMALL, request(target=Target("old", "x86_64-unknown-linux-gnu", "x86-64")))
     about = json.loads((out / "library.json").read_text())
+    assert "slow: attn.o.weight: no vector instructions" in capsys.readouterr().err
     assert set(about["fallbacks"]) == {name for name in about["kernels"] if name.endswith(".weight")}
     assert all(reason.startswith("no vector instructions") for reason in about["fallbacks"].values())
+
+
+def test_what_tile_registers_cannot_take_is_named() -> None:
+    """Heads of 16 values, and gated rows that are too short: prompts take other paths there."""
+    isa = isa_for(targets.resolve("x86-64-v4-amx"))
+
+    def fallbacks(config: ModelConfig) -> dict[str, str]:
+        parts = Parts(config, quant.SCHEMES["q4a8_1"], isa)
+        return kernels(Decoder(parts, Limits(64, 16, 1)))[1]
+
+    found = fallbacks(SMALL)
+    assert set(found) == {"attention.prompt", "mlp.down.weight"}
+    assert found["attention.prompt"].startswith("heads of 16 values")
+    assert "too short" in found["mlp.down.weight"]
+    assert not fallbacks(replace(SMALL, head_dim=32, intermediate_size=352))
+    assert "bias" in fallbacks(replace(SMALL, mlp_bias=True))["mlp.down.weight"]
 
 
 @pytest.mark.parametrize("variant", FAMILIES)

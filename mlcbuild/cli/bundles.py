@@ -21,9 +21,11 @@ from mlcbuild.report import size
 def inspect(arguments: argparse.Namespace) -> int:
     path = Path(arguments.bundle)
     manifest = form.read(path)
-    kernels = _kernels(path / LIBRARY) if LIBRARY in manifest.files else {}
-    document: dict[str, object] = {**manifest.to_json(), "kernels": kernels}
-    lines = table([*_facts(manifest), *_uses(kernels)])
+    listed = LIBRARY in manifest.files
+    kernels, slow = (_said(path / LIBRARY, key) if listed else {} for key in ("kernels", "fallbacks"))
+    document: dict[str, object] = {**manifest.to_json(), "kernels": kernels, "fallbacks": slow}
+    reasons = [("slow", f"{use.removesuffix('.weight')}: {why}") for use, why in sorted(slow.items())]
+    lines = table([*_facts(manifest), *_uses(kernels), *reasons])
     if arguments.measure:
         from mlcbuild.footprint import measure
 
@@ -71,9 +73,10 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
     ]
 
 
-def _kernels(library: Path) -> dict[str, str]:
-    """Which kernel does what; the file is as it was built, which reading the manifest has checked."""
-    return {str(use): str(name) for use, name in json.loads(library.read_bytes())["kernels"].items()}
+def _said(library: Path, key: str) -> dict[str, str]:
+    """Which kernel does what, or why a slow one does; the file is as it was built, which reading the manifest
+    has checked."""
+    return {str(use): str(said) for use, said in json.loads(library.read_bytes()).get(key, {}).items()}
 
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:

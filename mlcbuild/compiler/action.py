@@ -46,6 +46,8 @@ def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out:
         objects = [directory / name for name in json.loads((directory / child.OBJECTS).read_text())]
         toolchain.link(objects, out / library_name(target), target)
         shutil.copyfile(directory / child.METADATA, out / child.METADATA)
+    for use, why in json.loads((out / child.METADATA).read_text())["fallbacks"].items():
+        sys.stderr.write(f"slow: {use}: {why}\n")
 
 
 def library_name(target: Target) -> str:

@@ -84,9 +84,11 @@ class Decoder:
         config = self.config
         room = {
             "qkv": self.parts.heads.width,
-            "seen": config.num_heads * config.head_dim,
             "pair": 2 * config.intermediate_size,
         }
+        outputs = [p for p in self.params if p.name.endswith(".attn.o.weight")]
+        if not all(self.parts.hands_on(self.parts.linear(p.name, (p.shape[0], p.shape[1]))) for p in outputs):
+            room["seen"] = config.num_heads * config.head_dim
         extras = {"attn.o.bias", "attn_post_norm.weight", "mlp.down.bias", "mlp_post_norm.weight"}
         if extras & {param.name.removeprefix("layers.0.") for param in self.layer_params(0)}:
             room["delta"] = config.hidden_size
@@ -101,7 +103,18 @@ class Decoder:
             if len(param.shape) == 2 and (tied or param.name != "embed.weight"):
                 rows, columns = param.shape
                 product = parts.linear(param.name, (rows, columns))
-                yield param.name, product.name, product.fallback
+                yield param.name, product.name, product.fallback or self._gated_fallback(param)
+
+    def _gated_fallback(self, param: Param) -> str | None:
+        layer, _, rest = param.name.partition(".mlp.")
+        if rest != "down.weight":
+            return None
+        params = {other.name: other for other in self.params}
+        first, second = (
+            self.parts.linear(name, (params[name].shape[0], params[name].shape[1]))
+            for name in (f"{layer}.mlp.gate_up.weight", param.name)
+        )
+        return self.parts.gated_fallback(first, second, f"{layer}.mlp.gate_up.bias" in params)
 
     def attributes(self) -> dict[str, object]:
         """Plan every buffer, results too, for the largest sizes: a few big blocks are then used again and
@@ -278,8 +291,10 @@ class _Layer:
         weight = self.weights["attn_norm.weight"][0]
         qkv = self.product("attn.qkv", Fusion(parts.normed(weight)), [x, weight], room["qkv"])
         qkv, pages = parts.rope_append(qkv, turns, batch, place[0], self.weights)
-        seen = parts.attention(qkv, pages, batch, (*place, self.prompt), room["seen"])
-        x = self.add_product(x, "attn.o", Given(), [seen], "attn_post_norm.weight")
+        columns = parts.hands_on(self.linear("attn.o"))
+        seen = room["pair" if columns else "seen"]
+        seen = parts.attention(qkv, pages, batch, (*place, self.prompt), seen)
+        x = self.add_product(x, "attn.o", Given(columns), [seen], "attn_post_norm.weight")
         weight, bias = self.weights["mlp_norm.weight"][0], self.optional("mlp.gate_up.bias")
         packs = parts.packs(self.linear("mlp.gate_up"), self.linear("mlp.down"), bias)
         first = Fusion(parts.normed(weight), gate=parts.gate if packs else None)

@@ -65,7 +65,7 @@ def build(data: Mapping[str, Json], directory: Path, mark: pipeline.Mark) -> lis
 def describe(request: Request, made: Decoder, needed: memory.Memory) -> dict[str, Json]:
     """What the library's `_metadata` function returns, and library.json holds."""
     params = [[item.name, list(item.shape), item.dtype, item.layout] for item in made.tensors]
-    kernels, fallbacks = _kernels(made)
+    chosen, fallbacks = kernels(made)
     return {
         "format": FORMAT,
         "config": models.to_json(request.config),
@@ -75,13 +75,13 @@ def describe(request: Request, made: Decoder, needed: memory.Memory) -> dict[str
         "params": cast(Json, params),
         "signature": signature((item.name, item.shape, item.dtype, item.layout) for item in made.tensors),
         "tools": cast("dict[str, Json]", versions.compiler()),
-        "kernels": cast("dict[str, Json]", kernels),
+        "kernels": cast("dict[str, Json]", chosen),
         "fallbacks": cast("dict[str, Json]", fallbacks),
         "memory": cast("dict[str, Json]", asdict(needed)),
     }
 
 
-def _kernels(made: Decoder) -> tuple[dict[str, str], dict[str, str]]:
+def kernels(made: Decoder) -> tuple[dict[str, str], dict[str, str]]:
     """Kernel of each kind of matrix (by name without its layer, where all layers agree), and why slow ones
     were taken. Attention in decoding is cut into parts of so many tokens; prompts may have one on tiles."""
     isa = made.parts.isa.name
@@ -92,6 +92,8 @@ def _kernels(made: Decoder) -> tuple[dict[str, str], dict[str, str]]:
     if made.parts.attending.asks:
         chosen["attention.prompt"] = f"paged_attention_bf16.{isa}"
     fallbacks: dict[str, str] = {}
+    if reason := made.parts.attending.fallback:
+        fallbacks["attention.prompt"] = reason
     for name, kernel, reason in made.products():
         kind = name.split(".", 2)[2] if name.startswith("layers.") else name
         key = kind if chosen.setdefault(kind, kernel) == kernel else name

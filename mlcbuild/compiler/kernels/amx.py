@@ -7,7 +7,7 @@ into bfloat16 tiles first, x once, the weights a panel of columns at a time, to 
 
 A panel of weights, as much of k as fits, stays in the second-level cache. A block of x, which is used for
 all columns of the panel, stays in the first, because tiles of weights are loaded past it (tileloaddt1); where
-k is long, it is cut for that. The next block of x, and the place of results, are fetched meanwhile. Of a
+k is long, it is cut for that. The next part of x, and the place of results, are fetched meanwhile. Of a
 matrix of gates and ups, tiles of both are computed side by side, and only what the gate makes of them is
 written, as tiles of x for the product after it: a quarter of the bytes.
 
@@ -135,7 +135,7 @@ class Shape:
 
     @property
     def ahead(self) -> int:
-        """Lines of x that each pair of tiles fetches ahead, a power of two; a panel's fetch a block's."""
+        """Lines of x that each pair of tiles fetches at a step, a power of two; a panel's fetch a block's."""
         return 1 << (-(-BLOCK // (self.tiles // 2)) - 1).bit_length()
 
     def tile(self, column: Expr, number: Expr) -> Expr:
@@ -239,13 +239,12 @@ class _Operands:
     column: Expr
 
     def fetch(self, pair: Expr, step: Expr) -> None:
-        """At a step of a pair of tiles, ask for its share of what is used later: of the next block of rows,
-        and of where results will be written."""
+        """At a step of a pair of tiles, ask for its share of what is used later: of x, and of the place of
+        results."""
         shape = self.shape
-        # Of x in parts, the next one; it is followed by the first of the next rows.
-        rows, steps = (BLOCK, 0) if shape.whole else (0, shape.block_steps)
-        for i in range(shape.ahead):
-            after = self.x.line(self.row + rows + pair * shape.ahead + i, self.step + step + steps)
+        # Of x in parts, the next one. Where a block has all of k, the processor sees by itself what follows.
+        for i in range(0 if shape.whole else shape.ahead):
+            after = self.x.line(self.row + pair * shape.ahead + i, self.step + step + shape.block_steps)
             prefetch(self.x.buffer, after, locality=2)
         each = -(-BLOCK // shape.pass_steps)
         for i in range(each):

@@ -53,6 +53,8 @@ class _Task:
     weights: Buffer  # int32 [2, PAGES / 2, 16, 16]
     start: Buffer  # float32 [16], of each vector at hand: where exponents start, or what sums shrink to
 
+    packed: amx.Packed | None  # where results go as tiles
+
     @property
     def floats(self) -> Rough:
         return Rough(self.call.spec.isa, LANES)
@@ -140,6 +142,7 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
         scores=scratch((PAIR, TOKENS)),
         weights=scratch((2, PAGES // 2, LANES, LANES), "int32"),
         start=scratch((LANES,)),
+        packed=_packed(call),
     )
     factor, floats = f32(spec.scale * 2.0**made.raised, LANES), made.floats
     with T.serial(room) as vector:
@@ -148,7 +151,8 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
         column = T.bind((head * heads.group + T.truncmod(known, heads.group)) * dim)
         for at in range(0, dim, LANES):
             prefetch(call.qkv, (row + AHEAD, column + at))
-            prefetch(call.out, (row, column + at), locality=2, write=True)
+            if made.packed is None:
+                prefetch(call.out, (row, column + at), locality=2, write=True)
         with T.serial(dim // STEP) as part:
             halves = [floats.load(call.qkv, row, column + part * STEP + h) * factor for h in (0, LANES)]
             place = T.truncdiv(vector, LANES), part, T.truncmod(vector, LANES)
@@ -159,6 +163,13 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
         T.buffer_store(made.highest, T.float32(LOWEST), [vector])
         T.buffer_store(made.position, call.positions[row], [vector])
     return made
+
+
+def _packed(call: Call) -> amx.Packed | None:
+    heads = call.spec.heads
+    if not call.spec.columns:
+        return None
+    return amx.Packed.inside(call.out, heads.query * heads.dim, call.out.shape[0])
 
 
 def _read_keys(task: _Task, step: _Step) -> None:
@@ -318,7 +329,14 @@ def _finish(task: _Task, block: tuple[Expr, Expr]) -> None:
         sums = floats.load(task.denominator, vector, 0)
         share = T.bind(factor / floats.fold(sums, lambda a, b: a + b))
         column = T.bind((task.head * heads.group + T.truncmod(vector, heads.group)) * heads.dim)
-        with T.serial(heads.dim // LANES) as k:
-            value = floats.load(task.total, vector, k * LANES) * floats.spread(share)
-            row = first + T.truncdiv(vector, heads.group)
-            floats.store(task.call.out, value, row, column + k * LANES)
+        row = T.bind(first + T.truncdiv(vector, heads.group))
+        with T.serial(heads.dim // STEP) as part:
+            at = part * STEP
+            low, high = (
+                floats.load(task.total, vector, at + half) * floats.spread(share) for half in (0, LANES)
+            )
+            if task.packed is not None:
+                task.packed.put(T.Cast("int64", row), T.Cast("int64", column // STEP + part), low, high)
+            else:
+                floats.store(task.call.out, low, row, column + at)
+                floats.store(task.call.out, high, row, column + at + LANES)

@@ -37,11 +37,21 @@ class Attention:
     softcap: float | None
     rounded: bool = False
     """Of prompts, queries, keys, values and weights may be rounded to bfloat16."""
+    columns: int = 0
+    """Of the tensor for results, if it has more than these take. Those of prompts then are put there as tiles
+    for the product that follows."""
 
     @property
     def asks(self) -> bool:
         """The kernel has two ways, and wants to be told whether rows are a prompt's: as products are."""
         return self.rounded and self.isa.amx and self.heads.dim % 32 == 0
+
+    @property
+    def fallback(self) -> str | None:
+        """Why prompts take a slower path than the processor has; None where they do not."""
+        if not self.rounded or not self.isa.amx or self.asks:
+            return None
+        return f"heads of {self.heads.dim} values are no whole tiles of 32: prompts' rows are not rounded"
 
     @property
     def registers(self) -> int:

@@ -26,6 +26,11 @@ class Source(Protocol):
     """Where the rows of x [m, k] come from."""
 
     @property
+    def packed(self) -> bool:
+        """For tile registers, rows are there as tiles already, in the first argument."""
+        ...
+
+    @property
     def name(self) -> str:
         """The start of a kernel's name; empty for rows that are there already."""
         ...
@@ -41,12 +46,21 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """x float32 [m, k] as it is."""
+    """x float32 [m, k] as it is; or in a tensor with `columns`, in the first ones, or packed where tile
+    registers are to multiply it."""
 
-    name = ""
+    columns: int = 0
+
+    @property
+    def packed(self) -> bool:
+        return self.columns > 0
+
+    @property
+    def name(self) -> str:
+        return "packed_" * self.packed
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        return (argument("x", (m, k), "float32"),)
+        return (argument("x", (m, self.columns or k), "float32"),)
 
     def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
         return given[0], row
@@ -59,6 +73,7 @@ class Normed:
     norm: Norm
     dtype: str
     """Of the weight."""
+    packed = False
 
     @property
     def name(self) -> str:

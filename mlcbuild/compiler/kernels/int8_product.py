@@ -18,7 +18,7 @@ from tvm.tirx import Buffer, Expr, PrimFunc
 from mlcbuild.compiler.kernels import amx, amx_weights, dot
 from mlcbuild.compiler.kernels.activation import activate
 from mlcbuild.compiler.kernels.floats import over_rows
-from mlcbuild.compiler.kernels.fusion import SERIAL_ROWS, Fusion, Gated
+from mlcbuild.compiler.kernels.fusion import SERIAL_ROWS, Fusion
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.output import Output, once
 from mlcbuild.compiler.kernels.quantize_activations import Records, quantize_row
@@ -174,8 +174,7 @@ def _prompt(call: _Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
     """All rows on tile registers."""
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
-    there = isinstance(source, Gated) and source.packed
-    x = amx.Packed.inside(given[0], matrix.k, m) if there else amx.pack(shape, call.ready, m)
+    x = amx.Packed.inside(given[0], matrix.k, m) if source.packed else amx.pack(shape, call.ready, m)
     output: Output | amx.GatedOutput = call.output
     if gate is not None:
         floats, act = Rough(call.isa, amx.LANES), gate.activation
