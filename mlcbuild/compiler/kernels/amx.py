@@ -214,7 +214,8 @@ def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | G
                 unpack(weights, (tile, step), shape.tile(column, tile), first + step)
             with T.serial(0, T.min(i64(CHUNK), rows - chunk * CHUNK) // BLOCK) as block:
                 row = T.bind(chunk * CHUNK + block * BLOCK)
-                given = _Operands(shape, x, row, first, weights, count, output, column)
+                last = T.bind(T.Select(number == shape.passes - 1, i64(1), i64(0)))
+                given = _Operands(shape, x, row, first, weights, count, output, column, last)
                 if shape.whole:
                     _at_once(given, sums, m, pairs)
                 else:
@@ -237,6 +238,8 @@ class _Operands:
     count: Expr
     output: Output | GatedOutput
     column: Expr
+    last: Expr
+    """1 in the last pass, after which results are written, and 0 before."""
 
     def fetch(self, pair: Expr, step: Expr) -> None:
         """At a step of a pair of tiles, ask for its share of what is used later: of x, and of the place of
@@ -248,10 +251,11 @@ class _Operands:
             prefetch(self.x.buffer, after, locality=2)
         each = -(-BLOCK // shape.pass_steps)
         for i in range(each):
-            row = self.row + step * each + i
+            line = T.min(step * each + i, i64(BLOCK - 1))
+            row = self.row + (line if shape.passes == 1 else line * self.last)
             if isinstance(self.output, Output):
-                for line in range(0, BLOCK, LANES):
-                    place = (row, self.column + pair * BLOCK + line)
+                for part in range(0, BLOCK, LANES):
+                    place = (row, self.column + pair * BLOCK + part)
                     prefetch(self.output.buffer, place, write=True)
             else:
                 place = self.output.out.line(row, T.truncdiv(self.column // BLOCK + pair, i64(2)))
