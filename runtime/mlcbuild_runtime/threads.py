@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
-WINDOW, SHORTEST, LONGEST = 0.1, 0.25, 8.0
+WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
 """Seconds of computing after which `Workers` looks back, and that it does with fewer threads before it tries
-more again: at first, and at most."""
+more again: at first, and at most. A try in vain costs a step, which may take a second then."""
 
 
 Clock = Callable[[], float]
@@ -80,7 +80,7 @@ class Workers:
         if slow and (self._suspect or self._trying):  # once may be chance, or weights that come from a disk
             self._set(self.count // 2, trying=False)
             self._until = self._now() + self._pause
-            self._pause = min(LONGEST, 2 * self._pause)
+            self._pause = min(LONGEST, 4 * self._pause)
         elif not slow and self.count == self._most:
             self._pause, self._trying = SHORTEST, False
         elif not slow and self._now() >= self._until:
