@@ -32,6 +32,8 @@ class Tool:
     packages: tuple[str, ...] = ()
     note: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    settle: tuple[str, ...] = ()
+    """Makes a tool that was stopped take results that are there for its own."""
 
 
 def _before(number: int) -> str:
@@ -163,9 +165,11 @@ def peers(area: Path) -> dict[str, Callable[[], Tool]]:
             _snakemake,
             (program("snakemake"), "-c2", "-q", "all"),
             (program("snakemake"), "-c2", "-q", "all"),
-            (program("snakemake"), "-n", "-q", "all"),
+            # After a run that was stopped it refuses to look without these.
+            (program("snakemake"), "-n", "-q", "all", "--nolock", "--rerun-incomplete"),
             ("out", ".snakemake"),
             ("snakemake",),
+            settle=("sh", "-c", '"$0" --unlock -q all; "$0" -c2 -q all --touch --ri', program("snakemake")),
         ),
         "dvc": lambda: Tool(
             "dvc",
