@@ -78,7 +78,7 @@ class Site:
         self.random = random.Random(self.seed)
         source = self.place / "source"
         source.mkdir(parents=True)
-        (source / "data").write_bytes(random.Random(1).randbytes(200_000))
+        (source / "data").write_bytes(random.Random("source").randbytes(200_000))  # like none of ours
         self.clear()
         self.complete()
         self.whole = records(self.place / "store"), blobs(self.place / "store")
