@@ -244,7 +244,7 @@ def _touch(path: str, ac: str, records: bytes) -> None:
 def _log(root: str, directory: str, rest: str, seconds: float) -> None:
     """The log of this run, as mlcbuild.runlog writes it: all but two numbers is as before."""
     now = time.time() - seconds
-    name = f"{directory}/{round(now * 1000):015}-{os.getpid()}.json"
+    name = f"{directory}/{round(now * 1e6):018}-{os.getpid()}.json"
     try:
         with open(f"{name}.part", "w", encoding="utf-8") as file:
             file.write(f'{{"time": {now!r}, "seconds": {seconds!r}, {rest}')

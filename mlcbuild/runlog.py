@@ -153,7 +153,7 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
         kept, rest = keep_rest(store, recipe, log)
         directory = kept.parent
         # Sorted by name is sorted by time.
-        path = directory / f"{round(log.time * 1000):015}-{os.getpid()}.json"
+        path = directory / f"{round(log.time * 1e6):018}-{os.getpid()}.json"
         _write(path, f'{{"time": {log.time!r}, "seconds": {log.seconds!r}, {rest}')
         for old in sorted(directory.glob("*.json"))[:-KEPT]:
             old.unlink()

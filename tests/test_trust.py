@@ -16,6 +16,7 @@ import pytest
 from mlcbuild import archive, keyfile
 from mlcbuild.canon import bytes_digest
 from mlcbuild.errors import StoreError, UsageError
+from mlcbuild.graph import Graph
 from mlcbuild.remotes import Remote, signing
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
@@ -23,7 +24,7 @@ from mlcbuild.store import Store
 from mlcbuild.upkeep import verify
 from tests.caches import serving
 from tests.conftest import checked, mlcbuild
-from tests.test_remotes import BUILT, REUSED, User, by_name, statuses
+from tests.test_remotes import BUILT, REUSED, User, by_name, statuses, step
 
 
 @pytest.fixture
@@ -71,6 +72,22 @@ def test_records_that_nobody_trusted_signed_are_refused(tmp_path: Path, key: key
             assert third.run().ok
             last = User(tmp_path / f"four{signer}", cache.url, trust=(key.public,))
             assert statuses(last.run()) == REUSED, "a trusted result replaced the others"
+
+
+def test_an_older_record_is_not_taken_for_the_present_one(tmp_path: Path, key: keyfile.Signer) -> None:
+    """A cache that answers with what a trusted key signed before the source changed."""
+    with serving() as cache:
+        before, after = (Graph([step("a", text=text)]) for text in ("old", "new"))
+        signed(tmp_path / "one", cache.url, key).run(before)
+        (old,) = cache.names("ac")
+        signed(tmp_path / "two", cache.url, key).run(after)
+        (new,) = set(cache.names("ac")) - {old}
+        cache.content[new] = cache.content[old]
+        user = User(tmp_path / "three", cache.url, trust=(key.public,))
+        result = user.run(after)
+        assert statuses(result) == {"a": "built"} and user.text(result, "a") == "new"
+        (warning,) = user.warnings()
+        assert "its key does not follow" in warning
 
 
 def other_key(data: bytes, signer: keyfile.Signer) -> bytes:

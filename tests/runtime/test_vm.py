@@ -124,7 +124,7 @@ def test_threads(toy_bundle: Path) -> None:
 IDLE = """
 import sys, time
 from mlcbuild_runtime.vm import Model
-model = Model.load(sys.argv[1], threads=4)
+model = Model.load(sys.argv[1], threads=2)
 model.score(list(range(3, 60)))
 before = time.process_time()
 time.sleep(0.5)
