@@ -11,7 +11,10 @@ from queue import SimpleQueue
 WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
 """Seconds of computing after which `Workers` looks back, and that it does with fewer threads before it tries
 more again: at first, and at most. A try in vain costs a step, which may take a second then."""
-
+SHARE = 0.7
+"""Of the processor time that its threads could have had: a process that gets less has to wait for others."""
+REST = 8.0
+"""After a try in vain no other is made for that many times as long as it took, or longer."""
 
 Clock = Callable[[], float]
 
@@ -50,16 +53,16 @@ class Workers:
 
     The threads of a step wait for each other at the end of every kernel, hundreds of times for a token. Where
     one of them has to wait for a core, all do, and two threads can be a hundred times slower than one. So:
-    when the process got less than half of the processor time that its threads could have had, half as many
-    would have been as fast, and go on alone. More are tried again after a while, and less often each time in
-    vain. What is computed does not depend on how many compute it.
+    when the process got less than SHARE of the processor time that its threads could have had, half as many
+    go on alone. More are tried again after a while, and less often each time in vain. What is computed does
+    not depend on how many compute it.
     """
 
     def __init__(self, most: int, use: Callable[[int], None], now: Clock, spent: Clock) -> None:
         """`use` sets the number of threads. `now`: seconds; `spent`: of this process, on processors."""
         self.count, self._most, self._use, self._now, self._spent = most, most, use, now, spent
         self._began, self._before, self._wall, self._cpu = 0.0, 0.0, 0.0, 0.0
-        self._pause, self._until, self._suspect, self._trying = SHORTEST, 0.0, False, False
+        self._pause, self._until, self._trying = SHORTEST, 0.0, False
 
     @classmethod
     def of(cls, most: int, use: Callable[[int], None]) -> Workers:
@@ -72,20 +75,20 @@ class Workers:
         self._wall += self._now() - self._began
         self._cpu += self._spent() - self._before
         if self._wall >= WINDOW:
-            slow = self._cpu < 0.5 * self.count * self._wall
+            slow = self.count > 1 and self._cpu < SHARE * self.count * self._wall
+            self._judge(slow, self._wall)
             self._wall = self._cpu = 0.0
-            self._judge(slow and self.count > 1)
 
-    def _judge(self, slow: bool) -> None:
-        if slow and (self._suspect or self._trying):  # once may be chance, or weights that come from a disk
+    def _judge(self, slow: bool, wall: float) -> None:
+        if slow:  # or weights come from a disk: then the next try succeeds
+            if self._trying:
+                self._pause = min(LONGEST, max(4 * self._pause, REST * wall))
             self._set(self.count // 2, trying=False)
             self._until = self._now() + self._pause
-            self._pause = min(LONGEST, 4 * self._pause)
-        elif not slow and self.count == self._most:
+        elif self.count == self._most:
             self._pause, self._trying = SHORTEST, False
-        elif not slow and self._now() >= self._until:
+        elif self._now() >= self._until:
             self._set(min(self._most, 2 * self.count), trying=True)
-        self._suspect = slow
 
     def _set(self, count: int, trying: bool) -> None:
         self.count, self._trying = count, trying
