@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Expr
 
-from mlcbuild.compiler.kernels.vectors import f32, i32, intrinsic, splat, typed
+from mlcbuild.compiler.kernels.vectors import f32, i32, intrinsic, moved, splat, typed
 
 LANES = 16
 SCALE_EXPONENT = 8
@@ -55,11 +55,7 @@ def _fields(packed: Expr, start: int) -> Expr:
 
 
 def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
-    def moved(lanes: Expr, left: int) -> Expr:
-        by = i32(abs(left), LANES)
-        return lanes << by if left > 0 else lanes >> by if left < 0 else lanes
-
-    lower, upper = moved(low, -8 * byte), moved(high, 16 - 8 * byte)
+    lower, upper = moved(low, 8 * byte, LANES), moved(high, 8 * byte - 16, LANES)
     pairs = (lower & i32(0xFF, LANES)) | (upper & i32(0xFF0000, LANES))
     return T.Cast("float16x32", T.reinterpret("int16x32", pairs) - splat(T.int16(128), 32))
 

@@ -15,7 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Expr
 
 from mlcbuild.compiler.kernels.isa import ISA, Dot
-from mlcbuild.compiler.kernels.vectors import i32, intrinsic, splat, typed
+from mlcbuild.compiler.kernels.vectors import i32, intrinsic, moved, splat, typed
 
 QUADS = 8
 """Quads in a group of 32."""
@@ -71,9 +71,9 @@ class Products:
         width = 8 // self.fields
 
         def operand(field: int, part: int) -> Expr:
-            found = _moved(packed, width * field + 8 * part, lanes) & i32((2**width - 1) * every, lanes)
+            found = moved(packed, width * field + 8 * part, lanes) & i32((2**width - 1) * every, lanes)
             if fifth is not None:
-                bit = _moved(fifth, j + QUADS // 2 * field + 8 * part - 4, lanes)
+                bit = moved(fifth, j + QUADS // 2 * field + 8 * part - 4, lanes)
                 found = found | (bit & i32(16 * every, lanes))
             return T.bind(found)
 
@@ -118,10 +118,3 @@ class Products:
         lanes = self.isa.lanes
         pairs = T.bind(T.reinterpret(typed("int32", lanes), words))
         return ((pairs << i32(16, lanes)) >> i32(16, lanes)) + (pairs >> i32(16, lanes))
-
-
-def _moved(bits: Expr, shift: int, lanes: int) -> Expr:
-    """Shifted to the right, or to the left where it is negative."""
-    if shift == 0:
-        return bits
-    return bits >> i32(shift, lanes) if shift > 0 else bits << i32(-shift, lanes)

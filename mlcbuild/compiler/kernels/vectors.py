@@ -169,3 +169,10 @@ def odd_lines(values: int) -> int:
     """At least `values` 4-byte values, and an odd number of 64-byte lines: rows this far apart do not
     compete for the same sets of a cache."""
     return (-(-values // 16) | 1) * 16
+
+
+def moved(bits: Expr, shift: int, lanes: int) -> Expr:
+    """int32 lanes shifted to the right, or to the left where `shift` is negative."""
+    if shift == 0:
+        return bits
+    return bits >> i32(shift, lanes) if shift > 0 else bits << i32(-shift, lanes)
