@@ -43,6 +43,9 @@ TILE = 16
 FETCH_BYTES = 3072
 """How far ahead of the reader weights are prefetched: less than a page of 4 KiB, or the second level's own
 prefetcher, which follows the reader within a page, finds nothing left to do."""
+FAR_BYTES = 8192
+"""How far ahead one line of each group is asked for, too, while several rows of x are multiplied: this
+prefetcher then has begun with a page before products need it, and memory does not idle while they compute."""
 STREAMED_BATCHES = 6
 """Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
 BLOCK_GROUPS = 16
@@ -232,13 +235,20 @@ def _unpack_tile(call: _Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Ex
             T.buffer_store(buffer, line, [*place, 4 * j + byte, span(0, TILE)])
 
 
+def _fetch(call: _Call, tile: Expr, group: Expr, alone: bool) -> None:
+    """Ask for weights that come later. With one row of x, the first level would only delay them."""
+    for line in range(0, call.matrix.tile_bytes, 64):
+        prefetch(call.weight, (tile, group, line + FETCH_BYTES), locality=2 if alone else 3)
+    if not alone:
+        prefetch(call.weight, (tile, group, FAR_BYTES), locality=2)
+
+
 def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
     """The outputs of one tile for a few rows of x, weights going through registers straight from memory."""
     matrix, isa = call.matrix, call.isa
     acc = registers(len(rows), matrix.vectors, isa.lanes)
     with T.serial(0, i64(matrix.records.groups)) as group:
-        for line in range(0, matrix.tile_bytes, 64):
-            prefetch(call.weight, (tile, group, line + FETCH_BYTES))
+        _fetch(call, tile, group, len(rows) == 1)
         for vector in range(matrix.vectors):
             columns = [(call.operands(tile, group, vector), call.scales(tile, group, vector))]
             _add_group(call, rows, group, columns, [[r[vector]] for r in acc])
