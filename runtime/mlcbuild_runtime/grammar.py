@@ -1,8 +1,9 @@
 """Constrained output: which tokens may come next, by llguidance.
 
 A constraint is compiled when its request comes in, by the thread that reads the request, so that a wrong one
-is refused with the reason, and every answer gets a matcher of its own. Masks are computed by the engine's
-thread before a token is chosen.
+is refused with the reason, and every answer gets a matcher of its own. To ask about one token is cheap; a
+mask of all tokens is computed where what the model wants does not fit, and while the model runs where that
+is to be expected.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +28,7 @@ from mlcbuild_runtime.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+Floats = NDArray[np.float32]
 Kind = Literal["json_schema", "regex", "lark"]
 KEPT = 64
 """Compiled constraints that are kept: clients send the same ones again and again."""
@@ -41,6 +43,12 @@ _CEILINGS = np.where(
 )
 """For each byte of a mask, what the logits of its eight tokens may be at most. A table and a minimum take a
 tenth of the time of choosing by bits."""
+_MANY = 3
+"""Where no more than one of so many bytes of a mask is set, to pick tokens one by one takes less time than a
+pass over all, and to choose among them does, too."""
+_MASKS = ThreadPoolExecutor(4, "masks")
+_Mask = tuple[NDArray[np.intp] | None, Floats]
+"""Tokens that may come next where they are few; what logits may be at most where they are not."""
 
 
 @dataclass(frozen=True)
@@ -57,56 +65,85 @@ class Matcher:
     """One answer's way through a constraint."""
 
     def __init__(self, matcher: LLMatcher, ends: Collection[int]) -> None:
-        self._matcher, self._ends = matcher, np.array(sorted(ends), np.intp)
-        self._room: NDArray[np.float32] | None = None
+        self._matcher, self._ends = matcher, ends
+        self._room: Floats | None = None
+        self._coming: Future[_Mask] | None = None
 
     def allowed(self, size: int) -> NDArray[np.bool_]:
         """bool [size]: tokens that may come next; an end token only where the text is complete.
         Raises RequestError when the constraint is too costly to follow."""
-        return np.isfinite(self.masked(np.zeros(size, np.float32)))
+        return np.unpackbits(self._bits(self._still), count=size, bitorder="little").astype(np.bool_)
 
-    def masked(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Logits [size], with minus infinity for all tokens but those that are `allowed`. Valid until the
-        next call: memory that is new to the processor costs more than what is done with it."""
-        bits = self._bits()
+    @property
+    def free(self) -> bool:
+        """Texts that fit go on in several ways. Where there is one, only the tokenizer's way to spell it is
+        `allowed`."""
+        return not self._still.compute_ff_bytes()
+
+    def accepts(self, token: int) -> bool:
+        """Whether a token is `allowed`, where it is `free`; no end token is, here. A mask costs much more."""
+        return token not in self._ends and self.accepted([token]) == 1
+
+    def ahead(self) -> None:
+        """Begins, on another thread, with what the next call of `narrowed` needs."""
+        self._coming = _MASKS.submit(self._mask, self._still)
+
+    def narrowed(self, logits: Floats) -> tuple[NDArray[np.intp] | None, Floats]:
+        """Where few tokens are `allowed`, these in order and their logits; else None, and logits like those
+        given with minus infinity for all others. Valid until the next call: memory that is new to the
+        processor costs more than what is done with it."""
+        tokens, ceilings = self._mask(self._matcher) if self._coming is None else self._coming.result()
+        if tokens is not None:
+            return tokens, logits[tokens]
+        ceiling = ceilings[: len(logits)]
+        return None, np.minimum(logits, ceiling, out=ceiling)
+
+    def _mask(self, matcher: LLMatcher) -> _Mask:
+        bits = self._bits(matcher)
+        places = bits.astype(np.bool_).nonzero()[0]
         if self._room is None:
-            self._room = np.full(max(len(logits), 8 * len(bits)), -np.inf, np.float32)
-        ceilings = self._room[: 8 * len(bits)].reshape(-1, 8)
+            self._room = np.empty(8 * len(bits), np.float32)
+        if 0 < len(places) <= len(bits) // _MANY:
+            inside = np.unpackbits(bits[places], bitorder="little").view(np.bool_).nonzero()[0]
+            return places[inside >> 3] * 8 + (inside & 7), self._room
+        ceilings = self._room.reshape(-1, 8)
         _CEILINGS.take(bits, axis=0, out=ceilings, mode="clip")  # any other mode makes a copy
-        ceiling = self._room[: len(logits)]
-        ceiling[self._ends] = ceiling[self._ends].max()
-        self._check()
-        return np.minimum(logits, ceiling, out=ceiling)
+        return None, self._room
 
-    def _bits(self) -> NDArray[np.uint8]:
+    def _bits(self, matcher: LLMatcher) -> NDArray[np.uint8]:
         begun = time.thread_time()
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        bits = bytearray(matcher.compute_bitmask())
         if (seconds := time.thread_time() - begun) > STEP_SECONDS:
             raise RequestError(
                 f"the constraint cannot be followed: it took {seconds:.2f} s to see which tokens may come"
                 " next, and others wait meanwhile: simplify it",
                 code="invalid_constraint",
             )
-        return bits
+        _check(matcher)
+        if any(bits[end >> 3] >> (end & 7) & 1 for end in self._ends):  # one end is as good as another
+            for end in self._ends:
+                bits[end >> 3] |= 1 << (end & 7)
+        return np.frombuffer(bits, np.uint8)
 
     def take(self, token: int) -> None:
         """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""
-        self._matcher.consume_token(token)
-        self._check()
+        self._still.consume_token(token)
+        self._coming = None
+        _check(self._matcher)
 
     def forced(self, count: int) -> list[int]:
         """Up to `count` tokens that spell what must come next: none where there is a choice, or where the
         tokenizer spells it with a space that must not be there."""
-        tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
+        tokens = [int(token) for token in self._still.compute_ff_tokens()[:count]]
         return tokens[: self.accepted(tokens)]
 
     def accepted(self, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` may come next, one after the other."""
-        return int(self._matcher.validate_tokens(list(tokens)))
+        return int(self._still.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
         """Another matcher, which has taken `tokens`."""
-        other = Matcher(self._matcher.deep_copy(), self._ends)
+        other = Matcher(self._still.deep_copy(), self._ends)
         for token in tokens:
             other.take(token)
         return other
@@ -114,14 +151,41 @@ class Matcher:
     @property
     def finished(self) -> bool:
         """Nothing but an end token may follow."""
-        return bool(self._matcher.is_stopped())
+        return bool(self._still.is_stopped())
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise RequestError(
-                f"the constraint cannot be followed: {_line(self._matcher.get_error())}",
-                code="invalid_constraint",
-            )
+    @property
+    def _still(self) -> LLMatcher:
+        """It can be asked by one thread at a time."""
+        if self._coming is not None:
+            wait([self._coming])
+        return self._matcher
+
+
+class Trust:
+    """Whether what the model wants is tried before a mask is computed: the rarer it fits, the rarer."""
+
+    LONGEST = 16
+
+    def __init__(self) -> None:
+        self._pause = self._left = 0
+
+    @property
+    def due(self) -> bool:
+        return not self._left
+
+    def settle(self, fits: bool) -> None:
+        self._pause = self._pause // 2 if fits else min(self.LONGEST, 2 * self._pause + 1)
+        self._left = 0 if fits else self._pause
+
+    def rest(self) -> None:
+        self._left = max(0, self._left - 1)
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise RequestError(
+            f"the constraint cannot be followed: {_line(matcher.get_error())}", code="invalid_constraint"
+        )
 
 
 class Compiled:

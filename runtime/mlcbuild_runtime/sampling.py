@@ -45,6 +45,15 @@ class Sampling:
         plain = self.frequency_penalty == self.presence_penalty == 0 and self.repetition_penalty == 1
         return not plain or bool(self.bias)
 
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether a token can be chosen depends on the likelihood of others."""
+        return not self.greedy and (self.top_k > 0 or self.min_p > 0 or self.top_p < 1)
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -65,10 +74,10 @@ def generator(sampling: Sampling) -> np.random.Generator:
 
 
 class Numbers:
-    """The random numbers of one request: each place of the answer has one, however often it is asked for."""
+    """Random numbers of one request: each place of the answer has one, however often it is asked for."""
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._random, self._drawn = generator(sampling), list[float]()
+    def __init__(self, random: np.random.Generator) -> None:
+        self._random, self._drawn = random, list[float]()
 
     def at(self, place: int) -> float:
         while len(self._drawn) <= place:
@@ -104,7 +113,7 @@ def choose(logits: Floats, sampling: Sampling, number: float) -> int:
     highest = logits[best]
     if not np.isfinite(highest):
         raise EngineError(f"the model's logits are not numbers (the largest is {highest})")
-    if sampling.temperature == 0 or sampling.top_k == 1 or sampling.top_p == 0:
+    if sampling.greedy:
         return best
     weights = logits.astype(np.float64)
     weights -= highest

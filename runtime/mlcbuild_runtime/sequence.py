@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence as List
+from copy import copy
 from dataclasses import replace
 
 from mlcbuild_runtime.drafts import Credit, Lookup, Prediction
 from mlcbuild_runtime.errors import ServingError
-from mlcbuild_runtime.grammar import Matcher
+from mlcbuild_runtime.grammar import Matcher, Trust
 from mlcbuild_runtime.pages import Key
 from mlcbuild_runtime.pooling import Pool
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
-from mlcbuild_runtime.sampling import Floats, Logprob, Numbers, Score, adjusted, choose, logprobs
+from mlcbuild_runtime.sampling import Floats, Logprob, Numbers, Score, adjusted, choose, generator, logprobs
 from mlcbuild_runtime.text import Tokenizer
 
 
@@ -49,11 +50,12 @@ class Sequence:
         """Of tokens of the prompt, not told yet."""
         self._scored = 0
         self._keys: list[Key] = []
-        self._numbers = Numbers(request.sampling)
+        random = generator(request.sampling)
+        self._numbers, self._others = Numbers(random), Numbers(random.spawn(1)[0])
         self._stream = tokenizer.stream(request.stop, request.message, dict(request.shown))
         self._eos = tokenizer.eos
         self._counts: Counter[int] = Counter()
-        self._matcher = matcher
+        self._matcher, self._trust = matcher, Trust()
         self.pool = None if request.pooling is None else Pool(request.pooling)
 
     @property
@@ -106,6 +108,9 @@ class Sequence:
         """Chooses tokens from logits [1 + len(draft), vocab]: one, and one more for each drafted token that
         was chosen. An error is an event, too."""
         events = self._answer(rows) if self.request.max_tokens else [self._told(Event(finish="length"))]
+        masked = not self._trust.due or self.request.sampling.filters
+        if self._matcher is not None and masked and not events[-1].last:
+            self._matcher.ahead()
         scores, self._scores = tuple(self._scores), []
         return [replace(events[0], prompt=scores), *events[1:]] if scores else events
 
@@ -151,7 +156,7 @@ class Sequence:
 
     def _next(self, logits: Floats, guess: int | None) -> Event:
         request = self.request
-        token = self._choice(logits, self._matcher, [])
+        token = self._choice(logits, self._matcher, [], self._trust)
         if self._matcher is not None:
             self._matcher.take(token)
         self.tokens.append(token)
@@ -165,15 +170,32 @@ class Sequence:
         text, finish = self._text(token)
         return self._told(Event(text, finish=finish, logprob=logprob, alternatives=alternatives))
 
-    def _choice(self, logits: Floats, matcher: Matcher | None, draft: List[int]) -> int:
-        """The token after all tokens and `draft`. It depends on nothing else but the logits and the seed."""
+    def _choice(self, logits: Floats, matcher: Matcher | None, draft: List[int], trust: Trust) -> int:
+        """The token after all tokens and `draft`. It depends on nothing else but the logits, the seed and how
+        well the answer has followed its constraint so far."""
         request, counts = self.request, self._counts
         if draft and request.sampling.adjusts:
             counts = counts + Counter(draft)
         adapted = adjusted(logits, request.sampling, request.prompt, counts)
+        place = self.answered + len(draft)
         if matcher is not None:
-            adapted = matcher.masked(adapted)
-        return choose(adapted, request.sampling, self._numbers.at(self.answered + len(draft)))
+            return self._fitting(adapted, matcher, trust, place)
+        return choose(adapted, request.sampling, self._numbers.at(place))
+
+    def _fitting(self, logits: Floats, matcher: Matcher, trust: Trust, place: int) -> int:
+        """A token that the constraint allows, as likely as it is among these: what the model wants where that
+        is one of them, and else one that is chosen among them by another number (rejection sampling)."""
+        sampling = self.request.sampling
+        if trust.due and matcher.free and not sampling.filters:
+            token = choose(logits, sampling, self._numbers.at(place))
+            trust.settle(fits := matcher.accepts(token))
+            if fits:
+                return token
+        else:
+            trust.rest()
+        tokens, logits = matcher.narrowed(logits)
+        chosen = choose(logits, sampling, self._others.at(place))
+        return chosen if tokens is None else int(tokens[chosen])
 
     def draft_limit(self, most: int) -> int:
         """Tokens to draft now, at most; 0: none."""
@@ -202,7 +224,7 @@ class Sequence:
         """One more token for the draft, from a draft model's logits. False: nothing can come after it."""
         try:
             matcher = None if self._matcher is None else self._matcher.after(self.draft)
-            self.draft.append(self._choice(logits, matcher, self.draft))
+            self.draft.append(self._choice(logits, matcher, self.draft, copy(self._trust)))
         except ServingError:
             return False
         return self.draft[-1] not in self._eos

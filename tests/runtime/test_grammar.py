@@ -7,11 +7,14 @@ import random
 import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
+from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,11 +22,15 @@ from mlcbuild_runtime import trial
 from mlcbuild_runtime.errors import RequestError, SetupError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.formats import response_format, schema_constraint
-from mlcbuild_runtime.grammar import Constraint, Grammars
+from mlcbuild_runtime.grammar import Constraint, Grammars, Matcher, Trust
+from mlcbuild_runtime.request import Request, Ticket
+from mlcbuild_runtime.sampling import Floats, Sampling
+from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vocabulary import JsonVocabulary, PieceVocabulary
 
 from . import shared
+from .test_sampling import chi_squared
 
 TINY = shared.ROOT / "recipes" / "models" / "tiny"
 SIZE = 512
@@ -214,6 +221,130 @@ def test_a_mask_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlcbuild_runtime.grammar.STEP_SECONDS", 0.0)
     with pytest.raises(RequestError, match=r"it took 0\.\d\d s to see which tokens may come next"):
         matcher.allowed(SIZE)
+
+    matcher.ahead()
+    with pytest.raises(RequestError, match=r"it took 0\.\d\d s to see which tokens may come next"):
+        matcher.narrowed(np.zeros(SIZE, np.float32))
+
+
+@settings(max_examples=30)
+@given(
+    name=st.sampled_from(["json", "pieces"]),
+    constraint=st.sampled_from(
+        [
+            *(
+                Constraint("regex", it, "x")
+                for it in ("(yes|no)+", ".*", "[^a]{3}", r"\d+(, \d+)*", "[a-c]{2}x?")
+            ),
+            schema_constraint({"type": "object"}, "x"),
+            schema_constraint(
+                _object({"a": {"type": "string", "maxLength": 5}, "b": {"enum": ["x", 1]}}), "x"
+            ),
+            Constraint("lark", 'start: "a" (NUMBER | "b" start)\nNUMBER: /[0-9]{1,3}/', "x"),
+        ]
+    ),
+    seed=st.integers(0, 1 << 30),
+    ahead=st.booleans(),
+)
+def test_masks_and_questions_agree(name: str, constraint: Constraint, seed: int, ahead: bool) -> None:
+    matcher = GRAMMARS[name].compiled(constraint, message=seed % 2 == 1).matcher()
+    draws, ends = np.random.default_rng(seed), TOKENIZERS[name].eos
+    for _ in range(12):
+        allowed = matcher.allowed(SIZE)
+        if matcher.free:
+            accepted = [token for token in range(SIZE) if matcher.accepts(token)]
+            assert accepted == [token for token in allowed.nonzero()[0].tolist() if token not in ends]
+        logits = draws.standard_normal(SIZE).astype(np.float32)
+        if ahead:
+            matcher.ahead()
+        tokens, narrowed = matcher.narrowed(logits)
+        if tokens is None:
+            assert np.array_equal(narrowed, np.where(allowed, logits, -np.inf))
+        else:
+            assert tokens.tolist() == allowed.nonzero()[0].tolist()
+            assert np.array_equal(narrowed, logits[tokens])
+        token = int(draws.choice(allowed.nonzero()[0]))
+        if ahead:
+            matcher.ahead()  # for nothing
+        matcher.take(token)
+        if matcher.finished:
+            break
+
+
+def sequence(pattern: str, sampling: Sampling) -> Sequence:
+    matcher = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
+    request = Request((1,), 40, sampling)
+    return Sequence(request, lambda event: None, Ticket(lambda: None, None), TOKENIZERS["json"], matcher)
+
+
+def answer(sequence: Sequence, rows: Floats) -> tuple[int, ...]:
+    for row in rows:
+        assert sequence.next(row[None])[0].error is None
+    return tuple(sequence.tokens[1:])
+
+
+@pytest.mark.parametrize("top_k", [0, SIZE - 1])
+def test_constrained_answers_are_as_likely_as_among_those_that_fit(top_k: int) -> None:
+    """Whether what the model wants is tried first (there is no filter) or not."""
+    pattern, draws, total = "[a-d][ef]{4}", np.random.default_rng(3), 4000
+    rows = draws.normal(0, 0.5, (2, SIZE)).astype(np.float32)
+    matcher = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
+    known = np.zeros(SIZE, np.bool_)
+    known[matcher.allowed(SIZE)] = True
+    rows[:, known] += 4  # about half of what the model wants
+    exact: dict[tuple[int, ...], float] = {}
+    for first in matcher.allowed(SIZE).nonzero()[0].tolist():
+        after = matcher.after([first])
+        for second in after.allowed(SIZE).nonzero()[0].tolist():
+            p, q = (
+                np.exp(row[token]) / np.exp(row[open_.allowed(SIZE)]).sum()
+                for row, token, open_ in ((rows[0], first, matcher), (rows[1], second, after))
+            )
+            exact[first, second] = float(p * q)
+    assert sum(exact.values()) == pytest.approx(1)
+    counts = Counter(
+        answer(sequence(pattern, Sampling(1.0, top_k=top_k, seed=seed)), rows) for seed in range(total)
+    )
+    assert chi_squared(counts, exact, total) < 5
+
+
+def test_the_most_likely_of_those_that_fit() -> None:
+    draws, pattern = np.random.default_rng(5), "([a-z]{1,3} |[0-9]+;)*"
+    rows = draws.standard_normal((12, SIZE)).astype(np.float32)
+    found = sequence(pattern, Sampling(0))
+    matcher = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
+    for row in rows:
+        assert not found.next(row[None])[0].last
+        wanted = int(np.where(matcher.allowed(SIZE), row, -np.inf).argmax())
+        assert found.tokens[-1] == wanted
+        matcher.take(wanted)
+
+
+def test_answers_that_follow_by_themselves_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Matcher, "_mask", None)
+    text = "abcabcabcabc"
+    for sampling in (Sampling(0), Sampling(1.0, seed=1)):
+        follows = sequence("[abc]*", sampling)
+        for token in TOKENIZERS["json"].vocabulary.encode(text, special=False)[1:]:
+            row = np.zeros((1, SIZE), np.float32)
+            row[0, token] = 100
+            assert follows.next(row)[0].error is None
+
+
+def test_trust() -> None:
+    """Tries in vain become rare, and come back with success."""
+
+    def tries(fits: List[bool]) -> list[bool]:
+        found = []
+        for fit in fits:
+            found.append(trust.due)
+            trust.settle(fit) if trust.due else trust.rest()
+        return found
+
+    trust = Trust()
+    assert all(tries([True] * 20))
+    assert 8 <= sum(tries([False] * 100)) <= 11
+    assert sum(tries([True] * 100)) > 80
 
 
 def test_a_trial_survives_its_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,18 @@ def frequencies(logits: Floats, sampling: Sampling, count: int = 5_000) -> NDArr
     random = generator(sampling)
     found = [choose(logits, sampling, random.random()) for _ in range(count)]
     return np.bincount(found, minlength=len(logits)) / count
+
+
+def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float], total: int) -> float:
+    """(statistic - degrees) / sqrt(2 degrees): about normal where what is expected is at least 5."""
+    common = {key: p for key, p in exact.items() if p * total >= 5}
+    rest = 1 - sum(common.values())
+    statistic = sum((counts[key] - p * total) ** 2 / (p * total) for key, p in common.items())
+    if rest * total >= 5:
+        seen = total - sum(counts[key] for key in common)
+        statistic += (seen - rest * total) ** 2 / (rest * total)
+    degrees = len(common) - (rest * total < 5)
+    return float((statistic - degrees) / (2 * degrees) ** 0.5)
 
 
 def kept(logits: Floats, sampling: Sampling) -> list[int]:

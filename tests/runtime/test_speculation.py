@@ -32,6 +32,7 @@ from mlcbuild_runtime.vm import Floats, Model, Step
 from . import shared, toy
 from .shared import Server
 from .test_engine import GREEDY, ask, drain, greedy, tokens_of, wait_idle
+from .test_sampling import chi_squared
 
 Guess = Callable[[Sequence, int], list[int]]
 
@@ -282,18 +283,6 @@ def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bu
     with pytest.raises(RequestError, match="the constraint cannot be followed"):
         failed.take(next(iter(set(range(432)) - set(failed.allowed(432).nonzero()[0].tolist()))))
     assert failed.forced(3) == [] and failed.accepted([5]) == 0
-
-
-def chi_squared(counts: Counter[tuple[int, ...]], exact: dict[tuple[int, ...], float], total: int) -> float:
-    """(statistic - degrees) / sqrt(2 degrees): about normal where what is expected is at least 5."""
-    common = {key: p for key, p in exact.items() if p * total >= 5}
-    rest = 1 - sum(common.values())
-    statistic = sum((counts[key] - p * total) ** 2 / (p * total) for key, p in common.items())
-    if rest * total >= 5:
-        seen = total - sum(counts[key] for key in common)
-        statistic += (seen - rest * total) ** 2 / (rest * total)
-    degrees = len(common) - (rest * total < 5)
-    return float((statistic - degrees) / (2 * degrees) ** 0.5)
 
 
 @pytest.mark.parametrize("guess", [perfect, partly])
