@@ -116,6 +116,8 @@ class Cache:
     content: dict[str, bytes] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    clients: set[int] = field(default_factory=set)
+    """The ports of those that ask."""
     fault: Fault = usual
 
     @property
@@ -132,7 +134,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     cache: Cache
 
     def _handle(self) -> None:
-        self.path = self.path.removeprefix("/bucket")  # as S3 names it
+        if self.path.startswith("/bucket/"):  # as S3 names it, with a signature
+            self.path = self.path.removeprefix("/bucket").partition("?")[0]
+        self.cache.clients.add(self.client_address[1])
         self.cache.requests.append((self.command, self.path))
         self.cache.headers.append({name.title(): value for name, value in self.headers.items()})
         if self.cache.fault(self):
@@ -164,8 +168,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(
         self, status: int, data: bytes = b"", extra: dict[str, str] | None = None, length: int | None = None
     ) -> None:
-        self.send_response(status)
-        for name, value in {"ETag": '"1"', **(extra or {})}.items():
+        self.send_response_only(status)
+        for name, value in {"ETag": '"1"', "Date": self.date_time_string(), **(extra or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data) if length is None else length))
         self.end_headers()

@@ -21,6 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes.link import connect
 from tests.caches import NGINX, WITHOUT_NGINX, nginx, serving
 from tests.test_remotes import BUILT, REUSED, User, statuses
 
@@ -188,6 +190,9 @@ def proxy(login: str = "") -> Iterator[Proxy]:
             answer = connection.getresponse()
             content = answer.read()
             self.send_response(answer.status)
+            for name in ("Content-Range", "ETag"):
+                if name in answer.headers:
+                    self.send_header(name, answer.headers[name])
             self.send_header("Content-Length", answer.headers.get("Content-Length", str(len(content))))
             self.end_headers()
             self.wfile.write(content)
@@ -236,6 +241,31 @@ def test_http_goes_through_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         user = User(tmp_path / "2", cache.url)
         assert statuses(user.run()) == REUSED and user.warnings() == []
         assert all(f" {cache.url}/" in asked for asked in between.asked)
+
+
+def test_a_bucket_is_reached_through_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_login: None
+) -> None:
+    with serving() as cache, proxy("ann:secret") as between:
+        monkeypatch.setenv("http_proxy", between.url.replace("//", "//ann:secret@"))
+        assert User(tmp_path / "1", cache.bucket).run().not_uploaded == {}
+        user = User(tmp_path / "2", cache.bucket)
+        assert statuses(user.run()) == REUSED and user.warnings() == []
+        assert all(f" {cache.url}/bucket/" in asked for asked in between.asked)
+        assert any(asked.startswith("GET") for asked in between.asked)
+
+
+@needs_nginx
+def test_a_bucket_behind_a_certificate_of_an_own_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_login: None
+) -> None:
+    authority = Authority(tmp_path)
+    with nginx(tmp_path / "nginx", tls=authority.sign()) as server:
+        bucket = f"s3://bucket?endpoint={server.url}"
+        with pytest.raises(RemoteError, match="its certificate is not valid: unable to get local issuer"):
+            connect(bucket).size("cas/x")
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+        assert connect(bucket).size("cas/x") is None
 
 
 def test_a_proxy_that_is_down_or_unknown_costs_one_warning(

@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from mlcbuild.canon import Json
+from mlcbuild.errors import RemoteError
 from mlcbuild.events import Event, RunResult, StepFetching, StepResult, Warned
 from mlcbuild.execute import Options, execute
 from mlcbuild.graph import Graph, Input, Step
 from mlcbuild.plan import plan
-from mlcbuild.remotes import Mode, Remote
-from mlcbuild.remotes.link import Link
+from mlcbuild.remotes import Mode, Remote, client
+from mlcbuild.remotes.link import Link, connect
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.store import Store
 from mlcbuild.upkeep import verify
@@ -279,6 +280,60 @@ def test_no_server_and_no_directory_cost_one_warning_each(tmp_path: Path) -> Non
     assert second.endswith("is not used in this run: Connection refused")
     assert first.endswith(f"there is no directory {tmp_path}/nowhere: create it, or mount it")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_connections_are_used_again(
+    address: Callable[[Cache], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = threading.Event()
+
+    def fault(handler: Handler) -> bool:
+        handler.close_connection = leaves.is_set()  # and does not say so
+        return False
+
+    monkeypatch.setattr(client, "PAUSES", (0.0,))
+    with serving(fault) as cache:
+        User(tmp_path / "one", address(cache)).run()
+        for expected in (1, 14):
+            cache.clients.clear()
+            transport = connect(address(cache))
+            for name in [*cache.names("ac"), *cache.names("cas"), "/cas/none"]:
+                body = transport.open(name[1:])
+                if body is not None:
+                    with body:
+                        assert b"".join(map(bytes, iter(body.read, b""))) == cache.content[name]
+                time.sleep(0.01)
+                assert (transport.size(name[1:]) is None) == (body is None)
+                time.sleep(0.01)
+            assert len(cache.clients) == expected
+            leaves.set()
+            transport.close()
+            with pytest.raises(RemoteError, match="the run ends"):
+                transport.size("cas/none")
+
+
+def test_answers_that_say_nothing_may_be_broken_or_endless(
+    address: Callable[[Cache], str], tmp_path: Path
+) -> None:
+    def fault(handler: Handler) -> bool:
+        if handler.command == "PUT":
+            handler.cache.content[handler.path] = handler.body()
+            handler.answer(200, b"x", length=99)
+        elif handler.command == "GET" and handler.path not in handler.cache.content:
+            handler.send_response(404)
+            handler.send_header("Transfer-Encoding", "chunked")
+            handler.end_headers()
+            handler.close_connection = True
+            for _ in range(300):
+                handler.wfile.write(b"%x\r\n%s\r\n" % (1 << 20, b"x" * (1 << 20)))
+        else:
+            return False
+        return True
+
+    with serving(fault) as cache:
+        first = User(tmp_path / "one", address(cache))
+        assert statuses(first.run()) == BUILT and first.warnings() == []
+        assert statuses(User(tmp_path / "two", address(cache)).run()) == REUSED
 
 
 def drops(count: int) -> Callable[[Handler], bool]:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import random
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
 from mlcbuild.canon import bytes_digest
 from mlcbuild.errors import RemoteError
 from mlcbuild.graph import Graph
-from mlcbuild.remotes import aws, fault
+from mlcbuild.remotes import aws, client, fault, ranges, s3
 from mlcbuild.remotes.link import connect
 from mlcbuild.remotes.transport import Transport
 from mlcbuild.upkeep import verify
@@ -38,10 +44,16 @@ def content(transport: Transport, name: str, start: int = 0) -> bytes:
     body = transport.open(name, start)
     assert body is not None and body.start == start
     with body:
-        return b"".join(iter(body.read, b""))
+        return b"".join(bytes(data) for data in iter(body.read, b""))  # the buffer is filled anew
 
 
-def test_large_objects_go_in_parts_and_come_in_ranges(bucket: str, s3_server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_large_objects_go_in_parts_and_come_in_ranges(
+    fast: bool, bucket: str, s3_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "FAST", 0 if fast else 1e18)
+    for module in (ranges, s3):
+        monkeypatch.setattr(module, "FIRST", 3_000_000)
     graph = Graph([step("big", "big", bytes=30_000_001)])
     User(tmp_path / "one", bucket).run(graph)
     second = User(tmp_path / "two", bucket)
@@ -52,11 +64,16 @@ def test_large_objects_go_in_parts_and_come_in_ranges(bucket: str, s3_server: Se
     (second.store.root / "partial" / digest).write_bytes(b"x" * 9_999_999)
     assert statuses(second.run(graph)) == {"big": "reused"} and second.warnings() == []
     assert verify(second.store).ok
-    log = (s3_server.home / "radosgw.log").read_text()
-    requests = [line for line in log.splitlines() if digest in line and "beast" in line]
+    name = bucket[5:].partition("/")[0]
+    log = (s3_server.home / "radosgw.log").read_text().splitlines()
+    requests = [line for line in log if name in line and digest in line and "beast" in line]
     assert sum("PUT" in line and "partNumber" in line for line in requests) == 4
     starts = sorted(int(line.split("bytes=")[1].partition("-")[0]) for line in requests if "bytes=" in line)
-    assert starts == list(range(9_999_999, 30_000_001, 4 << 20)), "one piece after the other, each once"
+    if fast:
+        assert starts == [9_999_999, 12_999_999], "each is much longer than the one before"
+    else:
+        pieces = range(12_999_999, 30_000_001, ranges.PIECE)
+        assert starts == [9_999_999, *pieces], "one piece after the other, each once"
 
 
 def test_what_is_there_first_stays(bucket: str) -> None:
@@ -92,7 +109,11 @@ def test_a_body_begins_at_0_where_less_is_there(bucket: str) -> None:
         assert body is not None and (body.start, body.read(), body.read()) == (0, data, b"")
 
 
-def test_an_object_that_is_replaced_while_it_is_read_is_no_mixture(bucket: str) -> None:
+@pytest.mark.parametrize("fast", [0, 1e18])
+def test_an_object_that_is_replaced_while_it_is_read_is_no_mixture(
+    fast: float, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "FAST", fast)
     transport = connect(bucket)
     size = 40 << 20
     transport.put(NAME, io.BytesIO(b"a" * size), size)
@@ -104,6 +125,113 @@ def test_an_object_that_is_replaced_while_it_is_read_is_no_mixture(bucket: str) 
         with pytest.raises(RemoteError, match=r"the object was replaced while it was read|status 412"):
             while data := body.read():
                 assert set(data) == {ord("a")}
+
+
+SIZE = 20_000_000
+
+
+@pytest.fixture
+def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ranges, s3):
+        monkeypatch.setattr(module, "FIRST", 1_000_000)
+    monkeypatch.setattr(ranges, "PIECE", 1_000_000)
+
+
+@dataclass
+class Slow:
+    """A server that gives 50 MB/s to each connection."""
+
+    now: int = 0
+    most: int = 0
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, handler: Handler) -> bool:
+        if handler.command != "GET":
+            return False
+        with self.guard:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        start, end = map(int, handler.headers["Range"][6:].split("-"))
+        data = handler.cache.content[handler.path][start : end + 1]
+        handler.send_response(206)
+        handler.send_header("ETag", '"1"')
+        handler.send_header("Content-Range", f"bytes {start}-{start + len(data) - 1}/{SIZE}")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        for at in range(0, len(data), 100_000):
+            time.sleep(0.002)
+            handler.wfile.write(data[at : at + 100_000])
+        with self.guard:
+            self.now -= 1
+        return True
+
+
+def test_a_server_that_is_slow_for_each_connection_is_read_by_several(
+    s3_login: None, short_ranges: None
+) -> None:
+    data = random.Random(1).randbytes(SIZE)
+    slow = Slow()
+    with serving(slow) as cache:
+        transport = connect(cache.bucket)
+        transport.put(NAME, io.BytesIO(data), SIZE // 3)  # less than a part, in one request
+        cache.content[f"/{NAME}"] = data
+        before = len(cache.requests)
+        for start in (0, 7_777_777):
+            assert content(transport, NAME, start) == data[start:]
+        assert 2 <= slow.most <= ranges.AHEAD
+        assert len(cache.requests) - before == 20 + 13, "each range once"
+        assert len(cache.clients) <= 2 + ranges.AHEAD, "connections are used again"
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("cut", "its answer ended early"),
+        ("missing", "the object was removed while it was read"),
+        ("longer", "it answered another range than the one it was asked for"),
+        ("all", "it does not always know ranges"),
+        ("elsewhere", "it answered another range than the one it was asked for"),
+        ("refused", r"it refuses the credentials \(status 403, AccessDenied\)"),
+    ],
+)
+@pytest.mark.parametrize("fast", [0, 1e18])
+def test_a_range_that_goes_wrong_is_told(
+    wrong: str, words: str, fast: float, s3_login: None, short_ranges: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "FAST", fast)
+    monkeypatch.setattr(client, "PAUSES", ())
+    data = bytes(SIZE)
+
+    def fault(handler: Handler) -> bool:
+        start, end = map(int, handler.headers.get("Range", "bytes=0-0")[6:].split("-"))
+        if handler.command != "GET" or not start:
+            return False
+        end = min(end, SIZE - 1)
+        there = {"Content-Range": f"bytes {start}-{end}/{SIZE}"}
+        if wrong == "cut":
+            handler.answer(206, data[start : end - 9], there, end + 1 - start)
+        elif wrong == "missing":
+            handler.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        elif wrong == "longer":
+            handler.answer(
+                206, data[: end + 99 - start], there | {"Content-Range": f"bytes {start}-{end + 98}/{SIZE}"}
+            )
+        elif wrong == "all":
+            handler.answer(200, data)
+        elif wrong == "elsewhere":
+            handler.answer(206, data[:10], {"Content-Range": f"bytes 10-19/{SIZE}"})
+        else:
+            handler.answer(403, b"<Error><Code>AccessDenied</Code><X>X-Amz-Signature</X></Error>")
+        return True
+
+    with serving(fault) as cache:
+        cache.content[f"/{NAME}"] = data
+        transport = connect(cache.bucket)
+        with pytest.raises(RemoteError, match=words) as caught:
+            content(transport, NAME)
+        assert "X-Amz" not in str(caught.value)
+        transport.close()
 
 
 class Ends(io.BytesIO):
@@ -150,6 +278,135 @@ def test_a_closed_transport_wakes_who_waits(s3_login: None) -> None:
 
 
 # Addresses and credentials
+
+
+def queries(handlers: list[str]) -> list[dict[str, str]]:
+    return [dict(parse_qsl(urlsplit(line.split()[1]).query)) for line in handlers]
+
+
+def test_what_is_read_is_signed_in_its_address(s3_login: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token/+=")
+    lines: list[str] = []
+
+    def noting(handler: Handler) -> bool:
+        lines.append(handler.requestline)
+        return False
+
+    with serving(noting) as cache:
+        cache.content[f"/{NAME}"] = b"data"
+        assert content(connect(cache.bucket), NAME) == b"data"
+        assert connect(f"s3://bucket/a%20b?region=eu-9&endpoint={cache.url}/some/where").size(NAME) is None
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        assert content(connect(cache.bucket), NAME) == b"data"
+        assert connect(cache.bucket).size(NAME) == 4
+    first, second, *public = queries(lines)
+    assert first["X-Amz-Security-Token"] == "token/+=" and first["X-Amz-Expires"] == "1200"
+    assert first["X-Amz-SignedHeaders"] == "host" and len(first["X-Amz-Signature"]) == 64
+    assert lines[1].startswith(f"HEAD /some/where/bucket/a%20b/{NAME}?X-Amz-")
+    assert second["X-Amz-Credential"].endswith("/eu-9/s3/aws4_request")
+    assert public == [{}, {}]
+
+
+def test_a_long_download_is_signed_again_before_the_signature_expires(
+    s3_login: None, short_ranges: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = []
+    sign = s3.S3.sign
+
+    def noted(self: s3.S3, method: Literal["GET", "HEAD"], name: str) -> str:
+        signed.append(name)
+        return sign(self, method, name)
+
+    monkeypatch.setattr(s3.S3, "sign", noted)
+    monkeypatch.setattr(ranges, "FAST", 0)
+    with serving() as cache:
+        cache.content[f"/{NAME}"] = bytes(SIZE)
+        transport = connect(cache.bucket)
+        assert len(content(transport, NAME)) == SIZE and len(signed) == 1
+        monkeypatch.setattr(s3, "EXPIRY", timedelta(seconds=s3._SKEW))
+        assert len(content(transport, NAME)) == SIZE and len(signed) == 1 + 3
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "answer", "words"),
+    [
+        (
+            400,
+            {"x-amz-bucket-region": "eu-1"},
+            b"",
+            "the bucket is in the region eu-1: write region=eu-1 into",
+        ),
+        (
+            301,
+            {"x-amz-bucket-region": "us-east-1"},
+            b"",
+            "it sends clients elsewhere (status 301): write the",
+        ),
+        (301, {"x-amz-bucket-region": "e\\u"}, b"", "it sends clients elsewhere (status 301): write the"),
+        (403, {"Date": "Mon, 01 Jan 2024 00:00:00 GMT"}, b"", "its clock and that of this machine differ by"),
+        (
+            403,
+            {"Date": "Mon, 99 Jan 99999999999 00:00:00 GMT"},
+            b"",
+            "it refuses the credentials (status 403)",
+        ),
+        (404, {}, b"<Error><Code>NoSuchBucket</Code>", "there is no bucket bucket: create it"),
+        (503, {}, b"<Error><Code>SlowDown</Code>", "it answered with status 503, SlowDown"),
+        (418, {}, b"<Code>" + b"x" * 300_000, "it answered with status 418"),
+    ],
+)
+def test_refusals_are_explained(
+    status: int,
+    headers: dict[str, str],
+    answer: bytes,
+    words: str,
+    s3_login: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "PAUSES", (0.0,))
+
+    def refuses(handler: Handler) -> bool:
+        handler.answer(status, answer, headers)
+        return True
+
+    with serving(refuses) as cache, pytest.raises(RemoteError) as caught:
+        connect(cache.bucket).open(NAME)
+    assert str(caught.value).startswith(words) and len(str(caught.value)) < 200
+
+
+def test_where_credentials_come_from_is_asked_and_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3_login: None
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    given: list[bool] = []
+
+    def guard(handler: Handler) -> bool:
+        if "/login" not in handler.path:
+            return False
+        if given:
+            document = {
+                "AccessKeyId": "me",
+                "SecretAccessKey": "hunter2",
+                "Token": "t",
+                "Expiration": "2999-01-01T00:00:00Z",
+            }
+            handler.answer(200, json.dumps(document).encode())
+        else:
+            handler.answer(403, b"hunter2")
+        return True
+
+    with serving(guard) as cache:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{cache.url}/login?secret=hunter2")
+        token = tmp_path / "token"
+        token.write_text("hunter2")
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
+        with pytest.raises(RemoteError) as caught:
+            connect(cache.bucket).size(NAME)
+        assert "hunter2" not in str(caught.value)
+        given.append(True)
+        assert connect(cache.bucket).size(NAME) is None
 
 
 @pytest.mark.parametrize(

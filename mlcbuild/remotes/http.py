@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.auth import authorization, refusal
-from mlcbuild.remotes.client import Client, Response, is_missing, status_words
+from mlcbuild.remotes.client import Client, Response, status_words
 from mlcbuild.remotes.transport import TIMEOUT, Body
 
 
@@ -28,17 +28,17 @@ class Http:
     def open(self, name: str, start: int = 0) -> Body | None:
         response = self._ask("GET", name, {"Range": f"bytes={start}-"} if start else {})
         if response.status == 416:  # shorter than it should be: what is there, from the beginning
-            response.read()
+            self._client.end(response)
             response = self._ask("GET", name)
-        if is_missing(response):
+        if self._client.is_missing(response):
             return None
         self._demand(response, 200, 206)
         return self._client.body(response, start)
 
     def size(self, name: str) -> int | None:
         response = self._ask("HEAD", name)
-        response.read()
-        if is_missing(response):
+        self._client.end(response)
+        if self._client.is_missing(response):
             return None
         self._demand(response, 200)
         length = response.headers.get("Content-Length", "")
@@ -48,9 +48,10 @@ class Http:
         headers = {"Content-Length": str(size)}
         response = self._ask("PUT", name, headers, source)
         if response.status == 409:  # some servers want the collection to be there
-            self._ask("MKCOL", name.partition("/")[0] + "/").read()
+            self._client.end(response)
+            self._client.end(self._ask("MKCOL", name.partition("/")[0] + "/"))
             response = self._ask("PUT", name, headers, source)
-        response.read()
+        self._client.end(response)
         self._demand(response, 200, 201, 204)
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class Http:
     def _demand(self, response: Response, *accepted: int) -> None:
         if response.status in accepted:
             return
-        self._client.drop()
+        self._client.discard(response)
         if response.status in (401, 403):
             words = refusal(self._client.host, response.status, authorized=bool(self._headers))
             raise RemoteError(words)

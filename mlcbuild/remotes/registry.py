@@ -19,7 +19,7 @@ from urllib.parse import urlencode, urljoin, urlsplit
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import auth
-from mlcbuild.remotes.client import Client, Response, is_missing, status_words
+from mlcbuild.remotes.client import Client, Response, status_words
 from mlcbuild.remotes.reference import Place
 from mlcbuild.remotes.transport import TIMEOUT, Body
 
@@ -59,7 +59,7 @@ class Registry:
     def manifest(self, reference: str) -> tuple[str, bytes] | None:
         """Digest and bytes of a manifest, checked; None when there is none."""
         response = self._ask("GET", f"manifests/{reference}", {"Accept": MANIFEST})
-        if is_missing(response):
+        if self._home.is_missing(response):
             return None
         self._demand(response, 200)
         with self._home.body(response, 0) as body:
@@ -79,17 +79,17 @@ class Registry:
         headers = {"Range": f"bytes={start}-"} if start else {}
         client, response = self._follow("GET", f"blobs/{digest}", headers)
         if response.status == 416:  # shorter than it should be: what is there, from the beginning
-            response.read()
+            client.end(response)
             client, response = self._follow("GET", f"blobs/{digest}", {})
-        if is_missing(response):
+        if client.is_missing(response):
             return None
         self._demand(response, 200, 206, client=client)
         return client.body(response, start)
 
     def has(self, digest: str) -> bool:
         client, response = self._follow("HEAD", f"blobs/{digest}", {})
-        response.read()
-        if is_missing(response):
+        client.end(response)
+        if client.is_missing(response):
             return False
         self._demand(response, 200, client=client)
         return True
@@ -100,15 +100,15 @@ class Registry:
         """Whether the registry took a blob from another of its repositories, without it being sent."""
         query = urlencode({"mount": digest, "from": repository})
         response = self._ask("POST", f"blobs/uploads/?{query}", {"Content-Length": "0"}, mounts=repository)
-        response.read()
+        self._home.end(response)
         if response.status == 202:  # it opened an upload instead: that is abandoned
-            self._ask("DELETE", self._location(response)).read()
+            self._home.end(self._ask("DELETE", self._location(response)))
         return response.status == 201
 
     def send(self, source: Source, size: int) -> str:
         """Sends a blob and returns its digest, which is computed as the bytes go."""
         response = self._ask("POST", "blobs/uploads/", {"Content-Length": "0"})
-        response.read()
+        self._home.end(response)
         self._demand(response, 202)
         location, hasher, done = self._location(response), hashlib.sha256(), 0
         while done < size:
@@ -118,7 +118,7 @@ class Registry:
         digest = f"sha256:{hasher.hexdigest()}"
         mark = "&" if "?" in location else "?"
         last = self._ask("PUT", f"{location}{mark}{urlencode({'digest': digest})}", {"Content-Length": "0"})
-        last.read()
+        self._home.end(last)
         self._demand(last, 201, 204)
         return digest
 
@@ -131,7 +131,7 @@ class Registry:
         """Makes a tag stand for a manifest; its digest."""
         headers = {"Content-Type": MANIFEST, "Content-Length": str(len(manifest))}
         response = self._ask("PUT", f"manifests/{reference}", headers, io.BytesIO(manifest))
-        response.read()
+        self._home.end(response)
         self._demand(response, 201)
         return f"sha256:{hashlib.sha256(manifest).hexdigest()}"
 
@@ -161,7 +161,7 @@ class Registry:
             }
             try:
                 response = self._ask("PATCH", location, headers, piece)  # type: ignore[arg-type]
-                response.read()
+                self._home.end(response)
                 if response.status in (202, 204):
                     return self._location(response), piece.hasher
                 if response.status != 416:
@@ -170,7 +170,7 @@ class Registry:
                 if attempt + 1 == _ATTEMPTS:
                     raise
             answer = self._ask("GET", location)  # how far it came
-            answer.read()
+            self._home.end(answer)
             self._demand(answer, 204)
             location = self._location(answer)
             came = re.fullmatch(r"(?:bytes=)?0-(\d+)", answer.headers.get("Range", ""))
@@ -202,7 +202,7 @@ class Registry:
         for _ in range(_REDIRECTS):
             if response.status not in (301, 302, 303, 307, 308):
                 break
-            response.read()
+            client.end(response)
             url = urljoin(url, response.headers.get("Location", ""))
             parts = urlsplit(url)
             if parts.scheme not in ("https", "http") or (parts.scheme == "http" and not self.place.plain):
@@ -235,9 +235,9 @@ class Registry:
             return response
         challenge = response.headers.get("WWW-Authenticate", "")
         if source is None:
-            response.read()
+            self._home.end(response)
         else:
-            self._home.drop()
+            self._home.discard(response)
         granted = self._answer(challenge, scope)
         if granted is None or granted == sent:
             raise RemoteError(auth.refusal(self.place.host, 401, authorized=self._login is not None))
@@ -266,7 +266,7 @@ class Registry:
         with self._guard:
             client = self._clients.setdefault(address, Client(address, self._timeout))
         response = client.ask("GET", f"{realm.path}?{query}", _with(None, self._login))
-        data = response.read(LARGEST)
+        data = client.end(response)
         if response.status in (401, 403):
             raise RemoteError(
                 auth.refusal(self.place.host, response.status, authorized=self._login is not None)
@@ -283,7 +283,7 @@ class Registry:
     def _demand(self, response: Response, *accepted: int, client: Client | None = None) -> None:
         if response.status in accepted:
             return
-        (client or self._home).drop()
+        (client or self._home).discard(response)
         if response.status in (401, 403):
             words = auth.refusal(self.place.host, response.status, authorized=self._login is not None)
             raise RemoteError(words)

@@ -1,9 +1,9 @@
 """S3 and what speaks its protocol: `s3://bucket/prefix`, with `?endpoint=https://host&region=name`.
 
-obstore talks to the server. Large objects are read as several ranges at once, all of one version, and written
-in parts; what is small is put only where nothing is yet, if the server can do that. Signatures hold for one
-host only, so a recipe may name the endpoint. Credentials are those of other S3 tools: environment variables,
-then the files in ~/.aws.
+obstore signs and writes: in parts what is large, and what is small only where nothing is yet, if the server
+can do that. Our own client reads, by signed addresses, in ranges that are all of one version. Signatures hold
+for one host only, so a recipe may name the endpoint. Credentials are those of other S3 tools: environment
+variables, then the files in ~/.aws.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ import asyncio
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError as EndedError
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from email.utils import parsedate_to_datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.aws import settings
-from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT, Body, Buffer, SlowError
+from mlcbuild.remotes.client import Client, Response, status_words
+from mlcbuild.remotes.ranges import AHEAD, FIRST, Range, Ranges
+from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT, Body
 
 if TYPE_CHECKING:
-    from obstore import GetResult
     from obstore.store import ClientConfig, S3Store
 
-PIECE = 4 << 20
-"""Bytes of a range."""
-AHEAD = 4
-"""Ranges of one object on their way."""
 PART = 8 << 20
 """Bytes of a part of an upload; what is not larger is put in one request."""
 PARTS = 4
 """Parts of one upload on their way."""
 _MOST_PARTS = 10_000
+EXPIRY = timedelta(minutes=20)
+"""Of a signature. It is not used for so long: clocks may differ."""
+_SKEW = 15 * 60
+"""Seconds by which servers let clocks differ."""
 Result = TypeVar("Result")
 
 
@@ -61,19 +61,23 @@ class S3:
         self._creates = True
         """Whether the server is thought to know conditional requests."""
         chosen = settings(url)
-
-        self._reading = self._store(chosen, {"read_timeout": timeout, "timeout": PIECE // SLOWEST * AHEAD})
         # A read timeout would end long uploads: it counts from the first byte of the question.
-        self._writing = self._store(chosen, {"timeout": timeout + PART * PARTS / SLOWEST})
+        self._store = self._opened(chosen, timeout + PART * PARTS / SLOWEST)
+        self._anonymous = bool(chosen.pop("skip_signature", False))
+        login = {"access_key_id": "nobody", "secret_access_key": "none"} if self._anonymous else {}
+        self._signing = self._opened(chosen | login, timeout)
+        self._region = chosen["region"]
+        self._client: Client | None = None
+        self._readers = ThreadPoolExecutor(AHEAD, "s3")
 
-    def _store(self, chosen: dict[str, Any], timeouts: dict[str, float]) -> S3Store:
+    def _opened(self, chosen: Mapping[str, Any], timeout: float) -> S3Store:
         from obstore.store import S3Store
 
         options: dict[str, Any] = {
             "allow_http": str(chosen.get("endpoint", "")).startswith("http://"),
             "connect_timeout": f"{min(self._timeout, CONNECT)}s",
+            "timeout": f"{timeout}s",
             "user_agent": "mlcbuild",
-            **{name: f"{seconds}s" for name, seconds in timeouts.items()},
         }
         first, last = (timedelta(seconds=pause) for pause in PAUSES)
         return S3Store(
@@ -88,26 +92,22 @@ class S3:
         )
 
     def open(self, name: str, start: int = 0) -> Body | None:
-        try:
-            first = self._wait(self._start(self._piece(name, start)))
-        except FileNotFoundError:
+        found = _Object(self, name)
+        first = found.range(start, start + FIRST)
+        if first is None:
             return None
-        except _RangeError:  # shorter than it should be: what is there, from the beginning
-            start, first = 0, self._wait(self._start(self._whole(name)))
-        reader = _Reader(self, name, start, first)
-        return Body(start, reader.read, reader.close)
+        rest = Ranges(first, found.more, self._readers)
+        return Body(first.body.start, rest.read, rest.close)
 
     def size(self, name: str) -> int | None:
-        import obstore
-
-        async def ask() -> int:
-            question = obstore.head_async(self._reading, self._path(name))
-            return (await asyncio.wait_for(question, self._patience))["size"]
-
-        try:
-            return self._wait(self._start(ask()))
-        except FileNotFoundError:
+        client, response = self.ask("HEAD", self.sign("HEAD", name))
+        client.end(response)
+        if response.status == 404:
             return None
+        if response.status != 200:
+            raise self.refused(response, b"")
+        length = response.headers.get("Content-Length", "")
+        return int(length) if length.isdecimal() else None
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         import obstore
@@ -132,62 +132,54 @@ class S3:
     def close(self) -> None:
         with self._guard:
             self._closed = True
-            tasks = list(self._tasks)
+            tasks, client = list(self._tasks), self._client
         for task in tasks:
             task.cancel()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        if client is not None:
+            client.close()
+
+    def sign(self, method: Literal["GET", "HEAD"], name: str) -> str:
+        """The URL of an object, for one method and EXPIRY; a secret."""
+        import obstore
+
+        async def sign() -> str:
+            question = obstore.sign_async(self._signing, method, self._path(name), EXPIRY)
+            return await asyncio.wait_for(question, self._patience)  # credentials may come from a server
+
+        found = self._wait(self._start(sign()))
+        return found.partition("?")[0] if self._anonymous else found
+
+    def ask(
+        self, method: Literal["GET", "HEAD"], signed: str, headers: Mapping[str, str] | None = None
+    ) -> tuple[Client, Response]:
+        parts = urlsplit(signed)
+        with self._guard:
+            if self._closed:
+                raise RemoteError("the run ends")
+            client = self._client or Client(f"{parts.scheme}://{parts.netloc}", self._timeout)
+            self._client = client
+        return client, client.ask(method, parts.path + (f"?{parts.query}" if parts.query else ""), headers)
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".lstrip("/")
 
-    async def _piece(self, name: str, start: int, before: _Piece | None = None) -> _Piece:
-        """A range of an object; of the version of the piece `before`, and in one if that one came fast."""
-        import obstore
-
-        began = time.monotonic()
-        options: Any = {"range": (start, start + PIECE)}
-        if before is not None and before.etag:
-            options["if_match"] = before.etag
-        question = obstore.get_async(self._reading, self._path(name), options=options)
-        found = await asyncio.wait_for(question, self._patience)
-        if before is not None and before.fast:
-            try:
-                data = memoryview(await asyncio.wait_for(found.bytes_async(), self._timeout))
-            except TimeoutError:  # it is no longer fast, which need not be too slow
-                return await self._piece(name, start, replace(before, fast=False))
-        else:
-            data = memoryview(await self._slowly(found))
-        fast = time.monotonic() - began < self._timeout / 8
-        return _Piece(data, found.meta["size"], found.meta["e_tag"], fast)
-
-    async def _slowly(self, found: GetResult) -> bytearray:
-        """A body in chunks so small that one which takes longer than the timeout is slower than SLOWEST."""
-        stream = found.stream(min_chunk_size=max(1, int(SLOWEST * self._timeout / AHEAD)))
-        data = bytearray()
-        while True:
-            try:
-                data += await asyncio.wait_for(anext(stream), self._timeout)
-            except StopAsyncIteration:
-                return data
-            except TimeoutError:
-                raise SlowError(f"it is too slow: {len(data)} bytes in {self._timeout:.0f} seconds") from None
-
-    async def _whole(self, name: str) -> _Piece:
-        import obstore
-
-        found = await asyncio.wait_for(obstore.get_async(self._reading, self._path(name)), self._patience)
-        data = memoryview(await asyncio.wait_for(found.bytes_async(), self._timeout))
-        return _Piece(data, len(data), found.meta["e_tag"])
+    def refused(self, response: Response, answer: bytes) -> RemoteError:
+        code = re.search(rb"<Code>([A-Za-z0-9]{1,60})</Code>", answer)
+        region = response.headers.get("x-amz-bucket-region", "")
+        if region != self._region and re.fullmatch(r"[a-z0-9-]{1,30}", region):
+            return RemoteError(f"the bucket is in the region {region}: write region={region} into its URL")
+        if code is not None and code[1] == b"NoSuchBucket":
+            return RemoteError(f"there is no bucket {self._bucket}: create it")
+        return _refusal(response.status, code[1].decode() if code else "", response.headers.get("Date", ""))
 
     def _put(self, name: str, data: bytes | Iterator[bytes], **options: Any) -> None:
         import obstore
 
         async def put() -> None:
-            await obstore.put_async(self._writing, self._path(name), data, **options)
+            await obstore.put_async(self._store, self._path(name), data, **options)
 
-        try:
-            self._wait(self._start(put()))
-        except FileNotFoundError:
-            raise RemoteError(f"there is no bucket {self._bucket}: create it") from None
+        self._wait(self._start(put()))
 
     def _start(self, question: Coroutine[Any, Any, Result]) -> Future[Result]:
         with self._guard:  # a task that is started is one that `close` finds
@@ -199,7 +191,7 @@ class S3:
         raise RemoteError("the run ends")
 
     def _wait(self, task: Future[Result]) -> Result:
-        """Raises RemoteError; FileNotFoundError, AlreadyExistsError and what a source raises as it is."""
+        """Raises RemoteError; AlreadyExistsError and what a source raises as it is."""
         from obstore import exceptions
 
         try:
@@ -208,10 +200,8 @@ class S3:
             raise RemoteError("the run ends") from None
         except TimeoutError:
             raise RemoteError("it does not answer") from None
-        except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
-                raise RemoteError(f"there is no bucket {self._bucket}: create it") from None
-            raise
+        except FileNotFoundError:
+            raise RemoteError(f"there is no bucket {self._bucket}: create it") from None
         except exceptions.AlreadyExistsError:
             raise
         except exceptions.BaseError as error:
@@ -221,55 +211,52 @@ class S3:
                 self._tasks.discard(task)
 
 
-class _RangeError(RemoteError):
-    """A range that begins at or behind the end."""
+class _Object:
+    """One object, and an address of it that is signed anew before it expires."""
+
+    def __init__(self, transport: S3, name: str) -> None:
+        self._transport = transport
+        self._name = name
+        self._signed = ""
+        self._until = 0.0
+
+    def range(self, start: int, end: int, version: str = "", share: int = 1) -> Range | None:
+        """What it has from `start` up to `end`; all of it when it has nothing there."""
+        headers = {"Range": f"bytes={start}-{end - 1}", **({"If-Match": version} if version else {})}
+        client, response = self._ask(headers)
+        if response.status == 416 and not version:
+            client.end(response)
+            client, response = self._ask({})
+        if response.status == 200:
+            return Range(client.body(response, 0, share), 0, "")
+        if response.status != 206:
+            answer = client.end(response)
+            if response.status == 404 and b"NoSuchBucket" not in answer:
+                return None
+            raise self._transport.refused(response, answer)
+        body = client.body(response, start, share)
+        stated = re.fullmatch(r"bytes \d+-(\d{1,18})/(\d{1,18})", response.headers["Content-Range"])
+        if stated is None or int(stated[1]) + 1 != min(end, int(stated[2])):
+            body.close()
+            raise RemoteError("it answered another range than the one it was asked for")
+        return Range(body, int(stated[2]), _version(response))
+
+    def more(self, start: int, end: int, version: str, share: int) -> Range:
+        found = self.range(start, end, version, share)
+        if found is None:
+            raise RemoteError("the object was removed while it was read")
+        return found
+
+    def _ask(self, headers: Mapping[str, str]) -> tuple[Client, Response]:
+        now = time.monotonic()
+        if now >= self._until:
+            self._signed = self._transport.sign("GET", self._name)
+            self._until = now + EXPIRY.total_seconds() - _SKEW
+        return self._transport.ask("GET", self._signed, headers)
 
 
 class _UnknownError(RemoteError):
     """A request of a kind that the server does not know."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Bytes of an object, and what the whole is."""
-
-    data: memoryview
-    size: int
-    etag: str | None
-    fast: bool = False
-    """Whether it came in a fraction of the time that it may take."""
-
-
-class _Reader:
-    """The bytes of an object in order, with the next ranges on their way."""
-
-    def __init__(self, transport: S3, name: str, start: int, first: _Piece) -> None:
-        self._transport = transport
-        self._name = name
-        self._last = first
-        self._given = False
-        self._next = start + len(first.data)
-        self._ahead: deque[Future[_Piece]] = deque()
-        self._fill()
-
-    def read(self) -> Buffer:
-        if self._given:
-            if not self._ahead:
-                return b""
-            self._last = self._transport._wait(self._ahead.popleft())
-            self._fill()
-        self._given = True
-        return self._last.data
-
-    def close(self) -> None:
-        for task in self._ahead:
-            task.cancel()
-
-    def _fill(self) -> None:
-        while len(self._ahead) < AHEAD and self._next < self._last.size:
-            piece = self._transport._piece(self._name, self._next, self._last)
-            self._ahead.append(self._transport._start(piece))
-            self._next += PIECE
 
 
 def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
@@ -289,6 +276,19 @@ def _loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="s3", daemon=True).start()
     return loop
+
+
+def _version(response: Response) -> str:
+    """An ETag that a request may name: a weak one stands for no bytes."""
+    found = response.headers.get("ETag", "")
+    return found if re.fullmatch(r"(?!W/)[\x21-\x7e]{1,200}", found) else ""
+
+
+def _is_skewed(date: str) -> bool:
+    try:
+        return abs(parsedate_to_datetime(date).timestamp() - time.time()) > _SKEW
+    except (ValueError, OverflowError):
+        return False
 
 
 _WORDS = {
@@ -317,21 +317,21 @@ def _explained(error: Exception) -> RemoteError:
     if found := re.search(r"certificate[^\"\n]*|UnknownIssuer", text):
         return RemoteError(f"its certificate is not valid: {found[0].rstrip(') ')}")
     known = (sentence for sign, sentence in _WORDS.items() if sign in text)
-    return RemoteError(next(known, text.partition("\n")[0][:200]))
+    words = re.sub(r"\?\S*", "", text.partition("\n")[0])  # no query: it may hold a secret
+    return RemoteError(next(known, words[:200]))
 
 
-def _refusal(status: int, code: str) -> RemoteError:
+def _refusal(status: int, code: str, date: str = "") -> RemoteError:
+    """What a status means that nobody wanted. `date`: when it was said, by the server's clock."""
     words = f"status {status}, {code}" if code else f"status {status}"
-    if status == 416:
-        return _RangeError("it answered another range than the one it was asked for")
     if status == 412:
         return RemoteError(f"the object was replaced while it was read ({words})")
     if status in (405, 501):
         return _UnknownError(f"it answered with {words}")
-    if status in (413, 507) or "Quota" in code:
+    if "Quota" in code:
         return RemoteError(f"it is full ({words})")
     if status in (401, 403):
         skewed = "its clock and that of this machine differ by more than it allows"
-        why = skewed if code == "RequestTimeTooSkewed" else "it refuses the credentials"
+        why = skewed if _is_skewed(date) or code == "RequestTimeTooSkewed" else "it refuses the credentials"
         return RemoteError(f"{why} ({words})")
-    return RemoteError(f"it answered with {words}")
+    return RemoteError(status_words(status, code))

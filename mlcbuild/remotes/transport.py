@@ -41,7 +41,10 @@ class Body:
     start: int
     """Where it begins: what was asked for, or 0 when the other side cannot begin in the middle."""
     read: Callable[[], Buffer]
-    """The next bytes, as many as are there; none at the end. Raises RemoteError."""
+    """The next bytes, as many as are there; none at the end. The buffer is filled anew by the next call.
+
+    Raises RemoteError.
+    """
     close: Callable[[], None]
 
     def __enter__(self) -> Body:
