@@ -79,7 +79,25 @@ def test_bytes_depend_on_nothing_but_checkpoint_and_scheme(
     assert content(write(parts, tmp_path / "b", scheme)) == expected
     monkeypatch.setattr(weights, "CHUNK_BYTES", 1)
     assert content(write(whole, tmp_path / "c", scheme, cores=1)) == expected
+    monkeypatch.setattr(weights, "BLOCK_BYTES", 1000)
     assert content(write(parts, tmp_path / "d", scheme, cores=5)) == expected
+
+
+def test_whole_blocks_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system makes large pages of a file only of what one call writes."""
+    written = []
+
+    def pwrite(file: int, data: memoryview, at: int) -> int:
+        written.append((at, len(data)))
+        return original(file, data, at)
+
+    original = os.pwrite
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(weights, "BLOCK_BYTES", 4096)
+    out = write(single(tmp_path / "hf", tensors()), tmp_path / "out", SCHEMES["q4f16_1"], cores=2)
+    size = (out / "weights-00001-of-00001.safetensors").stat().st_size
+    assert size > 4 * 4096
+    assert sorted(written) == [(at, min(4096, size - at)) for at in range(0, size, 4096)]
 
 
 def test_pieces_of_different_dtypes(tmp_path: Path) -> None:
