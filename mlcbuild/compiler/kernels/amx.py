@@ -3,13 +3,16 @@
 A tile register holds 16 rows of 64 bytes. One instruction multiplies a tile of x (16 rows, 32 values of k)
 with a tile of weights (32 values of k, 16 columns) in 16 cycles, which is four times what int8 dot products
 do on vectors, and there is no work for scales: they are part of the weights. x and the weights are brought
-into bfloat16 tiles first, x once, the weights a panel of columns at a time, to be used for all rows.
+into bfloat16 tiles first, x once, the weights 32 columns at a time, to be used for all rows.
 
-A panel of weights, as much of k as fits, stays in the second-level cache. A block of x, which is used for
-all columns of the panel, stays in the first, because tiles of weights are loaded past it (tileloaddt1); where
-k is long, it is cut for that. The next part of x, and the place of results, are fetched meanwhile. Of a
-matrix of gates and ups, tiles of both are computed side by side, and only what the gate makes of them is
-written, as tiles of x for the product after it: a quarter of the bytes.
+Two tiles of columns, with as much of k as fits, stay in the first-level cache while they are multiplied with
+all rows of a task; tiles of x are loaded past it (tileloaddt1) from the second, where a task's rows stay.
+Threads share out rows before columns: rows of x then come from a thread's own cache, because whoever made
+them shared them out alike, and weights are brought into tiles anew for each chunk of rows, which costs less.
+What vectors do is done between tile instructions, which leave most of a core idle: weights of a step become
+tiles while the step before is multiplied, and results of a block of rows are written during the next block.
+Of a matrix of gates and ups, only what the gate makes of them is written, as tiles of x for the product after
+it: a quarter of the bytes.
 
 Order of k: value i of a step of 32 shares a lane with value 16 + i, as the nibbles of the x16 layout do.
 Weights of that layout become tiles in amx_weights.py.
@@ -25,16 +28,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
 from mlcbuild.compiler.kernels.output import Output
-from mlcbuild.compiler.kernels.vectors import (
-    f32,
-    i32,
-    i64,
-    odd_lines,
-    prefetch,
-    span,
-    splat,
-    typed,
-)
+from mlcbuild.compiler.kernels.vectors import f32, i32, i64, span, splat, typed
 
 LANES = 16
 """Rows of a tile, and int32 or float32 values in one."""
@@ -43,13 +37,13 @@ STEP = 32
 BLOCK = 32
 """Rows and columns that are computed together: four tiles of sums, two of x, two of weights."""
 PANEL = 288
-"""Columns that are computed for all rows by one thread, at most."""
+"""Columns of a task whose sums wait in memory, at most."""
 CHUNK = 512
-"""Rows of a task, at most: their sums take half a MiB."""
-BLOCK_STEPS = 18
-"""Steps of k after which sums go to memory: a block of x then takes 36 KiB of a first-level cache of 48."""
-HELD = 5 << 18
-"""Bytes of weights that a panel has at hand, at most: five eighths of a second-level cache."""
+"""Rows of a task, at most: their sums take half a MiB, and so does a pass over x."""
+SHARE = 256
+"""Rows of a task that are worth bringing weights into tiles."""
+PASS_STEPS = 18
+"""Steps of k of a pass, at most: two tiles of weights then take 36 KiB of a first-level cache of 48."""
 X_EXPONENT = 104
 """Power of two that x is multiplied by; see amx_weights."""
 
@@ -76,27 +70,17 @@ class Shape:
     @property
     def passes(self) -> int:
         """Parts of k whose weights are at hand one after the other. Sums wait in memory meanwhile."""
-        return -(-self.steps * self.width * 64 // HELD)
+        return -(-self.steps // PASS_STEPS)
 
     @property
     def pass_steps(self) -> int:
-        """Steps of a pass, all being of nearly equal size."""
+        """Steps of the longest pass."""
         return -(-self.steps // self.passes)
 
     @property
-    def blocks(self) -> int:
-        """Blocks of k in a pass."""
-        return -(-self.pass_steps // BLOCK_STEPS)
-
-    @property
-    def block_steps(self) -> int:
-        """Steps of a block of k, all blocks being of nearly equal size."""
-        return -(-self.pass_steps // self.blocks)
-
-    @property
-    def whole(self) -> bool:
-        """Sums are done with k at once."""
-        return self.passes * self.blocks == 1
+    def lines(self) -> int:
+        """Lines of results that are written at a step: a block's in the shortest pass."""
+        return -(-BLOCK // (self.steps // self.passes))
 
     @property
     def unit(self) -> int:
@@ -110,40 +94,31 @@ class Shape:
     @property
     def width(self) -> int:
         """Columns of the widest panel."""
-        return min(PANEL // self.unit, self.units) * self.unit
+        return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
 
-    @property
-    def tiles(self) -> int:
-        """Tiles of 16 columns of the widest panel."""
-        return self.width // LANES
-
-    def panels(self) -> Expr:
+    def panels(self, threads: Expr) -> Expr:
         """As many panels for each thread as are needed: x is read once for each."""
-        threads = T.Cast("int64", T.call_packed("runtime.NumThreads"))
-        each = (self.units * self.unit - 1) // (threads * self.width) + 1
+        each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 
-    def panel(self, number: Expr, panels: Expr) -> tuple[Expr, Expr]:
-        """First unit of a panel, and how many; panels are of nearly equal size."""
-        first, after = ((number + i) * self.units // panels for i in range(2))
-        return T.bind(first), T.bind(after - first)
+    def sums_at(self, pair: Expr, block: Expr) -> Expr:
+        """First line of the sums of a pair of tiles and a block of rows. Those of a whole k are written while
+        the next block's come to be, so there is room for two."""
+        if self.passes == 1:
+            return T.truncmod(block, i64(2)) * BLOCK
+        return (pair * (CHUNK // BLOCK) + block) * BLOCK
 
     @property
-    def sums(self) -> tuple[int, int]:
-        """Rows and columns of a thread's sums: of two blocks side by side, if it is done with k at once."""
-        return CHUNK if self.passes > 1 else BLOCK, odd_lines(2 * BLOCK if self.whole else self.width)
-
-    @property
-    def ahead(self) -> int:
-        """Lines of x that each pair of tiles fetches at a step, a power of two; a panel's fetch a block's."""
-        return 1 << (-(-BLOCK // (self.tiles // 2)) - 1).bit_length()
+    def sums(self) -> int:
+        """Lines of 32 sums that a task has room for."""
+        return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
-        """The tile of the matrix that is the `number`-th of a panel from `column` on."""
+        """The tile of the matrix that is the `number`-th from `column` on."""
         if not self.gated:
-            return T.min(column // LANES + number, i64(-(-self.n // LANES) - 1))
+            return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
-        return up * (self.n // (2 * LANES)) + column // (2 * LANES) + place
+        return up * (self.n // (2 * LANES)) + T.truncdiv(column, i64(2 * LANES)) + place
 
 
 @dataclass(frozen=True)
@@ -197,139 +172,156 @@ def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | G
     """Emit: output = x [m, k] @ W.T, in chunks of rows and panels of columns that threads share out."""
     if isinstance(output, Output):
         output = replace(output, step=BLOCK)
-    rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
-    chunks = (rows + (CHUNK - 1)) // CHUNK
-    panels = shape.panels()
-    with T.parallel(0, chunks * panels) as task:
-        chunk, panel = (T.bind(part(task, panels)) for part in (T.truncdiv, T.truncmod))
-        start, units = shape.panel(panel, panels)
-        column, pairs = T.bind(start * shape.unit), T.bind(units * (shape.unit // BLOCK))
+    all_blocks = T.bind(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
+    threads = T.bind(T.Cast("int64", T.call_packed("runtime.NumThreads")))
+    chunks = T.bind(T.min(threads, T.truncdiv(all_blocks, i64(SHARE // BLOCK))))
+    chunks = T.bind(T.max(chunks, T.truncdiv(all_blocks + (CHUNK // BLOCK - 1), i64(CHUNK // BLOCK))))
+    panels = shape.panels(threads)
+    with T.parallel(0, chunks * panels) as index:
+        chunk, panel = (T.bind(part(index, panels)) for part in (T.truncdiv, T.truncmod))
+        first, blocks = _part(chunk, chunks, all_blocks)
+        start, units = _part(panel, panels, i64(shape.units))
         configure()
-        weights = T.alloc_buffer((shape.tiles, shape.pass_steps, LANES, LANES), "int32")
-        sums = T.alloc_buffer(shape.sums, "float32")
-        with T.serial(0, i64(shape.passes)) as number:
-            first = T.bind(number * shape.pass_steps)
-            count = T.bind(T.min(i64(shape.pass_steps), shape.steps - first))
-            with T.serial(0, pairs * 2) as tile, T.serial(0, count) as step:
-                unpack(weights, (tile, step), shape.tile(column, tile), first + step)
-            with T.serial(0, T.min(i64(CHUNK), rows - chunk * CHUNK) // BLOCK) as block:
-                row = T.bind(chunk * CHUNK + block * BLOCK)
-                last = T.bind(T.Select(number == shape.passes - 1, i64(1), i64(0)))
-                given = _Operands(shape, x, row, first, weights, count, output, column, last)
-                if shape.whole:
-                    _at_once(given, sums, m, pairs)
-                else:
-                    held = i64(0) if shape.passes == 1 else T.bind(block * BLOCK)
-                    _in_parts(given, sums, (held, number, pairs))
-                    with T.If(number == shape.passes - 1), T.Then():
-                        _finish(given, m, (sums, held), (i64(0), pairs * 2))
+        task = _Task(
+            shape,
+            x,
+            output,
+            unpack,
+            rows=(first * BLOCK, T.bind(T.min(m - first * BLOCK, blocks * BLOCK))),
+            column=T.bind(start * shape.unit),
+            weights=T.alloc_buffer((2, shape.pass_steps, LANES, LANES), "int32"),
+            sums=T.alloc_buffer((shape.sums, BLOCK), "float32"),
+            halves=T.alloc_buffer((CHUNK if shape.gated else 1, LANES), "float32"),
+        )
+        with T.serial(0, i64(shape.passes)) as number, T.serial(0, units * (shape.unit // BLOCK)) as pair:
+            _pair(task, number, pair, blocks)
         instruction("tilerelease")
 
 
+def _part(number: Expr, parts: Expr, whole: Expr) -> tuple[Expr, Expr]:
+    """First and count of a part of `whole` things; parts are of nearly equal size."""
+    first, after = (T.truncdiv((number + i) * whole, parts) for i in range(2))
+    return T.bind(first), T.bind(after - first)
+
+
 @dataclass(frozen=True)
-class _Operands:
-    """A block of rows of x and a panel of weights, the steps of k that are at hand, and where results go."""
+class _Task:
+    """Rows and columns that one thread computes, and its memory."""
 
     shape: Shape
     x: Packed
-    row: Expr
-    step: Expr
-    weights: Buffer
-    count: Expr
     output: Output | GatedOutput
+    unpack: Unpack
+    rows: tuple[Expr, Expr]
+    """First and count."""
     column: Expr
+    """The first."""
+    weights: Buffer  # int32 [2, pass_steps, 16, 16]
+    sums: Buffer  # float32 [shape.sums, 32]
+    halves: Buffer  # float32 [CHUNK, 16], what a gate makes of the first half of a step of the next product
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two tiles of columns in a pass over k."""
+
+    task: _Task
+    number: Expr
+    first: Expr
+    """Of its steps."""
+    count: Expr
     last: Expr
-    """1 in the last pass, after which results are written, and 0 before."""
+    """Sums are done after this pass."""
+    tiles: tuple[Expr, Expr]
+    """Their numbers in the matrix."""
 
-    def fetch(self, pair: Expr, step: Expr) -> None:
-        """At a step of a pair of tiles, ask for its share of what is used later: of x, and of the place of
-        results."""
-        shape = self.shape
-        # Of x in parts, the next one. Where a block has all of k, the processor sees by itself what follows.
-        for i in range(0 if shape.whole else shape.ahead):
-            after = self.x.line(self.row + pair * shape.ahead + i, self.step + step + shape.block_steps)
-            prefetch(self.x.buffer, after, locality=2)
-        each = -(-BLOCK // shape.pass_steps)
-        for i in range(each):
-            line = T.min(step * each + i, i64(BLOCK - 1))
-            row = self.row + (line if shape.passes == 1 else line * self.last)
-            if isinstance(self.output, Output):
-                for part in range(0, BLOCK, LANES):
-                    place = (row, self.column + pair * BLOCK + part)
-                    prefetch(self.output.buffer, place, write=True)
-            else:
-                place = self.output.out.line(row, T.truncdiv(self.column // BLOCK + pair, i64(2)))
-                prefetch(self.output.out.buffer, place, write=True)
+    def bring(self, step: Expr) -> None:
+        """Make tiles of the weights of a step."""
+        task = self.task
+        with T.serial(0, i64(2)) as j:
+            tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
+            task.unpack(task.weights, (j, step), tile, self.first + step)
 
 
-def _at_once(given: _Operands, sums: Buffer, m: Expr, pairs: Expr) -> None:
-    """A block of rows, all of k. Sums that are used up right away leave the first-level cache to x."""
-    with T.serial(0, (pairs + 1) // 2) as two:
-        with T.serial(0, T.min(i64(2), pairs - two * 2)) as i:
-            _block(given, two * 2 + i, (i64(0), given.count), (sums, i64(0), i * BLOCK), None)
-        tiles = T.min(i64(4), (pairs - two * 2) * 2)
-        _finish(given, m, (sums, i64(0)), (two * (2 * BLOCK), tiles))
+def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
+    """A pass over k: sums of all rows."""
+    shape = task.shape
+    first, count = _part(part, i64(shape.passes), i64(shape.steps))
+    low, high = (T.bind(shape.tile(task.column, number * 2 + j)) for j in range(2))
+    pair = _Pair(task, number, first, count, T.bind(part == shape.passes - 1), (low, high))
+    pair.bring(i64(0))
+    with T.serial(0, blocks) as block:
+        _block(pair, block, None if shape.passes == 1 else part == 0)
+    with T.If(pair.last), T.Then(), T.serial(0, task.rows[1] - (blocks - 1) * BLOCK) as line:
+        _finish(pair, blocks - 1, line)
 
 
-def _in_parts(given: _Operands, sums: Buffer, place: tuple[Expr, Expr, Expr]) -> None:
-    """A block of rows, a block of k after the other; place = (row of sums, pass, pairs of tiles)."""
-    (held, number, pairs), shape = place, given.shape
-    with T.serial(0, i64(shape.blocks)) as part, T.serial(0, pairs) as pair:
-        start = T.bind(part * shape.block_steps)
-        steps = start, T.max(T.min(i64(shape.block_steps), given.count - start), i64(0))
-        _block(given, pair, steps, (sums, held, pair * BLOCK), T.And(number == 0, part == 0))
-
-
-def _block(
-    given: _Operands,
-    pair: Expr,
-    steps: tuple[Expr, Expr],
-    target: tuple[Buffer, Expr, Expr],
-    fresh: Expr | None,
-) -> None:
-    """sums += x . weights, for a block of rows and a pair of tiles of columns, of `steps` (first, count) that
-    are at hand; target = (sums, row, column), which start with zero if `fresh`, or always where it is
-    None."""
-    sums, *place = target
-    corners = [(place[0] + i * LANES, place[1] + j * LANES) for i in range(2) for j in range(2)]
-    stride = 4 * int(sums.shape[1])
-    with T.If(T.bool(True) if fresh is None else fresh):
-        with T.Then():
-            for number, _ in enumerate(corners):
-                instruction("tilezero", T.int8(number))
-        if fresh is not None:
-            with T.Else():
-                for number, corner in enumerate(corners):
-                    move("tileloadd64", number, sums, corner, stride)
-    with T.serial(0, steps[1]) as index:
-        step = steps[0] + index
+def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
+    """sums += x . weights, for a block of rows. Sums start with zero if `fresh`, or always where it is None.
+    With the first block, weights become tiles; with each other one, results of the block before are written,
+    of which there are 32 rows."""
+    task = pair.task
+    row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
+    ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))
+    brought = T.bind(T.Select(block == 0, pair.count - 1, i64(0)))
+    _start(task.sums, held, fresh)
+    with T.serial(0, pair.count) as step:
+        with T.If(step < brought), T.Then():
+            pair.bring(step + 1)
         for j in range(2):
-            move("tileloaddt164", 6 + j, given.weights, (pair * 2 + j, step, 0, 0), 64)
-        given.fetch(pair, step)
+            move("tileloadd64", 6 + j, task.weights, (i64(j), step, 0, 0), 64)
         for i in range(2):
-            line = given.x.line(given.row + i * LANES, given.step + step)
-            move("tileloadd64", 4 + i, given.x.buffer, line, 64)
+            move("tileloaddt164", 4 + i, task.x.buffer, task.x.line(row + i * LANES, pair.first + step), 64)
             for j in range(2):
                 instruction("tdpbf16ps", T.int8(2 * i + j), T.int8(4 + i), T.int8(6 + j))
-    for number, corner in enumerate(corners):
-        move("tilestored64", number, sums, corner, stride)
+        with T.serial(0, i64(task.shape.lines)) as i:
+            line = T.bind(step * task.shape.lines + i)
+            with T.If(line < ready), T.Then():
+                _finish(pair, block - 1, line)
+    for number, corner in enumerate(_corners(held)):
+        move("tilestored64", number, task.sums, corner, 4 * BLOCK)
 
 
-def _finish(given: _Operands, m: Expr, held: tuple[Buffer, Expr], columns: tuple[Expr, Expr]) -> None:
-    """Write a block of rows of a panel: sums and their first row, columns (first in the panel, tiles)."""
-    (sums, first), (column, tiles), output = held, columns, given.output
-    column = given.column + column
-    with T.serial(0, T.min(i64(BLOCK), m - given.row)) as line:
-        row = given.row + line
-        if isinstance(output, Output):
-            with T.serial(0, tiles) as tile:
-                values = sums[first + line, span(tile * LANES, LANES)]
-                output.store(row, column + tile * LANES, values, LANES, True)
-            return
-        with T.serial(0, tiles // 4) as step:
-            found = [T.bind(sums[first + line, span((step * 4 + i) * LANES, LANES)]) for i in range(4)]
-            low, high = (output.gate(found[i], found[i + 1]) for i in (0, 2))
-            output.out.put(row, column // (2 * STEP) + step, low, high)
+def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
+    """Four tiles of sums, from memory unless they are fresh."""
+
+    def zero() -> None:
+        for number in range(4):
+            instruction("tilezero", T.int8(number))
+
+    if fresh is None:
+        zero()
+        return
+    with T.If(fresh):
+        with T.Then():
+            zero()
+        with T.Else():
+            for number, corner in enumerate(_corners(held)):
+                move("tileloadd64", number, sums, corner, 4 * BLOCK)
+
+
+def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
+    """Where the four tiles of a block of sums start."""
+    return [(line + i * LANES, i64(j * LANES)) for i in range(2) for j in range(2)]
+
+
+def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
+    """Write the results of a line of a block."""
+    task, output = pair.task, pair.task.output
+    column, place = task.column + pair.number * BLOCK, block * BLOCK + line
+    held = T.bind(task.shape.sums_at(pair.number, block) + line)
+    values = [T.bind(task.sums[held, span(i * LANES, LANES)]) for i in range(2)]
+    if isinstance(output, Output):
+        for i, value in enumerate(values):
+            output.store(task.rows[0] + place, column + i * LANES, value, LANES, True)
+        return
+    gated = T.bind(output.gate(*values))
+    with T.If(T.truncmod(pair.number, i64(2)) == 0):
+        with T.Then():
+            T.buffer_store(task.halves, gated, [place, span(0, LANES)])
+        with T.Else():
+            step = T.truncdiv(column, i64(2 * STEP))
+            output.out.put(task.rows[0] + place, step, task.halves[place, span(0, LANES)], gated)
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
