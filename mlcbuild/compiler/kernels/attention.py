@@ -202,7 +202,7 @@ def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Exp
     line = 64 // (2 if task.spec.heads.dtype == "float16" else 4)
     with T.If(wanted), T.Then():
         for at in range(0, count, line):
-            prefetch(pages, (layer, page, kind, head, start + at))
+            prefetch(pages, (layer, page, kind, head, start + at), locality=2)
 
 
 def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:

@@ -219,7 +219,17 @@ def _one_row(call: _Call) -> None:
 
 
 def _batches(call: _Call) -> None:
-    batch, m = call.isa.dot_batch, call.m
+    """Rows that fill no more than half a batch are spared the products of the rest."""
+    most = call.isa.dot_batch
+    with T.If(call.m <= most // 2):
+        with T.Then():
+            _in_batches(call, most // 2)
+        with T.Else():
+            _in_batches(call, most)
+
+
+def _in_batches(call: _Call, batch: int) -> None:
+    m = call.m
     with T.parallel(0, i64(call.matrix.tiles)) as tile, T.serial(0, (m + (batch - 1)) // batch) as part:
         _stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
 
