@@ -36,10 +36,10 @@ STEP = 32
 """Values of k in a tile."""
 BLOCK = 32
 """Rows and columns that are computed together: four tiles of sums, two of x, two of weights."""
-PANEL = 288
+PANEL = 576
 """Columns of a task whose sums wait in memory, at most."""
 CHUNK = 512
-"""Rows of a task, at most: their sums take half a MiB, and so does a pass over x."""
+"""Rows of a task, at most: a pass over x then takes half a MiB, and sums that wait a MiB."""
 SHARE = 256
 """Rows of a task that are worth bringing weights into tiles."""
 PASS_STEPS = 18

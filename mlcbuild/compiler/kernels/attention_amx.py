@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
@@ -34,6 +35,7 @@ PAGES = 4
 TOKENS = PAGES * PAGE
 SLACK = 4.0
 """Power of two of the largest weight: 2**(104 + SLACK) of each of 2**18 tokens still is a float32."""
+_SLACK_BITS = int(np.float32(SLACK).view(np.int32))
 
 
 @dataclass(frozen=True)
@@ -290,7 +292,9 @@ def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
     found = T.bind(lane_sums(tops, LANES, T.max))
     highest = T.bind(floats.load(task.highest, first))
     above = T.bind((found - highest) * slope)
-    rises = intrinsic("float32", "llvm.vector.reduce.fmax", above) > T.float32(SLACK)
+    # As integers, the bits of positive floats are in their order; a maximum of floats is a chain of scalars.
+    bits = T.reinterpret(typed("int32", LANES), above)
+    rises = intrinsic("int32", "llvm.vector.reduce.smax", bits) > T.int32(_SLACK_BITS)
     with T.If(rises), T.Then():
         far = above > f32(SLACK, LANES)
         shrink = floats.exp2(T.bind(f32(0, LANES) - above))

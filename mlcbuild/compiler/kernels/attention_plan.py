@@ -23,7 +23,7 @@ HIDDEN = -2e30
 """A hidden score: far below the first maximum, so it weighs next to nothing, not NaN."""
 PAIR = 32
 """Query vectors that tile registers take together: two tiles of them."""
-PROMPT_VECTORS = 128
+PROMPT_VECTORS = 192
 """Query vectors of a task on tile registers: they share what it costs to turn keys and values into tiles."""
 
 
