@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -69,6 +70,7 @@ osd pool default pgp num = 1
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 osd crush update on start = false
+osd heartbeat interval = 1
 rgw frontends = beast endpoint=127.0.0.1:{port} tcp_nodelay=1
 rgw thread pool size = 16
 rgw enable gc threads = false
@@ -117,11 +119,28 @@ class Server:
         listed = self.admin("bucket", "list", "--bucket", name, "--allow-unordered")
         return sorted(str(item["name"]) for item in json.loads(listed))
 
-    def admin(self, *arguments: str) -> bytes:
-        """What radosgw-admin prints."""
+    def admin(self, *arguments: str, program: str = "radosgw-admin") -> bytes:
+        """What radosgw-admin, or ceph, prints."""
         environment = {**os.environ, "CEPH_CONF": str(self.home / "ceph.conf")}
-        command = ["radosgw-admin", *arguments]
+        command = [program, *arguments]
         return subprocess.run(command, env=environment, capture_output=True, timeout=200, check=True).stdout
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Meanwhile the storage process counts as full with what it has: the server takes nothing more."""
+        self._fill(nearfull="0.0001", backfillfull="0.0002", full="0.0003")
+        try:
+            yield
+        finally:
+            self._fill(full="0.95", backfillfull="0.9", nearfull="0.85")
+
+    def _fill(self, **ratios: str) -> None:
+        for name, ratio in ratios.items():
+            self.admin("osd", f"set-{name}-ratio", ratio, program="ceph")
+        end = time.monotonic() + 100
+        while (b"OSD_FULL" in self.admin("health", "detail", program="ceph")) != (ratios["full"] < "0.5"):
+            assert time.monotonic() < end, "the server does not notice"
+            time.sleep(0.1)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """S3 and what speaks its protocol: `s3://bucket/prefix`, with `?endpoint=https://host&region=name`.
 
-obstore signs and writes: in parts what is large, and what is small only where nothing is yet, if the server
-can do that. Our own client reads, by signed addresses, in ranges that are all of one version. Signatures hold
+obstore signs addresses, and writes what is large, in parts. Our own client reads, in ranges that are all of
+one version, and writes what is small, only where nothing is yet if the server can do that. Signatures hold
 for one host only, so a recipe may name the endpoint. Credentials are those of other S3 tools: environment
 variables, then the files in ~/.aws.
 """
@@ -9,6 +9,7 @@ variables, then the files in ~/.aws.
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import threading
 import time
@@ -60,6 +61,8 @@ class S3:
         self._closed = False
         self._creates = True
         """Whether the server is thought to know conditional requests."""
+        self._rate = 0.0
+        """Bytes per second of the fastest upload so far."""
         chosen = settings(url)
         # A read timeout would end long uploads: it counts from the first byte of the question.
         self._store = self._opened(chosen, timeout + PART * PARTS / SLOWEST)
@@ -110,24 +113,13 @@ class S3:
         return int(length) if length.isdecimal() else None
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
-        import obstore
-
         source.seek(0)
+        began = time.monotonic()
         if size > PART:
-            part = max(PART, -(-size // _MOST_PARTS))
-            pieces = _pieces(source, size, part)
-            self._put(name, pieces, use_multipart=True, chunk_size=part, max_concurrency=PARTS)
-            return
-        data = b"".join(_pieces(source, size, CHUNK))
-        if new and self._creates:
-            try:
-                self._put(name, data, mode="create", use_multipart=False)
-                return
-            except obstore.exceptions.AlreadyExistsError:
-                return  # somebody else was faster
-            except _UnknownError:
-                self._creates = False
-        self._put(name, data, use_multipart=False)
+            self._put_parts(name, source, size)
+        else:
+            self._put_whole(name, b"".join(_pieces(source, size, CHUNK)), new)
+        self._rate = max(self._rate, size / max(time.monotonic() - began, 1e-3))
 
     def close(self) -> None:
         with self._guard:
@@ -139,7 +131,7 @@ class S3:
         if client is not None:
             client.close()
 
-    def sign(self, method: Literal["GET", "HEAD"], name: str) -> str:
+    def sign(self, method: Literal["GET", "HEAD", "PUT"], name: str) -> str:
         """The URL of an object, for one method and EXPIRY; a secret."""
         import obstore
 
@@ -151,7 +143,11 @@ class S3:
         return found.partition("?")[0] if self._anonymous else found
 
     def ask(
-        self, method: Literal["GET", "HEAD"], signed: str, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        signed: str,
+        headers: Mapping[str, str] | None = None,
+        source: BinaryIO | None = None,
     ) -> tuple[Client, Response]:
         parts = urlsplit(signed)
         with self._guard:
@@ -159,7 +155,8 @@ class S3:
                 raise RemoteError("the run ends")
             client = self._client or Client(f"{parts.scheme}://{parts.netloc}", self._timeout)
             self._client = client
-        return client, client.ask(method, parts.path + (f"?{parts.query}" if parts.query else ""), headers)
+        target = parts.path + (f"?{parts.query}" if parts.query else "")
+        return client, client.ask(method, target, headers, source)
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".lstrip("/")
@@ -173,11 +170,46 @@ class S3:
             return RemoteError(f"there is no bucket {self._bucket}: create it")
         return _refusal(response.status, code[1].decode() if code else "", response.headers.get("Date", ""))
 
-    def _put(self, name: str, data: bytes | Iterator[bytes], **options: Any) -> None:
+    def _put_whole(self, name: str, data: bytes, new: bool) -> None:
+        conditions = [{"If-None-Match": "*"}, {}] if new and self._creates else [{}]
+        for condition in conditions:
+            headers = {"Content-Length": str(len(data)), **condition}
+            client, response = self.ask("PUT", self.sign("PUT", name), headers, io.BytesIO(data))
+            answer = client.end(response)
+            if response.status in (200, 201, 204) or (condition and response.status == 412):
+                return  # in the latter case somebody else was faster
+            if not condition or response.status not in (405, 409, 501):
+                raise self.refused(response, answer)
+            self._creates = self._creates and response.status == 409  # somebody else is at it
+
+    def _put_parts(self, name: str, source: BinaryIO, size: int) -> None:
         import obstore
 
+        part = max(PART, -(-size // _MOST_PARTS))
+        # Seconds that the parts on their way may take. A server without any room left answers nothing.
+        longest = self._timeout + PARTS * part / max(SLOWEST, self._rate / 16)
+        until = time.monotonic() + self._patience
+
+        def pieces() -> Iterator[bytes]:  # asked for the first when the upload has begun
+            nonlocal until
+            for piece in _pieces(source, size, part):
+                until = time.monotonic() + longest
+                yield piece
+            until = time.monotonic() + longest
+
         async def put() -> None:
-            await obstore.put_async(self._store, self._path(name), data, **options)
+            options: dict[str, Any] = {"chunk_size": part, "max_concurrency": PARTS}
+            sent = asyncio.ensure_future(
+                obstore.put_async(self._store, self._path(name), pieces(), use_multipart=True, **options)
+            )
+            try:
+                while not sent.done():
+                    if (left := until - time.monotonic()) <= 0:
+                        raise TimeoutError
+                    await asyncio.wait({sent}, timeout=left)
+                await sent
+            finally:
+                sent.cancel()
 
         self._wait(self._start(put()))
 
@@ -191,7 +223,7 @@ class S3:
         raise RemoteError("the run ends")
 
     def _wait(self, task: Future[Result]) -> Result:
-        """Raises RemoteError; AlreadyExistsError and what a source raises as it is."""
+        """Raises RemoteError, and what a source raises as it is."""
         from obstore import exceptions
 
         try:
@@ -202,8 +234,6 @@ class S3:
             raise RemoteError("it does not answer") from None
         except FileNotFoundError:
             raise RemoteError(f"there is no bucket {self._bucket}: create it") from None
-        except exceptions.AlreadyExistsError:
-            raise
         except exceptions.BaseError as error:
             raise _explained(error) from None
         finally:
@@ -255,10 +285,6 @@ class _Object:
         return self._transport.ask("GET", self._signed, headers)
 
 
-class _UnknownError(RemoteError):
-    """A request of a kind that the server does not know."""
-
-
 def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
     """Exactly `size` bytes of a source. Raises OSError when it has fewer, which ends an upload."""
     left = size
@@ -298,7 +324,6 @@ _WORDS = {
     "IncompleteMessage": "its answer ended early",
     "end of file": "its answer ended early",
     "Parse(": "its answer is not HTTP",
-    "non-partial": "it does not know ranges",
     "timed out": "it does not answer",
     "TimedOut": "it does not answer",
 }
@@ -312,8 +337,6 @@ def _explained(error: Exception) -> RemoteError:
     code = re.search(r"<Code>([A-Za-z0-9]{1,60})</Code>", text)
     if status is not None:
         return _refusal(int(status[1]), code[1] if code else "")
-    if type(error).__name__ == "NotSupportedError":
-        return _UnknownError("it does not know a request of this kind")
     if found := re.search(r"certificate[^\"\n]*|UnknownIssuer", text):
         return RemoteError(f"its certificate is not valid: {found[0].rstrip(') ')}")
     known = (sentence for sign, sentence in _WORDS.items() if sign in text)
@@ -326,8 +349,6 @@ def _refusal(status: int, code: str, date: str = "") -> RemoteError:
     words = f"status {status}, {code}" if code else f"status {status}"
     if status == 412:
         return RemoteError(f"the object was replaced while it was read ({words})")
-    if status in (405, 501):
-        return _UnknownError(f"it answered with {words}")
     if "Quota" in code:
         return RemoteError(f"it is full ({words})")
     if status in (401, 403):
