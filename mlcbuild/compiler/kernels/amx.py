@@ -40,7 +40,7 @@ PANEL = 576
 """Columns of a task whose sums wait in memory, at most."""
 CHUNK = 512
 """Rows of a task, at most: a pass over x then takes half a MiB, and sums that wait a MiB."""
-SHARE = 256
+SHARE = 128
 """Rows of a task that are worth bringing weights into tiles."""
 PASS_STEPS = 18
 """Steps of k of a pass, at most: two tiles of weights then take 36 KiB of a first-level cache of 48."""
