@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.transport import Body, Buffer
 
-FIRST = 16 << 20
+FIRST = 8 << 20
 """Bytes of the first range: it shows how fast the server is."""
-FAST = 256_000_000
+FAST = 200_000_000
 """Bytes per second of one connection, from which on it stays one."""
 GROWTH = 8
 """How many times as long as the one before the next one is."""
