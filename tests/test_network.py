@@ -234,24 +234,17 @@ def test_https_goes_through_the_tunnel_of_a_proxy(tmp_path: Path, monkeypatch: p
         assert statuses(User(tmp_path / "3", server.url).run()) == REUSED
 
 
-def test_http_goes_through_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving() as cache, proxy("ann:secret") as between:
-        monkeypatch.setenv("http_proxy", between.url.replace("//", "//ann:secret@"))
-        assert User(tmp_path / "1", cache.url).run().not_uploaded == {}
-        user = User(tmp_path / "2", cache.url)
-        assert statuses(user.run()) == REUSED and user.warnings() == []
-        assert all(f" {cache.url}/" in asked for asked in between.asked)
-
-
-def test_a_bucket_is_reached_through_a_proxy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_login: None
+@pytest.mark.parametrize("kind", ["url", "bucket"])
+def test_http_and_buckets_go_through_a_proxy(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s3_login: None
 ) -> None:
     with serving() as cache, proxy("ann:secret") as between:
         monkeypatch.setenv("http_proxy", between.url.replace("//", "//ann:secret@"))
-        assert User(tmp_path / "1", cache.bucket).run().not_uploaded == {}
-        user = User(tmp_path / "2", cache.bucket)
+        assert User(tmp_path / "1", getattr(cache, kind)).run().not_uploaded == {}
+        user = User(tmp_path / "2", getattr(cache, kind))
         assert statuses(user.run()) == REUSED and user.warnings() == []
-        assert all(f" {cache.url}/bucket/" in asked for asked in between.asked)
+        within = "/bucket/" if kind == "bucket" else "/"
+        assert all(f" {cache.url}{within}" in asked for asked in between.asked)
         assert any(asked.startswith("GET") for asked in between.asked)
 
 
