@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,7 @@ def test_masks_and_questions_agree(name: str, constraint: Constraint, seed: int,
         if ahead:
             matcher.ahead()
         tokens, narrowed = matcher.narrowed(logits)
+        assert tokens is not None or allowed.sum() > 4, "few are picked one by one"
         if tokens is None:
             assert np.array_equal(narrowed, np.where(allowed, logits, -np.inf))
         else:
@@ -329,6 +331,32 @@ def test_answers_that_follow_by_themselves_need_no_mask(monkeypatch: pytest.Monk
             row = np.zeros((1, SIZE), np.float32)
             row[0, token] = 100
             assert follows.next(row)[0].error is None
+
+
+@pytest.mark.parametrize(("top_k", "follows", "expected"), [(0, False, 11), (0, True, 0), (5, True, 11)])
+def test_masks_are_begun_while_the_model_runs(
+    top_k: int, follows: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one will be needed: what the model wants did not fit, or cannot be tried; not after the end."""
+    begun: list[Matcher] = []
+    ahead = Matcher.ahead
+
+    def noted(self: Matcher) -> None:
+        begun.append(self)
+        ahead(self)
+
+    monkeypatch.setattr(Matcher, "ahead", noted)
+    monkeypatch.setattr(Trust, "LONGEST", 1 << 30)
+    found = sequence("[ab]{50}", replace(Sampling(1.0, seed=1), top_k=top_k))
+    token_id = TOKENIZERS["json"].vocabulary.token_id
+    row = np.zeros((1, SIZE), np.float32)
+    row[0, token_id("a" if follows else "z")] = 100
+    for _ in range(11):
+        found.next(row)
+    assert abs(len(begun) - expected) <= 3, "tries that are made between"
+    begun.clear()
+    last = sequence("[ab]", replace(Sampling(1.0, seed=1), top_k=top_k))
+    assert last.next(row)[0].last and not begun
 
 
 def test_trust() -> None:
