@@ -8,14 +8,16 @@ is to be expected.
 
 from __future__ import annotations
 
+import atexit
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -46,7 +48,8 @@ tenth of the time of choosing by bits."""
 _MANY = 3
 """Where no more than one of so many bytes of a mask is set, to pick tokens one by one takes less time than a
 pass over all, and to choose among them does, too."""
-_MASKS = ThreadPoolExecutor(4, "masks")
+_THREADS = 4
+"""That compute masks while models run."""
 _Mask = tuple[NDArray[np.intp] | None, Floats]
 """Tokens that may come next where they are few; what logits may be at most where they are not."""
 
@@ -67,7 +70,9 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, ends: Collection[int]) -> None:
         self._matcher, self._ends = matcher, ends
         self._room: Floats | None = None
-        self._coming: Future[_Mask] | None = None
+        self._coming, self._masks = False, SimpleQueue[_Mask | Exception]()
+        self._found: _Mask | Exception | None = None
+        """What `ahead` has found."""
 
     def allowed(self, size: int) -> NDArray[np.bool_]:
         """bool [size]: tokens that may come next; an end token only where the text is complete.
@@ -86,13 +91,26 @@ class Matcher:
 
     def ahead(self) -> None:
         """Begins, on another thread, with what the next call of `narrowed` needs."""
-        self._coming = _MASKS.submit(self._mask, self._still)
+        if not self._coming and self._found is None:
+            self._coming = True
+            _asked().put(self)
+
+    def compute(self) -> None:
+        """What `ahead` begins; for the thread that does it only."""
+        try:
+            self._masks.put(self._mask(self._matcher))
+        except Exception as error:  # for who needs the mask
+            self._masks.put(error)
 
     def narrowed(self, logits: Floats) -> tuple[NDArray[np.intp] | None, Floats]:
         """Where few tokens are `allowed`, these in order and their logits; else None, and logits like those
         given with minus infinity for all others. Valid until the next call: memory that is new to the
         processor costs more than what is done with it."""
-        tokens, ceilings = self._mask(self._matcher) if self._coming is None else self._coming.result()
+        matcher = self._still
+        found, self._found = self._found or self._mask(matcher), None
+        if isinstance(found, Exception):
+            raise found
+        tokens, ceilings = found
         if tokens is not None:
             return tokens, logits[tokens]
         ceiling = ceilings[: len(logits)]
@@ -128,7 +146,7 @@ class Matcher:
     def take(self, token: int) -> None:
         """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""
         self._still.consume_token(token)
-        self._coming = None
+        self._found = None
         _check(self._matcher)
 
     def forced(self, count: int) -> list[int]:
@@ -156,9 +174,38 @@ class Matcher:
     @property
     def _still(self) -> LLMatcher:
         """It can be asked by one thread at a time."""
-        if self._coming is not None:
-            wait([self._coming])
+        if self._coming:
+            self._found, self._coming = self._masks.get(), False
         return self._matcher
+
+
+@cache
+def _asked() -> SimpleQueue[Matcher | None]:
+    """Whose masks are to be computed, by threads that begin now. The engine waits until one is handed on: an
+    executor would take three times as long."""
+    asked = SimpleQueue[Matcher | None]()
+    threads = [
+        threading.Thread(target=_compute_for_ever, args=(asked,), name="masks", daemon=True)
+        for _ in range(_THREADS)
+    ]
+    for thread in threads:
+        thread.start()
+    atexit.register(_end, asked, threads)
+    return asked
+
+
+def _compute_for_ever(asked: SimpleQueue[Matcher | None]) -> None:
+    while (matcher := asked.get()) is not None:
+        matcher.compute()
+        del matcher  # nothing here keeps it
+
+
+def _end(asked: SimpleQueue[Matcher | None], threads: Sequence[threading.Thread]) -> None:
+    """A thread inside llguidance must not outlive the interpreter."""
+    for _ in threads:
+        asked.put(None)
+    for thread in threads:
+        thread.join()
 
 
 class Trust:
@@ -167,18 +214,15 @@ class Trust:
     LONGEST = 16
 
     def __init__(self) -> None:
-        self._pause = self._left = 0
+        self._pause = self._next = 0
 
-    @property
-    def due(self) -> bool:
-        return not self._left
+    def due(self, place: int) -> bool:
+        """`place`: of a token in the answer."""
+        return place >= self._next
 
-    def settle(self, fits: bool) -> None:
+    def settle(self, place: int, fits: bool) -> None:
         self._pause = self._pause // 2 if fits else min(self.LONGEST, 2 * self._pause + 1)
-        self._left = 0 if fits else self._pause
-
-    def rest(self) -> None:
-        self._left = max(0, self._left - 1)
+        self._next = place if fits else place + 1 + self._pause
 
 
 def _check(matcher: LLMatcher) -> None:

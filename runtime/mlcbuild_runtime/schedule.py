@@ -88,6 +88,7 @@ class Schedule:
         room = rows - len(parts)
         for i, (sequence, _) in enumerate(parts):
             more = max(0, min(room, len(sequence.tokens) - sequence.length - 1))
+            more = self.stretch(sequence, more) if more else 0
             parts[i] = sequence, 1 + more
             room -= more
         return parts

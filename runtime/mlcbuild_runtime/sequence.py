@@ -17,6 +17,9 @@ from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
 from mlcbuild_runtime.sampling import Floats, Logprob, Numbers, Score, adjusted, choose, generator, logprobs
 from mlcbuild_runtime.text import Tokenizer
 
+FORCED = 15
+"""Tokens that a constraint may force between two that the model chooses."""
+
 
 class Sequence:
     """A waiting or running request. Everything that decides its tokens stays when its pages go."""
@@ -108,7 +111,9 @@ class Sequence:
         """Chooses tokens from logits [1 + len(draft), vocab]: one, and one more for each drafted token that
         was chosen. An error is an event, too."""
         events = self._answer(rows) if self.request.max_tokens else [self._told(Event(finish="length"))]
-        masked = not self._trust.due or self.request.sampling.filters
+        if self._matcher is not None and not events[-1].last:
+            events += self._forced(self._matcher, len(events))
+        masked = not self._trust.due(self.answered) or self.request.sampling.filters
         if self._matcher is not None and masked and not events[-1].last:
             self._matcher.ahead()
         scores, self._scores = tuple(self._scores), []
@@ -155,20 +160,39 @@ class Sequence:
         )
 
     def _next(self, logits: Floats, guess: int | None) -> Event:
-        request = self.request
         token = self._choice(logits, self._matcher, [], self._trust)
-        if self._matcher is not None:
-            self._matcher.take(token)
-        self.tokens.append(token)
-        self._counts[token] += 1
         if token == guess:
             self.accepted += 1
             self.rejected -= 1
         logprob, alternatives = None, tuple[Logprob, ...]()
-        if request.logprobs is not None:
-            logprob, alternatives = logprobs(logits, token, request.logprobs)
+        if self.request.logprobs is not None:
+            logprob, alternatives = logprobs(logits, token, self.request.logprobs)
+        return replace(self._taken(token), logprob=logprob, alternatives=alternatives)
+
+    def _taken(self, token: int) -> Event:
+        """The token is part of the answer."""
+        if self._matcher is not None:
+            self._matcher.take(token)
+        self.tokens.append(token)
+        self._counts[token] += 1
         text, finish = self._text(token)
-        return self._told(Event(text, finish=finish, logprob=logprob, alternatives=alternatives))
+        return self._told(Event(text, finish=finish))
+
+    def _forced(self, matcher: Matcher, untold: int) -> list[Event]:
+        """Tokens that the constraint leaves no choice about, so that nobody has to ask the model, which takes
+        them in together with the next one. `untold`: events before them that nobody was told."""
+        room = FORCED if self.ticket.room is None else min(FORCED, self.ticket.room - untold)
+        if room <= 0 or self.request.logprobs is not None:  # only the model knows how likely tokens are
+            return []
+        events: list[Event] = []
+        try:
+            for token in matcher.forced(room):
+                events.append(self._taken(token))
+                if events[-1].last:
+                    break
+        except ServingError as error:
+            events.append(self.failed(error))
+        return events
 
     def _choice(self, logits: Floats, matcher: Matcher | None, draft: List[int], trust: Trust) -> int:
         """The token after all tokens and `draft`. It depends on nothing else but the logits, the seed and how
@@ -186,13 +210,11 @@ class Sequence:
         """A token that the constraint allows, as likely as it is among these: what the model wants where that
         is one of them, and else one that is chosen among them by another number (rejection sampling)."""
         sampling = self.request.sampling
-        if trust.due and matcher.free and not sampling.filters:
+        if trust.due(place) and not sampling.filters and matcher.free:
             token = choose(logits, sampling, self._numbers.at(place))
-            trust.settle(fits := matcher.accepts(token))
+            trust.settle(place, fits := matcher.accepts(token))
             if fits:
                 return token
-        else:
-            trust.rest()
         tokens, logits = matcher.narrowed(logits)
         chosen = choose(logits, sampling, self._others.at(place))
         return chosen if tokens is None else int(tokens[chosen])
@@ -202,12 +224,7 @@ class Sequence:
         limits = [(self.request.max_tokens or 0) - self.answered - 1]
         if self.ticket.room is not None:
             limits.append(self.ticket.room - 1)
-        wanted = most if self._matcher is not None else self.credit.wanted(most)
-        return max(0, min(wanted, *limits))
-
-    def forced(self, count: int) -> list[int]:
-        """What the constraint leaves no choice about."""
-        return [] if self._matcher is None else self._matcher.forced(count)
+        return max(0, min(self.credit.wanted(most), *limits))
 
     def predicted(self, count: int) -> list[int]:
         """What the client expects to come next."""

@@ -75,12 +75,9 @@ class Speculation:
         """Sets the drafts of sequences that have pages for that many more tokens."""
         open_parts = []
         for sequence, count in parts:
-            sequence.draft = sequence.forced(count)
-            wanted = sequence.credit.wanted(count)
-            if not sequence.draft and wanted:
-                sequence.draft = sequence.allowed(sequence.predicted(wanted))
-            if not sequence.draft and wanted and self._guesses:
-                open_parts.append((sequence, wanted))
+            sequence.draft = sequence.allowed(sequence.predicted(count))
+            if not sequence.draft and self._guesses:
+                open_parts.append((sequence, count))
         if self._drafter is None:
             for sequence, count in open_parts:
                 sequence.draft = sequence.lookup.propose(sequence.tokens, count)

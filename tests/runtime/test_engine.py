@@ -6,12 +6,14 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import EngineError, RequestError
+from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.request import Event, Request
 from mlcbuild_runtime.sampling import Floats, Sampling
 from mlcbuild_runtime.text import Tokenizer
@@ -67,6 +69,10 @@ def drain(events: SimpleQueue[Event]) -> list[Event]:
 def tokens_of(events: list[Event]) -> list[int]:
     """The chosen tokens, from the reported log-probabilities."""
     return [event.logprob.token for event in events if event.logprob is not None]
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events)
 
 
 def greedy(prompt: list[int], count: int) -> Request:
@@ -241,5 +247,68 @@ def test_too_many_waiting_requests_are_turned_away(toy_bundle: Path) -> None:
             for i in range(50):
                 ask(engine, greedy([i], 255))
         assert caught.value.status == 503
+    finally:
+        engine.close()
+
+
+FORCING = (
+    "the answer is certainly (yes|no)",
+    "(abcdefghij{1,3}[0-9]){2,5}",
+    "[a-f]{3}(-[0-9]+ units of ){2}x{20}[yz]",
+)
+
+
+@pytest.mark.parametrize("max_pages", [None, 10])
+def test_what_a_constraint_forces_is_not_asked_of_the_model(toy_bundle: Path, max_pages: int | None) -> None:
+    """But where its log-probability is wanted. The answer is the same, whatever runs beside, and where pages
+    have to be given up."""
+    model = Model.load(toy_bundle, max_pages=max_pages)
+    engine = Engine(model, Tokenizer.load(toy_bundle, model.manifest.serving)).start()
+    try:
+        asked: list[list[SimpleQueue[Event]]] = [[], []]
+        for seed, pattern in enumerate(FORCING * 3):
+            compiled = engine.grammars.compiled(Constraint("regex", pattern, "x"), message=False)
+            sampling = Sampling(1.0 if seed % 4 else 0.0, seed=seed)
+            plain = Request(tuple(range(seed, 30 + 2 * seed)), 70, sampling, constraint=compiled)
+            for queues, logprobs in zip(asked, (None, 0), strict=True):
+                queues.append(ask(engine, replace(plain, logprobs=logprobs)))
+        found, wanted = ([drain(queue) for queue in queues] for queues in asked)
+        for few, all_ in zip(found, wanted, strict=True):
+            assert text_of(few) == text_of(all_)
+            assert (len(few), few[-1].tokens, few[-1].finish) == (len(all_), all_[-1].tokens, all_[-1].finish)
+        wait_idle(engine)
+        before = engine.state()
+        compiled = engine.grammars.compiled(Constraint("regex", FORCING[0], "x"), message=False)
+        events = drain(ask(engine, Request((1,), 60, GREEDY, constraint=compiled)))
+        assert text_of(events).startswith("the answer is certainly ")
+        wait_idle(engine)
+        assert engine.state().decode_steps - before.decode_steps <= 6
+        assert engine.state().answer_tokens - before.answer_tokens == len(events) >= 26
+        assert engine.state().free_pages == engine.state().pages
+        assert max_pages is None or before.preemptions > 0
+    finally:
+        engine.close()
+
+
+def test_forced_tokens_end_where_the_answer_may_be_no_longer(toy_bundle: Path) -> None:
+    model = Model.load(toy_bundle)
+    engine = Engine(model, Tokenizer.load(toy_bundle, model.manifest.serving)).start()
+    try:
+        compiled = engine.grammars.compiled(Constraint("regex", "a{200}", "x"), message=False)
+        for limit in (1, 2, 3, 15, 16, 17, 18, 40):
+            events = drain(ask(engine, Request((1,), limit, GREEDY, constraint=compiled)))
+            assert text_of(events) == "a" * limit
+            assert [event.tokens for event in events] == list(range(1, limit + 1))
+            assert events[-1].finish == "length"
+        stopped = drain(ask(engine, Request((1,), 40, GREEDY, ("aaaa",), constraint=compiled)))
+        assert (stopped[-1].finish, text_of(stopped)) == ("stop", "")
+        queue: SimpleQueue[Event] = SimpleQueue()
+        ticket = engine.submit(Request((1,), 40, GREEDY, constraint=compiled), queue.put, window=5)
+        told: list[Event] = []
+        while not told or not told[-1].last:
+            told.append(queue.get(timeout=30))
+            assert queue.qsize() + len(told) <= ticket.told <= len(told) + 5
+            ticket.read()
+        assert text_of(told) == "a" * 40
     finally:
         engine.close()

@@ -362,17 +362,18 @@ def test_masks_are_begun_while_the_model_runs(
 def test_trust() -> None:
     """Tries in vain become rare, and come back with success."""
 
-    def tries(fits: List[bool]) -> list[bool]:
+    def tries(fits: List[bool], start: int) -> list[bool]:
         found = []
-        for fit in fits:
-            found.append(trust.due)
-            trust.settle(fit) if trust.due else trust.rest()
+        for place, fit in enumerate(fits, start):
+            found.append(trust.due(place))
+            if found[-1]:
+                trust.settle(place, fit)
         return found
 
     trust = Trust()
-    assert all(tries([True] * 20))
-    assert 8 <= sum(tries([False] * 100)) <= 11
-    assert sum(tries([True] * 100)) > 80
+    assert all(tries([True] * 20, 0))
+    assert 8 <= sum(tries([False] * 100, 20)) <= 11
+    assert sum(tries([True] * 100, 120)) > 80
 
 
 def test_a_trial_survives_its_child(monkeypatch: pytest.MonkeyPatch) -> None:

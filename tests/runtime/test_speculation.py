@@ -255,20 +255,6 @@ def test_constrained_answers(toy_bundle: Path, guess: Guess) -> None:
         without.close()
 
 
-def test_what_a_constraint_forces_is_drafted(toy_bundle: Path) -> None:
-    constraint = Constraint("regex", "the answer is certainly (yes|no)", "response_format")
-    engine = start(toy_bundle, None, eos=True, speculate=Speculate())
-    try:
-        compiled = engine.grammars.compiled(constraint, message=False)
-        events = drain(ask(engine, Request((1,), 60, GREEDY, constraint=compiled)))
-        text = "".join(event.text for event in events)
-        assert text in ("the answer is certainly yes", "the answer is certainly no")
-        assert events[-1].accepted >= 15
-        assert events[-1].rejected == 0
-    finally:
-        engine.close()
-
-
 def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bundle: Path) -> None:
     """This tokenizer puts a space before a text: no forced text may begin with it."""
     tokenizer = Tokenizer.load(tiny_bundle, _tiny(tiny_bundle).manifest.serving)
@@ -476,11 +462,10 @@ def test_a_server_with_drafts(toy_bundle: Path) -> None:
             body = {"prompt": "abc" * 9, "max_tokens": 40, "temperature": 0, "ignore_eos": True, **more}
             return httpx.post(f"{server.url}/v1/completions", json=body, timeout=shared.WAIT).json()
 
-        forced = {"type": "regex", "regex": "this can only be one text, and nothing else"}
-        first, off = ask(response_format=forced), ask(response_format=forced, speculate=False)
+        again = {"prompt": "abcabc" * 8, "response_format": {"type": "regex", "regex": "([abc]{3})*"}}
+        first, off = ask(**again), ask(**again, speculate=False)
         assert first["choices"][0]["text"] == off["choices"][0]["text"]
         details = first["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] >= 20
         assert off["usage"]["completion_tokens_details"] == {
             "accepted_prediction_tokens": 0,
             "rejected_prediction_tokens": 0,
