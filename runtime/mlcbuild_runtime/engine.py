@@ -212,10 +212,8 @@ class Engine:
                 self._receive()
                 self._drop()
                 schedule.admit()
-                parts = schedule.prefills(self.prefill_chunk)
-                self._step([part for part in parts if part[0].pool is None], prompt=True)
-                self._pool([part for part in parts if part[0].pool is not None])
-                self._step(schedule.scored(self.prefill_chunk), prompt=True)
+                if any(sequence.prefilling for sequence in schedule.active):
+                    self._prefill()
                 self._decode(schedule.decodes(self._speculation.rows))
         except Exception:
             log.exception("the engine has failed")
@@ -253,6 +251,13 @@ class Engine:
                 seconds = sequence.request.timeout
                 late = RequestError(f"not done after {seconds:g} s", code="timeout", status=504)
                 self._end(sequence, sequence.failed(late))
+
+    def _prefill(self) -> None:
+        """A chunk of prompts."""
+        parts = self._schedule.prefills(self.prefill_chunk)
+        self._step([part for part in parts if part[0].pool is None], prompt=True)
+        self._pool([part for part in parts if part[0].pool is not None])
+        self._step(self._schedule.scored(self.prefill_chunk), prompt=True)
 
     def _decode(self, parts: List[tuple[Sequence, int]]) -> None:
         """One token for each sequence, and what drafts may add."""
@@ -318,8 +323,11 @@ class Engine:
         if not parts:
             return none
         size = self.model.limits.page_size
-        rows = [([*s.tokens[s.length :], *s.draft][:count], s.length + count, s.pages) for s, count in parts]
-        given = [(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in rows]
+        ends = [sequence.length + count for sequence, count in parts]
+        given = [
+            ((s.tokens[s.length : end] + s.draft)[:count], end, s.pages[: -(-end // size)])
+            for (s, count), end in zip(parts, ends, strict=True)
+        ]
         step = Step.of(given, wanted, prompt)
         try:
             with self._turns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mlcbuild_runtime.bundle import Pooling
 from mlcbuild_runtime.errors import ServingError
@@ -46,8 +46,7 @@ class Request:
     """Seconds from submission after which the request ends with an error."""
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """News of one request, once for every token, or once where there is to be none. The last one has `finish`
     or `error`."""
 

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence as List
 from copy import copy
-from dataclasses import replace
 
 from mlcbuild_runtime.drafts import Credit, Lookup, Prediction
 from mlcbuild_runtime.errors import ServingError
@@ -14,7 +13,7 @@ from mlcbuild_runtime.grammar import Matcher, Trust
 from mlcbuild_runtime.pages import Key
 from mlcbuild_runtime.pooling import Pool
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
-from mlcbuild_runtime.sampling import Floats, Logprob, Numbers, Score, adjusted, choose, generator, logprobs
+from mlcbuild_runtime.sampling import Floats, Numbers, Score, adjusted, choose, generator, logprobs
 from mlcbuild_runtime.text import Tokenizer
 
 FORCED = 15
@@ -110,27 +109,27 @@ class Sequence:
     def next(self, rows: Floats) -> list[Event]:
         """Chooses tokens from logits [1 + len(draft), vocab]: one, and one more for each drafted token that
         was chosen. An error is an event, too."""
-        events = self._answer(rows) if self.request.max_tokens else [self._told(Event(finish="length"))]
+        events = self._answer(rows) if self.request.max_tokens else [self._event(finish="length")]
         if self._matcher is not None and not events[-1].last:
             events += self._forced(self._matcher, len(events))
         masked = not self._trust.due(self.answered) or self.request.sampling.filters
         if self._matcher is not None and masked and not events[-1].last:
             self._matcher.ahead()
         scores, self._scores = tuple(self._scores), []
-        return [replace(events[0], prompt=scores), *events[1:]] if scores else events
+        return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _answer(self, rows: Floats) -> list[Event]:
         draft, self.draft = self.draft, []
         self.rejected += len(draft)
         events: list[Event] = []
         for row, guess in zip(rows, [*draft, None], strict=True):
-            events.append(self._event(row, guess))
+            events.append(self._chosen(row, guess))
             if events[-1].last or self.tokens[-1] != guess:
                 break
             self.length += 1
         return events
 
-    def _event(self, logits: Floats, guess: int | None) -> Event:
+    def _chosen(self, logits: Floats, guess: int | None) -> Event:
         try:
             return self._next(logits, guess)
         except ServingError as error:
@@ -147,13 +146,17 @@ class Sequence:
         return Event(finish="stop", vector=self.pool.vector(), cached=self.cached or 0)
 
     def failed(self, error: ServingError) -> Event:
-        return self._told(Event(error=error))
+        return self._event(error=error)
 
-    def _told(self, event: Event) -> Event:
+    def _event(
+        self, text: str = "", finish: Finish | None = None, error: ServingError | None = None
+    ) -> Event:
         """With what is known of the whole answer."""
-        return replace(
-            event,
-            tokens=self.answered,
+        return Event(
+            text,
+            self.answered,
+            finish,
+            error,
             cached=self.cached or 0,
             accepted=self.accepted,
             rejected=self.rejected,
@@ -164,10 +167,10 @@ class Sequence:
         if token == guess:
             self.accepted += 1
             self.rejected -= 1
-        logprob, alternatives = None, tuple[Logprob, ...]()
-        if self.request.logprobs is not None:
-            logprob, alternatives = logprobs(logits, token, self.request.logprobs)
-        return replace(self._taken(token), logprob=logprob, alternatives=alternatives)
+        if self.request.logprobs is None:
+            return self._taken(token)
+        logprob, alternatives = logprobs(logits, token, self.request.logprobs)
+        return self._taken(token)._replace(logprob=logprob, alternatives=alternatives)
 
     def _taken(self, token: int) -> Event:
         """The token is part of the answer."""
@@ -176,7 +179,7 @@ class Sequence:
         self.tokens.append(token)
         self._counts[token] += 1
         text, finish = self._text(token)
-        return self._told(Event(text, finish=finish))
+        return self._event(text, finish)
 
     def _forced(self, matcher: Matcher, untold: int) -> list[Event]:
         """Tokens that the constraint leaves no choice about, so that nobody has to ask the model, which takes

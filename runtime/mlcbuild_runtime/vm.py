@@ -13,12 +13,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain
+from operator import add
 from pathlib import Path
-from typing import cast
+from struct import Struct
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +43,7 @@ _CPU, _POOLED = 1, 2
 Floats = NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """New tokens of some sequences, as ragged rows, and where their keys and values live.
 
     Sequence s owns tokens[indptr[s]:indptr[s+1]] and pages page_table[page_indptr[s]:page_indptr[s+1]];
@@ -73,66 +73,62 @@ class Step:
         looks at any more.
         wanted: of how many of its last tokens the logits are wanted, for each sequence (default: 1).
         prompt: by default where any sequence has more than one new token."""
-        indptr = [0, *accumulate(len(tokens) for tokens, _, _ in parts)]
-        counts = wanted or [1] * len(parts)
-        return cls(
-            prompt=indptr[-1] > len(parts) if prompt is None else prompt,
-            tokens=[token for tokens, _, _ in parts for token in tokens],
-            indptr=indptr,
-            lengths=[length for _, length, _ in parts],
-            page_indptr=[0, *accumulate(len(pages) for _, _, pages in parts)],
-            page_table=[max(0, page) for _, _, pages in parts for page in pages],
-            rows=[
-                row for end, count in zip(indptr[1:], counts, strict=True) for row in range(end - count, end)
-            ],
-        )
+        tokens, lengths, rows, table = list[int](), list[int](), list[int](), list[int]()
+        indptr, page_indptr = [0], [0]
+        for (new, length, pages), count in zip(parts, wanted or [1] * len(parts), strict=True):
+            tokens += new
+            lengths.append(length)
+            table += pages
+            end = len(tokens)
+            rows += range(end - count, end)
+            indptr.append(end)
+            page_indptr.append(len(table))
+        if min(table, default=0) < 0:
+            table = [max(0, page) for page in table]
+        many = len(tokens) > len(parts)
+        return cls(tokens, indptr, lengths, page_indptr, table, rows, many if prompt is None else prompt)
 
     @property
     def is_decode(self) -> bool:
         """Every sequence has one new token."""
         return len(self.tokens) == len(self.lengths)
 
-    def positions(self) -> list[int]:
-        """Of each new token in its sequence."""
-        counts = [end - start for start, end in pairwise(self.indptr)]
-        return [
-            position
-            for length, count in zip(self.lengths, counts, strict=True)
-            for position in range(length - count, length)
-        ]
-
-    def slots(self, page_size: int) -> list[int]:
-        """page * page_size + offset where the key and value of each new token go."""
-        found = []
+    def places(self, page_size: int) -> tuple[list[int], list[int]]:
+        """Of each new token: its position in its sequence; page * page_size + offset where its key and value
+        go."""
+        positions, slots = list[int](), list[int]()
         for s, length in enumerate(self.lengths):
             first = self.page_indptr[s]
             for position in range(length - self.indptr[s + 1] + self.indptr[s], length):
                 page, offset = divmod(position, page_size)
-                found.append(self.page_table[first + page] * page_size + offset)
-        return found
+                positions.append(position)
+                slots.append(self.page_table[first + page] * page_size + offset)
+        return positions, slots
 
 
 class _Numbers:
-    """The int32 tensors of a step. They lie in one block, which every step writes at once."""
+    """int32 tensors that every step has. They lie in one block, which is written at once."""
 
     def __init__(self) -> None:
         self._sizes: list[int] | None = None
-        self._block = np.empty(0, np.int32)
+        self._block, self._form = memoryview(b""), Struct("")
         self._tensors: list[tvm_ffi.Tensor] = []
 
-    def tensors(self, lists: Sequence[list[int]]) -> list[tvm_ffi.Tensor]:
+    def tensors(self, *lists: list[int]) -> list[tvm_ffi.Tensor]:
         """Valid until the next call."""
         sizes = list(map(len, lists))
         if sizes != self._sizes:
             self._arrange(sizes)
-        padded = [number for numbers in lists for number in (*numbers, *[0] * (-len(numbers) % _LINE))]
-        self._block[:] = padded
+        self._form.pack_into(self._block, 0, *chain.from_iterable(lists))
         return self._tensors
 
     def _arrange(self, sizes: list[int]) -> None:
-        starts = [0, *accumulate(size + -size % _LINE for size in sizes)]
-        self._sizes, self._block = sizes, tensors.aligned(np.zeros(starts[-1], np.int32))
-        views = [self._block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        gaps = [-size % _LINE for size in sizes]
+        starts = [0, *accumulate(map(add, sizes, gaps))]
+        block = tensors.aligned(np.zeros(starts[-1], np.int32))
+        parts = [f"{size}i{4 * gap}x" for size, gap in zip(sizes, gaps, strict=True)]
+        self._sizes, self._block, self._form = sizes, block.data, Struct("=" + "".join(parts))
+        views = [block[start : start + size] for start, size in zip(starts, sizes, strict=False)]
         self._tensors = [tvm_ffi.from_dlpack(view) for view in views]
 
 
@@ -149,7 +145,7 @@ class Model:
         metadata = library.read_metadata(str(self._function("_metadata")()), manifest)
         self._weights = tensors.load(path, manifest.weights, metadata.params)
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
-        self._numbers = _Numbers()
+        self._numbers, self._table = _Numbers(), _Numbers()
         self._embed = self._function("embed")
         self._create_cache = self._function("create_paged_kv_cache")
         self._forward = {
@@ -244,12 +240,13 @@ class Model:
     def _inputs(self, step: Step) -> tuple[Floats, tvm_ffi.Tensor, list[object]]:
         """Embeddings of a step's tokens float32 [n, hidden], its rows, and the arguments with which forward
         functions end."""
-        where = [step.positions(), step.slots(self.limits.page_size), step.indptr, step.page_indptr]
-        tokens, rows, *batch = self._numbers.tensors(
-            [step.tokens, step.rows, *where, step.page_table, step.lengths]
+        places = step.places(self.limits.page_size)
+        tokens, rows, *batch, lengths = self._numbers.tensors(
+            step.tokens, step.rows, *places, step.indptr, step.page_indptr, step.lengths
         )
         embedded = cast(Floats, np.from_dlpack(self._embed(tokens, self._params)))
-        return embedded, rows, [self._cache, *batch, self._params]
+        table = self._table.tensors(step.page_table)
+        return embedded, rows, [self._cache, *batch, *table, lengths, self._params]
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
         """Logits float32 [len(tokens), vocab] of every position of one sequence.
