@@ -16,6 +16,11 @@ SHARE = 0.7
 REST = 8.0
 """After a try in vain no other is made for that many times as long as it took, or longer."""
 
+IDLE = 0.5
+"""Seconds without work after which nothing is known of the machine any more."""
+DOUBT = 60.0
+"""Seconds after which more threads are tried although the machine seems to have no cores for them."""
+
 Clock = Callable[[], float]
 
 
@@ -54,25 +59,40 @@ class Workers:
     The threads of a step wait for each other at the end of every kernel, hundreds of times for a token. Where
     one of them has to wait for a core, all do, and two threads can be a hundred times slower than one. So:
     when the process got less than SHARE of the processor time that its threads could have had, half as many
-    go on alone. More are tried again after a while, and less often each time in vain. What is computed does
-    not depend on how many compute it.
+    go on alone. More are tried again after a while, and less often each time in vain. Where the system tells
+    how many cores are free, nobody has to find out by a slow step: it is asked after a rest, and before more
+    threads are tried. What is computed does not depend on how many compute it.
     """
 
-    def __init__(self, most: int, use: Callable[[int], None], now: Clock, spent: Clock) -> None:
-        """`use` sets the number of threads. `now`: seconds; `spent`: of this process, on processors."""
-        self.count, self._most, self._use, self._now, self._spent = most, most, use, now, spent
+    def __init__(
+        self,
+        most: int,
+        use: Callable[[int], None],
+        now: Clock,
+        spent: Clock,
+        free: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """`use` sets the number of threads. `now`: seconds; `spent`: of this process, on processors; `free`:
+        cores without other work."""
+        self.count, self._most, self._use = most, most, use
+        self._now, self._spent, self._free = now, spent, free
         self._began, self._before, self._wall, self._cpu = 0.0, 0.0, 0.0, 0.0
         self._pause, self._until, self._trying = SHORTEST, 0.0, False
+        self._ended, self._changed = -2 * IDLE, 0.0
 
     @classmethod
-    def of(cls, most: int, use: Callable[[int], None]) -> Workers:
-        return cls(most, use, time.perf_counter, time.process_time)
+    def of(cls, most: int, use: Callable[[int], None], free: Callable[[], int | None]) -> Workers:
+        return cls(most, use, time.perf_counter, time.process_time, free)
 
     def __enter__(self) -> None:
         self._began, self._before = self._now(), self._spent()
+        if self.count > 1 and self._began - self._ended > IDLE:
+            self._set(self._fitting(self.count), trying=False)
+            self._until = self._began + WINDOW
 
     def __exit__(self, *_error: object) -> None:
-        self._wall += self._now() - self._began
+        self._ended = self._now()
+        self._wall += self._ended - self._began
         self._cpu += self._spent() - self._before
         if self._wall >= WINDOW:
             slow = self.count > 1 and self._cpu < SHARE * self.count * self._wall
@@ -88,11 +108,24 @@ class Workers:
         elif self.count == self._most:
             self._pause, self._trying = SHORTEST, False
         elif self._now() >= self._until:
-            self._set(min(self._most, 2 * self.count), trying=True)
+            more = min(self._most, 2 * self.count)
+            if self._now() - self._changed < DOUBT and self._fitting(more) < more:
+                self._until = self._now() + SHORTEST
+            else:
+                self._set(more, trying=True)
+
+    def _fitting(self, count: int) -> int:
+        """As many threads, or half as many and so on, as find a core each."""
+        if (free := self._free()) is not None:
+            while count > max(1, free):
+                count //= 2
+        return count
 
     def _set(self, count: int, trying: bool) -> None:
-        self.count, self._trying = count, trying
-        self._use(count)
+        self._trying = trying
+        if count != self.count:
+            self.count, self._changed = count, self._now()
+            self._use(count)
 
 
 class Task:

@@ -234,7 +234,9 @@ class Model:
         found: Workers | None = getattr(_pool, "workers", None)
         if found is None:
             configure, big_cores = tvm_ffi.get_global_func("runtime.config_threadpool"), 1
-            found = _pool.workers = Workers.of(self.threads, lambda count: configure(big_cores, count))
+            found = _pool.workers = Workers.of(
+                self.threads, lambda count: configure(big_cores, count), machine.free_cores
+            )
         return found
 
     def _inputs(self, step: Step) -> tuple[Floats, tvm_ffi.Tensor, list[object]]:

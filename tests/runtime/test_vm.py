@@ -145,7 +145,9 @@ class Machine:
 
     def __init__(self, cores: float) -> None:
         self.cores, self.time, self.spent, self.tries = cores, 0.0, 0.0, list[float]()
-        self.workers = Workers(4, self.use, lambda: self.time, lambda: self.spent)
+        self.free: int | None = None
+        self.workers_before = 4
+        self.workers = Workers(4, self.use, lambda: self.time, lambda: self.spent, lambda: self.free)
 
     def use(self, count: int) -> None:
         if count > self.workers_before:
@@ -180,6 +182,25 @@ def test_fewer_threads_work_on_a_busy_machine() -> None:
     with machine.workers:
         machine.time += 30  # weights come from a disk
     assert machine.run(1) == 4
+
+
+def test_the_system_tells_that_a_machine_is_busy() -> None:
+    machine = Machine(cores=1)
+    machine.free = 1
+    with machine.workers:
+        assert machine.workers.count == 1, "from the first step on"
+    machine.run(50)
+    assert not machine.tries, "nobody tries more threads"
+    machine.run(20)
+    assert len(machine.tries) == 1, "the system may be wrong"
+    machine.cores, machine.free = 4, 3
+    assert machine.run(5) == 2, "half of the threads find a core"
+    machine.free = 4
+    assert machine.run(2) == 4
+    machine.free = 0
+    assert machine.run(5) == 4, "these threads, which get their time, run themselves"
+    machine.time += 1
+    assert machine.run(1) == 1, "after a rest only others do"
 
 
 COUNTS = """
