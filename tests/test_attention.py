@@ -13,6 +13,7 @@ import pytest
 import tvm
 from mlcbuild_runtime import machine
 from numpy.typing import NDArray
+from tvm.tirx import PrimFunc
 
 from mlcbuild import quant, targets
 from mlcbuild.compiler.kernels.attention import NO_WINDOW, attention
@@ -81,21 +82,27 @@ def shape(case: Case) -> Heads:
     return Heads(LAYERS, *case.heads, case.dtype)
 
 
-@cache
-def built(case: Case, target: str) -> tuple[Callable[..., None], Callable[..., None]]:
+def compiled(function: PrimFunc, target: str) -> Callable[..., None]:
     described = targets.resolve(target)
-    isa = isa_for(described)
-    heads = shape(case)
+    named = tvm.IRModule({"kernel": function.with_attr("global_symbol", "kernel")})
+    made: Callable[..., None] = tvm.tirx.build(named, tvm_target(described), kernel_pipeline())["kernel"]
+    return made
+
+
+@cache
+def appending(case: Case, target: str) -> Callable[..., None]:
+    isa, heads = isa_for(targets.resolve(target)), shape(case)
     norm = Norm(isa, heads.dim, 1e-6, 1.0) if case.norm else None
     bias = "float16" if case.bias else None
-    append = Append(isa, heads, case.rope_dim or heads.dim, bias, norm, ("float32", "float16"))
-    functions = {
-        "attend": attention(Attention(isa, heads, heads.dim**-0.5, case.softcap, case.rounded)),
-        "append": rope_append(append),
-    }
-    named = {name: function.with_attr("global_symbol", name) for name, function in functions.items()}
-    library = tvm.tirx.build(tvm.IRModule(named), tvm_target(described), kernel_pipeline())
-    return library["append"], library["attend"]
+    spec = Append(isa, heads, case.rope_dim or heads.dim, bias, norm, ("float32", "float16"))
+    return compiled(rope_append(spec), target)
+
+
+@cache
+def attending(case: Case, target: str) -> Callable[..., None]:
+    isa, heads = isa_for(targets.resolve(target)), shape(case)
+    spec = Attention(isa, heads, heads.dim**-0.5, case.softcap, case.rounded)
+    return compiled(attention(spec), target)
 
 
 @dataclass(frozen=True)
@@ -159,13 +166,19 @@ class World:
         """(sequence, position) of the rows of a call."""
         return [(s, position) for s, part in enumerate(self.batch.parts) for position in pick(*part)]
 
-    def append(self, target: str, rows: Sequence[tuple[int, int]]) -> Array:
+    def append(
+        self,
+        target: str,
+        rows: Sequence[tuple[int, int]],
+        forks: Sequence[tuple[int, int, int]] = ((0, 0, 0),),
+    ) -> Array:
         """Run the kernel on these rows; returns qkv with rotated queries."""
-        append, _ = built(self.case, target)
+        append = appending(self.case, target)
         qkv = aligned(np.stack([self.inputs[s][position] for s, position in rows]))
         slots = np.array([self.batch.slot(*row) for row in rows], np.int32)
         extras = [self.bias] * self.case.bias + self.norms * self.case.norm
-        given = [np.stack([self.angles[position] for _, position in rows]), slots, *extras]
+        angles = np.stack([self.angles[position] for _, position in rows])
+        given = [angles, slots, np.array(forks, np.int32), *extras]
         append(*map(device, given), share(qkv), share(self.cache), LAYER)
         return qkv
 
@@ -202,7 +215,7 @@ class World:
         self, target: str, qkv: Array, rows: Sequence[tuple[int, int]], prompt: int | None = None
     ) -> Array:
         """prompt: for kernels that ask."""
-        return self.attend_by(built(self.case, target)[1], qkv, rows, prompt)
+        return self.attend_by(attending(self.case, target), qkv, rows, prompt)
 
     def attend_by(
         self,
@@ -373,6 +386,29 @@ def test_append_touches_its_layer_and_slots_only() -> None:
     by_token = keys[first].reshape(3, 64, PAGE)
     assert by_token[:, :, 3:].all() and not by_token[:, :, :3].any()
     assert values[second].reshape(3, PAGE, 64)[:, :1].all()
+
+
+@pytest.mark.parametrize("target", RUNNABLE)
+@pytest.mark.parametrize("case", CASES[::2], ids=str)
+def test_forks_copy_what_a_page_begins_with(case: Case, target: str) -> None:
+    """Rows of the same call, too; what branches have put behind it stays; forks follow one another."""
+    for tokens in range(1, PAGE):
+        worlds = [World(case, [(0, tokens), (tokens, PAGE - tokens), (tokens, 0)], 8) for _ in range(2)]
+        rows = worlds[0].rows(lambda before, new: range(before, before + new))
+        first, second, third = (pages[0] for pages in worlds[0].batch.pages)
+        worlds[0].append(target, rows)
+        worlds[1].append(target, rows, [(first, second, tokens), (second, third, tokens)])
+        plain, forked = (world.cache.copy() for world in worlds)
+        kv, dim = case.heads[1:]
+        for page in (second, third):
+            keys, values = (
+                cache[LAYER, page, which].reshape(kv, *shape)
+                for cache, which, shape in ((plain, 0, (dim, PAGE)), (plain, 1, (PAGE, dim)))
+            )
+            source = plain[LAYER, first]
+            keys[:, :, :tokens] = source[0].reshape(kv, dim, PAGE)[:, :, :tokens]
+            values[:, :tokens] = source[1].reshape(kv, PAGE, dim)[:, :tokens]
+        np.testing.assert_array_equal(forked, plain)
 
 
 @cache

@@ -128,6 +128,7 @@ def build(decoder: Decoder) -> IRModule:
     _embed(decoder)
     trunk = _trunk(decoder, _layer_functions(decoder))
     _prefill(decoder, trunk, "batch_verify", True, prompt=0)
+    _prefill(decoder, trunk, "batch_verify_tree", True, prompt=0, tree=True)
     for name, batched in (("prefill", False), ("batch_prefill", True)):
         _prefill(decoder, trunk, name, batched)
         _hidden_states(decoder, trunk, f"{name}_to_last_hidden_states", batched)
@@ -154,8 +155,8 @@ def _handle(value: relax.Expr) -> Tensor:
     return Tensor(_expr=value)
 
 
-def _batch_variables(decoder: Decoder, n: Expr | int, b: Expr | int) -> list[relax.Var]:
-    """The arguments that describe a batch, in the order of every forward function."""
+def _batch_variables(decoder: Decoder, n: Expr | int, b: Expr | int, tree: bool = False) -> list[relax.Var]:
+    """The arguments that describe a batch, in the order of every forward function; of trees, forks, too."""
     cache = decoder.parts.heads
     return [
         _variable("pages", cache.cache_shape(_size("num_pages")), cache.dtype),
@@ -165,12 +166,8 @@ def _batch_variables(decoder: Decoder, n: Expr | int, b: Expr | int) -> list[rel
         _variable("page_indptr", (b + 1,), "int32"),
         _variable("page_table", (_size("p"),), "int32"),
         _variable("kv_lengths", (b,), "int32"),
+        *[_variable("forks", (_size("f"), 3), "int32")] * tree,
     ]
-
-
-def _batch(variables: Sequence[relax.Var]) -> Batch:
-    pages, positions, slots, q_indptr, page_indptr, page_table, kv_lengths = map(_handle, variables)
-    return Batch(positions, slots, pages, q_indptr, page_indptr, page_table, kv_lengths)
 
 
 def _packed(decoder: Decoder) -> relax.Var:
@@ -224,14 +221,14 @@ def _layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 
 def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
-    """(x, angles, room ..., batch ..., (layer, window), prompt, weights ...) -> x, changed in place, as pages
-    are."""
+    """(x, angles, room ..., batch ..., forks, (layer, window), prompt, weights ...) -> x, changed in place,
+    as pages are."""
     builder, config = decoder.builder, decoder.config
     n = _size("n")
     x = _variable("x", (n, config.hidden_size), "float32")
     turns = _variable("angles", (n, config.rope.dim), "float32")
     room = {name: _variable(name, (n, width), "float32") for name, width in decoder.room.items()}
-    batch = _batch_variables(decoder, n, _size("b"))
+    batch = _batch_variables(decoder, n, _size("b"), tree=True)
     place, prompt = (_number("layer"), _number("window")), _number("prompt")
     weights: dict[str, list[Tensor]] = {}
     params = {p.name.removeprefix(f"layers.{layer}."): p for p in decoder.layer_params(layer)}
@@ -248,7 +245,7 @@ def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
     ):
         handles = {name: _handle(variable) for name, variable in room.items()}
         body = _Layer(decoder.parts, params, weights, handles, prompt)
-        changed = body.emit(_handle(x), _handle(turns), _batch(batch), place)
+        changed = body.emit(_handle(x), _handle(turns), Batch(*map(_handle, batch)), place)
         made: GlobalVar = builder.emit_func_output(changed._expr)
     return made
 
@@ -305,18 +302,18 @@ class _Layer:
 
 
 def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
-    """(embeddings [n, hidden], batch ..., params, prompt) -> the residual stream after all layers
+    """(embeddings [n, hidden], batch ..., forks, params, prompt) -> the residual stream after all layers
     [n, hidden]."""
     builder, config, parts = decoder.builder, decoder.config, decoder.parts
     n = _size("n")
     given = _variable("embeddings", (n, config.hidden_size), "float32")
-    batch, packed = _batch_variables(decoder, n, _size("b")), _packed(decoder)
+    batch, packed = _batch_variables(decoder, n, _size("b"), tree=True), _packed(decoder)
     prompt = _number("prompt")
     inv_freq, factor = frequencies(config.rope, decoder.limits.context_window)
     given_all = [given, *batch, packed, prompt]
     with builder.function("trunk", given_all, decoder.attributes(), pure=False, private=True):
         table = _handle(relax.const(np.array(inv_freq, np.float32)))
-        turns = parts.angles(_batch(batch).positions, table, factor)
+        turns = parts.angles(_handle(batch[1]), table, factor)
         room = [builder.emit(_allocated((n, width))) for width in decoder.room.values()]
         # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
         # does not know that what a layer returns is what it was given.
@@ -331,22 +328,31 @@ def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
     return made
 
 
+def _stream(decoder: Decoder, trunk: GlobalVar, x: relax.Var, rest: list[relax.Var], prompt: int) -> Tensor:
+    """A call of `trunk` with embeddings x and the rest of a function's arguments; without forks where it has
+    none."""
+    if len(rest) < 9:
+        rest = [*rest[:-1], relax.const(np.zeros((0, 3), np.int32)), rest[-1]]
+    return _handle(decoder.builder.emit(relax.Call(trunk, [x, *rest, relax.prim_value(prompt)])))
+
+
 def _allocated(shape: Sequence[Expr | int]) -> relax.Call:
     """A float32 tensor that is not initialised."""
     return relax.op.builtin.alloc_tensor(relax.ShapeExpr(list(shape)), "float32", 0, "global")
 
 
-def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, prompt: int = 1) -> None:
-    """Logits of chosen rows: (input_embeds [1, n, hidden], logit_positions int32 [q], batch ..., params).
-    With prompt=0 each row is computed as `decode` does it, bit by bit: for drafts of answers."""
+def _prefill(
+    decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, prompt: int = 1, tree: bool = False
+) -> None:
+    """Logits of chosen rows: (input_embeds [1, n, hidden], logit_positions int32 [q], batch ..., forks if
+    `tree`, params). With prompt=0 each row is computed as `decode` does it, bit by bit: for drafts."""
     builder, hidden = decoder.builder, decoder.config.hidden_size
     n, q, b = _size("n"), _size("q"), _size("b") if batched else 1
     given = _variable("input_embeds", (1, n, hidden), "float32")
     chosen = _variable("logit_positions", (q,), "int32")
-    batch, packed = _batch_variables(decoder, n, b), _packed(decoder)
+    batch, packed = _batch_variables(decoder, n, b, tree), _packed(decoder)
     with builder.function(name, [given, chosen, *batch, packed], decoder.attributes(), pure=False):
-        flat = _reshaped(builder, given, (n, hidden))
-        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed, relax.prim_value(prompt)])))
+        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], prompt)
         weights = _unpacked(decoder, packed, _head_params(decoder))
         normed = decoder.parts.chosen_norm(x, _handle(chosen), weights["norm.weight"][0])
         logits = decoder.parts.logits(normed, weights)
@@ -361,8 +367,7 @@ def _hidden_states(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool)
     given = _variable("input_embeds", (1, n, hidden), "float32")
     batch, packed = _batch_variables(decoder, n, b), _packed(decoder)
     with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
-        flat = _reshaped(builder, given, (n, hidden))
-        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed, relax.prim_value(1)])))
+        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], 1)
         weights = _unpacked(decoder, packed, _head_params(decoder)[:1])
         normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
         builder.emit_func_output(_reshaped(builder, normed._expr, (1, n, hidden)))
@@ -375,8 +380,7 @@ def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> Non
     given = _variable("input_embeds", (b, 1, hidden), "float32")
     batch, packed = _batch_variables(decoder, b, b), _packed(decoder)
     with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
-        flat = _reshaped(builder, given, (b, hidden))
-        x = _handle(builder.emit(relax.Call(trunk, [flat, *batch, packed, relax.prim_value(0)])))
+        x = _stream(decoder, trunk, _reshaped(builder, given, (b, hidden)), [*batch, packed], 0)
         weights = _unpacked(decoder, packed, _head_params(decoder))
         normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
         logits = decoder.parts.logits(normed, weights)

@@ -35,13 +35,14 @@ Weights = Mapping[str, Sequence[Tensor]]
 class Batch:
     """The tensors that say which rows belong to which sequence, and where their keys and values are."""
 
+    pages: Tensor  # the cache
     positions: Tensor  # int32 [n]
     slots: Tensor  # int32 [n]
-    pages: Tensor  # the cache
     q_indptr: Tensor  # int32 [b+1]
     page_indptr: Tensor  # int32 [b+1]
     page_table: Tensor  # int32 [p]
     kv_lengths: Tensor  # int32 [b]
+    forks: Tensor  # int32 [f, 3]: (from page, to page, tokens)
 
 
 def rows(count: Expr | int, width: int) -> Tensor:
@@ -124,7 +125,7 @@ class Parts:
                 dtypes,
             )
         )
-        arguments = [turns, batch.slots, *bias, *norms]
+        arguments = [turns, batch.slots, batch.forks, *bias, *norms]
         where = [len(arguments), len(arguments) + 1]
         out = [rows(*qkv.shape), Tensor.placeholder(batch.pages.shape, heads.dtype)]
         found = tensor_ir_inplace_op(func, func_name(func), [*arguments, qkv, batch.pages, layer], where, out)

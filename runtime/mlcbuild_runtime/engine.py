@@ -29,7 +29,7 @@ from mlcbuild_runtime.pages import Pages
 from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
 from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence
-from mlcbuild_runtime.speculation import Speculation
+from mlcbuild_runtime.speculation import Checked, Speculation, fanned
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.threads import Task, Turns
 from mlcbuild_runtime.trace import Trace
@@ -271,31 +271,35 @@ class Engine:
         allotted = speculation.allot(ready, rows)
         stretched = [(sequence, self._schedule.stretch(sequence, count)) for sequence, count in allotted]
         speculation.propose([(sequence, count) for sequence, count in stretched if count > 0])
+        speculation.spread(ready, rows, len(parts))
+        for sequence in ready:
+            self._schedule.branch(sequence)
         checked = self._step([(sequence, count + len(sequence.draft)) for sequence, count in parts])
         speculation.settle(rows, checked, time.thread_time() - begun)
 
-    def _step(
-        self, parts: List[tuple[Sequence, int]], prompt: bool = False
-    ) -> list[tuple[Sequence, int, int]]:
+    def _step(self, parts: List[tuple[Sequence, int]], prompt: bool = False) -> list[Checked]:
         """Feeds each sequence that many of its tokens, its draft last, and chooses the next tokens of those
-        that have all. (sequence, tokens drafted, tokens accepted) of these."""
+        that have all. What became of the drafts of these."""
         kind, begun = "prefill" if prompt else "decode", time.perf_counter()
         wanted = [sequence.wanted(count) for sequence, count in parts]
         logits = self._run_model(parts, self.model.forward, wanted, prompt)
         computed, place, found = time.perf_counter(), 0, []
         self._decode_steps += kind == "decode" and bool(parts)
         for (sequence, _), count in zip(parts if len(logits) else (), wanted, strict=False):
-            drafted, before = len(sequence.draft), sequence.accepted
+            drafted, branched, before = len(sequence.draft), sequence.branched, sequence.accepted
             rows = logits[place : place + count]
             place += count
             if sequence.request.prompt_logprobs:
                 sequence.score(rows)
             if sequence.complete:
-                events = sequence.next(rows[-1 - drafted :])
+                events = sequence.next(rows[-1 - drafted - branched :])
                 accepted = sequence.accepted - before
-                found.append((sequence, drafted, accepted))
-                self._drafted += drafted
+                found.append(
+                    Checked(sequence, drafted, accepted - sequence.gained, branched, sequence.gained)
+                )
+                self._drafted += drafted + branched
                 self._accepted += accepted
+                self._schedule.prune(sequence)
                 self._tell(sequence, events)
                 self._schedule.trim(sequence)
         if self._trace is not None and parts:
@@ -329,6 +333,8 @@ class Engine:
             for (s, count), end in zip(parts, ends, strict=True)
         ]
         step = Step.of(given, wanted, prompt)
+        if any(sequence.branches for sequence, _ in parts):
+            step = fanned([sequence for sequence, _ in parts], given, size)
         try:
             with self._turns:
                 found = function(step)

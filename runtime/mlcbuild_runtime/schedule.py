@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
+from mlcbuild_runtime import tree
 from mlcbuild_runtime.pages import GONE, Pages
 from mlcbuild_runtime.sequence import Sequence
 
@@ -41,6 +42,7 @@ class Schedule:
         for listed in (self.active, self.waiting):
             if sequence in listed:
                 listed.remove(sequence)
+        self.prune(sequence)
         self.pages.release(sequence.pages, forget)
         sequence.pages = []
 
@@ -101,6 +103,31 @@ class Schedule:
                 break
             sequence.pages += more
         return min(count, len(sequence.pages) * self._page_size - sequence.length - 1)
+
+    def branch(self, sequence: Sequence) -> None:
+        """Pages for the branches of a draft, as far as nobody has to give any up; the others are dropped."""
+        sequence.taken = 0
+        for place, branch in enumerate(sequence.branches):
+            begin, size = len(sequence.tokens) + branch.start, self._page_size
+            branch.shared = begin // size
+            own = self.pages.take(-(-(begin + len(branch.tokens)) // size) - branch.shared)
+            if own is None:
+                del sequence.branches[place:]
+                return
+            branch.pages = own
+
+    def prune(self, sequence: Sequence) -> None:
+        """Of a tree of drafts, the pages of the path that was taken stay; no keys or values are moved."""
+        if not sequence.branches:
+            return
+        trunk, own = sequence.pages, [page for branch in sequence.branches for page in branch.pages]
+        taken = tree.path_pages(trunk, sequence.branches, sequence.taken)
+        kept = set(taken)
+        self.pages.release([page for page in (*trunk, *own) if page not in kept])
+        sequence.branches, sequence.pages = [], taken
+        # A draft model has taken in the draft, but no branch.
+        common = sum(old == new for old, new in zip(trunk, taken, strict=False))
+        sequence.draft_length = min(sequence.draft_length, common * self._page_size)
 
     def trim(self, sequence: Sequence) -> None:
         """Gives back the pages that only rejected drafts needed."""

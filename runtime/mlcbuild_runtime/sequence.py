@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Container
 from collections.abc import Sequence as List
 from copy import copy
 
-from mlcbuild_runtime.drafts import Credit, Lookup, Prediction
+from mlcbuild_runtime import tree
+from mlcbuild_runtime.drafts import Credit, Lookup, Odds, Prediction
 from mlcbuild_runtime.errors import ServingError
 from mlcbuild_runtime.grammar import Matcher, Trust
 from mlcbuild_runtime.pages import Key
@@ -15,6 +17,7 @@ from mlcbuild_runtime.pooling import Pool
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
 from mlcbuild_runtime.sampling import Floats, Numbers, Score, adjusted, choose, generator, logprobs
 from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.tree import Branch
 
 FORCED = 15
 """Tokens that a constraint may force between two that the model chooses."""
@@ -44,9 +47,18 @@ class Sequence:
         self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
         self.draft: list[int] = []
         """Tokens that may follow, to be checked in the next step."""
+        self.branches: list[Branch] = []
+        """Others that may follow instead, checked in the same step."""
+        self.taken = 0
+        """The path of the last tree of drafts that was right, as far as any was."""
+        self.gained = 0
+        """Tokens of that path that are on branches."""
         self.draft_length = 0
         """Tokens whose keys and values are in the cache of a draft model."""
-        self.credit, self.lookup, self.prediction = Credit(), Lookup(), Prediction(request.prediction)
+        self.credit, self.odds = Credit(), Odds()
+        self.lookup, self.prediction = Lookup(), Prediction(request.prediction)
+        self._doubts: list[tuple[float, int]] = []
+        """For each token of a draft model's draft: how far it is ahead of another one, and which."""
         self.accepted = self.rejected = 0
         self._scores: list[Score] = []
         """Of tokens of the prompt, not told yet."""
@@ -94,8 +106,8 @@ class Sequence:
         return self._keys[: length // page_size]
 
     def wanted(self, count: int) -> int:
-        """Of how many of `count` new tokens, and the draft, the logits are needed."""
-        return count if self.request.prompt_logprobs and self.prefilling else 1 + len(self.draft)
+        """Of how many of `count` new tokens, and all drafted ones, the logits are needed."""
+        return count if self.request.prompt_logprobs and self.prefilling else 1 + self.drafted
 
     def score(self, rows: Floats) -> None:
         """Takes logits [n, vocab] of the last n tokens in the cache: what follows them in the prompt is
@@ -106,9 +118,18 @@ class Sequence:
                 self._scores.append(logprobs(row, prompt[place], self.request.logprobs or 0))
                 self._scored += 1
 
+    @property
+    def drafted(self) -> int:
+        """Tokens of the draft and its branches."""
+        return len(self.draft) + self.branched
+
+    @property
+    def branched(self) -> int:
+        return sum(len(branch.tokens) for branch in self.branches)
+
     def next(self, rows: Floats) -> list[Event]:
-        """Chooses tokens from logits [1 + len(draft), vocab]: one, and one more for each drafted token that
-        was chosen. An error is an event, too."""
+        """Chooses tokens from logits [1 + drafted, vocab]: one, and one more for each drafted token that was
+        chosen. An error is an event, too."""
         events = self._answer(rows) if self.request.max_tokens else [self._event(finish="length")]
         if self._matcher is not None and not events[-1].last:
             events += self._forced(self._matcher, len(events))
@@ -119,19 +140,24 @@ class Sequence:
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _answer(self, rows: Floats) -> list[Event]:
-        draft, self.draft = self.draft, []
-        self.rejected += len(draft)
-        events: list[Event] = []
-        for row, guess in zip(rows, [*draft, None], strict=True):
-            events.append(self._chosen(row, guess))
-            if events[-1].last or self.tokens[-1] != guess:
-                break
+        self.gained = self.taken = 0
+        if not self.draft:
+            return [self._chosen(rows[0], ())]
+        self.rejected += self.drafted
+        following, row = tree.children(self.draft, self.branches), 0
+        events = [self._chosen(rows[row], following[row])]
+        while not events[-1].last and self.tokens[-1] in following[row]:
+            row = following[row][self.tokens[-1]]
             self.length += 1
+            self.gained += row > len(self.draft)
+            events.append(self._chosen(rows[row], following[row]))
+        self.taken = tree.rows(self.draft, self.branches)[row][0]
+        self.draft = []
         return events
 
-    def _chosen(self, logits: Floats, guess: int | None) -> Event:
+    def _chosen(self, logits: Floats, guesses: Container[int]) -> Event:
         try:
-            return self._next(logits, guess)
+            return self._next(logits, guesses)
         except ServingError as error:
             return self.failed(error)
 
@@ -162,9 +188,9 @@ class Sequence:
             rejected=self.rejected,
         )
 
-    def _next(self, logits: Floats, guess: int | None) -> Event:
+    def _next(self, logits: Floats, guesses: Container[int]) -> Event:
         token = self._choice(logits, self._matcher, [], self._trust)
-        if token == guess:
+        if token in guesses:
             self.accepted += 1
             self.rejected -= 1
         if self.request.logprobs is None:
@@ -240,14 +266,40 @@ class Sequence:
         """As much of a draft as the constraint allows."""
         return draft if self._matcher is None else draft[: self._matcher.accepted(draft)]
 
+    def fitting(self, branches: List[Branch]) -> list[Branch]:
+        """Branches of the draft as far as the constraint allows them."""
+        if self._matcher is None:
+            return list(branches)
+        found = []
+        for branch in branches:
+            before = self.draft[: branch.start]
+            tokens = self.allowed([*before, *branch.tokens])[branch.start :]
+            found += [Branch(branch.start, tokens)] * bool(tokens)
+        return found
+
     def guess(self, logits: Floats) -> bool:
         """One more token for the draft, from a draft model's logits. False: nothing can come after it."""
+        if not self.draft:
+            self._doubts = []
         try:
             matcher = None if self._matcher is None else self._matcher.after(self.draft)
-            self.draft.append(self._choice(logits, matcher, self.draft, copy(self._trust)))
+            token = self._choice(logits, matcher, self.draft, copy(self._trust))
         except ServingError:
             return False
-        return self.draft[-1] not in self._eos
+        self.draft.append(token)
+        # What else is likely, without a copy of all logits.
+        sides = (0, logits[:token]), (token + 1, logits[token + 1 :])
+        height, other = max(
+            (float(side.max()), first + int(side.argmax())) for first, side in sides if len(side)
+        )
+        self._doubts.append((float(logits[token]) - height, other))
+        return token not in self._eos
+
+    def doubtful(self, count: int) -> list[Branch]:
+        """The most likely other tokens in those places where a draft model was least sure of its draft."""
+        doubts = self._doubts[: len(self.draft)]
+        places = sorted(range(len(doubts)), key=lambda place: doubts[place])
+        return [Branch(place, [doubts[place][1]]) for place in places[:count]]
 
     def _text(self, token: int) -> tuple[str, Finish | None]:
         """What the token adds to the answer, and whether that was all."""

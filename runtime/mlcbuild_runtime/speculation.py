@@ -14,13 +14,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence as List
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from mlcbuild_runtime import tree
 from mlcbuild_runtime.drafts import TOKENS, Prices, Speculate
 from mlcbuild_runtime.errors import BundleError
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.tree import Branch, Fork, Part
 from mlcbuild_runtime.vm import Floats, Model, Step
 
 log = logging.getLogger(__name__)
@@ -29,18 +32,33 @@ ROWS = 16
 """Rows of a step with drafts, or with tokens that are computed again. Up to so many, kernels give each row
 what it has alone, bit by bit."""
 
-Part = tuple[List[int], int, List[int]]
-"""(new tokens, length after them, pages) of a sequence in a step."""
+
+BRANCHED = 3
+"""Tokens on branches of one sequence, at most."""
+
+
+class Checked(NamedTuple):
+    """What became of the draft of a sequence."""
+
+    sequence: Sequence
+    drafted: int
+    accepted: int
+    branched: int
+    """Tokens on branches."""
+    gained: int
+    """Those of them that were right, after what was accepted of the draft."""
 
 
 class Speculation:
     """Drafts for one engine. All but `load` runs on the engine's thread."""
 
-    def __init__(self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True) -> None:
+    def __init__(
+        self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True, parts: int = 0
+    ) -> None:
         """`tokens`: to draft at most. `rows`: of a step with drafts. `guesses`: more than what clients
-        predict."""
+        predict. `parts`: sequences and branches of a step; 0: the library knows of no branches."""
         self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
-        self._guesses = guesses
+        self._guesses, self._parts = guesses, parts
 
     @classmethod
     def load(cls, how: Speculate | None, model: Model, tokenizer: Tokenizer) -> Speculation:
@@ -49,7 +67,8 @@ class Speculation:
         if how is None:
             return cls(TOKENS, rows, guesses=False)
         drafter = None if how.draft is None else Drafter.load(how.draft, model, tokenizer)
-        return cls(how.tokens, rows, drafter)
+        parts = model.limits.max_batch if how.branches and model.checks_trees else 0
+        return cls(how.tokens, rows, drafter, parts=parts)
 
     def concerns(self, sequence: Sequence) -> bool:
         """Tokens may be drafted for it."""
@@ -63,6 +82,8 @@ class Speculation:
             for sequence in sequences
             if self.concerns(sequence) and (wanted := sequence.draft_limit(self._tokens)) > 0
         ]
+        wanted_in_all = sum(wanted for _, wanted in willing)
+        room = self._prices.best(rows, min(room, wanted_in_all)) if room > 0 and willing else room
         found = []
         for left, (sequence, wanted) in zip(range(len(willing), 0, -1), willing, strict=True):
             count = min(wanted, room // left)
@@ -86,15 +107,38 @@ class Speculation:
         for sequence, _ in open_parts:
             sequence.draft = sequence.allowed(sequence.draft)
 
-    def settle(self, rows: int, drafts: List[tuple[Sequence, int, int]], seconds: float) -> None:
-        """After a step of `rows` without drafts: (sequence, tokens drafted, tokens accepted) of all, and how
-        long it took."""
-        drafted = sum(count for _, count, _ in drafts)
-        self._prices.observe(rows, drafted, seconds)
+    def spread(self, sequences: List[Sequence], rows: int, batch: int) -> None:
+        """Sets branches of the drafts of `sequences`, in a step that has `rows` of `batch` sequences without
+        drafts. Each gets as many tokens on them as are worth their share of the step's time."""
+        drafted, branched = sum(len(sequence.draft) for sequence in sequences), 0
+        pace = batch - len(sequences) + sum(sequence.odds.pace for sequence in sequences)
+        for sequence in sequences if self._parts else ():
+            room = min(self.rows - rows - drafted - branched, self._tokens - len(sequence.draft))
+            if not sequence.draft or self._parts <= batch or room < 1:
+                continue
+            more = range(branched + 1, branched + 1 + min(room, BRANCHED))
+            count = sequence.odds.wanted(pace, [self._prices.share(rows, drafted, each) for each in more])
+            if count:
+                found = self._others(sequence, count)
+                sequence.branches = sequence.fitting(found)[: self._parts - batch]
+            batch, branched = batch + len(sequence.branches), branched + sequence.branched
+
+    def _others(self, sequence: Sequence, count: int) -> list[Branch]:
+        if not self._guesses:
+            return []
+        if self._drafter is None:
+            return sequence.lookup.others(sequence.tokens, sequence.draft, count)
+        return sequence.doubtful(count)
+
+    def settle(self, rows: int, drafts: List[Checked], seconds: float) -> None:
+        """After a step of `rows` without drafts: what became of them, and how long it took."""
+        drafted = sum(draft.drafted for draft in drafts)
+        self._prices.observe(rows, drafted, seconds, sum(draft.branched for draft in drafts))
         price = self._prices.price(rows, drafted) if drafted else 0
-        for sequence, count, accepted in drafts:
+        for sequence, count, accepted, branched, gained in drafts:
             if count:
                 sequence.credit.settle(count, accepted, price)
+                sequence.odds.settle(branched, gained, 1 + accepted + gained)
             else:
                 sequence.credit.rest()
 
@@ -149,9 +193,9 @@ class Drafter:
         """Sets drafts, one token after the other for all sequences together."""
         going = self._caught_up([part for part in parts if self._fits(len(part[0].tokens) + part[1])])
         while going:
-            logits = self._forward([self._part(sequence) for sequence, _ in going])
+            rows = self._forward([self._part(sequence) for sequence, _ in going])
             more = []
-            for (sequence, count), row in zip(going, logits, strict=True):
+            for (sequence, count), row in zip(going, rows, strict=True):
                 sequence.draft_length = len(sequence.tokens) + len(sequence.draft)
                 if sequence.guess(padded(row, self._size)) and len(sequence.draft) < count:
                     more.append((sequence, count))
@@ -186,6 +230,18 @@ class Drafter:
         known = [([min(token, last) for token in tokens], end, pages) for tokens, end, pages in parts]
         step = Step.of([(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in known])
         return self._model.forward(step)
+
+
+def fanned(sequences: List[Sequence], given: List[Part], size: int) -> Step:
+    """A step with the branches of drafts: parts of their own, after that of their sequence in `given`, on
+    pages of `size` tokens."""
+    parts, wanted, forks = list[Part](), list[int](), list[Fork]()
+    for sequence, part in zip(sequences, given, strict=True):
+        more, found = tree.parts(len(sequence.tokens), sequence.pages, sequence.branches, size)
+        parts += [part, *more]
+        wanted += [1 + len(sequence.draft), *[len(tokens) for tokens, _, _ in more]]
+        forks += found
+    return Step.of(parts, wanted, prompt=False)._replace(forks=forks)
 
 
 def refusal(model: Model, draft: Model) -> str | None:

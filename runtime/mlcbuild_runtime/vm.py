@@ -61,6 +61,9 @@ class Step(NamedTuple):
     prompt: bool
     """The tokens are prompts'. A library may have a faster way for these, which rounds differently, so that
     what a sequence gets must not depend on how many tokens others bring."""
+    forks: Sequence[tuple[int, int, int]] = ()
+    """(from page, to page, tokens): what pages begin with, in this order, once all new tokens are there; for
+    branches of drafts."""
 
     @classmethod
     def of(
@@ -203,10 +206,14 @@ class Model:
         """
         embedded, rows, batch = self._inputs(step)
         n, q, single = len(step.tokens), len(step.rows), len(step.lengths) == 1
-        decode = step.is_decode and q == n and not step.prompt
+        decode = step.is_decode and q == n and not step.prompt and not step.forks
         shaped = tvm_ffi.from_dlpack(embedded.reshape((n, 1, -1) if decode else (1, n, -1)))
         given = [shaped] if decode else [shaped, rows]
         function = self._forward[decode, single] if decode or step.prompt else self._verify
+        if step.forks:
+            function = self._verify_tree
+            forks = tvm_ffi.from_dlpack(tensors.aligned(np.array(step.forks, np.int32)))
+            batch = [*batch[:-1], forks, batch[-1]]
         with self._workers():
             logits = function(*given, *batch)
         return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
@@ -223,8 +230,20 @@ class Model:
     @cached_property
     def gives_states(self) -> bool:
         """The library has the functions for `states`: those of older builders have not."""
+        return self._has("prefill_to_last_hidden_states")
+
+    @cached_property
+    def _verify_tree(self) -> Callable[..., tvm_ffi.Tensor]:
+        return self._function("batch_verify_tree")
+
+    @cached_property
+    def checks_trees(self) -> bool:
+        """Steps may have forks: libraries of older builders know of none."""
+        return self._has("batch_verify_tree")
+
+    def _has(self, name: str) -> bool:
         try:
-            self._function("prefill_to_last_hidden_states")
+            self._function(name)
         except BundleError:
             return False
         return True

@@ -43,6 +43,7 @@ class Drafting(Speculation):
     def __init__(self, guess: Guess) -> None:
         super().__init__(7, ROWS)
         self._guess = guess
+        self._prices.best = lambda batch, most: most  # type: ignore[method-assign]
 
     def allot(self, sequences: Any, batch: int) -> list[tuple[Sequence, int]]:
         for sequence in sequences:

@@ -137,7 +137,7 @@ def export(out: Path, metadata: str) -> None:
         table = builder.emit(relax.TupleGetItem(params, 0))
         rows = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
         builder.emit_func_output(rows)
-    for name in ("prefill", "decode", "batch_prefill", "batch_decode", "batch_verify"):
+    for name in ("prefill", "decode", "batch_prefill", "batch_decode", "batch_verify", "batch_verify_tree"):
         _emit_forward(builder, attend, name)
     count = tvm.tirx.Var("count", "int64")
     shape = relax.Var("shape", relax.ShapeType([count]))
@@ -173,9 +173,13 @@ def _emit_forward(builder: Any, attend: Any, name: str) -> None:
         *(var("positions", n), var("slots", n), var("indptr", c)),
         *(var("page_indptr", c), var("page_table", p), var("lengths", b)),
     ]
-    with builder.function(name, [x, *([] if decode else [rows]), *cache, _params()]):
+    forks, tree = var("forks", tvm.tirx.Var("f", "int64"), 3), name.endswith("tree")
+    given = [x, *([] if decode else [rows]), *cache, *([forks] if tree else []), _params()]
+    none = relax.const(np.zeros((1, 3), np.int32))
+    with builder.function(name, given):
         flat = builder.emit(relax.op.reshape(x, (n, 4)))
-        logits = builder.emit(relax.call_tir(attend, [flat, *cache], relax.TensorType((n, VOCAB), "float32")))
+        arguments = [flat, *cache, forks if tree else none]
+        logits = builder.emit(relax.call_tir(attend, arguments, relax.TensorType((n, VOCAB), "float32")))
         picked = logits if decode else builder.emit(relax.op.take(logits, rows, axis=0, mode="clip"))
         shape = (n, 1, VOCAB) if decode else (1, q, VOCAB)
         builder.emit_func_output(builder.emit(relax.op.reshape(picked, shape)))
@@ -211,9 +215,10 @@ def _attend() -> Any:
         page_indptr_h: T.handle,
         table_h: T.handle,
         lengths_h: T.handle,
+        forks_h: T.handle,
         out_h: T.handle,
     ) -> None:
-        n, b, c, p, t = T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
+        n, b, c, p, t, f = T.int64(), T.int64(), T.int64(), T.int64(), T.int64(), T.int64()
         x = T.match_buffer(x_h, (n, 4), "float32")
         pages = T.match_buffer(pages_h, (1, t, 2, 1, 16), "float32")
         positions = T.match_buffer(positions_h, (n,), "int32")
@@ -222,11 +227,15 @@ def _attend() -> Any:
         page_indptr = T.match_buffer(page_indptr_h, (c,), "int32")
         table = T.match_buffer(table_h, (p,), "int32")
         _lengths = T.match_buffer(lengths_h, (b,), "int32")
+        forks = T.match_buffer(forks_h, (f, 3), "int32")
         out = T.match_buffer(out_h, (n, 260), "float32")
         with T.sblock("root"):
             total = T.sblock_alloc_buffer((1,), "float32")
             for i in range(n):
                 pages[0, slots[i] // 16, 0, 0, slots[i] % 16] = x[i, 0]
+            for k in range(f):
+                for j in range(forks[k, 2]):
+                    pages[0, forks[k, 1], 0, 0, j] = pages[0, forks[k, 0], 0, 0, j]
             for s in range(b):
                 for i in range(indptr[s], indptr[s + 1]):
                     total[0] = T.float32(0)

@@ -6,11 +6,13 @@ Angles: Su et al., RoFormer (2021), in the half-split form that checkpoints of t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
+from mlcbuild.compiler.kernels import vectors
 from mlcbuild.compiler.kernels.cache import PAGE, Heads
 from mlcbuild.compiler.kernels.floats import Floats, kernel, over_rows, size_var
 from mlcbuild.compiler.kernels.isa import ISA
@@ -61,14 +63,19 @@ class Append:
 def rope_append(spec: Append) -> PrimFunc:
     """Add the bias, normalise, rotate; queries stay where they are, keys and values go into the cache.
 
-    (angles float32 [n, rope_dim], slots int32 [n], bias [width]?, q_norm [dim]?, k_norm [dim]?,
-    qkv float32 [n, width] in place, pages in place, layer int64).
+    (angles float32 [n, rope_dim], slots int32 [n], forks int32 [f, 3], bias [width]?, q_norm [dim]?,
+    k_norm [dim]?, qkv float32 [n, width] in place, pages in place, layer int64).
+
+    Each fork is (from page, to page, tokens): after all rows, one fork after the other, so many tokens that
+    a page begins with are put into another page, too. So a branch of a tree of drafts gets a last page of
+    its own, and attention finds what it finds after the same tokens without a tree, lane by lane.
     """
     heads, scalar = spec.heads, Floats(spec.isa, 1)
     with kernel("rope_append") as made:
         rows = size_var("n")
         turns = made.tensor("angles", (rows, spec.rope_dim))
         slots = made.tensor("slots", (rows,), "int32")
+        forks = made.tensor("forks", (size_var("f"), 3), "int32")
         bias = made.tensor("bias", (heads.width,), spec.bias) if spec.bias else None
         norms = [
             made.tensor(f"{which}_norm", (heads.dim,), dtype) if spec.norm else None
@@ -93,7 +100,29 @@ def rope_append(spec: Append) -> PrimFunc:
 
         with made.body():
             over_rows(rows, SERIAL_TOKENS, one_token)
+            with T.serial(forks.shape[0]) as fork:
+                source, target, tokens = (T.bind(forks[fork, i]) for i in range(3))
+                _fork(spec, pages, (layer, source, target), tokens)
     return made.func
+
+
+def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: Expr) -> None:
+    """The first `tokens` keys and values of a page to another one; what lies behind them there stays.
+    place = (layer, from page, to page)."""
+    (layer, source, target), heads = place, spec.heads
+    by_token = math.gcd(PAGE, spec.isa.lanes)
+    by_value = math.gcd(heads.dim, spec.isa.lanes)
+    with T.serial(heads.kv) as head:
+        with T.serial(heads.dim) as i, T.serial(PAGE // by_token) as part:
+            first = part * by_token
+            at = vectors.span(i * PAGE + first, by_token)
+            token = vectors.span(T.Cast("int32", first), by_token)
+            new, old = (pages[layer, page, 0, head, at] for page in (source, target))
+            kept = T.Select(token < vectors.splat(tokens, by_token), new, old)
+            T.buffer_store(pages, kept, [layer, target, 0, head, at])
+        with T.serial(tokens) as row, T.serial(heads.dim // by_value) as part:
+            at = vectors.span(row * heads.dim + part * by_value, by_value)
+            T.buffer_store(pages, pages[layer, source, 1, head, at], [layer, target, 1, head, at])
 
 
 def _turn(

@@ -1,0 +1,334 @@
+"""Trees of drafts: rows are what decoding gives on their paths, bit by bit, and answers stay the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlcbuild_runtime import tree
+from mlcbuild_runtime.drafts import Lookup, Odds, Prices, Speculate
+from mlcbuild_runtime.engine import Engine
+from mlcbuild_runtime.grammar import Constraint
+from mlcbuild_runtime.request import Request
+from mlcbuild_runtime.sampling import Sampling
+from mlcbuild_runtime.sequence import Sequence
+from mlcbuild_runtime.speculation import ROWS, Speculation
+from mlcbuild_runtime.tree import Branch
+from mlcbuild_runtime.vm import Model, Step
+
+from . import toy
+from .test_engine import GREEDY, ask, drain, greedy, tokens_of, wait_idle
+from .test_speculation import SAMPLINGS, TEXT, jobs, start
+
+PAGE = 16
+
+
+def grown(source: random.Random, rows: int, size: int = 256) -> tuple[list[int], list[Branch]]:
+    """A random tree of at most so many tokens: a draft, branches of it and branches of these."""
+
+    def tokens(most: int) -> list[int]:
+        return [source.randrange(size) for _ in range(source.randrange(1, most + 1))]
+
+    draft, branches = tokens(max(1, rows - 1)), list[Branch]()
+    left = rows - len(draft)
+    while left > 0 and source.random() < 0.8:
+        parent = source.randrange(len(branches) + 1)
+        first = branches[parent - 1].start + 1 if parent else 0
+        begin = source.randrange(first, len(tree.path_tokens(draft, branches, parent)) + 1)
+        branches.append(Branch(begin, tokens(min(left, 4)), parent))
+        left -= len(branches[-1].tokens)
+    return draft, branches
+
+
+def decoded(model: Model, tokens: list[int], pages: list[int]) -> None:
+    """Puts tokens into the cache as `decode` does."""
+    for end in range(1, len(tokens) + 1):
+        model.forward(Step.of([(tokens[end - 1 : end], end, pages[: -(-end // PAGE)])]))
+
+
+@pytest.mark.parametrize(("bundle", "shortest"), [("toy", 19), ("tiny", 19), ("window", 33)])
+def test_every_row_is_as_decoding_its_path(
+    request: pytest.FixtureRequest, bundle: str, shortest: int
+) -> None:
+    """Branches begin in all places of a page; of two sequences in a step, and branches of branches."""
+    model = Model.load(request.getfixturevalue(f"{bundle}_bundle"), max_pages=64)
+    source, size = random.Random(3), model.manifest.vocab_size
+    for length in (shortest, shortest + 9):
+        parts, wanted, paths = list[tree.Part](), list[int](), list[list[int]]()
+        forks, free = list[tree.Fork](), source.sample(range(40, 64), 24)
+        for text in ([source.randrange(size) for _ in range(length - less)] for less in (0, 17)):
+            draft, branches = grown(source, ROWS // 2 - 1, size)
+            own = [free.pop() for _ in range(-(-(len(text) + len(draft)) // PAGE))]
+            decoded(model, text[:-1], own)
+            for branch in branches:
+                begin = len(text) + branch.start
+                branch.shared = begin // PAGE
+                needed = -(-(begin + len(branch.tokens)) // PAGE) - branch.shared
+                branch.pages = [free.pop() for _ in range(needed)]
+            more, found = tree.parts(len(text), own, branches, PAGE)
+            parts += [([text[-1], *draft], len(text) + len(draft), own), *more]
+            wanted += [1 + len(draft), *[len(branch.tokens) for branch in branches]]
+            forks += found
+            for index, depth in tree.rows(draft, branches):
+                paths.append(text + tree.path_tokens(draft, branches, index)[:depth])
+        logits = model.forward(Step.of(parts, wanted, prompt=False)._replace(forks=forks)).copy()
+        assert len(logits) == len(paths)
+        for leaf in [p for p in paths if not any(len(o) > len(p) and o[: len(p)] == p for o in paths)]:
+            alone = model.score(leaf, chunk=1)
+            for row, path in zip(logits, paths, strict=True):
+                assert path != leaf[: len(path)] or (row == alone[len(path) - 1]).all()
+
+
+class Growing(Speculation):
+    """Random trees for every sequence, some paths of them right for a while, as far as a step has room."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__(7, ROWS, parts=parts)
+        self._prices.best = lambda batch, most: most  # type: ignore[method-assign]
+        self.gained = 0
+
+    def allot(self, sequences: Any, rows: int) -> list[tuple[Sequence, int]]:
+        for sequence in sequences:
+            sequence.credit.balance, sequence.credit.length = 5.0, 7
+        return super().allot(sequences, rows)
+
+    def propose(self, parts: Any) -> None:
+        for sequence, count in parts:
+            source = random.Random(sum(sequence.tokens))
+            sequence.draft, sequence.branches = grown(source, count)
+            right = toy.expected(sequence.tokens, count)
+            paths = [(0, sequence.draft), *((branch.start, branch.tokens) for branch in sequence.branches)]
+            for begin, tokens in paths:
+                if source.random() < 0.7:
+                    end = source.randrange(len(tokens) + 1)
+                    tokens[:end] = right[begin : begin + end]
+
+    def spread(self, sequences: Any, rows: int, batch: int) -> None:
+        for sequence in sequences:
+            sequence.draft = sequence.allowed(sequence.draft)
+            kept = 0
+            for branch in sequence.branches:
+                before = tree.path_tokens(sequence.draft, sequence.branches, branch.parent)[: branch.start]
+                path = before + branch.tokens
+                if batch == self._parts or len(before) < branch.start or sequence.allowed(path) != path:
+                    break
+                kept, batch = kept + 1, batch + 1
+            del sequence.branches[kept:]
+
+    def settle(self, rows: int, drafts: Any, seconds: float) -> None:
+        super().settle(rows, drafts, seconds)
+        self.gained += sum(draft.gained for draft in drafts)
+
+
+def grow(bundle: Path, **options: Any) -> tuple[Engine, Growing]:
+    engine = start(bundle, None, **options)
+    engine._speculation = speculation = Growing(engine.model.limits.max_batch)
+    return engine, speculation
+
+
+@pytest.fixture(scope="module")
+def growing(toy_bundle: Path) -> Iterator[Engine]:
+    engine, speculation = grow(toy_bundle)
+    yield engine
+    assert engine.close()
+    assert speculation.gained > 30
+
+
+@pytest.fixture(scope="module")
+def plain(toy_bundle: Path) -> Iterator[Engine]:
+    engine = start(toy_bundle, None)
+    yield engine
+    assert engine.close()
+
+
+def test_greedy_answers_alone_and_together(growing: Engine) -> None:
+    many = jobs(1, 24)
+    for prompt, count in many[:8]:
+        last = (events := drain(ask(growing, greedy(prompt, count))))[-1]
+        assert tokens_of(events) == toy.expected(prompt, count)
+        assert [event.tokens for event in events] == list(range(1, count + 1))
+        assert last.accepted < count
+    queues = [ask(growing, greedy(*job)) for job in many]
+    for (prompt, count), queue in zip(many, queues, strict=True):
+        assert tokens_of(drain(queue)) == toy.expected(prompt, count)
+    wait_idle(growing)
+    state = growing.state()
+    assert state.free_pages == state.pages
+    assert state.drafted_tokens > state.accepted_tokens > 100
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_the_same_tokens_and_logprobs(plain: Engine, growing: Engine, sampling: Sampling) -> None:
+    requests = [Request(tuple(prompt), count, sampling, logprobs=3) for prompt, count in jobs(3, 6)]
+    wanted = [drain(ask(plain, request)) for request in requests]
+    found = [drain(queue) for queue in [ask(growing, request) for request in requests]]
+    assert [[(e.text, e.logprob, e.alternatives) for e in events] for events in found] == [
+        [(e.text, e.logprob, e.alternatives) for e in events] for events in wanted
+    ]
+
+
+@pytest.mark.parametrize("pages", [16, 21])
+def test_answers_when_pages_run_out(toy_bundle: Path, pages: int) -> None:
+    engine, speculation = grow(toy_bundle, max_pages=pages)
+    try:
+        many = [(prompt[:70], count) for prompt, count in jobs(5, 12)]
+        queues = [ask(engine, greedy(*job)) for job in many]
+        for (prompt, count), queue in zip(many, queues, strict=True):
+            assert tokens_of(drain(queue)) == toy.expected(prompt, count)
+        wait_idle(engine)
+        assert engine.state().free_pages == pages
+        assert engine.state().preemptions > 0 and speculation.gained > 5
+    finally:
+        engine.close()
+
+
+def test_constraints_ends_and_stop_texts(toy_bundle: Path) -> None:
+    constraint = Constraint("regex", "[a-f]{3}(-[0-9]+){2}[xyz]{5,40}", "response_format")
+    (engine, _), without = grow(toy_bundle, eos=True), start(toy_bundle, None, eos=True)
+    try:
+        compiled = engine.grammars.compiled(constraint, message=False)
+        for seed in range(6):
+            prompt = (seed, 2, seed)
+            text = "".join(e.text for e in drain(ask(without, Request(prompt, 60, GREEDY, ignore_eos=True))))
+            for request in (
+                Request(prompt, 60, Sampling(1.0, seed=seed), constraint=compiled, logprobs=0),
+                Request(prompt, 200, GREEDY),
+                Request(prompt, 60, GREEDY, stop=(text[20:23],), ignore_eos=True),
+            ):
+                found, wanted = drain(ask(engine, request)), drain(ask(without, request))
+                assert [(e.text, e.finish, e.tokens) for e in found] == [
+                    (e.text, e.finish, e.tokens) for e in wanted
+                ]
+        wait_idle(engine)
+        assert engine.state().free_pages == engine.state().pages
+    finally:
+        engine.close()
+        without.close()
+
+
+class Failing(Model):
+    def forward(self, step: Step) -> Any:
+        if step.forks:
+            raise RuntimeError("no")
+        return super().forward(step)
+
+
+def test_a_failing_step_gives_all_pages_back(toy_bundle: Path) -> None:
+    engine, _ = grow(toy_bundle)
+    engine.model.__class__ = Failing
+    try:
+        last = [drain(ask(engine, greedy([seed, 3], 90)))[-1] for seed in range(4)]
+        assert any(event.error is not None for event in last)
+        wait_idle(engine)
+        assert engine.state().free_pages == engine.state().pages
+    finally:
+        engine.close()
+
+
+@given(tokens=st.lists(st.integers(0, 3), min_size=3, max_size=50), count=st.integers(1, 6))
+def test_lookup_branches_where_something_else_followed(tokens: list[int], count: int) -> None:
+    """After what the text and the draft end with, by the longest n-gram that has been there."""
+    lookup = Lookup()
+    draft = lookup.propose(tokens, 5)
+    left = count
+    wanted = []
+    for begin, token in enumerate(draft):
+        text = [*tokens, *draft[:begin]]
+        known: list[int] = []
+        for size in (4, 3, 2):
+            ngram = text[-size:]
+            known = [i for i in range(size, len(tokens)) if tokens[i - size : i] == ngram]
+            if known:
+                break
+        others = dict.fromkeys(tokens[i] for i in reversed(known))
+        for other in list(others)[:2]:
+            if other != token and left > 0:
+                place = max(i for i in known if tokens[i] == other)
+                wanted.append((begin, tokens[place : place + min(left, 2)]))
+                left -= len(wanted[-1][1])
+    assert [(each.start, each.tokens) for each in lookup.others(tokens, draft, count)] == wanted
+
+
+def test_as_many_tokens_as_rows_are_cheap() -> None:
+    """Four rows take as long as one, and eight as two."""
+    prices = Prices()
+    assert prices.best(1, 5) == 5  # nothing is known
+    tried = []
+    for _ in range(60):
+        tried.append(prices.best(1, 9))
+        prices.observe(1, tried[-1], 1.0 + (tried[-1] > 3) + 2 * (tried[-1] > 7))
+        prices.observe(1, 0, 1.0)
+    assert tried[-1] == 7
+    assert (prices.best(1, 6), prices.best(1, 3), prices.best(1, 2), prices.best(1, 1)) == (3, 3, 2, 1)
+
+
+def test_branches_are_drafted_while_they_pay() -> None:
+    prices, odds = Prices(), Odds()
+    assert odds.wanted(1.0, [prices.share(1, 2, more) for more in (1, 2)]) == 0  # nothing is known
+    for _ in range(2):
+        for drafted in range(5):
+            prices.observe(1, drafted, 1.0 + 0.01 * drafted + (drafted > 3))
+    assert prices.share(1, 2, 1) == pytest.approx(1.03 / 1.02 - 1)
+    shares = [prices.share(1, 2, more) for more in (1, 2)]
+    assert odds.wanted(1.0, shares) == 1  # two would begin a second group of rows
+    for _ in range(2):
+        prices.observe(1, 2, 1.12, 1)
+    assert prices.share(1, 2, 1) == pytest.approx(1.12 / 1.02 - 1)  # a branch has its own price
+    spent = 0.0
+    for step in range(2000):
+        count = odds.wanted(2.0, [0.02])
+        spent += 0.02 * count
+        odds.settle(count, 0, 2)
+        assert step or count
+    assert spent < 8  # of 4000 tokens, for branches that are never right
+    for _ in range(40):
+        odds.settle(2, 1, 3)
+    assert odds.wanted(3.0, [0.1, 0.2]) == 2 and odds.pace == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize("how", ["lookup", "draft"])
+def test_a_real_model_with_branches_says_the_same(tiny_bundle: Path, small_bundle: Path, how: str) -> None:
+    """Branches that cost nothing are all drafted: greedy and sampled, alone and beside others."""
+    draft = small_bundle if how == "draft" else None
+    without, engine = (start(tiny_bundle, None, eos=True, speculate=s) for s in (None, Speculate(draft)))
+    speculation, gained = engine._speculation, [0]
+    speculation._prices.share = lambda *_: 0.0  # type: ignore[method-assign]
+    settle = speculation.settle
+
+    def counting(rows: int, drafts: Any, seconds: float) -> None:
+        settle(rows, drafts, seconds)
+        gained[0] += sum(draft.gained for draft in drafts)
+
+    speculation.settle = counting  # type: ignore[method-assign]
+    prompt = tuple(without.tokenizer.encode(TEXT))
+    requests = [
+        Request(prompt[skip:], 60, sampling, logprobs=0, ignore_eos=True)
+        for skip in (0, 3, 7)
+        for sampling in (GREEDY, Sampling(0.5, seed=skip))
+    ]
+    try:
+        answers = []
+        for each in (without, engine):
+            alone = [drain(ask(each, request)) for request in requests[:2]]
+            together = [drain(queue) for queue in [ask(each, request) for request in requests[2:]]]
+            answers.append([[(e.text, e.logprob) for e in events] for events in (*alone, *together)])
+        assert answers[0] == answers[1]
+        assert gained[0] > 0
+        wait_idle(engine)
+        assert engine.state().free_pages == engine.state().pages
+    finally:
+        engine.close()
+        without.close()
+
+
+def test_libraries_of_older_builders_get_no_branches(toy_bundle: Path) -> None:
+    model = Model.load(toy_bundle)
+    assert model.checks_trees
+    model.__dict__["checks_trees"] = False
+    speculation = Speculation.load(Speculate(), model, None)  # type: ignore[arg-type]
+    assert speculation._parts == 0
