@@ -100,7 +100,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "library": "bundle fields signature",
     "machine": "bundle",
     "tensors": "signature weights",
-    "vm": "binary bundle library machine tensors threads",
+    "vm": "binary bundle library machine sampling tensors threads",
     "template": "fields",
     "vocabulary": "fields",
     "text": "bundle fields template vocabulary",
@@ -118,7 +118,9 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "accesslog": "request",
     "threads": "",
     "modes": "bundle machine",
-    "engine": "bundle drafts grammar pages request schedule sequence speculation text threads trace vm",
+    "engine": (
+        "bundle drafts grammar pages request sampling schedule sequence speculation text threads trace vm"
+    ),
     "models": "bundle engine fields modes request text trace vm",
     "body": "fields",
     "intake": "body fields",

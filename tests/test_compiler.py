@@ -18,10 +18,11 @@ from mlcbuild_runtime.signature import signature
 from mlcbuild import models, quant, targets
 from mlcbuild.canon import Json
 from mlcbuild.compiler import action, compile_library, linker_identity, tools
-from mlcbuild.compiler.decoder import Decoder, Limits
+from mlcbuild.compiler.decoder import Decoder
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.layers import Parts
 from mlcbuild.compiler.library import kernels
+from mlcbuild.compiler.limits import Limits
 from mlcbuild.errors import CheckpointError, CompileError, SetupError
 from mlcbuild.models import ModelConfig, Rope
 from mlcbuild.targets import Target

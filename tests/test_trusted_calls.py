@@ -8,15 +8,16 @@ from tvm import relax
 
 from mlcbuild import quant, targets
 from mlcbuild.compiler import decoder, pipeline
-from mlcbuild.compiler.decoder import Decoder, Limits
+from mlcbuild.compiler.decoder import Decoder
 from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
 from mlcbuild.compiler.layers import Parts
+from mlcbuild.compiler.limits import Limits
 from tests.libharness import Session, compiled, golden, pack, tensor
 
 SCHEME = quant.SCHEMES["q0f32"]
 HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
 FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify", "batch_verify_tree"}
-ENTRIES = {"create_paged_kv_cache", "embed", *FORWARD, *HIDDEN}
+ENTRIES = {"create_paged_kv_cache", "embed", "sample", *FORWARD, *HIDDEN}
 
 
 def calls() -> dict[str, list[str]]:

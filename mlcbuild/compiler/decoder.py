@@ -19,39 +19,13 @@ from tvm.tirx import Expr, Var
 
 from mlcbuild import quant
 from mlcbuild.compiler.kernels.attention import NO_WINDOW
-from mlcbuild.compiler.kernels.cache import PAGE
 from mlcbuild.compiler.kernels.fusion import Fusion, Given, Source
 from mlcbuild.compiler.kernels.linear import Linear
+from mlcbuild.compiler.kernels.sampling_row import COLUMNS
 from mlcbuild.compiler.layers import Batch, Parts, Weights
+from mlcbuild.compiler.limits import Limits
 from mlcbuild.models import ModelConfig, Param, frequencies, parameters
 from mlcbuild.quant import StoredTensor
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the library is built for; the caller keeps within them."""
-
-    context_window: int
-    """Positions of one sequence."""
-    prefill_chunk: int
-    """Rows of one forward call."""
-    max_batch: int
-    """Sequences of one forward call."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of any forward call."""
-        return max(self.prefill_chunk, self.max_batch)
-
-    @property
-    def pages(self) -> int:
-        """Pages that hold max_batch sequences of context_window positions."""
-        return -(-self.context_window // PAGE) * self.max_batch
-
-    @property
-    def bounds(self) -> dict[str, int]:
-        """Largest value of each symbolic dimension, by name: memory is planned for these."""
-        return {"n": self.rows, "q": self.rows, "b": self.max_batch, "p": self.pages}
 
 
 @dataclass(frozen=True)
@@ -134,6 +108,7 @@ def build(decoder: Decoder) -> IRModule:
         _hidden_states(decoder, trunk, f"{name}_to_last_hidden_states", batched)
     for name, batched in (("decode", False), ("batch_decode", True)):
         _decode(decoder, trunk, name, batched)
+    _sample(decoder)
     return decoder.builder.finalize()
 
 
@@ -385,6 +360,15 @@ def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> Non
         normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
         logits = decoder.parts.logits(normed, weights)
         builder.emit_func_output(_reshaped(builder, logits._expr, (b, 1, decoder.config.vocab_size)))
+
+
+def _sample(decoder: Decoder) -> None:
+    """Tokens int32 [q]: (logits [., ., v] as forward functions give them, ways float64 [q, COLUMNS])."""
+    builder, q = decoder.builder, _size("q")
+    logits = _variable("logits", (_size("groups"), _size("places"), _size("v")), "float32")
+    ways = _variable("ways", (q, COLUMNS), "float64")
+    with builder.function("sample", [logits, ways], decoder.attributes(), pure=False):
+        builder.emit_func_output(decoder.parts.sample(_handle(logits), _handle(ways))._expr)
 
 
 def _head_params(decoder: Decoder) -> list[Param]:

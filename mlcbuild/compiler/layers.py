@@ -15,7 +15,7 @@ from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 from tvm.tirx import Expr, PrimFunc, Var
 
 from mlcbuild import quant
-from mlcbuild.compiler.kernels import activation, amx, norm, rope
+from mlcbuild.compiler.kernels import activation, amx, norm, rope, sampling
 from mlcbuild.compiler.kernels.attention import attention
 from mlcbuild.compiler.kernels.attention_plan import Attention
 from mlcbuild.compiler.kernels.cache import Heads
@@ -186,6 +186,11 @@ class Parts:
         if config.logit_softcap is None:
             return found
         return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], found)
+
+    def sample(self, logits: Tensor, ways: Tensor) -> Tensor:
+        """One token int32 [q] for each row."""
+        tokens = Tensor.placeholder([ways.shape[0]], "int32")
+        return _call(sampling.sample(self.isa), [logits, ways], tokens)
 
 
 def func_name(func: PrimFunc) -> str:

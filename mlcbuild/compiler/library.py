@@ -15,11 +15,12 @@ from tvm.ir import StringImm
 from mlcbuild import models, quant, targets
 from mlcbuild.canon import Json
 from mlcbuild.compiler import decoder, memory, pipeline, versions
-from mlcbuild.compiler.decoder import Decoder, Limits
+from mlcbuild.compiler.decoder import Decoder
 from mlcbuild.compiler.kernels.attention_plan import PART
 from mlcbuild.compiler.kernels.cache import PAGE
 from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
 from mlcbuild.compiler.layers import Parts
+from mlcbuild.compiler.limits import Limits
 from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Scheme
 from mlcbuild.targets import Target

@@ -104,8 +104,9 @@ def _rounded(size: int) -> int:
 def _kernels(decoder: Decoder, mod: IRModule) -> int:
     """What the kernel that takes most takes from the pool of the thread that calls it, which keeps it."""
     limits = decoder.limits
+    bounds = {**limits.bounds, "v": decoder.config.vocab_size}
     kernels = (function for function in mod.functions.values() if isinstance(function, PrimFunc))
-    return max(taken_by(kernel, limits.bounds, limits.rows) for kernel in kernels)
+    return max(taken_by(kernel, bounds, limits.rows) for kernel in kernels)
 
 
 def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:

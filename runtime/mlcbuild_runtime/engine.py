@@ -12,11 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -27,6 +26,7 @@ from mlcbuild_runtime.errors import EngineError, RequestError
 from mlcbuild_runtime.grammar import Grammars
 from mlcbuild_runtime.pages import Pages
 from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
+from mlcbuild_runtime.sampling import Way
 from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.speculation import Checked, Speculation, fanned
@@ -145,7 +145,7 @@ class Engine:
         request = replace(request, max_tokens=self._answer_limit(request))
         matcher = None if request.constraint is None else request.constraint.matcher()
         ticket = Ticket(self._wake, window)
-        sequence = Sequence(request, sink, ticket, self.tokenizer, matcher)
+        sequence = Sequence(request, sink, ticket, self.tokenizer, self.model.choose, matcher)
         with self._door:
             if self._closing or not self._thread.is_alive():
                 raise EngineError("the engine is stopped")
@@ -281,18 +281,19 @@ class Engine:
         """Feeds each sequence that many of its tokens, its draft last, and chooses the next tokens of those
         that have all. What became of the drafts of these."""
         kind, begun = "prefill" if prompt else "decode", time.perf_counter()
-        wanted = [sequence.wanted(count) for sequence, count in parts]
-        logits = self._run_model(parts, self.model.forward, wanted, prompt)
+        ways = [sequence.ways(count) for sequence, count in parts]
+        logits, tokens = self._run_model(parts, ways, prompt)
         computed, place, found = time.perf_counter(), 0, []
         self._decode_steps += kind == "decode" and bool(parts)
-        for (sequence, _), count in zip(parts if len(logits) else (), wanted, strict=False):
+        for (sequence, _), count in zip(parts if len(logits) else (), map(len, ways), strict=False):
             drafted, branched, before = len(sequence.draft), sequence.branched, sequence.accepted
-            rows = logits[place : place + count]
+            rows, chosen = logits[place : place + count], tokens[place : place + count]
             place += count
             if sequence.request.prompt_logprobs:
                 sequence.score(rows)
             if sequence.complete:
-                events = sequence.next(rows[-1 - drafted - branched :])
+                own = -1 - drafted - branched  # the first of its rows from which tokens are chosen
+                events = sequence.next(rows[own:], chosen[own:])
                 accepted = sequence.accepted - before
                 found.append(
                     Checked(sequence, drafted, accepted - sequence.gained, branched, sequence.gained)
@@ -308,22 +309,19 @@ class Engine:
 
     def _pool(self, parts: List[tuple[Sequence, int]]) -> None:
         """As `_step`, for sequences whose hidden states are wanted."""
-        states = self._run_model(parts, self.model.states)
+        states, _ = self._run_model(parts, None)
         ends = accumulate(count for _, count in parts)
         for (sequence, count), end in zip(parts if len(states) else (), ends, strict=False):
             if event := sequence.pooled(states[end - count : end]):
                 self._tell(sequence, [event])
 
     def _run_model(
-        self,
-        parts: List[tuple[Sequence, int]],
-        function: Callable[[Step], Floats],
-        wanted: List[int] | None = None,
-        prompt: bool = True,
-    ) -> Floats:
-        """The result of a step of the model; `wanted`: of how many of each sequence's tokens. A failing call
-        ends its own requests only; it has no rows."""
-        none = np.empty((0, 0), np.float32)
+        self, parts: List[tuple[Sequence, int]], ways: List[List[Way]] | None, prompt: bool = True
+    ) -> tuple[Floats, list[int]]:
+        """Logits of a step of the model, and the tokens that are chosen from them in these `ways`, of as many
+        rows of each sequence; without, the hidden states of all its rows. A failing call ends its own
+        requests only; it has no rows."""
+        none = np.empty((0, 0), np.float32), list[int]()
         if not parts:
             return none
         size = self.model.limits.page_size
@@ -332,12 +330,13 @@ class Engine:
             ((s.tokens[s.length : end] + s.draft)[:count], end, s.pages[: -(-end // size)])
             for (s, count), end in zip(parts, ends, strict=True)
         ]
-        step = Step.of(given, wanted, prompt)
+        step = Step.of(given, None if ways is None else list(map(len, ways)), prompt)
         if any(sequence.branches for sequence, _ in parts):
             step = fanned([sequence for sequence, _ in parts], given, size)
         try:
             with self._turns:
-                found = function(step)
+                found = self.model.states(step) if ways is None else self.model.forward(step)
+                tokens = self.model.choose(found, list(chain.from_iterable(ways or ())))
         except Exception as error:  # whatever the library raises
             log.exception("a step has failed")
             for sequence, _ in parts:
@@ -350,7 +349,7 @@ class Engine:
             self._schedule.computed(sequence, count - len(sequence.draft))
         if filled:
             self._speculation.prefilled(filled)
-        return found
+        return found, tokens
 
     def _trace_step(
         self, kind: str, parts: List[tuple[Sequence, int]], moments: tuple[float, float, float]

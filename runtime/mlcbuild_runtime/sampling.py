@@ -1,9 +1,11 @@
-"""Logits to a token. A request's choices depend on its own logits and seed, whatever shares its batch."""
+"""How tokens are chosen. A request's choices depend on its own logits and seed, whatever shares its batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +13,19 @@ from numpy.typing import NDArray
 from mlcbuild_runtime.errors import EngineError
 
 Floats = NDArray[np.float32]
-Weights = NDArray[np.float64]
-_BLOCK = 256
-"""Of tokens: the square root of a large vocabulary, about."""
+Way = tuple[float, float, float, float, float]
+"""How a token is chosen from one row of logits, as libraries take it: 1 / temperature, or 0 for the most
+likely one, or less for none; how far below the largest a logit may be (min_p), as a number that is not
+positive; top_p; top_k; the random number, from 0 up to 1, without 1."""
+WAY = 5
+SKIPPED: Way = (-1.0, -inf, 1.0, 0.0, 0.0)
+NONE, WRONG = -2, -1
+"""Instead of a token: of a row that was SKIPPED; of one whose largest logit is not a number."""
+Choose = Callable[[Floats, Sequence[Way]], list[int]]
+"""Tokens from rows of logits float32 [q, size], one way for each: a function of the library. A row's token
+depends on its own logits and way alone."""
+_STEEPEST = 1e30
+"""1 / temperature, at most: only those as likely as the most likely token have a chance then."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +35,8 @@ class Sampling:
     temperature: float = 1.0
     """0: always the most likely token."""
     top_p: float = 1.0
-    """Keep the fewest most likely tokens whose probabilities sum to at least this."""
+    """Keep the fewest most likely tokens whose probabilities sum to at least this, and those as likely as the
+    last of them."""
     top_k: int = 0
     """Keep this many of the most likely tokens, and those as likely as the last of them; 0: all."""
     min_p: float = 0.0
@@ -48,6 +61,14 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1 or self.top_p == 0
+
+    @cached_property
+    def way(self) -> tuple[float, float, float, float]:
+        """A Way but for its number."""
+        if self.greedy:
+            return 0.0, -inf, 1.0, 0.0
+        scale = min(max(1 / self.temperature, 1 / _STEEPEST), _STEEPEST)
+        return scale, log(self.min_p) / scale if self.min_p else -inf, self.top_p, float(self.top_k)
 
     @property
     def filters(self) -> bool:
@@ -106,56 +127,11 @@ def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: 
     return logits
 
 
-def choose(logits: Floats, sampling: Sampling, number: float) -> int:
-    """One token from logits float32 [vocab]; `number`, from 0 to 1, decides which. Raises EngineError when
-    the logits are not numbers."""
-    best = int(logits.argmax())
-    highest = logits[best]
-    if not np.isfinite(highest):
-        raise EngineError(f"the model's logits are not numbers (the largest is {highest})")
-    if sampling.greedy:
-        return best
-    weights = logits.astype(np.float64)
-    weights -= highest
-    with np.errstate(over="ignore"):  # a tiny temperature: all but the best become impossible
-        weights /= sampling.temperature
-    np.exp(weights, out=weights)
-    return _drawn(_filtered(weights, sampling), number)
-
-
-def _filtered(weights: Weights, sampling: Sampling) -> Weights:
-    """Unnormalised probabilities of tokens, the largest of them 1: 0 for those that the filters leave out."""
-    floor, size = sampling.min_p, len(weights)
-    if 0 < sampling.top_k < size:
-        floor = max(floor, np.partition(weights, size - sampling.top_k)[size - sampling.top_k])
-    if floor > 0:
-        weights[weights < floor] = 0
-    if sampling.top_p == 1:
-        return weights
-    total = weights.sum()
-    # All tokens below this together weigh less than what top_p leaves out: no need to sort them.
-    tokens = np.flatnonzero(weights >= 0.5 * (1 - sampling.top_p) * total / size)
-    # A stable sort, so that equal weights keep one order everywhere.
-    tokens = tokens[np.argsort(-weights[tokens], kind="stable")]
-    kept = tokens[: int(np.searchsorted(np.cumsum(weights[tokens]), sampling.top_p * total)) + 1]
-    found = np.zeros_like(weights)
-    found[kept] = weights[kept]
-    return found
-
-
-def _drawn(weights: Weights, number: float) -> int:
-    """The token in whose part of the sum of all weights `number`, from 0 to 1, falls. Blocks are summed
-    first, because a running sum of all weights takes longer than everything else here."""
-    starts = np.arange(0, len(weights), _BLOCK)
-    ends = np.cumsum(np.add.reduceat(weights, starts))
-    place = min(number * ends[-1], np.nextafter(ends[-1], 0))
-    block = int(np.searchsorted(ends, place, side="right"))
-    inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
-    left = place - ends[block - 1] if block else place
-    token = int(np.searchsorted(np.cumsum(inside), left, side="right"))
-    if token == len(inside):  # the two ways to sum have rounded otherwise
-        token = int(np.flatnonzero(inside)[-1])
-    return block * _BLOCK + token
+def checked(token: int, logits: Floats) -> int:
+    """A token that was chosen from these logits. Raises EngineError when they are not numbers."""
+    if token < 0:
+        raise EngineError(f"the model's logits are not numbers (the largest is {logits.max()})")
+    return token
 
 
 def logprobs(logits: Floats, token: int, count: int) -> Score:

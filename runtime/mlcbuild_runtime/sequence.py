@@ -15,7 +15,19 @@ from mlcbuild_runtime.grammar import Matcher, Trust
 from mlcbuild_runtime.pages import Key
 from mlcbuild_runtime.pooling import Pool
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
-from mlcbuild_runtime.sampling import Floats, Numbers, Score, adjusted, choose, generator, logprobs
+from mlcbuild_runtime.sampling import (
+    NONE,
+    SKIPPED,
+    Choose,
+    Floats,
+    Numbers,
+    Score,
+    Way,
+    adjusted,
+    checked,
+    generator,
+    logprobs,
+)
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.tree import Branch
 
@@ -32,10 +44,12 @@ class Sequence:
         sink: Sink,
         ticket: Ticket,
         tokenizer: Tokenizer,
+        choose: Choose,
         matcher: Matcher | None = None,
     ) -> None:
         """`request` has a max_tokens that fits the context. `matcher`: of its constraint."""
         self.request, self.sink, self.ticket = request, sink, ticket
+        self._choose = choose
         self.order = 0
         """Of arrival; given by the engine."""
         self.tokens = list(request.prompt)
@@ -105,9 +119,24 @@ class Sequence:
             self._keys.append((-1 - self.order, *block) if own else block)
         return self._keys[: length // page_size]
 
-    def wanted(self, count: int) -> int:
-        """Of how many of `count` new tokens, and all drafted ones, the logits are needed."""
-        return count if self.request.prompt_logprobs and self.prefilling else 1 + self.drafted
+    def ways(self, count: int) -> list[Way]:
+        """How tokens are chosen from the rows of `count` new tokens, and all drafted ones, whose logits are
+        needed. Where that depends on tokens that other rows have still to give, it is left to `next`."""
+        own, sampling = 1 + self.drafted, self.request.sampling
+        rows = count if self.request.prompt_logprobs and self.prefilling else own
+        last = self.length + count - len(self.draft) == len(self.tokens) and self.request.max_tokens
+        if not last or sampling.adjusts or (self._matcher is not None and not self._tries):
+            return [SKIPPED] * rows
+        places = [self.answered]
+        if self.draft and self._matcher is None:
+            places = [self.answered + depth for _, depth in tree.rows(self.draft, self.branches)]
+        ways: list[Way] = [(*sampling.way, self._numbers.at(place)) for place in places]
+        return [SKIPPED] * (rows - own) + ways + [SKIPPED] * (own - len(places))
+
+    @property
+    def _tries(self) -> bool:
+        """What the model wants is tried before the constraint's mask is computed."""
+        return self._trust.due(self.answered) and not self.request.sampling.filters
 
     def score(self, rows: Floats) -> None:
         """Takes logits [n, vocab] of the last n tokens in the cache: what follows them in the prompt is
@@ -127,37 +156,37 @@ class Sequence:
     def branched(self) -> int:
         return sum(len(branch.tokens) for branch in self.branches)
 
-    def next(self, rows: Floats) -> list[Event]:
-        """Chooses tokens from logits [1 + drafted, vocab]: one, and one more for each drafted token that was
-        chosen. An error is an event, too."""
-        events = self._answer(rows) if self.request.max_tokens else [self._event(finish="length")]
+    def next(self, rows: Floats, chosen: List[int]) -> list[Event]:
+        """Takes tokens from logits [1 + drafted, vocab]: one, and one more for each drafted token that was
+        chosen. chosen: by `ways`, for each row. An error is an event, too."""
+        answers = self.request.max_tokens
+        events = self._answer(rows, chosen) if answers else [self._event(finish="length")]
         if self._matcher is not None and not events[-1].last:
             events += self._forced(self._matcher, len(events))
-        masked = not self._trust.due(self.answered) or self.request.sampling.filters
-        if self._matcher is not None and masked and not events[-1].last:
+        if self._matcher is not None and not self._tries and not events[-1].last:
             self._matcher.ahead()
         scores, self._scores = tuple(self._scores), []
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
-    def _answer(self, rows: Floats) -> list[Event]:
+    def _answer(self, rows: Floats, chosen: List[int]) -> list[Event]:
         self.gained = self.taken = 0
         if not self.draft:
-            return [self._chosen(rows[0], ())]
+            return [self._chosen((rows[0], chosen[0]), ())]
         self.rejected += self.drafted
         following, row = tree.children(self.draft, self.branches), 0
-        events = [self._chosen(rows[row], following[row])]
+        events = [self._chosen((rows[row], chosen[row]), following[row])]
         while not events[-1].last and self.tokens[-1] in following[row]:
             row = following[row][self.tokens[-1]]
             self.length += 1
             self.gained += row > len(self.draft)
-            events.append(self._chosen(rows[row], following[row]))
+            events.append(self._chosen((rows[row], chosen[row]), following[row]))
         self.taken = tree.rows(self.draft, self.branches)[row][0]
         self.draft = []
         return events
 
-    def _chosen(self, logits: Floats, guesses: Container[int]) -> Event:
+    def _chosen(self, row: tuple[Floats, int], guesses: Container[int]) -> Event:
         try:
-            return self._next(logits, guesses)
+            return self._next(row, guesses)
         except ServingError as error:
             return self.failed(error)
 
@@ -188,8 +217,11 @@ class Sequence:
             rejected=self.rejected,
         )
 
-    def _next(self, logits: Floats, guesses: Container[int]) -> Event:
-        token = self._choice(logits, self._matcher, [], self._trust)
+    def _next(self, row: tuple[Floats, int], guesses: Container[int]) -> Event:
+        """From a row of logits and what was chosen from it by `ways`."""
+        logits, token = row
+        if self._matcher is not None or token < 0:
+            token = self._choice(row, self._matcher, [], self._trust)
         if token in guesses:
             self.accepted += 1
             self.rejected -= 1
@@ -223,29 +255,38 @@ class Sequence:
             events.append(self.failed(error))
         return events
 
-    def _choice(self, logits: Floats, matcher: Matcher | None, draft: List[int], trust: Trust) -> int:
-        """The token after all tokens and `draft`. It depends on nothing else but the logits, the seed and how
-        well the answer has followed its constraint so far."""
-        request, counts = self.request, self._counts
-        if draft and request.sampling.adjusts:
-            counts = counts + Counter(draft)
-        adapted = adjusted(logits, request.sampling, request.prompt, counts)
+    def _choice(
+        self, row: tuple[Floats, int], matcher: Matcher | None, draft: List[int], trust: Trust
+    ) -> int:
+        """The token after all tokens and `draft`, from a row of logits and what was chosen from it by `ways`.
+        It depends on nothing else but the logits, the seed and how well the answer has followed its
+        constraint so far."""
+        (logits, chosen), request, counts = row, self.request, self._counts
+        if request.sampling.adjusts:
+            counts = counts + Counter(draft) if draft else counts
+            logits = adjusted(logits, request.sampling, request.prompt, counts)
         place = self.answered + len(draft)
         if matcher is not None:
-            return self._fitting(adapted, matcher, trust, place)
-        return choose(adapted, request.sampling, self._numbers.at(place))
+            return self._fitting((logits, chosen), matcher, trust, place)
+        return self._drawn(logits, self._numbers.at(place), chosen)
 
-    def _fitting(self, logits: Floats, matcher: Matcher, trust: Trust, place: int) -> int:
+    def _drawn(self, logits: Floats, number: float, chosen: int = NONE) -> int:
+        """Unless it was chosen before."""
+        if chosen == NONE:
+            (chosen,) = self._choose(logits[None], [(*self.request.sampling.way, number)])
+        return checked(chosen, logits)
+
+    def _fitting(self, row: tuple[Floats, int], matcher: Matcher, trust: Trust, place: int) -> int:
         """A token that the constraint allows, as likely as it is among these: what the model wants where that
         is one of them, and else one that is chosen among them by another number (rejection sampling)."""
-        sampling = self.request.sampling
-        if trust.due(place) and not sampling.filters and matcher.free:
-            token = choose(logits, sampling, self._numbers.at(place))
+        logits, chosen = row
+        if trust.due(place) and not self.request.sampling.filters and matcher.free:
+            token = self._drawn(logits, self._numbers.at(place), chosen)
             trust.settle(place, fits := matcher.accepts(token))
             if fits:
                 return token
         tokens, logits = matcher.narrowed(logits)
-        chosen = choose(logits, sampling, self._others.at(place))
+        chosen = self._drawn(logits, self._others.at(place))
         return chosen if tokens is None else int(tokens[chosen])
 
     def draft_limit(self, most: int) -> int:
@@ -283,7 +324,7 @@ class Sequence:
             self._doubts = []
         try:
             matcher = None if self._matcher is None else self._matcher.after(self.draft)
-            token = self._choice(logits, matcher, self.draft, copy(self._trust))
+            token = self._choice((logits, NONE), matcher, self.draft, copy(self._trust))
         except ServingError:
             return False
         self.draft.append(token)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from mlcbuild_runtime import binary, bundle, library, machine, tensors
 from mlcbuild_runtime.bundle import Limits, Manifest
 from mlcbuild_runtime.errors import BundleError, SetupError
+from mlcbuild_runtime.sampling import NONE, SKIPPED, WAY, Way
 from mlcbuild_runtime.threads import Workers
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
@@ -158,7 +159,8 @@ class Model:
             for decode in (False, True)
             for single in (False, True)
         }
-        self._verify = self._function("batch_verify")
+        self._verify, self._sample = self._function("batch_verify"), self._function("sample")
+        self._ways = np.empty((0, WAY), np.float64)
 
     def _function(self, name: str) -> Callable[..., tvm_ffi.Tensor]:
         """A handle, looked up once: a lookup costs as much as a small call. Raises BundleError."""
@@ -217,6 +219,17 @@ class Model:
         with self._workers():
             logits = function(*given, *batch)
         return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
+
+    def choose(self, logits: Floats, ways: Sequence[Way]) -> list[int]:
+        """One token for each row of logits float32 [q, size], of any size; see sampling.Choose."""
+        if all(way is SKIPPED for way in ways):
+            return [NONE] * len(ways)
+        if len(ways) != len(self._ways):
+            self._ways = np.empty((len(ways), WAY), np.float64)
+        self._ways[:] = ways
+        with self._workers():
+            found = self._sample(tvm_ffi.from_dlpack(logits[None]), tvm_ffi.from_dlpack(self._ways))
+        return cast("list[int]", np.from_dlpack(found).tolist())
 
     def states(self, step: Step) -> Floats:
         """Hidden states float32 [n, hidden], after the last norm, of all the step's tokens, which the KV

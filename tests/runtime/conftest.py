@@ -13,9 +13,14 @@ from pathlib import Path
 
 import openai
 import pytest
+from mlcbuild_runtime.sampling import Choose
+from mlcbuild_runtime.vm import Model
 
 from . import shared
 from .shared import Server
+
+BUILDER = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
+"""For programs that build bundles."""
 
 
 def needs(package: str) -> None:
@@ -28,11 +33,11 @@ def needs(package: str) -> None:
 def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundle of toy.py. Read only: `toy_copy` may be changed."""
 
-    needs("tvm")
+    needs("mlcbuild")
 
     def build(out: Path) -> None:
         script = Path(__file__).with_name("toy.py")
-        subprocess.run([sys.executable, str(script), str(out)], check=True, env=shared.environment())
+        subprocess.run([sys.executable, str(script), str(out)], check=True, env=shared.environment(BUILDER))
 
     return shared.once(tmp_path_factory, "toy", build)
 
@@ -62,11 +67,16 @@ def _real(tmp_path_factory: pytest.TempPathFactory, name: str, **changes: object
 
     def build(out: Path) -> None:
         script = Path(__file__).with_name("real.py")
-        path = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
         command = [sys.executable, str(script), "q4f16_1", str(out), json.dumps(changes)]
-        subprocess.run(command, check=True, env=shared.environment(path))
+        subprocess.run(command, check=True, env=shared.environment(BUILDER))
 
     return shared.once(tmp_path_factory, name, build)
+
+
+@pytest.fixture(scope="session")
+def choose(toy_bundle: Path) -> Choose:
+    """How a library chooses tokens."""
+    return Model.load(toy_bundle).choose
 
 
 @pytest.fixture

@@ -266,8 +266,8 @@ def test_what_a_constraint_forces_is_not_asked_of_the_model(toy_bundle: Path, ma
     engine = Engine(model, Tokenizer.load(toy_bundle, model.manifest.serving)).start()
     try:
         asked: list[list[SimpleQueue[Event]]] = [[], []]
-        for seed, pattern in enumerate(FORCING * 3):
-            compiled = engine.grammars.compiled(Constraint("regex", pattern, "x"), message=False)
+        constraints = [engine.grammars.compiled(Constraint("regex", p, "x"), False) for p in FORCING]
+        for seed, compiled in enumerate(constraints * 3):
             sampling = Sampling(1.0 if seed % 4 else 0.0, seed=seed)
             plain = Request(tuple(range(seed, 30 + 2 * seed)), 70, sampling, constraint=compiled)
             for queues, logprobs in zip(asked, (None, 0), strict=True):

@@ -24,8 +24,8 @@ from mlcbuild_runtime.errors import RequestError, SetupError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.formats import response_format, schema_constraint
 from mlcbuild_runtime.grammar import Constraint, Grammars, Matcher, Trust
-from mlcbuild_runtime.request import Request, Ticket
-from mlcbuild_runtime.sampling import Floats, Sampling
+from mlcbuild_runtime.request import Event, Request, Ticket
+from mlcbuild_runtime.sampling import Choose, Floats, Sampling
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vocabulary import JsonVocabulary, PieceVocabulary
@@ -273,20 +273,27 @@ def test_masks_and_questions_agree(name: str, constraint: Constraint, seed: int,
             break
 
 
-def sequence(pattern: str, sampling: Sampling) -> Sequence:
+def sequence(choose: Choose, pattern: str, sampling: Sampling) -> Sequence:
     matcher = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
     request = Request((1,), 40, sampling)
-    return Sequence(request, lambda event: None, Ticket(lambda: None, None), TOKENIZERS["json"], matcher)
+    ticket = Ticket(lambda: None, None)
+    return Sequence(request, lambda event: None, ticket, TOKENIZERS["json"], choose, matcher)
 
 
-def answer(sequence: Sequence, rows: Floats) -> tuple[int, ...]:
+def told(choose: Choose, sequence: Sequence, row: Floats) -> Event:
+    """Of the next token, from logits [vocab]."""
+    sequence.length = len(sequence.tokens) - 1
+    return sequence.next(row[None], choose(row[None], sequence.ways(1)))[0]
+
+
+def answer(choose: Choose, sequence: Sequence, rows: Floats) -> tuple[int, ...]:
     for row in rows:
-        assert sequence.next(row[None])[0].error is None
+        assert told(choose, sequence, row).error is None
     return tuple(sequence.tokens[1:])
 
 
 @pytest.mark.parametrize("top_k", [0, SIZE - 1])
-def test_constrained_answers_are_as_likely_as_among_those_that_fit(top_k: int) -> None:
+def test_constrained_answers_are_as_likely_as_among_those_that_fit(choose: Choose, top_k: int) -> None:
     """Whether what the model wants is tried first (there is no filter) or not."""
     pattern, draws, total = "[a-d][ef]{4}", np.random.default_rng(3), 4000
     rows = draws.normal(0, 0.5, (2, SIZE)).astype(np.float32)
@@ -305,37 +312,40 @@ def test_constrained_answers_are_as_likely_as_among_those_that_fit(top_k: int) -
             exact[first, second] = float(p * q)
     assert sum(exact.values()) == pytest.approx(1)
     counts = Counter(
-        answer(sequence(pattern, Sampling(1.0, top_k=top_k, seed=seed)), rows) for seed in range(total)
+        answer(choose, sequence(choose, pattern, Sampling(1.0, top_k=top_k, seed=seed)), rows)
+        for seed in range(total)
     )
     assert chi_squared(counts, exact, total) < 5
 
 
-def test_the_most_likely_of_those_that_fit() -> None:
+def test_the_most_likely_of_those_that_fit(choose: Choose) -> None:
     draws, pattern = np.random.default_rng(5), "([a-z]{1,3} |[0-9]+;)*"
     rows = draws.standard_normal((12, SIZE)).astype(np.float32)
-    found = sequence(pattern, Sampling(0))
+    found = sequence(choose, pattern, Sampling(0))
     matcher = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
     for row in rows:
-        assert not found.next(row[None])[0].last
+        assert not told(choose, found, row).last
         wanted = int(np.where(matcher.allowed(SIZE), row, -np.inf).argmax())
         assert found.tokens[-1] == wanted
         matcher.take(wanted)
 
 
-def test_answers_that_follow_by_themselves_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_follow_by_themselves_need_no_mask(
+    choose: Choose, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Matcher, "_mask", None)
     text = "abcabcabcabc"
     for sampling in (Sampling(0), Sampling(1.0, seed=1)):
-        follows = sequence("[abc]*", sampling)
+        follows = sequence(choose, "[abc]*", sampling)
         for token in TOKENIZERS["json"].vocabulary.encode(text, special=False)[1:]:
-            row = np.zeros((1, SIZE), np.float32)
-            row[0, token] = 100
-            assert follows.next(row)[0].error is None
+            row = np.zeros(SIZE, np.float32)
+            row[token] = 100
+            assert told(choose, follows, row).error is None
 
 
 @pytest.mark.parametrize(("top_k", "follows", "expected"), [(0, False, 11), (0, True, 0), (5, True, 11)])
 def test_masks_are_begun_while_the_model_runs(
-    top_k: int, follows: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    choose: Choose, top_k: int, follows: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one will be needed: what the model wants did not fit, or cannot be tried; not after the end."""
     begun: list[Matcher] = []
@@ -347,16 +357,16 @@ def test_masks_are_begun_while_the_model_runs(
 
     monkeypatch.setattr(Matcher, "ahead", noted)
     monkeypatch.setattr(Trust, "LONGEST", 1 << 30)
-    found = sequence("[ab]{50}", replace(Sampling(1.0, seed=1), top_k=top_k))
+    found = sequence(choose, "[ab]{50}", replace(Sampling(1.0, seed=1), top_k=top_k))
     token_id = TOKENIZERS["json"].vocabulary.token_id
-    row = np.zeros((1, SIZE), np.float32)
-    row[0, token_id("a" if follows else "z")] = 100
+    row = np.zeros(SIZE, np.float32)
+    row[token_id("a" if follows else "z")] = 100
     for _ in range(11):
-        found.next(row)
+        told(choose, found, row)
     assert abs(len(begun) - expected) <= 3, "tries that are made between"
     begun.clear()
-    last = sequence("[ab]", replace(Sampling(1.0, seed=1), top_k=top_k))
-    assert last.next(row)[0].last and not begun
+    last = sequence(choose, "[ab]", replace(Sampling(1.0, seed=1), top_k=top_k))
+    assert told(choose, last, row).last and not begun
 
 
 def test_trust() -> None:

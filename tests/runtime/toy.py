@@ -139,6 +139,7 @@ def export(out: Path, metadata: str) -> None:
         builder.emit_func_output(rows)
     for name in ("prefill", "decode", "batch_prefill", "batch_decode", "batch_verify", "batch_verify_tree"):
         _emit_forward(builder, attend, name)
+    _emit_sample(builder)
     count = tvm.tirx.Var("count", "int64")
     shape = relax.Var("shape", relax.ShapeType([count]))
     with builder.function("create_paged_kv_cache", [shape]):
@@ -183,6 +184,25 @@ def _emit_forward(builder: Any, attend: Any, name: str) -> None:
         picked = logits if decode else builder.emit(relax.op.take(logits, rows, axis=0, mode="clip"))
         shape = (n, 1, VOCAB) if decode else (1, q, VOCAB)
         builder.emit_func_output(builder.emit(relax.op.reshape(picked, shape)))
+
+
+def _emit_sample(builder: Any) -> None:
+    """As real libraries have it."""
+    import tvm
+    from tvm import relax
+
+    from mlcbuild.compiler.kernels.isa import ISAS
+    from mlcbuild.compiler.kernels.sampling import sample
+    from mlcbuild.compiler.kernels.sampling_row import COLUMNS
+
+    shape = [tvm.tirx.Var(name, "int64") for name in ("groups", "places", "v")]
+    q = tvm.tirx.Var("q", "int64")
+    logits = relax.Var("logits", relax.TensorType(shape, "float32"))
+    ways = relax.Var("ways", relax.TensorType((q, COLUMNS), "float64"))
+    kernel = builder.add_func(sample(ISAS[-1]), "sample_kernel")
+    with builder.function("sample", [logits, ways]):
+        found = relax.call_tir(kernel, [logits, ways], relax.TensorType((q,), "int32"))
+        builder.emit_func_output(builder.emit(found))
 
 
 def _lookup() -> Any:

@@ -27,9 +27,11 @@ class Kernel:
 
     func: PrimFunc
 
-    def tensor(self, name: str, shape: Sequence[Expr | int], dtype: str = "float32") -> Buffer:
+    def tensor(
+        self, name: str, shape: Sequence[Expr | int], dtype: str = "float32", align: int = -1
+    ) -> Buffer:
         """The next argument: a tensor of this shape."""
-        return vectors.argument(name, shape, dtype)
+        return vectors.argument(name, shape, dtype, align)
 
     def number(self, name: str) -> Var:
         """The next argument: an int64."""

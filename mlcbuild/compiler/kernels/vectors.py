@@ -27,9 +27,10 @@ def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
         return builder.get()
 
 
-def argument(name: str, shape: Sequence[Expr | int], dtype: str) -> Buffer:
-    """The next argument of the kernel, a dense row-major tensor."""
-    return T.match_buffer(T.arg(name, T.handle()), tuple(shape), dtype)
+def argument(name: str, shape: Sequence[Expr | int], dtype: str, align: int = -1) -> Buffer:
+    """The next argument of the kernel, a dense row-major tensor; its data starts at a multiple of `align`
+    bytes, of 64 by default."""
+    return T.match_buffer(T.arg(name, T.handle()), tuple(shape), dtype, align=align)
 
 
 def typed(dtype: str, lanes: int) -> str:

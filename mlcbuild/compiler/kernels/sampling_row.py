@@ -1,0 +1,108 @@
+"""One row of logits, as the kernel that draws tokens sees it: in blocks, whose maxima and sums are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr
+
+from mlcbuild.compiler.kernels.floats import Floats
+from mlcbuild.compiler.kernels.vectors import f32, i32, register, typed
+
+BLOCK = 256
+"""Tokens whose maximum and sum are kept."""
+TASK = 16
+"""Blocks of a task of the first pass."""
+SCALE, DROP, TOP_P, TOP_K, NUMBER = range(5)
+"""What is said of each row, in float64: 1 / temperature, or 0 for the most likely token, or less for no token
+at all; how far below the largest a logit may be, as a number that is not positive; 1 for no top_p; 0 for no
+top_k; and where to draw, from 0 up to 1, without 1."""
+COLUMNS = 5
+FAR = 87.0
+"""Temperatures below the largest logit at which a token weighs nothing: e^-87 is 1e-38."""
+
+Read = Callable[[Expr], Expr]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The logits of a block, or of a copy of the last one, made whole with minus infinity."""
+
+    buffer: Buffer
+    index: tuple[Expr, ...]
+    base: Expr
+
+    def load(self, floats: Floats, at: Expr | int) -> Expr:
+        return floats.load(self.buffer, *self.index, self.base + at)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, and what is known of it."""
+
+    floats: Floats
+    row: Expr
+    logits: Buffer  # [., ., v], rows in order
+    ways: Buffer  # float64 [q, COLUMNS]
+    tops: Buffer  # [q, stride], the largest logit of each block; infinite where one is no number
+    sums: Buffer  # [q, stride], what the tokens of each block weigh
+    tail: Buffer  # [BLOCK], the last block, if it is not whole
+    width: Expr
+    blocks: Expr
+
+    def said(self, column: int) -> Expr:
+        return T.bind(self.ways[self.row, column])
+
+    @property
+    def scale(self) -> Expr:
+        return T.bind(T.Cast("float32", self.ways[self.row, SCALE]))
+
+    @property
+    def filtered(self) -> Expr:
+        some = T.Or(self.said(DROP) > T.float64(-math.inf), self.said(TOP_P) < T.float64(1))
+        return T.bind(T.Or(some, self.said(TOP_K) > T.float64(0)))
+
+    def top(self, block: Expr) -> Expr:
+        return T.bind(self.tops[self.row, block])
+
+    def fill_tail(self) -> None:
+        whole = T.bind(self.width // BLOCK * BLOCK)
+        with T.If(whole < self.width), T.Then():
+            with T.serial(BLOCK) as at:
+                T.buffer_store(self.tail, infinity(-1), [at])
+            with T.serial(self.width - whole) as at:
+                T.buffer_store(self.tail, self.logits[0, self.row, whole + at], [at])
+
+    def each(self, block: Expr, emit: Callable[[Source], None]) -> None:
+        """Emit the same for a whole block and for the last one."""
+        start = T.bind(block * BLOCK)
+        with T.If(start + BLOCK <= self.width):
+            with T.Then():
+                # Rows lie one after the other, whichever of two dimensions counts them.
+                emit(Source(self.logits, (T.int64(0), self.row), start))
+            with T.Else():
+                emit(Source(self.tail, (), T.int64(0)))
+
+    def vectors(self, emit: Callable[[Expr], None]) -> None:
+        with T.serial(BLOCK // self.floats.lanes) as k:
+            emit(T.bind(k * self.floats.lanes))
+
+    def weight(self, floats: Floats, logit: Expr, highest: Expr) -> Expr:
+        """0 for what is not finite, too."""
+        below = T.bind((logit - floats.spread(highest)) * floats.spread(self.scale))
+        return T.Select(below >= floats.constant(-FAR), floats.exp(below), floats.constant(0.0))
+
+
+def infinity(sign: int, lanes: int = 1) -> Expr:
+    return T.reinterpret(typed("float32", lanes), i32(0x7F800000 if sign > 0 else 0xFF800000, lanes))
+
+
+def sum_block(row: Row, block: Expr, value: Read) -> None:
+    """What `value(at)` gives for the vectors of a block, added up as its weight."""
+    floats = row.floats
+    total = register(f32(0, floats.lanes), floats.lanes)
+    row.vectors(lambda at: total.set(total.value + value(at)))
+    T.buffer_store(row.sums, floats.fold(total.value, lambda a, b: a + b), [row.row, block])
