@@ -101,8 +101,7 @@ def build(decoder: Decoder) -> IRModule:
     _create_cache(decoder)
     _embed(decoder)
     trunk = _trunk(decoder, _layer_functions(decoder))
-    _prefill(decoder, trunk, "batch_verify", True, prompt=0)
-    _prefill(decoder, trunk, "batch_verify_tree", True, prompt=0, tree=True)
+    _prefill(decoder, trunk, "batch_verify", True, drafts=True)
     for name, batched in (("prefill", False), ("batch_prefill", True)):
         _prefill(decoder, trunk, name, batched)
         _hidden_states(decoder, trunk, f"{name}_to_last_hidden_states", batched)
@@ -303,12 +302,12 @@ def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
     return made
 
 
-def _stream(decoder: Decoder, trunk: GlobalVar, x: relax.Var, rest: list[relax.Var], prompt: int) -> Tensor:
+def _stream(decoder: Decoder, trunk: GlobalVar, x: relax.Var, rest: list[relax.Var], prompt: bool) -> Tensor:
     """A call of `trunk` with embeddings x and the rest of a function's arguments; without forks where it has
     none."""
     if len(rest) < 9:
         rest = [*rest[:-1], relax.const(np.zeros((0, 3), np.int32)), rest[-1]]
-    return _handle(decoder.builder.emit(relax.Call(trunk, [x, *rest, relax.prim_value(prompt)])))
+    return _handle(decoder.builder.emit(relax.Call(trunk, [x, *rest, relax.prim_value(int(prompt))])))
 
 
 def _allocated(shape: Sequence[Expr | int]) -> relax.Call:
@@ -316,18 +315,16 @@ def _allocated(shape: Sequence[Expr | int]) -> relax.Call:
     return relax.op.builtin.alloc_tensor(relax.ShapeExpr(list(shape)), "float32", 0, "global")
 
 
-def _prefill(
-    decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, prompt: int = 1, tree: bool = False
-) -> None:
-    """Logits of chosen rows: (input_embeds [1, n, hidden], logit_positions int32 [q], batch ..., forks if
-    `tree`, params). With prompt=0 each row is computed as `decode` does it, bit by bit: for drafts."""
+def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, drafts: bool = False) -> None:
+    """Logits of chosen rows: (input_embeds [1, n, hidden], logit_positions int32 [q], batch ..., params). For
+    drafts, each row is computed as `decode` does it, bit by bit, and forks come after the batch."""
     builder, hidden = decoder.builder, decoder.config.hidden_size
     n, q, b = _size("n"), _size("q"), _size("b") if batched else 1
     given = _variable("input_embeds", (1, n, hidden), "float32")
     chosen = _variable("logit_positions", (q,), "int32")
-    batch, packed = _batch_variables(decoder, n, b, tree), _packed(decoder)
+    batch, packed = _batch_variables(decoder, n, b, drafts), _packed(decoder)
     with builder.function(name, [given, chosen, *batch, packed], decoder.attributes(), pure=False):
-        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], prompt)
+        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], not drafts)
         weights = _unpacked(decoder, packed, _head_params(decoder))
         normed = decoder.parts.chosen_norm(x, _handle(chosen), weights["norm.weight"][0])
         logits = decoder.parts.logits(normed, weights)
@@ -342,7 +339,7 @@ def _hidden_states(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool)
     given = _variable("input_embeds", (1, n, hidden), "float32")
     batch, packed = _batch_variables(decoder, n, b), _packed(decoder)
     with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
-        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], 1)
+        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], True)
         weights = _unpacked(decoder, packed, _head_params(decoder)[:1])
         normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
         builder.emit_func_output(_reshaped(builder, normed._expr, (1, n, hidden)))
@@ -355,7 +352,7 @@ def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> Non
     given = _variable("input_embeds", (b, 1, hidden), "float32")
     batch, packed = _batch_variables(decoder, b, b), _packed(decoder)
     with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
-        x = _stream(decoder, trunk, _reshaped(builder, given, (b, hidden)), [*batch, packed], 0)
+        x = _stream(decoder, trunk, _reshaped(builder, given, (b, hidden)), [*batch, packed], False)
         weights = _unpacked(decoder, packed, _head_params(decoder))
         normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
         logits = decoder.parts.logits(normed, weights)

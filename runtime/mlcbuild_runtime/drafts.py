@@ -132,10 +132,11 @@ class Credit:
         """A token was made without a draft."""
         self.balance = min(self._MOST, self.balance + self._GIFT)
 
-    def settle(self, drafted: int, accepted: int, price: float) -> None:
-        """`price`: what a drafted token has cost, in tokens."""
+    def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
+        """`price`: what a drafted token has cost, in tokens. `gained`: tokens that were right on a branch
+        after those that were accepted."""
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
-        self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + 1
+        self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 
 
 class Odds:

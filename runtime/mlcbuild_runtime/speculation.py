@@ -33,7 +33,7 @@ ROWS = 16
 what it has alone, bit by bit."""
 
 
-BRANCHED = 3
+BRANCHED = 4
 """Tokens on branches of one sequence, at most."""
 
 
@@ -56,7 +56,7 @@ class Speculation:
         self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True, parts: int = 0
     ) -> None:
         """`tokens`: to draft at most. `rows`: of a step with drafts. `guesses`: more than what clients
-        predict. `parts`: sequences and branches of a step; 0: the library knows of no branches."""
+        predict. `parts`: sequences and branches of a step at most; 0: no branches."""
         self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
         self._guesses, self._parts = guesses, parts
 
@@ -67,7 +67,7 @@ class Speculation:
         if how is None:
             return cls(TOKENS, rows, guesses=False)
         drafter = None if how.draft is None else Drafter.load(how.draft, model, tokenizer)
-        parts = model.limits.max_batch if how.branches and model.checks_trees else 0
+        parts = model.limits.max_batch if how.branches else 0
         return cls(how.tokens, rows, drafter, parts=parts)
 
     def concerns(self, sequence: Sequence) -> bool:
@@ -137,7 +137,7 @@ class Speculation:
         price = self._prices.price(rows, drafted) if drafted else 0
         for sequence, count, accepted, branched, gained in drafts:
             if count:
-                sequence.credit.settle(count, accepted, price)
+                sequence.credit.settle(count, accepted, price, gained)
                 sequence.odds.settle(branched, gained, 1 + accepted + gained)
             else:
                 sequence.credit.rest()

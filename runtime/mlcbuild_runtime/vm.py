@@ -212,10 +212,9 @@ class Model:
         shaped = tvm_ffi.from_dlpack(embedded.reshape((n, 1, -1) if decode else (1, n, -1)))
         given = [shaped] if decode else [shaped, rows]
         function = self._forward[decode, single] if decode or step.prompt else self._verify
-        if step.forks:
-            function = self._verify_tree
-            forks = tvm_ffi.from_dlpack(tensors.aligned(np.array(step.forks, np.int32)))
-            batch = [*batch[:-1], forks, batch[-1]]
+        if function is self._verify:
+            forks = tensors.aligned(np.array(step.forks or [(0, 0, 0)], np.int32))[: len(step.forks)]
+            batch = [*batch[:-1], tvm_ffi.from_dlpack(forks), batch[-1]]
         with self._workers():
             logits = function(*given, *batch)
         return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
@@ -243,20 +242,8 @@ class Model:
     @cached_property
     def gives_states(self) -> bool:
         """The library has the functions for `states`: those of older builders have not."""
-        return self._has("prefill_to_last_hidden_states")
-
-    @cached_property
-    def _verify_tree(self) -> Callable[..., tvm_ffi.Tensor]:
-        return self._function("batch_verify_tree")
-
-    @cached_property
-    def checks_trees(self) -> bool:
-        """Steps may have forks: libraries of older builders know of none."""
-        return self._has("batch_verify_tree")
-
-    def _has(self, name: str) -> bool:
         try:
-            self._function(name)
+            self._function("prefill_to_last_hidden_states")
         except BundleError:
             return False
         return True

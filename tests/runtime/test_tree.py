@@ -14,8 +14,10 @@ from mlcbuild_runtime import tree
 from mlcbuild_runtime.drafts import Lookup, Odds, Prices, Speculate
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.grammar import Constraint
-from mlcbuild_runtime.request import Request
+from mlcbuild_runtime.pages import Pages
+from mlcbuild_runtime.request import Request, Ticket
 from mlcbuild_runtime.sampling import Sampling
+from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.speculation import ROWS, Speculation
 from mlcbuild_runtime.tree import Branch
@@ -133,10 +135,9 @@ def grow(bundle: Path, **options: Any) -> tuple[Engine, Growing]:
 
 @pytest.fixture(scope="module")
 def growing(toy_bundle: Path) -> Iterator[Engine]:
-    engine, speculation = grow(toy_bundle)
+    engine, _ = grow(toy_bundle)
     yield engine
     assert engine.close()
-    assert speculation.gained > 30
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +161,8 @@ def test_greedy_answers_alone_and_together(growing: Engine) -> None:
     state = growing.state()
     assert state.free_pages == state.pages
     assert state.drafted_tokens > state.accepted_tokens > 100
+    speculation = growing._speculation
+    assert isinstance(speculation, Growing) and speculation.gained > 20
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -291,13 +294,19 @@ def test_branches_are_drafted_while_they_pay() -> None:
     assert odds.wanted(3.0, [0.1, 0.2]) == 2 and odds.pace == pytest.approx(3, abs=0.1)
 
 
-@pytest.mark.parametrize("how", ["lookup", "draft"])
-def test_a_real_model_with_branches_says_the_same(tiny_bundle: Path, small_bundle: Path, how: str) -> None:
+@pytest.mark.parametrize(("name", "draft"), [("tiny", None), ("window", None), ("tiny", "small")])
+def test_a_real_model_with_branches_says_the_same(
+    request: pytest.FixtureRequest, name: str, draft: str | None
+) -> None:
     """Branches that cost nothing are all drafted: greedy and sampled, alone and beside others."""
-    draft = small_bundle if how == "draft" else None
-    without, engine = (start(tiny_bundle, None, eos=True, speculate=s) for s in (None, Speculate(draft)))
+    bundle, small = (request.getfixturevalue(f"{each}_bundle") for each in (name, draft or name))
+    ways = None, Speculate(small if draft else None)
+    without, engine = (start(bundle, None, eos=True, speculate=how) for how in ways)
     speculation, gained = engine._speculation, [0]
-    speculation._prices.share = lambda *_: 0.0  # type: ignore[method-assign]
+    prices = speculation._prices  # not this machine's, so that there are always the same drafts
+    prices.share = lambda *_: 0.0  # type: ignore[method-assign]
+    prices.price = lambda *_: 0.0  # type: ignore[method-assign]
+    prices.best = lambda batch, most: most  # type: ignore[method-assign]
     settle = speculation.settle
 
     def counting(rows: int, drafts: Any, seconds: float) -> None:
@@ -316,9 +325,10 @@ def test_a_real_model_with_branches_says_the_same(tiny_bundle: Path, small_bundl
         for each in (without, engine):
             alone = [drain(ask(each, request)) for request in requests[:2]]
             together = [drain(queue) for queue in [ask(each, request) for request in requests[2:]]]
-            answers.append([[(e.text, e.logprob) for e in events] for events in (*alone, *together)])
+            # Of prompts that come at once, it depends on the moment which are computed with which.
+            answers.append(([[e.logprob for e in events] for events in alone], [*map(tokens_of, together)]))
         assert answers[0] == answers[1]
-        assert gained[0] > 0
+        assert gained[0] > 5
         wait_idle(engine)
         assert engine.state().free_pages == engine.state().pages
     finally:
@@ -326,9 +336,30 @@ def test_a_real_model_with_branches_says_the_same(tiny_bundle: Path, small_bundl
         without.close()
 
 
-def test_libraries_of_older_builders_get_no_branches(toy_bundle: Path) -> None:
-    model = Model.load(toy_bundle)
-    assert model.checks_trees
-    model.__dict__["checks_trees"] = False
-    speculation = Speculation.load(Speculate(), model, None)  # type: ignore[arg-type]
-    assert speculation._parts == 0
+def test_the_path_that_was_taken_keeps_its_pages(toy_bundle: Path, plain: Engine) -> None:
+    """A draft model has taken in the draft, but no branch: it goes on from the last page that both have."""
+    schedule = Schedule(Pages(6), PAGE, 4)
+    request, silent = greedy(list(range(40)), 60), Ticket(lambda: None, None)
+    sequence = Sequence(request, lambda _: None, silent, plain.tokenizer, plain.model.choose)
+    schedule.add(sequence)
+    schedule.admit()
+    sequence.length, sequence.draft, sequence.draft_length = 39, [1, 2, 3, 4], 44
+    assert schedule.stretch(sequence, 4) == 4
+    sequence.branches = [Branch(2, [7, 8]), Branch(3, [9], parent=1), Branch(1, [5]), Branch(0, [6])]
+    trunk = list(sequence.pages)
+    schedule.branch(sequence)
+    first, second, third = sequence.branches  # there was no page for the last
+    assert [branch.shared for branch in sequence.branches] == [2, 2, 2]
+    _, forks = tree.parts(40, sequence.pages, sequence.branches, PAGE)
+    assert forks == [
+        (trunk[2], first.pages[0], 10),
+        (first.pages[0], second.pages[0], 11),
+        (trunk[2], third.pages[0], 9),
+    ]
+    sequence.taken = 2
+    schedule.prune(sequence)
+    assert sequence.pages == [*trunk[:2], *second.pages]
+    assert sequence.draft_length == 32
+    assert schedule.pages.available == 3
+    schedule.remove(sequence)
+    assert schedule.pages.available == 6

@@ -137,7 +137,7 @@ def export(out: Path, metadata: str) -> None:
         table = builder.emit(relax.TupleGetItem(params, 0))
         rows = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
         builder.emit_func_output(rows)
-    for name in ("prefill", "decode", "batch_prefill", "batch_decode", "batch_verify", "batch_verify_tree"):
+    for name in ("prefill", "decode", "batch_prefill", "batch_decode", "batch_verify"):
         _emit_forward(builder, attend, name)
     _emit_sample(builder)
     count = tvm.tirx.Var("count", "int64")
@@ -174,7 +174,7 @@ def _emit_forward(builder: Any, attend: Any, name: str) -> None:
         *(var("positions", n), var("slots", n), var("indptr", c)),
         *(var("page_indptr", c), var("page_table", p), var("lengths", b)),
     ]
-    forks, tree = var("forks", tvm.tirx.Var("f", "int64"), 3), name.endswith("tree")
+    forks, tree = var("forks", tvm.tirx.Var("f", "int64"), 3), name.endswith("verify")
     given = [x, *([] if decode else [rows]), *cache, *([forks] if tree else []), _params()]
     none = relax.const(np.zeros((1, 3), np.int32))
     with builder.function(name, given):
