@@ -33,8 +33,8 @@ TARGETS: Mapping[str, Target] = {
 """A target for each instruction set that an x86-64 machine can run."""
 
 
-MEMORY = {"memcpy", "memset", "memmove"}
-"""LLVM makes calls of these from plain loops and expects them in every process."""
+MEMORY = {"memcpy", "memset", "memmove", "memset_pattern16"}
+"""LLVM makes calls of these from plain loops and expects them in every process, the last one on macOS."""
 
 
 @dataclass(frozen=True)

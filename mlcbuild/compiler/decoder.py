@@ -360,12 +360,14 @@ def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> Non
 
 
 def _sample(decoder: Decoder) -> None:
-    """Tokens int32 [q]: (logits [., ., v] as forward functions give them, ways float64 [q, COLUMNS])."""
+    """Sets tokens: (logits [., ., v] as forward functions give them, ways float64 [q, COLUMNS], tokens int32
+    [q])."""
     builder, q = decoder.builder, _size("q")
     logits = _variable("logits", (_size("groups"), _size("places"), _size("v")), "float32")
     ways = _variable("ways", (q, COLUMNS), "float64")
-    with builder.function("sample", [logits, ways], decoder.attributes(), pure=False):
-        builder.emit_func_output(decoder.parts.sample(_handle(logits), _handle(ways))._expr)
+    tokens = _variable("tokens", (q,), "int32")
+    with builder.function("sample", [logits, ways, tokens], decoder.attributes(), pure=False):
+        builder.emit_func_output(decoder.parts.sample(*map(_handle, (logits, ways, tokens)))._expr)
 
 
 def _head_params(decoder: Decoder) -> list[Param]:

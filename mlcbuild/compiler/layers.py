@@ -187,10 +187,10 @@ class Parts:
             return found
         return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], found)
 
-    def sample(self, logits: Tensor, ways: Tensor) -> Tensor:
-        """One token int32 [q] for each row."""
-        tokens = Tensor.placeholder([ways.shape[0]], "int32")
-        return _call(sampling.sample(self.isa), [logits, ways], tokens)
+    def sample(self, logits: Tensor, ways: Tensor, tokens: Tensor) -> Tensor:
+        """One token for each row, in place in `tokens`."""
+        func, out = sampling.sample(self.isa), Tensor.placeholder(tokens.shape, "int32")
+        return tensor_ir_inplace_op(func, func_name(func), [logits, ways, tokens], 2, out)
 
 
 def func_name(func: PrimFunc) -> str:

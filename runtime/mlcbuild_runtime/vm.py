@@ -139,6 +139,14 @@ class _Numbers:
 _LINE = tensors.ALIGNMENT // 4
 
 
+class _Choice:
+    """What goes into the choice of tokens for so many rows, and what comes out of it."""
+
+    def __init__(self, rows: int) -> None:
+        self.ways, self.tokens = np.empty((rows, WAY), np.float64), np.empty(rows, np.int32)
+        self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.ways, self.tokens)]
+
+
 class Model:
     """A loaded bundle. `forward` may be called from one thread only."""
 
@@ -160,7 +168,7 @@ class Model:
             for single in (False, True)
         }
         self._verify, self._sample = self._function("batch_verify"), self._function("sample")
-        self._ways = np.empty((0, WAY), np.float64)
+        self._choices: dict[int, _Choice] = {}
 
     def _function(self, name: str) -> Callable[..., tvm_ffi.Tensor]:
         """A handle, looked up once: a lookup costs as much as a small call. Raises BundleError."""
@@ -223,12 +231,12 @@ class Model:
         """One token for each row of logits float32 [q, size], of any size; see sampling.Choose."""
         if all(way is SKIPPED for way in ways):
             return [NONE] * len(ways)
-        if len(ways) != len(self._ways):
-            self._ways = np.empty((len(ways), WAY), np.float64)
-        self._ways[:] = ways
-        with self._workers():
-            found = self._sample(tvm_ffi.from_dlpack(logits[None]), tvm_ffi.from_dlpack(self._ways))
-        return cast("list[int]", np.from_dlpack(found).tolist())
+        choice = self._choices.get(len(ways))
+        if choice is None:
+            choice = self._choices[len(ways)] = _Choice(len(ways))
+        choice.ways[:] = ways
+        self._sample(tvm_ffi.from_dlpack(logits[None]), *choice.tensors)
+        return choice.tokens.tolist()
 
     def states(self, step: Step) -> Floats:
         """Hidden states float32 [n, hidden], after the last norm, of all the step's tokens, which the KV

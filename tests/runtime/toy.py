@@ -199,10 +199,11 @@ def _emit_sample(builder: Any) -> None:
     q = tvm.tirx.Var("q", "int64")
     logits = relax.Var("logits", relax.TensorType(shape, "float32"))
     ways = relax.Var("ways", relax.TensorType((q, COLUMNS), "float64"))
+    kind = relax.TensorType((q,), "int32")
+    given = [logits, ways, relax.Var("tokens", kind)]
     kernel = builder.add_func(sample(ISAS[-1]), "sample_kernel")
-    with builder.function("sample", [logits, ways]):
-        found = relax.call_tir(kernel, [logits, ways], relax.TensorType((q,), "int32"))
-        builder.emit_func_output(builder.emit(found))
+    with builder.function("sample", given, pure=False):
+        builder.emit_func_output(builder.emit(relax.op.call_tir_inplace(kernel, given, 2, kind)))
 
 
 def _lookup() -> Any:

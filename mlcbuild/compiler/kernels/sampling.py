@@ -38,7 +38,7 @@ def sample(isa: ISA) -> PrimFunc:
         # Callers bring logits of their own, too, which lie anywhere.
         logits = made.tensor("logits", (size_var("outer"), size_var("inner"), width), align=4)
         ways = made.tensor("ways", (rows, COLUMNS), "float64", align=8)
-        out = made.tensor("out", (rows,), "int32")
+        out = made.tensor("out", (rows,), "int32", align=4)
         with made.body():
             blocks = T.bind((width + (BLOCK - 1)) // BLOCK)
             groups = T.bind((blocks + (TASK - 1)) // TASK)

@@ -29,7 +29,7 @@ from mlcbuild.compiler.kernels.sampling_row import (
 )
 from mlcbuild.compiler.kernels.vectors import Register, f32, i32, intrinsic, register
 
-FEW = 1024
+FEW = 512
 """Tokens between two bounds that are put into a list."""
 _LIMITED = 1 << 7
 """Bisections at most: each halves the distance of two numbers that lie 87 temperatures apart."""
@@ -41,12 +41,15 @@ class _Bounds:
 
     low: Register
     high: Register
-    inside: Register  # float64: tokens from `low` to `high`, at most
     above: Register  # float64: what is left at `high`
 
-    def settle(self, mid: Expr, enough: Expr) -> None:
+    @classmethod
+    def of(cls, low: Register, most: Expr) -> _Bounds:
+        return cls(low, register(most, 1), register(T.float64(0), 1, "float64"))
+
+    def settle(self, mid: Expr, enough: Expr, less: Expr) -> None:
         self.low.set(T.Select(enough, mid, self.low.value))
-        self.high.set(T.Select(enough, self.high.value, mid))
+        self.high.set(T.Select(less, mid, self.high.value))
 
     @property
     def middle(self) -> Expr:
@@ -65,7 +68,7 @@ def set_filters(row: Row, most: Expr, least: Register) -> None:
     with T.If(T.And(top_k > T.float64(0), top_k < T.Cast("float64", row.width))), T.Then():
         guess = register(least.value, 1)
         with T.If(top_k <= T.Cast("float64", row.blocks)), T.Then():
-            bounds = _bounds(row, guess, most)
+            bounds = _Bounds.of(guess, most)
             _narrow(row.floats, (row.tops, (row.row,)), row.blocks, None, (bounds, top_k))
         _select(row, (least, most, T.bind(guess.value)), None, top_k)
     _weigh(row, most, T.bind(least.value), room)
@@ -124,69 +127,82 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
             T.buffer_store(row.sums, T.float32(0), [row.row, block])
 
 
-def _bounds(row: Row, low: Register, most: Expr) -> _Bounds:
-    zero = T.float64(0)
-    above, inside = register(zero, 1, "float64"), register(T.Cast("float64", row.width), 1, "float64")
-    return _Bounds(low, register(most, 1), inside, above)
-
-
 def _select(row: Row, known: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
     """Raises the first of `known` to the largest logit from which on `goal` is left: so many tokens, or so
-    much of their weights in `room`. The others: the largest of all, which is tried first, and a guess, which
-    is tried then."""
+    much of their weights in `room`. The others, which are tried first: the largest of all, and a guess."""
     least, most, guess = known
-    bounds = _bounds(row, least, most)
-    high = register(T.float64(0), 1, "float64")  # tokens from bounds.high on
-    low = register(T.Cast("float64", row.width), 1, "float64")
-    mid, going = register(most, 1), register(i32(0), 1, "int32")
-    with T.While(T.And(going.value >= 0, going.value < _LIMITED)):
-        tried = T.bind(mid.value)
-        count, found = _measure(row, tried, room)
-        enough = T.bind(found >= goal)
-        bounds.settle(tried, enough)
-        low.set(T.Select(enough, count, low.value))
-        high.set(T.Select(enough, high.value, count))
-        bounds.above.set(T.Select(enough, bounds.above.value, found))
-        first = T.And(going.value == 0, bounds.divides(guess))
-        mid.set(T.Select(first, guess, bounds.middle))
-        more = T.And(low.value - high.value > T.float64(FEW), bounds.divides(T.bind(mid.value)))
-        going.set(T.Select(more, going.value + 1, T.int32(-1)))
-    with T.If(T.And(low.value - high.value <= T.float64(FEW), least.value < bounds.high.value)), T.Then():
+    bounds = _Bounds.of(least, most)
+    inside, below = (register(T.Cast("float64", row.width), 1, "float64") for _ in range(2))
+    turn = register(i32(0), 1, "int32")
+    tried = [register(T.Select(bounds.divides(guess), guess, bounds.middle), 1), register(most, 1)]
+    more = T.Or(turn.value == 0, inside.value > T.float64(FEW))
+    with T.While(T.And(more, turn.value < _LIMITED)):
+        mids = [T.bind(mid.value) for mid in tried]
+        for mid, found in zip(mids, _measure(row, mids, room), strict=True):
+            enough = T.bind(T.And(found >= goal, mid > bounds.low.value))
+            less = T.bind(T.And(found < goal, T.Or(mid < bounds.high.value, turn.value == 0)))
+            bounds.settle(mid, enough, less)
+            below.set(T.Select(enough, found, below.value))
+            bounds.above.set(T.Select(less, found, bounds.above.value))
+        between = T.bind(below.value - bounds.above.value)
+        _aim(bounds, tried, T.bind(T.Cast("float32", (below.value - goal) / between)), turn.value)
+        # No token between the bounds weighs less than one at the lower of them would.
+        each = T.float32(1) if room is None else row.weight(row.floats.scalar, bounds.low.value, most)
+        inside.set(between / T.Cast("float64", each))
+        turn.set(T.Select(bounds.divides(bounds.middle), turn.value + 1, T.int32(_LIMITED)))
+    with T.If(T.And(inside.value <= T.float64(FEW), least.value < bounds.high.value)), T.Then():
         size = FEW + row.floats.lanes
         lists = [T.alloc_buffer((size,), "float32") for _ in range(1 if room is None else 2)]
         count = _listed(row, bounds, room, lists)
-        _narrow(row.floats, (lists[0], ()), count, lists[1:], (bounds, goal))
+        # More of them, where rounding hides what they weigh: so little that it does not matter.
+        with T.If(count <= FEW), T.Then():
+            _narrow(row.floats, (lists[0], ()), count, lists[1:], (bounds, goal))
 
 
-def _measure(row: Row, least: Expr, room: Buffer | None) -> tuple[Expr, Expr]:
-    """How many tokens there are from `least` on; and the same, or what they weigh where there is `room`."""
+def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
+    """Where to try next: on either side of where a straight line has the goal; sometimes at two thirds, for
+    lines that are not straight."""
+    low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
+    line = T.bind(T.truncmod(turn, T.int32(3)) != 2)
+    share = T.bind(T.min(T.max(share, T.float32(3 / 32)), T.float32(29 / 32)))
+    sides = (share - T.float32(1 / 16), T.float32(1 / 3)), (share + T.float32(1 / 16), T.float32(2 / 3))
+    for register_, (near, third) in zip(tried, sides, strict=True):
+        mid = T.bind(low + wide * T.Select(line, near, third))
+        register_.set(T.Select(bounds.divides(mid), mid, bounds.middle))
+
+
+def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
+    """For each of two logits, the lower one first: how many tokens there are from it on, or what they weigh
+    where there is `room`."""
     floats, lanes = row.floats, row.floats.lanes
-    totals = [register(T.float64(0), 1, "float64") for _ in range(1 if room is None else 2)]
+    totals = [register(T.float64(0), 1, "float64") for _ in mids]
     with T.serial((row.blocks + (TASK - 1)) // TASK) as group:
-        sums = [register(f32(0, lanes), lanes) for _ in totals]
+        # Two sums for each: an addition has to wait for the one before it.
+        sums = [[register(f32(0, lanes), lanes) for _ in range(2)] for _ in mids]
         with T.serial(T.min(T.int64(TASK), row.blocks - group * TASK)) as number:
             block = T.bind(group * TASK + number)
 
             def add(source: Source) -> None:
-                def vector(at: Expr) -> None:
-                    kept = source.load(floats, at) >= floats.spread(least)
-                    values = [floats.constant(1.0)]
-                    if room is not None:
-                        values.append(floats.load(room, block * BLOCK + at))
-                    for total, value in zip(sums, values, strict=True):
-                        total.set(total.value + T.Select(kept, value, floats.constant(0.0)))
+                with T.serial(BLOCK // (2 * lanes)) as k:
+                    for half in range(2):
+                        at = T.bind((k * 2 + half) * lanes)
+                        logit, value = T.bind(source.load(floats, at)), floats.constant(1.0)
+                        if room is not None:
+                            value = T.bind(floats.load(room, block * BLOCK + at))
+                        for mid, parts in zip(mids, sums, strict=True):
+                            kept = T.Select(logit >= floats.spread(mid), value, floats.constant(0.0))
+                            parts[half].set(parts[half].value + kept)
 
-                row.vectors(vector)
-
-            with T.If(row.top(block) >= least), T.Then():
+            with T.If(row.top(block) >= mids[0]), T.Then():
                 row.each(block, add)
-        for total, part in zip(totals, sums, strict=True):
-            total.set(total.value + T.Cast("float64", floats.fold(part.value, lambda a, b: a + b)))
-    return T.bind(totals[0].value), T.bind(totals[-1].value)
+        for total, (even, odd) in zip(totals, sums, strict=True):
+            both = floats.fold(even.value + odd.value, lambda a, b: a + b)
+            total.set(total.value + T.Cast("float64", both))
+    return [T.bind(total.value) for total in totals]
 
 
 def _listed(row: Row, bounds: _Bounds, room: Buffer | None, lists: list[Buffer]) -> Expr:
-    """Copies the logits between two bounds, and their weights; returns how many there are."""
+    """Copies the first FEW logits between two bounds, and their weights; returns how many there are."""
     floats, scalar, lanes = row.floats, row.floats.scalar, row.floats.lanes
     low, high = T.bind(bounds.low.value), T.bind(bounds.high.value)
     count = register(T.int64(0), 1, "int64")
@@ -195,9 +211,10 @@ def _listed(row: Row, bounds: _Bounds, room: Buffer | None, lists: list[Buffer])
         with T.serial(lanes) as lane:
             at = T.bind(start + lane)
             logit = T.bind(source.load(scalar, at))
-            T.buffer_store(lists[0], logit, [count.value])
+            place = T.bind(T.min(count.value, T.int64(FEW)))
+            T.buffer_store(lists[0], logit, [place])
             if room is not None:
-                T.buffer_store(lists[1], room[block * BLOCK + at], [count.value])
+                T.buffer_store(lists[1], room[block * BLOCK + at], [place])
             inside = T.And(logit >= low, logit < high)
             count.set(count.value + T.Select(inside, T.int64(1), T.int64(0)))
 
@@ -238,6 +255,6 @@ def _narrow(
             value = floats.load(weights[0], k * lanes) if weights else floats.constant(1.0)
             total.set(total.value + T.Select(kept, value, floats.constant(0.0)))
         found = T.Cast("float64", floats.fold(total.value, lambda a, b: a + b)) + bounds.above.value
-        bounds.settle(tried, T.bind(found >= goal))
+        bounds.settle(tried, T.bind(found >= goal), T.bind(found < goal))
         mid.set(bounds.middle)
         going.set(going.value + 1)
