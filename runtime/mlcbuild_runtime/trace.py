@@ -1,9 +1,9 @@
 """What the engine does, step by step, as a file in the trace format (a JSON array) of Chrome and Perfetto.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the format. On the row
-`engine` every step is a slice with two parts, the model's work and the choice of tokens, and says which
-requests it had. Each request is a row of its own from its arrival to its end. Counters show how many run and
-wait, and the free pages.
+`engine` every step is a slice with two parts, the model's work, which chooses tokens, too, and what is done
+with these, and says which requests it had. Each request is a row of its own from its arrival to its end.
+Counters show how many run and wait, and the free pages.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Trace:
         self._event("M", "thread_name", args={"name": "engine"})
 
     def step(self, name: str, moments: tuple[float, float, float], args: Args) -> None:
-        """`moments` of time.perf_counter: the beginning, the model's answer, the last token's choice."""
+        """`moments` of time.perf_counter: the beginning, the model's answer, when tokens were told."""
         begun, computed, ended = moments
         self._slice(name, begun, ended, args)
         self._slice("model", begun, computed)
