@@ -108,6 +108,8 @@ def build(decoder: Decoder) -> IRModule:
     for name, batched in (("decode", False), ("batch_decode", True)):
         _decode(decoder, trunk, name, batched)
     _sample(decoder)
+    _step(decoder, trunk, "step", drafts=True)
+    _step(decoder, trunk, "step_prefill", drafts=False)
     return decoder.builder.finalize()
 
 
@@ -288,7 +290,9 @@ def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
     with builder.function("trunk", given_all, decoder.attributes(), pure=False, private=True):
         table = _handle(relax.const(np.array(inv_freq, np.float32)))
         turns = parts.angles(_handle(batch[1]), table, factor)
-        room = [builder.emit(_allocated((n, width))) for width in decoder.room.values()]
+        shapes = [relax.ShapeExpr([n, width]) for width in decoder.room.values()]
+        # They are not initialised.
+        room = [builder.emit(relax.op.builtin.alloc_tensor(s, "float32", 0, "global")) for s in shapes]
         # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
         # does not know that what a layer returns is what it was given.
         x = parts.copy(_handle(given))._expr
@@ -308,11 +312,6 @@ def _stream(decoder: Decoder, trunk: GlobalVar, x: relax.Var, rest: list[relax.V
     if len(rest) < 9:
         rest = [*rest[:-1], relax.const(np.zeros((0, 3), np.int32)), rest[-1]]
     return _handle(decoder.builder.emit(relax.Call(trunk, [x, *rest, relax.prim_value(int(prompt))])))
-
-
-def _allocated(shape: Sequence[Expr | int]) -> relax.Call:
-    """A float32 tensor that is not initialised."""
-    return relax.op.builtin.alloc_tensor(relax.ShapeExpr(list(shape)), "float32", 0, "global")
 
 
 def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, drafts: bool = False) -> None:
@@ -364,10 +363,28 @@ def _sample(decoder: Decoder) -> None:
     [q])."""
     builder, q = decoder.builder, _size("q")
     logits = _variable("logits", (_size("groups"), _size("places"), _size("v")), "float32")
-    ways = _variable("ways", (q, COLUMNS), "float64")
-    tokens = _variable("tokens", (q,), "int32")
-    with builder.function("sample", [logits, ways, tokens], decoder.attributes(), pure=False):
-        builder.emit_func_output(decoder.parts.sample(*map(_handle, (logits, ways, tokens)))._expr)
+    given = [logits, _variable("ways", (q, COLUMNS), "float64"), _variable("tokens", (q,), "int32")]
+    with builder.function("sample", given, decoder.attributes(), pure=False):
+        builder.emit_func_output(decoder.parts.sample(*map(_handle, given))._expr)
+
+
+def _step(decoder: Decoder, trunk: GlobalVar, name: str, drafts: bool) -> None:
+    """What `embed`, a forward function and `sample` do, in one call: (tokens int32 [n], logit_positions int32
+    [q], ways float64 [q, COLUMNS], chosen int32 [q] in place, batch ..., forks?, params) -> (logits float32
+    [q, vocab], chosen). Prompts have no forks; all other rows get what `decode` gives them, bit by bit."""
+    builder, parts, n, q = decoder.builder, decoder.parts, _size("n"), _size("q")
+    tokens, rows = _variable("tokens", (n,), "int32"), _variable("logit_positions", (q,), "int32")
+    ways, chosen = _variable("ways", (q, COLUMNS), "float64"), _variable("chosen", (q,), "int32")
+    batch, packed = _batch_variables(decoder, n, _size("b"), drafts), _packed(decoder)
+    given = [tokens, rows, ways, chosen, *batch, packed]
+    with builder.function(name, given, decoder.attributes(), pure=False):
+        embedded = parts.embed(_handle(tokens), _unpacked(decoder, packed, decoder.params[:1]))
+        x = _stream(decoder, trunk, embedded._expr, [*batch, packed], not drafts)
+        weights = _unpacked(decoder, packed, _head_params(decoder))
+        logits = parts.logits(parts.chosen_norm(x, _handle(rows), weights["norm.weight"][0]), weights)
+        shaped = _reshaped(builder, logits._expr, (1, q, decoder.config.vocab_size))
+        found = parts.sample(*map(_handle, (shaped, ways, chosen)))
+        builder.emit_func_output(relax.Tuple([logits._expr, found._expr]))
 
 
 def _head_params(decoder: Decoder) -> list[Param]:

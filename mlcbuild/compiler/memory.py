@@ -53,7 +53,7 @@ def _size(shape: Iterable[int], dtype: str) -> int:
 def _workspace(decoder: Decoder, mod: IRModule) -> int:
     """Blocks of the pool, which are told apart by size: of each size as many as are held at one time.
 
-    A forward function holds the embeddings, then what the trunk and one layer hold, then its own.
+    A step holds the embeddings, then what the trunk and one layer hold, then its own.
     """
     planned = {
         str(name.name_hint): _blocks(function)
@@ -63,11 +63,8 @@ def _workspace(decoder: Decoder, mod: IRModule) -> int:
     trunk, embedded = planned["trunk"], planned["embed"]
     moments = [embedded + trunk + found for name, found in planned.items() if name.startswith("layer")]
     # The trunk's result is in one of its blocks.
-    moments += [
-        embedded + trunk + found
-        for name, found in planned.items()
-        if name.endswith(("fill", "decode", "hidden_states"))
-    ]
+    moments += [trunk + found for name, found in planned.items() if name.startswith("step")]
+    moments += [embedded + trunk + found for name, found in planned.items() if name.endswith("hidden_states")]
     most: Counter[int] = Counter()
     for moment in moments:
         most |= moment

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from queue import Empty, SimpleQueue
 
@@ -144,7 +144,7 @@ class Engine:
         """
         request = replace(request, max_tokens=self._answer_limit(request))
         matcher = None if request.constraint is None else request.constraint.matcher()
-        ticket = Ticket(self._wake, window)
+        ticket = Ticket(partial(self._incoming.put, None), window)
         sequence = Sequence(request, sink, ticket, self.tokenizer, self.model.choose, matcher)
         with self._door:
             if self._closing or not self._thread.is_alive():
@@ -163,14 +163,11 @@ class Engine:
             self._incoming.put(sequence)
         return ticket
 
-    def _wake(self) -> None:
-        self._incoming.put(None)
-
     def _stop_taking(self) -> None:
         """After this nothing more comes in."""
         with self._door:
             self._closing = True
-            self._wake()
+            self._incoming.put(None)
 
     def _answer_limit(self, request: Request) -> int:
         """The most tokens the answer may have, after all checks of the request's size."""
@@ -227,6 +224,8 @@ class Engine:
         """Takes in new requests; waits for news when there is nothing to do."""
         schedule = self._schedule
         idle = schedule.idle and not self._closing
+        if not idle and self._incoming.empty():
+            return
         # Even requests that rest may run out of time.
         nap = NAP if schedule.active or schedule.waiting else None
         while idle or not self._incoming.empty():
@@ -261,13 +260,13 @@ class Engine:
 
     def _decode(self, parts: List[tuple[Sequence, int]]) -> None:
         """One token for each sequence, and what drafts may add."""
+        speculation = self._speculation
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
-        rows = sum(count for _, count in parts)
-        # This thread's own time: on a busy machine others' must not count as the price of a draft.
-        speculation, begun = self._speculation, time.thread_time()
         if not any(map(speculation.concerns, ready)):
             self._step(parts)
             return
+        # This thread's own time: on a busy machine others' must not count as the price of a draft.
+        rows, begun = sum(count for _, count in parts), time.thread_time()
         allotted = speculation.allot(ready, rows)
         stretched = [(sequence, self._schedule.stretch(sequence, count)) for sequence, count in allotted]
         speculation.propose([(sequence, count) for sequence, count in stretched if count > 0])
@@ -335,19 +334,22 @@ class Engine:
             step = fanned([sequence for sequence, _ in parts], given, size)
         try:
             with self._turns:
-                found = self.model.states(step) if ways is None else self.model.forward(step)
-                tokens = self.model.choose(found, list(chain.from_iterable(ways or ())))
+                if ways is not None:
+                    found, tokens = self.model.step(step, list(chain.from_iterable(ways)))
+                else:
+                    found, tokens = self.model.states(step), []
         except Exception as error:  # whatever the library raises
             log.exception("a step has failed")
             for sequence, _ in parts:
                 failure = sequence.failed(EngineError(f"the model has failed: {error}"))
                 self._end(sequence, failure)
             return none
-        filled = [(s, part) for (s, _), part in zip(parts, given, strict=True) if s.prefilling]
+        if prompt:
+            filled = [(s, part) for (s, _), part in zip(parts, given, strict=True) if s.prefilling]
+            self._prompt_tokens += sum(len(tokens) for _, (tokens, _, _) in filled)
         for sequence, count in parts:
-            self._prompt_tokens += count if sequence.prefilling else 0
             self._schedule.computed(sequence, count - len(sequence.draft))
-        if filled:
+        if prompt:
             self._speculation.prefilled(filled)
         return found, tokens
 

@@ -53,7 +53,7 @@ class Sampling:
     bias: tuple[tuple[int, float], ...] = ()
     """(token, what is added to its logit)."""
 
-    @property
+    @cached_property
     def adjusts(self) -> bool:
         plain = self.frequency_penalty == self.presence_penalty == 0 and self.repetition_penalty == 1
         return not plain or bool(self.bias)

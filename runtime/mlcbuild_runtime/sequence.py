@@ -85,6 +85,8 @@ class Sequence:
         self._counts: Counter[int] = Counter()
         self._matcher, self._trust = matcher, Trust()
         self.pool = None if request.pooling is None else Pool(request.pooling)
+        self._plain = matcher is None and not request.sampling.adjusts and not request.prompt_logprobs
+        """Its tokens are what the library chooses."""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -123,6 +125,8 @@ class Sequence:
         """How tokens are chosen from the rows of `count` new tokens, and all drafted ones, whose logits are
         needed. Where that depends on tokens that other rows have still to give, it is left to `next`."""
         own, sampling = 1 + self.drafted, self.request.sampling
+        if self._plain and own == 1 and self.length + count == len(self.tokens) and self.request.max_tokens:
+            return [(*sampling.way, self._numbers.at(self.answered))]
         rows = count if self.request.prompt_logprobs and self.prefilling else own
         last = self.length + count - len(self.draft) == len(self.tokens) and self.request.max_tokens
         if not last or sampling.adjusts or (self._matcher is not None and not self._tries):
@@ -159,6 +163,8 @@ class Sequence:
     def next(self, rows: Floats, chosen: List[int]) -> list[Event]:
         """Takes tokens from logits [1 + drafted, vocab]: one, and one more for each drafted token that was
         chosen. chosen: by `ways`, for each row. An error is an event, too."""
+        if self._plain and not self.draft and self.request.max_tokens:
+            return self._answer(rows, chosen)
         answers = self.request.max_tokens
         events = self._answer(rows, chosen) if answers else [self._event(finish="length")]
         if self._matcher is not None and not events[-1].last:
@@ -235,7 +241,8 @@ class Sequence:
         if self._matcher is not None:
             self._matcher.take(token)
         self.tokens.append(token)
-        self._counts[token] += 1
+        if self.request.sampling.adjusts:
+            self._counts[token] += 1
         text, finish = self._text(token)
         return self._event(text, finish)
 

@@ -136,6 +136,8 @@ class TextStream:
         if self._strip:
             self._strip = False
             text = text.removeprefix(" ")
+        if not self._stop:
+            return text
         text = self._held + text
         # The one that is complete first counts, however the tokens cut the text.
         ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]

@@ -19,7 +19,7 @@ from itertools import accumulate, chain
 from operator import add
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from mlcbuild_runtime import binary, bundle, library, machine, tensors
 from mlcbuild_runtime.bundle import Limits, Manifest
 from mlcbuild_runtime.errors import BundleError, SetupError
-from mlcbuild_runtime.sampling import NONE, SKIPPED, WAY, Way
+from mlcbuild_runtime.sampling import SKIPPED, WAY, Way
 from mlcbuild_runtime.threads import Workers
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
@@ -147,6 +147,11 @@ class _Choice:
         self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.ways, self.tokens)]
 
 
+def _forks(forks: Sequence[tuple[int, int, int]]) -> tvm_ffi.Tensor:
+    """int32 [len(forks), 3]."""
+    return tvm_ffi.from_dlpack(tensors.aligned(np.array(forks or [(0, 0, 0)], np.int32))[: len(forks)])
+
+
 class Model:
     """A loaded bundle. `forward` may be called from one thread only."""
 
@@ -158,22 +163,15 @@ class Model:
         self._weights = tensors.load(path, manifest.weights, metadata.params)
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
         self._numbers, self._table = _Numbers(), _Numbers()
-        self._embed = self._function("embed")
         self._create_cache = self._function("create_paged_kv_cache")
-        self._forward = {
-            (decode, single): self._function(
-                ("" if single else "batch_") + ("decode" if decode else "prefill")
-            )
-            for decode in (False, True)
-            for single in (False, True)
-        }
-        self._verify, self._sample = self._function("batch_verify"), self._function("sample")
+        self._step, self._prefill, self._sample = map(self._function, ("step", "step_prefill", "sample"))
+        self._unforked = _forks([])
         self._choices: dict[int, _Choice] = {}
 
-    def _function(self, name: str) -> Callable[..., tvm_ffi.Tensor]:
+    def _function(self, name: str) -> Callable[..., Any]:
         """A handle, looked up once: a lookup costs as much as a small call. Raises BundleError."""
         try:
-            found: Callable[..., tvm_ffi.Tensor] = self._vm[name]
+            found: Callable[..., Any] = self._vm[name]
         except AttributeError:
             library_name = self.manifest.library
             raise BundleError(f"{library_name} has no function '{name}': build the bundle again") from None
@@ -209,42 +207,46 @@ class Model:
         tensors.prefer_large_pages(seen.ctypes.data, seen.nbytes)
         return cache
 
-    def forward(self, step: Step) -> Floats:
-        """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens.
+    def step(self, step: Step, ways: Sequence[Way]) -> tuple[Floats, list[int]]:
+        """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens, and the
+        token that is chosen from each of these rows in its way; see sampling.Choose.
 
         The array views memory of the VM that is its own: later calls do not change it.
         """
-        embedded, rows, batch = self._inputs(step)
-        n, q, single = len(step.tokens), len(step.rows), len(step.lengths) == 1
-        decode = step.is_decode and q == n and not step.prompt and not step.forks
-        shaped = tvm_ffi.from_dlpack(embedded.reshape((n, 1, -1) if decode else (1, n, -1)))
-        given = [shaped] if decode else [shaped, rows]
-        function = self._forward[decode, single] if decode or step.prompt else self._verify
-        if function is self._verify:
-            forks = tensors.aligned(np.array(step.forks or [(0, 0, 0)], np.int32))[: len(step.forks)]
-            batch = [*batch[:-1], tvm_ffi.from_dlpack(forks), batch[-1]]
+        tokens, rows, batch = self._inputs(step)
+        choice, function = self._choice(ways), self._prefill
+        if not step.prompt:
+            function = self._step
+            batch.append(_forks(step.forks) if step.forks else self._unforked)
         with self._workers():
-            logits = function(*given, *batch)
-        return cast(Floats, np.from_dlpack(logits).reshape(q, -1))
+            logits, _ = function(tokens, rows, *choice.tensors, *batch, self._params)
+        return cast(Floats, np.from_dlpack(logits)), choice.tokens.tolist()
+
+    def forward(self, step: Step) -> Floats:
+        """The logits of `step`: no tokens are chosen."""
+        return self.step(step, [SKIPPED] * len(step.rows))[0]
 
     def choose(self, logits: Floats, ways: Sequence[Way]) -> list[int]:
         """One token for each row of logits float32 [q, size], of any size; see sampling.Choose."""
-        if all(way is SKIPPED for way in ways):
-            return [NONE] * len(ways)
+        choice = self._choice(ways)
+        self._sample(tvm_ffi.from_dlpack(logits[None]), *choice.tensors)
+        return choice.tokens.tolist()
+
+    def _choice(self, ways: Sequence[Way]) -> _Choice:
         choice = self._choices.get(len(ways))
         if choice is None:
             choice = self._choices[len(ways)] = _Choice(len(ways))
         choice.ways[:] = ways
-        self._sample(tvm_ffi.from_dlpack(logits[None]), *choice.tensors)
-        return choice.tokens.tolist()
+        return choice
 
     def states(self, step: Step) -> Floats:
         """Hidden states float32 [n, hidden], after the last norm, of all the step's tokens, which the KV
         cache takes in. Raises BundleError where the library does not give them."""
-        embedded, _, batch = self._inputs(step)
+        tokens, _, batch = self._inputs(step)
+        embedded = cast(Floats, np.from_dlpack(self._function("embed")(tokens, self._params)))
         name = ("" if len(step.lengths) == 1 else "batch_") + "prefill_to_last_hidden_states"
         with self._workers():
-            found = self._function(name)(tvm_ffi.from_dlpack(embedded[None]), *batch)
+            found = self._function(name)(tvm_ffi.from_dlpack(embedded[None]), *batch, self._params)
         return cast(Floats, np.from_dlpack(found).reshape(embedded.shape))
 
     @cached_property
@@ -266,16 +268,14 @@ class Model:
             )
         return found
 
-    def _inputs(self, step: Step) -> tuple[Floats, tvm_ffi.Tensor, list[object]]:
-        """Embeddings of a step's tokens float32 [n, hidden], its rows, and the arguments with which forward
-        functions end."""
+    def _inputs(self, step: Step) -> tuple[tvm_ffi.Tensor, tvm_ffi.Tensor, list[object]]:
+        """A step's tokens, its rows, and where keys and values are, as the library's functions take it."""
         places = step.places(self.limits.page_size)
         tokens, rows, *batch, lengths = self._numbers.tensors(
             step.tokens, step.rows, *places, step.indptr, step.page_indptr, step.lengths
         )
-        embedded = cast(Floats, np.from_dlpack(self._embed(tokens, self._params)))
         table = self._table.tensors(step.page_table)
-        return embedded, rows, [self._cache, *batch, *table, lengths, self._params]
+        return tokens, rows, [self._cache, *batch, *table, lengths]
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
         """Logits float32 [len(tokens), vocab] of every position of one sequence.

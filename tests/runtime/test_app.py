@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.sampling import Floats
+from mlcbuild_runtime.sampling import Floats, Way
 from mlcbuild_runtime.server import create_app
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vm import Model, Step
@@ -26,10 +26,10 @@ POISON = 111
 class Faulty(Model):
     """Fails on one token at once, and on any other when the context has grown."""
 
-    def forward(self, step: Step) -> Floats:
+    def step(self, step: Step, ways: Sequence[Way]) -> tuple[Floats, list[int]]:
         if POISON in step.tokens or (step.is_decode and 4 in step.lengths):
             raise RuntimeError("a kernel has failed")
-        return super().forward(step)
+        return super().step(step, ways)
 
 
 @pytest.fixture
@@ -108,10 +108,10 @@ def test_too_many_requests_are_a_503(engine: Engine, monkeypatch: pytest.MonkeyP
 SLOW = """
 import sys, time
 from mlcbuild_runtime import serve, vm
-def slowly(self, step):
+def slowly(self, step, ways):
     print("working", flush=True)
     time.sleep(120)
-vm.Model.forward = slowly
+vm.Model.step = slowly
 sys.exit(serve.serve(sys.argv[1], serve.Options(port=0)))
 """
 

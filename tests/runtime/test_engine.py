@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,7 +16,7 @@ from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import EngineError, RequestError
 from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.request import Event, Request
-from mlcbuild_runtime.sampling import Floats, Sampling
+from mlcbuild_runtime.sampling import Floats, Sampling, Way
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vm import Model, Step
 
@@ -29,14 +30,15 @@ POISON = 111
 class Faulty(Model):
     """Fails as a library can: by raising, and by logits that are not numbers."""
 
-    def forward(self, step: Step) -> Floats:
+    def step(self, step: Step, ways: List[Way]) -> tuple[Floats, list[int]]:
         if POISON in step.tokens:
             raise RuntimeError("a kernel has failed")
-        logits = super().forward(step)
+        logits, chosen = super().step(step, ways)
         if POISON + 1 in step.tokens:
             logits = logits.copy()
             logits[list(step.tokens).index(POISON + 1) if step.is_decode else 0] = float("nan")
-        return logits
+            chosen = self.choose(logits, ways)
+        return logits, chosen
 
 
 def start(bundle: Path, kind: type[Model] = Model, **options: int) -> Engine:

@@ -225,11 +225,11 @@ def test_limits_that_make_no_sense(toy_bundle: Path, option: tuple[str, str]) ->
 SLOW = """
 import sys, time
 from mlcbuild_runtime import serve, vm
-plain = vm.Model.forward
-def slowly(self, step):
+plain = vm.Model.step
+def slowly(self, step, ways):
     time.sleep(0.02)
-    return plain(self, step)
-vm.Model.forward = slowly
+    return plain(self, step, ways)
+vm.Model.step = slowly
 sys.exit(serve.serve(sys.argv[1], serve.Options(port=0, drain=float(sys.argv[2]))))
 """
 

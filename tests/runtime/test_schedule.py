@@ -6,6 +6,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as List
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -13,7 +14,7 @@ import pytest
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.request import Event, Request
-from mlcbuild_runtime.sampling import Floats, Sampling
+from mlcbuild_runtime.sampling import Floats, Sampling, Way
 from mlcbuild_runtime.vm import Model, Step
 
 from . import toy
@@ -26,10 +27,10 @@ class Recorder(Model):
     steps: list[Step]
     pause = 0.0
 
-    def forward(self, step: Step) -> Floats:
+    def step(self, step: Step, ways: List[Way]) -> tuple[Floats, list[int]]:
         self.__dict__.setdefault("steps", []).append(step)
         time.sleep(self.pause)
-        return super().forward(step)
+        return super().step(step, ways)
 
 
 @pytest.fixture

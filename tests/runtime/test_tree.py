@@ -215,10 +215,10 @@ def test_constraints_ends_and_stop_texts(toy_bundle: Path) -> None:
 
 
 class Failing(Model):
-    def forward(self, step: Step) -> Any:
+    def step(self, step: Step, ways: Any) -> Any:
         if step.forks:
             raise RuntimeError("no")
-        return super().forward(step)
+        return super().step(step, ways)
 
 
 def test_a_failing_step_gives_all_pages_back(toy_bundle: Path) -> None:

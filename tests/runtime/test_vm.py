@@ -249,13 +249,13 @@ def test_where_the_tvm_runtime_comes_from(toy_bundle: Path, toy_copy: Path, tmp_
 
 
 def test_a_library_without_its_functions(toy_copy: Path) -> None:
-    data = (toy_copy / "model.so").read_bytes().replace(b"batch_decode", b"batch_decoy2")
+    data = (toy_copy / "model.so").read_bytes().replace(b"step_prefill", b"step_premill")
     (toy_copy / "model.so").write_bytes(data)
     document = json.loads((toy_copy / "bundle.json").read_bytes())
     file = toy.describe(toy_copy / "model.so")
     document["files"]["model.so"] = {"blake3": file.blake3, "size": file.size}
     (toy_copy / "bundle.json").write_text(json.dumps(document))
-    with pytest.raises(BundleError, match="has no function 'batch_decode'"):
+    with pytest.raises(BundleError, match="has no function 'step_prefill'"):
         Model.load(toy_copy)
 
 

@@ -130,16 +130,9 @@ def export(out: Path, metadata: str) -> None:
     builder = relax.BlockBuilder()
     lookup = builder.add_func(_lookup(), "lookup")
     attend = builder.add_func(_attend(), "attend")
-    params = _params()
-    n = tvm.tirx.Var("n", "int64")
-    tokens = relax.Var("tokens", relax.TensorType((n,), "int32"))
-    with builder.function("embed", [tokens, params]):
-        table = builder.emit(relax.TupleGetItem(params, 0))
-        rows = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
-        builder.emit_func_output(rows)
-    for name in ("prefill", "decode", "batch_prefill", "batch_decode", "batch_verify"):
-        _emit_forward(builder, attend, name)
-    _emit_sample(builder)
+    sample = _emit_sample(builder)
+    for name in ("step", "step_prefill"):
+        _emit_step(builder, (lookup, attend, sample), name)
     count = tvm.tirx.Var("count", "int64")
     shape = relax.Var("shape", relax.ShapeType([count]))
     with builder.function("create_paged_kv_cache", [shape]):
@@ -158,36 +151,40 @@ def _params() -> Any:
     return relax.Var("params", relax.TupleType([relax.TensorType((VOCAB, 4), "float32")]))
 
 
-def _emit_forward(builder: Any, attend: Any, name: str) -> None:
+def _emit_step(builder: Any, kernels: tuple[Any, Any, Any], name: str) -> None:
     import tvm
     from tvm import relax
+
+    from mlcbuild.compiler.kernels.sampling_row import COLUMNS
 
     def var(name: str, *shape: object, dtype: str = "int32") -> Any:
         return relax.Var(name, relax.TensorType(shape, dtype))
 
+    lookup, attend, sample = kernels
     n, b, p, q, t, c = (tvm.tirx.Var(letter, "int64") for letter in "nbpqtc")
-    decode = name.endswith("decode")
-    x = var("x", *((n, 1) if decode else (1, n)), 4, dtype="float32")
-    rows = var("rows", q)
+    tokens, rows, ways = var("tokens", n), var("rows", q), var("ways", q, COLUMNS, dtype="float64")
+    chosen, kind = var("chosen", q), relax.TensorType((q,), "int32")
     cache = [
         var("pages", 1, t, 2, 1, 16, dtype="float32"),
         *(var("positions", n), var("slots", n), var("indptr", c)),
         *(var("page_indptr", c), var("page_table", p), var("lengths", b)),
     ]
-    forks, tree = var("forks", tvm.tirx.Var("f", "int64"), 3), name.endswith("verify")
-    given = [x, *([] if decode else [rows]), *cache, *([forks] if tree else []), _params()]
+    forks, drafts, params = var("forks", tvm.tirx.Var("f", "int64"), 3), name == "step", _params()
     none = relax.const(np.zeros((1, 3), np.int32))
-    with builder.function(name, given):
-        flat = builder.emit(relax.op.reshape(x, (n, 4)))
-        arguments = [flat, *cache, forks if tree else none]
+    given = [tokens, rows, ways, chosen, *cache, *([forks] if drafts else []), params]
+    with builder.function(name, given, pure=False):
+        table = builder.emit(relax.TupleGetItem(params, 0))
+        flat = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
+        arguments = [flat, *cache, forks if drafts else none]
         logits = builder.emit(relax.call_tir(attend, arguments, relax.TensorType((n, VOCAB), "float32")))
-        picked = logits if decode else builder.emit(relax.op.take(logits, rows, axis=0, mode="clip"))
-        shape = (n, 1, VOCAB) if decode else (1, q, VOCAB)
-        builder.emit_func_output(builder.emit(relax.op.reshape(picked, shape)))
+        picked = builder.emit(relax.op.take(logits, rows, axis=0, mode="clip"))
+        shaped = builder.emit(relax.op.reshape(picked, (1, q, VOCAB)))
+        found = builder.emit(relax.op.call_tir_inplace(sample, [shaped, ways, chosen], 2, kind))
+        builder.emit_func_output(relax.Tuple([picked, found]))
 
 
-def _emit_sample(builder: Any) -> None:
-    """As real libraries have it."""
+def _emit_sample(builder: Any) -> Any:
+    """As real libraries have it. The kernel."""
     import tvm
     from tvm import relax
 
@@ -204,6 +201,7 @@ def _emit_sample(builder: Any) -> None:
     kernel = builder.add_func(sample(ISAS[-1]), "sample_kernel")
     with builder.function("sample", given, pure=False):
         builder.emit_func_output(builder.emit(relax.op.call_tir_inplace(kernel, given, 2, kind)))
+    return kernel
 
 
 def _lookup() -> Any:
