@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mlcbuild.compiler.kernels.isa import isa_for
+from mlcbuild.compiler.kernels.masks import masked
 from mlcbuild.compiler.kernels.sampling import NOTHING, WRONG, sample
 from mlcbuild.targets import Target
 from tests import kernelbench
@@ -277,3 +278,24 @@ def test_threads_do_not_show() -> None:
         command = [sys.executable, "-c", code]
         found.append(subprocess.run(command, env=own, check=True, capture_output=True, text=True).stdout)
     assert found[0] == found[1] and found[0].count(",") == 4
+
+
+@pytest.mark.parametrize("width", [1, 31, 33, 260, 4103])
+@each_isa
+def test_masked_logits(isa: str, width: int) -> None:
+    """Rows without a mask stay as they are; a mask may have more bits than there are logits."""
+    kernelbench.need(TARGETS[isa])
+    function = masked(isa_for(TARGETS[isa])).with_attr("global_symbol", "masked")
+    made = kernelbench.once(f"masks {isa}", lambda: kernelbench.compiled(TARGETS[isa], [function]))
+    rng = np.random.default_rng(width)
+    for count in (0, 1, 3):
+        logits = rng.standard_normal((4, width)).astype(np.float32)
+        words = rng.integers(-(1 << 31), 1 << 31, (max(1, count), 2 + width // 32), dtype=np.int32)[:count]
+        words[:, 0] = rows = rng.permutation(4)[:count]
+        wanted = logits.copy()
+        for row, mask in zip(rows, words[:, 1:], strict=True):
+            bits = np.unpackbits(mask.copy().view(np.uint8), count=width, bitorder="little")
+            wanted[row, bits == 0] = -np.inf
+        found: Any = tvm.runtime.tensor(logits)
+        made.library["masked"](tvm_ffi.from_dlpack(words), found)
+        assert np.array_equal(found.numpy(), wanted)

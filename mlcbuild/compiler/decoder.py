@@ -370,21 +370,22 @@ def _sample(decoder: Decoder) -> None:
 
 def _step(decoder: Decoder, trunk: GlobalVar, name: str, drafts: bool) -> None:
     """What `embed`, a forward function and `sample` do, in one call: (tokens int32 [n], logit_positions int32
-    [q], ways float64 [q, COLUMNS], chosen int32 [q] in place, batch ..., forks?, params) -> (logits float32
-    [q, vocab], chosen). Prompts have no forks; all other rows get what `decode` gives them, bit by bit."""
+    [q], ways float64 [q, COLUMNS], chosen int32 [q] in place, masks int32 [m, w], batch ..., forks?, params)
+    -> logits float32 [1, q, vocab], masked. Prompts have no forks; other rows get the bits of `decode`."""
     builder, parts, n, q = decoder.builder, decoder.parts, _size("n"), _size("q")
     tokens, rows = _variable("tokens", (n,), "int32"), _variable("logit_positions", (q,), "int32")
     ways, chosen = _variable("ways", (q, COLUMNS), "float64"), _variable("chosen", (q,), "int32")
+    masks = _variable("masks", (_size("m"), _size("w")), "int32")
     batch, packed = _batch_variables(decoder, n, _size("b"), drafts), _packed(decoder)
-    given = [tokens, rows, ways, chosen, *batch, packed]
+    given = [tokens, rows, ways, chosen, masks, *batch, packed]
     with builder.function(name, given, decoder.attributes(), pure=False):
         embedded = parts.embed(_handle(tokens), _unpacked(decoder, packed, decoder.params[:1]))
         x = _stream(decoder, trunk, embedded._expr, [*batch, packed], not drafts)
         weights = _unpacked(decoder, packed, _head_params(decoder))
         logits = parts.logits(parts.chosen_norm(x, _handle(rows), weights["norm.weight"][0]), weights)
+        logits = parts.masked(logits, _handle(masks))
         shaped = _reshaped(builder, logits._expr, (1, q, decoder.config.vocab_size))
-        found = parts.sample(*map(_handle, (shaped, ways, chosen)))
-        builder.emit_func_output(relax.Tuple([logits._expr, found._expr]))
+        builder.emit_func_output(parts.chosen(*map(_handle, (shaped, ways, chosen)))._expr)
 
 
 def _head_params(decoder: Decoder) -> list[Param]:

@@ -15,7 +15,7 @@ from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 from tvm.tirx import Expr, PrimFunc, Var
 
 from mlcbuild import quant
-from mlcbuild.compiler.kernels import activation, amx, norm, rope, sampling
+from mlcbuild.compiler.kernels import activation, amx, masks, norm, rope, sampling
 from mlcbuild.compiler.kernels.attention import attention
 from mlcbuild.compiler.kernels.attention_plan import Attention
 from mlcbuild.compiler.kernels.cache import Heads
@@ -186,6 +186,17 @@ class Parts:
         if config.logit_softcap is None:
             return found
         return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], found)
+
+    def masked(self, logits: Tensor, given: Tensor) -> Tensor:
+        """Logits [q, vocab] without those of tokens that must not be chosen, in place."""
+        return _into(masks.masked(self.isa), [given], logits)
+
+    def chosen(self, logits: Tensor, ways: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [1, q, vocab] as they are, after one token for each row, in place in `tokens`."""
+        func = sampling.sample(self.isa)
+        out = [Tensor.placeholder(logits.shape, "float32"), Tensor.placeholder(tokens.shape, "int32")]
+        found: Tensor = tensor_ir_inplace_op(func, func_name(func), [logits, ways, tokens], [0, 2], out)[0]
+        return found
 
     def sample(self, logits: Tensor, ways: Tensor, tokens: Tensor) -> Tensor:
         """One token for each row, in place in `tokens`."""

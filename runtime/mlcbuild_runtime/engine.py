@@ -28,7 +28,7 @@ from mlcbuild_runtime.pages import Pages
 from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
 from mlcbuild_runtime.sampling import Way
 from mlcbuild_runtime.schedule import Schedule
-from mlcbuild_runtime.sequence import Sequence
+from mlcbuild_runtime.sequence import Sequence, masks_of
 from mlcbuild_runtime.speculation import Checked, Speculation, fanned
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.threads import Task, Turns
@@ -247,9 +247,8 @@ class Engine:
                 self._schedule.remove(sequence)
                 self._trace_end(sequence, "cancelled")
             elif sequence.deadline is not None and now > sequence.deadline:
-                seconds = sequence.request.timeout
-                late = RequestError(f"not done after {seconds:g} s", code="timeout", status=504)
-                self._end(sequence, sequence.failed(late))
+                late = f"not done after {sequence.request.timeout:g} s"
+                self._end(sequence, sequence.failed(RequestError(late, code="timeout", status=504)))
 
     def _prefill(self) -> None:
         """A chunk of prompts."""
@@ -279,11 +278,11 @@ class Engine:
     def _step(self, parts: List[tuple[Sequence, int]], prompt: bool = False) -> list[Checked]:
         """Feeds each sequence that many of its tokens, its draft last, and chooses the next tokens of those
         that have all. What became of the drafts of these."""
-        kind, begun = "prefill" if prompt else "decode", time.perf_counter()
+        begun = time.perf_counter()
         ways = [sequence.ways(count) for sequence, count in parts]
         logits, tokens = self._run_model(parts, ways, prompt)
         computed, place, found = time.perf_counter(), 0, []
-        self._decode_steps += kind == "decode" and bool(parts)
+        self._decode_steps += not prompt and bool(parts)
         for (sequence, _), count in zip(parts if len(logits) else (), map(len, ways), strict=False):
             drafted, branched, before = len(sequence.draft), sequence.branched, sequence.accepted
             rows, chosen = logits[place : place + count], tokens[place : place + count]
@@ -303,7 +302,7 @@ class Engine:
                 self._tell(sequence, events)
                 self._schedule.trim(sequence)
         if self._trace is not None and parts:
-            self._trace_step(kind, parts, (begun, computed, time.perf_counter()))
+            self._trace_step("prefill" if prompt else "decode", parts, (begun, computed, time.perf_counter()))
         return found
 
     def _pool(self, parts: List[tuple[Sequence, int]]) -> None:
@@ -335,7 +334,8 @@ class Engine:
         try:
             with self._turns:
                 if ways is not None:
-                    found, tokens = self.model.step(step, list(chain.from_iterable(ways)))
+                    rows = list(chain.from_iterable(ways)), masks_of([s for s, _ in parts], ways)
+                    found, tokens = self.model.step(step, *rows)
                 else:
                     found, tokens = self.model.states(step), []
         except Exception as error:  # whatever the library raises

@@ -2,13 +2,12 @@
 
 A constraint is compiled when its request comes in, by the thread that reads the request, so that a wrong one
 is refused with the reason, and every answer gets a matcher of its own. To ask about one token is cheap; a
-mask of all tokens is computed where what the model wants does not fit, and while the model runs where that
-is to be expected.
+mask of all tokens is computed where what the model wants does not fit, and before the model is asked where
+that is to be expected: the caches still have the grammar then, and the library masks the logits itself.
 """
 
 from __future__ import annotations
 
-import atexit
 import re
 import threading
 import time
@@ -16,8 +15,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cache, cached_property
-from queue import SimpleQueue
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Floats = NDArray[np.float32]
+Mask = NDArray[np.int32]
 Kind = Literal["json_schema", "regex", "lark"]
 KEPT = 64
 """Compiled constraints that are kept: clients send the same ones again and again."""
@@ -48,10 +47,9 @@ tenth of the time of choosing by bits."""
 _MANY = 3
 """Where no more than one of so many bytes of a mask is set, to pick tokens one by one takes less time than a
 pass over all, and to choose among them does, too."""
-_THREADS = 4
-"""That compute masks while models run."""
-_Mask = tuple[NDArray[np.intp] | None, Floats]
-"""Tokens that may come next where they are few; what logits may be at most where they are not."""
+_WORTH = 2
+"""Bytes that must come next, at least, before it is asked which tokens spell them. One alone hardly ever is a
+token: it may begin a longer one."""
 
 
 @dataclass(frozen=True)
@@ -70,66 +68,49 @@ class Matcher:
     def __init__(self, matcher: LLMatcher, ends: Collection[int]) -> None:
         self._matcher, self._ends = matcher, ends
         self._room: Floats | None = None
-        self._coming, self._masks = False, SimpleQueue[_Mask | Exception]()
-        self._found: _Mask | Exception | None = None
-        """What `ahead` has found."""
+        self._mask: Mask | None = None
+        """Of the next token."""
 
     def allowed(self, size: int) -> NDArray[np.bool_]:
         """bool [size]: tokens that may come next; an end token only where the text is complete.
         Raises RequestError when the constraint is too costly to follow."""
-        return np.unpackbits(self._bits(self._still), count=size, bitorder="little").astype(np.bool_)
+        return np.unpackbits(self._bits(), count=size, bitorder="little").astype(np.bool_)
+
+    def mask(self) -> Mask:
+        """As `allowed`, in bits, from the lowest on. To ask again costs nothing before the next token is
+        taken."""
+        if self._mask is None:
+            self._mask = self._bits().view(np.int32)
+        return self._mask
 
     @property
     def free(self) -> bool:
         """Texts that fit go on in several ways. Where there is one, only the tokenizer's way to spell it is
         `allowed`."""
-        return not self._still.compute_ff_bytes()
+        return not self._matcher.compute_ff_bytes()
 
     def accepts(self, token: int) -> bool:
         """Whether a token is `allowed`, where it is `free`; no end token is, here. A mask costs much more."""
         return token not in self._ends and self.accepted([token]) == 1
 
-    def ahead(self) -> None:
-        """Begins, on another thread, with what the next call of `narrowed` needs."""
-        if not self._coming and self._found is None:
-            self._coming = True
-            _asked().put(self)
-
-    def compute(self) -> None:
-        """What `ahead` begins; for the thread that does it only."""
-        try:
-            self._masks.put(self._mask(self._matcher))
-        except Exception as error:  # for who needs the mask
-            self._masks.put(error)
-
     def narrowed(self, logits: Floats) -> tuple[NDArray[np.intp] | None, Floats]:
         """Where few tokens are `allowed`, these in order and their logits; else None, and logits like those
         given with minus infinity for all others. Valid until the next call: memory that is new to the
         processor costs more than what is done with it."""
-        matcher = self._still
-        found, self._found = self._found or self._mask(matcher), None
-        if isinstance(found, Exception):
-            raise found
-        tokens, ceilings = found
-        if tokens is not None:
-            return tokens, logits[tokens]
-        ceiling = ceilings[: len(logits)]
-        return None, np.minimum(logits, ceiling, out=ceiling)
-
-    def _mask(self, matcher: LLMatcher) -> _Mask:
-        bits = self._bits(matcher)
+        bits = self.mask().view(np.uint8)
         places = bits.astype(np.bool_).nonzero()[0]
         if self._room is None:
             self._room = np.empty(8 * len(bits), np.float32)
         if 0 < len(places) <= len(bits) // _MANY:
             inside = np.unpackbits(bits[places], bitorder="little").view(np.bool_).nonzero()[0]
-            return places[inside >> 3] * 8 + (inside & 7), self._room
-        ceilings = self._room.reshape(-1, 8)
-        _CEILINGS.take(bits, axis=0, out=ceilings, mode="clip")  # any other mode makes a copy
-        return None, self._room
+            tokens = places[inside >> 3] * 8 + (inside & 7)
+            return tokens, logits[tokens]
+        _CEILINGS.take(bits, axis=0, out=self._room.reshape(-1, 8), mode="clip")  # other modes make a copy
+        ceiling = self._room[: len(logits)]
+        return None, np.minimum(logits, ceiling, out=ceiling)
 
-    def _bits(self, matcher: LLMatcher) -> NDArray[np.uint8]:
-        begun = time.thread_time()
+    def _bits(self) -> NDArray[np.uint8]:
+        begun, matcher = time.thread_time(), self._matcher
         bits = bytearray(matcher.compute_bitmask())
         if (seconds := time.thread_time() - begun) > STEP_SECONDS:
             raise RequestError(
@@ -145,23 +126,25 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""
-        self._still.consume_token(token)
-        self._found = None
+        self._matcher.consume_token(token)
+        self._mask = None
         _check(self._matcher)
 
     def forced(self, count: int) -> list[int]:
         """Up to `count` tokens that spell what must come next: none where there is a choice, or where the
         tokenizer spells it with a space that must not be there."""
-        tokens = [int(token) for token in self._still.compute_ff_tokens()[:count]]
+        if len(self._matcher.compute_ff_bytes()) < _WORTH:
+            return []
+        tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
         return tokens[: self.accepted(tokens)]
 
     def accepted(self, tokens: Sequence[int]) -> int:
         """How many of the first `tokens` may come next, one after the other."""
-        return int(self._still.validate_tokens(list(tokens)))
+        return int(self._matcher.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
         """Another matcher, which has taken `tokens`."""
-        other = Matcher(self._still.deep_copy(), self._ends)
+        other = Matcher(self._matcher.deep_copy(), self._ends)
         for token in tokens:
             other.take(token)
         return other
@@ -169,43 +152,7 @@ class Matcher:
     @property
     def finished(self) -> bool:
         """Nothing but an end token may follow."""
-        return bool(self._still.is_stopped())
-
-    @property
-    def _still(self) -> LLMatcher:
-        """It can be asked by one thread at a time."""
-        if self._coming:
-            self._found, self._coming = self._masks.get(), False
-        return self._matcher
-
-
-@cache
-def _asked() -> SimpleQueue[Matcher | None]:
-    """Whose masks are to be computed, by threads that begin now. The engine waits until one is handed on: an
-    executor would take three times as long."""
-    asked = SimpleQueue[Matcher | None]()
-    threads = [
-        threading.Thread(target=_compute_for_ever, args=(asked,), name="masks", daemon=True)
-        for _ in range(_THREADS)
-    ]
-    for thread in threads:
-        thread.start()
-    atexit.register(_end, asked, threads)
-    return asked
-
-
-def _compute_for_ever(asked: SimpleQueue[Matcher | None]) -> None:
-    while (matcher := asked.get()) is not None:
-        matcher.compute()
-        del matcher  # nothing here keeps it
-
-
-def _end(asked: SimpleQueue[Matcher | None], threads: Sequence[threading.Thread]) -> None:
-    """A thread inside llguidance must not outlive the interpreter."""
-    for _ in threads:
-        asked.put(None)
-    for thread in threads:
-        thread.join()
+        return bool(self._matcher.is_stopped())
 
 
 class Trust:

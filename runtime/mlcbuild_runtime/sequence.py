@@ -6,12 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Container
 from collections.abc import Sequence as List
+from contextlib import suppress
 from copy import copy
+from itertools import accumulate
 
 from mlcbuild_runtime import tree
 from mlcbuild_runtime.drafts import Credit, Lookup, Odds, Prediction
 from mlcbuild_runtime.errors import ServingError
-from mlcbuild_runtime.grammar import Matcher, Trust
+from mlcbuild_runtime.grammar import Mask, Matcher, Trust
 from mlcbuild_runtime.pages import Key
 from mlcbuild_runtime.pooling import Pool
 from mlcbuild_runtime.request import Event, Finish, Request, Sink, Ticket
@@ -67,6 +69,8 @@ class Sequence:
         """The path of the last tree of drafts that was right, as far as any was."""
         self.gained = 0
         """Tokens of that path that are on branches."""
+        self.mask: Mask | None = None
+        """Of tokens that may be chosen from the first row of the coming step that chooses any."""
         self.draft_length = 0
         """Tokens whose keys and values are in the cache of a draft model."""
         self.credit, self.odds = Credit(), Odds()
@@ -124,18 +128,30 @@ class Sequence:
     def ways(self, count: int) -> list[Way]:
         """How tokens are chosen from the rows of `count` new tokens, and all drafted ones, whose logits are
         needed. Where that depends on tokens that other rows have still to give, it is left to `next`."""
-        own, sampling = 1 + self.drafted, self.request.sampling
+        own, sampling, self.mask = 1 + self.drafted, self.request.sampling, None
         if self._plain and own == 1 and self.length + count == len(self.tokens) and self.request.max_tokens:
             return [(*sampling.way, self._numbers.at(self.answered))]
         rows = count if self.request.prompt_logprobs and self.prefilling else own
         last = self.length + count - len(self.draft) == len(self.tokens) and self.request.max_tokens
-        if not last or sampling.adjusts or (self._matcher is not None and not self._tries):
+        if not last or sampling.adjusts:
             return [SKIPPED] * rows
+        if self._matcher is not None and not self._tries:
+            return [SKIPPED] * (rows - own) + self._masked(self._matcher) + [SKIPPED] * (own - 1)
         places = [self.answered]
         if self.draft and self._matcher is None:
             places = [self.answered + depth for _, depth in tree.rows(self.draft, self.branches)]
         ways: list[Way] = [(*sampling.way, self._numbers.at(place)) for place in places]
         return [SKIPPED] * (rows - own) + ways + [SKIPPED] * (own - len(places))
+
+    def _masked(self, matcher: Matcher) -> list[Way]:
+        """The way of a row from which only tokens that the constraint allows are chosen."""
+        if self.request.logprobs is not None:  # these are of all tokens
+            return [SKIPPED]
+        try:
+            self.mask = matcher.mask()
+        except ServingError:  # told by `next`
+            return [SKIPPED]
+        return [(*self.request.sampling.way, self._others.at(self.answered))]
 
     @property
     def _tries(self) -> bool:
@@ -169,8 +185,9 @@ class Sequence:
         events = self._answer(rows, chosen) if answers else [self._event(finish="length")]
         if self._matcher is not None and not events[-1].last:
             events += self._forced(self._matcher, len(events))
-        if self._matcher is not None and not self._tries and not events[-1].last:
-            self._matcher.ahead()
+            if not self._tries and not events[-1].last:
+                with suppress(ServingError):  # told when it is needed
+                    self._matcher.mask()
         scores, self._scores = tuple(self._scores), []
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
@@ -226,7 +243,9 @@ class Sequence:
     def _next(self, row: tuple[Floats, int], guesses: Container[int]) -> Event:
         """From a row of logits and what was chosen from it by `ways`."""
         logits, token = row
-        if self._matcher is not None or token < 0:
+        if self.mask is not None and token != NONE:
+            token, self.mask = checked(token, logits), None
+        elif self._matcher is not None or token < 0:
             token = self._choice(row, self._matcher, [], self._trust)
         if token in guesses:
             self.accepted += 1
@@ -362,3 +381,13 @@ class Sequence:
             finish = "stop"
             text += self._stream.finish()
         return text, "stop" if self._stream.stopped else finish
+
+
+def masks_of(sequences: List[Sequence], ways: List[List[Way]]) -> list[tuple[int, Mask]]:
+    """Masks of those sequences that have one, and the rows for which they are."""
+    starts = accumulate(map(len, ways), initial=0)
+    return [
+        (start + len(own) - 1 - sequence.drafted, sequence.mask)
+        for sequence, own, start in zip(sequences, ways, starts, strict=False)
+        if sequence.mask is not None
+    ]

@@ -42,6 +42,8 @@ _CPU, _POOLED = 1, 2
 """DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
 
 Floats = NDArray[np.float32]
+Mask = NDArray[np.int32]
+"""Bits of tokens that may be chosen, from the lowest on, in no fewer words than the vocabulary takes."""
 
 
 class Step(NamedTuple):
@@ -147,6 +149,25 @@ class _Choice:
         self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.ways, self.tokens)]
 
 
+class _Masks:
+    """Masks as a library takes them: the row of each, then its bits. Each call overwrites the last one's."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._width = 1 + -(-vocab_size // 32)
+        self._room(0)
+
+    def _room(self, count: int) -> None:
+        self._block = np.empty((max(1, count), self._width), np.int32)[:count]
+        self._tensor = tvm_ffi.from_dlpack(self._block)
+
+    def tensor(self, masks: Sequence[tuple[int, Mask]]) -> tvm_ffi.Tensor:
+        if len(masks) != len(self._block):
+            self._room(len(masks))
+        for line, (row, mask) in zip(self._block, masks, strict=True):
+            line[0], line[1:] = row, mask[: self._width - 1]
+        return self._tensor
+
+
 def _forks(forks: Sequence[tuple[int, int, int]]) -> tvm_ffi.Tensor:
     """int32 [len(forks), 3]."""
     return tvm_ffi.from_dlpack(tensors.aligned(np.array(forks or [(0, 0, 0)], np.int32))[: len(forks)])
@@ -167,6 +188,7 @@ class Model:
         self._step, self._prefill, self._sample = map(self._function, ("step", "step_prefill", "sample"))
         self._unforked = _forks([])
         self._choices: dict[int, _Choice] = {}
+        self._masks = _Masks(manifest.vocab_size)
 
     def _function(self, name: str) -> Callable[..., Any]:
         """A handle, looked up once: a lookup costs as much as a small call. Raises BundleError."""
@@ -207,9 +229,12 @@ class Model:
         tensors.prefer_large_pages(seen.ctypes.data, seen.nbytes)
         return cache
 
-    def step(self, step: Step, ways: Sequence[Way]) -> tuple[Floats, list[int]]:
+    def step(
+        self, step: Step, ways: Sequence[Way], masks: Sequence[tuple[int, Mask]] = ()
+    ) -> tuple[Floats, list[int]]:
         """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens, and the
-        token that is chosen from each of these rows in its way; see sampling.Choose.
+        token that is chosen from each of these rows in its way; see sampling.Choose. masks: of a row, where
+        not all tokens may be chosen; the logits of the others are minus infinity there.
 
         The array views memory of the VM that is its own: later calls do not change it.
         """
@@ -219,8 +244,8 @@ class Model:
             function = self._step
             batch.append(_forks(step.forks) if step.forks else self._unforked)
         with self._workers():
-            logits, _ = function(tokens, rows, *choice.tensors, *batch, self._params)
-        return cast(Floats, np.from_dlpack(logits)), choice.tokens.tolist()
+            logits = function(tokens, rows, *choice.tensors, self._masks.tensor(masks), *batch, self._params)
+        return cast(Floats, np.from_dlpack(logits)[0]), choice.tokens.tolist()
 
     def forward(self, step: Step) -> Floats:
         """The logits of `step`: no tokens are chosen."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -26,10 +27,10 @@ POISON = 111
 class Faulty(Model):
     """Fails on one token at once, and on any other when the context has grown."""
 
-    def step(self, step: Step, ways: Sequence[Way]) -> tuple[Floats, list[int]]:
+    def step(self, step: Step, ways: Sequence[Way], masks: Any = ()) -> tuple[Floats, list[int]]:
         if POISON in step.tokens or (step.is_decode and 4 in step.lengths):
             raise RuntimeError("a kernel has failed")
-        return super().step(step, ways)
+        return super().step(step, ways, masks)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_too_many_requests_are_a_503(engine: Engine, monkeypatch: pytest.MonkeyP
 SLOW = """
 import sys, time
 from mlcbuild_runtime import serve, vm
-def slowly(self, step, ways):
+def slowly(self, *given):
     print("working", flush=True)
     time.sleep(120)
 vm.Model.step = slowly

@@ -148,7 +148,7 @@ def test_control_c_interrupts_an_answer_and_not_the_program(toy_bundle: Path) ->
     """The model is slowed so that there is time to interrupt it."""
     slow = (
         "import sys, time\nfrom mlcbuild_runtime import vm, chat\nforward = vm.Model.step\n"
-        "def slowly(self, step, ways):\n    time.sleep(0.1)\n    return forward(self, step, ways)\n"
+        "def slowly(self, *given):\n    time.sleep(0.1)\n    return forward(self, *given)\n"
         "vm.Model.step = slowly\nsys.exit(chat.chat(sys.argv[1]))"
     )
     terminal = Terminal(sys.executable, "-c", slow, str(toy_bundle))

@@ -10,6 +10,7 @@ from collections.abc import Sequence as List
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from mlcbuild_runtime.engine import Engine
@@ -30,10 +31,10 @@ POISON = 111
 class Faulty(Model):
     """Fails as a library can: by raising, and by logits that are not numbers."""
 
-    def step(self, step: Step, ways: List[Way]) -> tuple[Floats, list[int]]:
+    def step(self, step: Step, ways: List[Way], masks: Any = ()) -> tuple[Floats, list[int]]:
         if POISON in step.tokens:
             raise RuntimeError("a kernel has failed")
-        logits, chosen = super().step(step, ways)
+        logits, chosen = super().step(step, ways, masks)
         if POISON + 1 in step.tokens:
             logits = logits.copy()
             logits[list(step.tokens).index(POISON + 1) if step.is_decode else 0] = float("nan")

@@ -226,9 +226,9 @@ SLOW = """
 import sys, time
 from mlcbuild_runtime import serve, vm
 plain = vm.Model.step
-def slowly(self, step, ways):
+def slowly(self, *given):
     time.sleep(0.02)
-    return plain(self, step, ways)
+    return plain(self, *given)
 vm.Model.step = slowly
 sys.exit(serve.serve(sys.argv[1], serve.Options(port=0, drain=float(sys.argv[2]))))
 """

@@ -25,7 +25,7 @@ from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.formats import response_format, schema_constraint
 from mlcbuild_runtime.grammar import Constraint, Grammars, Matcher, Trust
 from mlcbuild_runtime.request import Event, Request, Ticket
-from mlcbuild_runtime.sampling import Choose, Floats, Sampling
+from mlcbuild_runtime.sampling import SKIPPED, Choose, Floats, Sampling
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vocabulary import JsonVocabulary, PieceVocabulary
@@ -222,8 +222,6 @@ def test_a_mask_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlcbuild_runtime.grammar.STEP_SECONDS", 0.0)
     with pytest.raises(RequestError, match=r"it took 0\.\d\d s to see which tokens may come next"):
         matcher.allowed(SIZE)
-
-    matcher.ahead()
     with pytest.raises(RequestError, match=r"it took 0\.\d\d s to see which tokens may come next"):
         matcher.narrowed(np.zeros(SIZE, np.float32))
 
@@ -257,7 +255,8 @@ def test_masks_and_questions_agree(name: str, constraint: Constraint, seed: int,
             assert accepted == [token for token in allowed.nonzero()[0].tolist() if token not in ends]
         logits = draws.standard_normal(SIZE).astype(np.float32)
         if ahead:
-            matcher.ahead()
+            bits = matcher.mask().view(np.uint8)
+            assert np.array_equal(np.unpackbits(bits, count=SIZE, bitorder="little"), allowed)
         tokens, narrowed = matcher.narrowed(logits)
         assert tokens is not None or allowed.sum() > 4, "few are picked one by one"
         if tokens is None:
@@ -266,8 +265,6 @@ def test_masks_and_questions_agree(name: str, constraint: Constraint, seed: int,
             assert tokens.tolist() == allowed.nonzero()[0].tolist()
             assert np.array_equal(narrowed, logits[tokens])
         token = int(draws.choice(allowed.nonzero()[0]))
-        if ahead:
-            matcher.ahead()  # for nothing
         matcher.take(token)
         if matcher.finished:
             break
@@ -283,7 +280,12 @@ def sequence(choose: Choose, pattern: str, sampling: Sampling) -> Sequence:
 def told(choose: Choose, sequence: Sequence, row: Floats) -> Event:
     """Of the next token, from logits [vocab]."""
     sequence.length = len(sequence.tokens) - 1
-    return sequence.next(row[None], choose(row[None], sequence.ways(1)))[0]
+    sequence.length = len(sequence.tokens) - 1
+    ways = sequence.ways(1)
+    if sequence.mask is not None:  # as the library does
+        bits = np.unpackbits(sequence.mask.view(np.uint8), count=SIZE, bitorder="little")
+        row = np.where(bits, row, -np.inf).astype(np.float32)
+    return sequence.next(row[None], choose(row[None], ways))[0]
 
 
 def answer(choose: Choose, sequence: Sequence, rows: Floats) -> tuple[int, ...]:
@@ -333,7 +335,7 @@ def test_the_most_likely_of_those_that_fit(choose: Choose) -> None:
 def test_answers_that_follow_by_themselves_need_no_mask(
     choose: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Matcher, "_mask", None)
+    monkeypatch.setattr(Matcher, "_bits", None)
     text = "abcabcabcabc"
     for sampling in (Sampling(0), Sampling(1.0, seed=1)):
         follows = sequence(choose, "[abc]*", sampling)
@@ -344,29 +346,32 @@ def test_answers_that_follow_by_themselves_need_no_mask(
 
 
 @pytest.mark.parametrize(("top_k", "follows", "expected"), [(0, False, 11), (0, True, 0), (5, True, 11)])
-def test_masks_are_begun_while_the_model_runs(
+def test_masks_are_there_before_the_model_is_asked(
     choose: Choose, top_k: int, follows: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where one will be needed: what the model wants did not fit, or cannot be tried; not after the end."""
-    begun: list[Matcher] = []
-    ahead = Matcher.ahead
-
-    def noted(self: Matcher) -> None:
-        begun.append(self)
-        ahead(self)
-
-    monkeypatch.setattr(Matcher, "ahead", noted)
+    """Where one will be needed: what the model wants did not fit, or cannot be tried."""
     monkeypatch.setattr(Trust, "LONGEST", 1 << 30)
     found = sequence(choose, "[ab]{50}", replace(Sampling(1.0, seed=1), top_k=top_k))
     token_id = TOKENIZERS["json"].vocabulary.token_id
-    row = np.zeros(SIZE, np.float32)
+    row, masks = np.zeros(SIZE, np.float32), 0
     row[token_id("a" if follows else "z")] = 100
     for _ in range(11):
         told(choose, found, row)
-    assert abs(len(begun) - expected) <= 3, "tries that are made between"
-    begun.clear()
-    last = sequence(choose, "[ab]", replace(Sampling(1.0, seed=1), top_k=top_k))
-    assert told(choose, last, row).last and not begun
+        found.length += 1
+        masks += found.ways(1) != [SKIPPED] and found.mask is not None
+    assert abs(masks - expected) <= 3, "tries that are made between"
+
+
+def test_log_probabilities_are_of_all_tokens(choose: Choose) -> None:
+    """So the library must not mask them."""
+    found = sequence(choose, "[ab]{50}", Sampling(0, top_k=5))
+    found.request = replace(found.request, logprobs=1, sampling=Sampling(1.0, top_k=5, seed=1))
+    row = np.zeros(SIZE, np.float32)
+    row[TOKENIZERS["json"].vocabulary.token_id("z")] = 100
+    event = told(choose, found, row)
+    assert found.mask is None and event.text in "ab" and event.logprob is not None
+    assert event.logprob.logprob == pytest.approx(-100)
+    assert event.alternatives[0].logprob == pytest.approx(0)
 
 
 def test_trust() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import pytest
 from mlcbuild_runtime.engine import Engine
@@ -27,10 +28,10 @@ class Recorder(Model):
     steps: list[Step]
     pause = 0.0
 
-    def step(self, step: Step, ways: List[Way]) -> tuple[Floats, list[int]]:
+    def step(self, step: Step, ways: List[Way], masks: Any = ()) -> tuple[Floats, list[int]]:
         self.__dict__.setdefault("steps", []).append(step)
         time.sleep(self.pause)
-        return super().step(step, ways)
+        return super().step(step, ways, masks)
 
 
 @pytest.fixture

@@ -215,10 +215,10 @@ def test_constraints_ends_and_stop_texts(toy_bundle: Path) -> None:
 
 
 class Failing(Model):
-    def step(self, step: Step, ways: Any) -> Any:
+    def step(self, step: Step, ways: Any, masks: Any = ()) -> Any:
         if step.forks:
             raise RuntimeError("no")
-        return super().step(step, ways)
+        return super().step(step, ways, masks)
 
 
 def test_a_failing_step_gives_all_pages_back(toy_bundle: Path) -> None:

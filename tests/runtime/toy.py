@@ -127,12 +127,15 @@ def export(out: Path, metadata: str) -> None:
     import tvm
     from tvm import relax
 
+    from mlcbuild.compiler.kernels.isa import ISAS
+    from mlcbuild.compiler.kernels.masks import masked
+
     builder = relax.BlockBuilder()
     lookup = builder.add_func(_lookup(), "lookup")
     attend = builder.add_func(_attend(), "attend")
-    sample = _emit_sample(builder)
+    sample, masking = _emit_sample(builder), builder.add_func(masked(ISAS[-1]), "masked")
     for name in ("step", "step_prefill"):
-        _emit_step(builder, (lookup, attend, sample), name)
+        _emit_step(builder, (lookup, attend, sample, masking), name)
     count = tvm.tirx.Var("count", "int64")
     shape = relax.Var("shape", relax.ShapeType([count]))
     with builder.function("create_paged_kv_cache", [shape]):
@@ -151,7 +154,7 @@ def _params() -> Any:
     return relax.Var("params", relax.TupleType([relax.TensorType((VOCAB, 4), "float32")]))
 
 
-def _emit_step(builder: Any, kernels: tuple[Any, Any, Any], name: str) -> None:
+def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> None:
     import tvm
     from tvm import relax
 
@@ -160,10 +163,11 @@ def _emit_step(builder: Any, kernels: tuple[Any, Any, Any], name: str) -> None:
     def var(name: str, *shape: object, dtype: str = "int32") -> Any:
         return relax.Var(name, relax.TensorType(shape, dtype))
 
-    lookup, attend, sample = kernels
+    lookup, attend, sample, masked = kernels
     n, b, p, q, t, c = (tvm.tirx.Var(letter, "int64") for letter in "nbpqtc")
     tokens, rows, ways = var("tokens", n), var("rows", q), var("ways", q, COLUMNS, dtype="float64")
     chosen, kind = var("chosen", q), relax.TensorType((q,), "int32")
+    masks = var("masks", tvm.tirx.Var("m", "int64"), tvm.tirx.Var("w", "int64"))
     cache = [
         var("pages", 1, t, 2, 1, 16, dtype="float32"),
         *(var("positions", n), var("slots", n), var("indptr", c)),
@@ -171,16 +175,19 @@ def _emit_step(builder: Any, kernels: tuple[Any, Any, Any], name: str) -> None:
     ]
     forks, drafts, params = var("forks", tvm.tirx.Var("f", "int64"), 3), name == "step", _params()
     none = relax.const(np.zeros((1, 3), np.int32))
-    given = [tokens, rows, ways, chosen, *cache, *([forks] if drafts else []), params]
+    given = [tokens, rows, ways, chosen, masks, *cache, *([forks] if drafts else []), params]
     with builder.function(name, given, pure=False):
         table = builder.emit(relax.TupleGetItem(params, 0))
         flat = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
         arguments = [flat, *cache, forks if drafts else none]
         logits = builder.emit(relax.call_tir(attend, arguments, relax.TensorType((n, VOCAB), "float32")))
         picked = builder.emit(relax.op.take(logits, rows, axis=0, mode="clip"))
+        flat = relax.TensorType((q, VOCAB), "float32")
+        picked = builder.emit(relax.op.call_tir_inplace(masked, [masks, picked], 1, flat))
         shaped = builder.emit(relax.op.reshape(picked, (1, q, VOCAB)))
-        found = builder.emit(relax.op.call_tir_inplace(sample, [shaped, ways, chosen], 2, kind))
-        builder.emit_func_output(relax.Tuple([picked, found]))
+        kinds = [relax.TensorType((1, q, VOCAB), "float32"), kind]
+        both = builder.emit(relax.op.call_tir_inplace(sample, [shaped, ways, chosen], [0, 2], kinds))
+        builder.emit_func_output(builder.emit(relax.TupleGetItem(both, 0)))
 
 
 def _emit_sample(builder: Any) -> Any:

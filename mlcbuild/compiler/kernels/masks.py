@@ -1,0 +1,41 @@
+"""Logits of tokens that must not be chosen become minus infinity, before tokens are chosen."""
+
+from __future__ import annotations
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Expr, PrimFunc
+
+from mlcbuild.compiler.kernels.floats import Floats, kernel, size_var
+from mlcbuild.compiler.kernels.isa import ISA
+from mlcbuild.compiler.kernels.sampling_row import infinity
+from mlcbuild.compiler.kernels.vectors import i32, span, splat
+
+WORD = 32
+"""Tokens of a word of a mask."""
+
+
+def masked(isa: ISA) -> PrimFunc:
+    """(masks int32 [m, 1 + w], logits float32 [q, v] in place). Each mask begins with the row that it is for;
+    then come bits of tokens that may be chosen, from the lowest on, v of them or more."""
+    floats, scalar = Floats(isa, isa.lanes), Floats(isa, 1)
+    lanes = floats.lanes
+    with kernel("masked_logits") as made:
+        width = size_var("v")
+        masks = made.tensor("masks", (size_var("m"), size_var("w")), "int32", align=4)
+        logits = made.tensor("logits", (size_var("q"), width))
+
+        def vector(mask: Expr, row: Expr, at: Expr, some: Floats) -> None:
+            size = some.lanes
+            word = T.bind(masks[mask, 1 + at // WORD] >> T.Cast("int32", at % WORD))
+            bits = (splat(word, size) >> span(T.int32(0), size)) & i32(1, size)
+            kept = T.Select(bits != i32(0, size), some.load(logits, row, at), infinity(-1, size))
+            some.store(logits, kept, row, at)
+
+        with made.body(), T.parallel(masks.shape[0]) as mask:
+            row = T.bind(T.Cast("int64", masks[mask, 0]))
+            whole = T.bind(width // lanes)
+            with T.serial(whole) as k:
+                vector(mask, row, T.bind(k * lanes), floats)
+            with T.serial(width - whole * lanes) as rest:
+                vector(mask, row, T.bind(whole * lanes + rest), scalar)
+    return made.func
