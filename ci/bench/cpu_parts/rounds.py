@@ -19,6 +19,8 @@ from engines import HERE, OURS, Entry, Prepared, environment
 FIRST = 16
 """Tokens of the prompt whose first token is waited for."""
 FIGURES = ("prefill 128", "prefill 512", "decode 1", "decode 4", "decode 8")
+SETTLE = 0.3
+"""Seconds between two turns: threads of some engines spin on for 0.2 s, and would slow down the next."""
 SCORED = 128
 """Tokens whose logits are compared."""
 
@@ -134,6 +136,7 @@ def measure(found: Prepared, plan: Plan) -> Measured:
             for figure in FIGURES:
                 for name, child in children.items():
                     if name in samples:
+                        time.sleep(SETTLE)
                         with as_long_as_it_runs(name):
                             _sample(child, figure, plan, samples[name])
     left = tuple(entry for entry in found.entries if entry.name in samples)
