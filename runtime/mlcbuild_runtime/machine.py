@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlcbuild_runtime.bundle import Machine
 
-_LOOKS, _BETWEEN = 4, 0.0003
+_LOOKS, _BETWEEN = 12, 0.001
 _V2 = "cx16 popcnt sahf sse3 ssse3 sse4.1 sse4.2"
 _V3 = f"{_V2} avx avx2 bmi bmi2 f16c fma lzcnt movbe xsave"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
@@ -220,18 +220,21 @@ def default_threads() -> int:
     return max(1, min(count, _quota() or count))
 
 
-def free_cores(root: Path = Path("/")) -> int | None:
+def free_cores(enough: int, root: Path = Path("/")) -> int | None:
     """Logical processors of the machine on which nobody else computes; None where the system does not say.
-    Takes a millisecond: the best of a few looks counts, since who has sent a request runs for a moment."""
-    fewest = None
-    for _ in range(_LOOKS):
+    The best of some looks counts, up to `enough`: who has sent a request runs for a moment. Where there are
+    too few, that takes twelve milliseconds."""
+    fewest, cores = None, os.cpu_count() or 1
+    for look in range(_LOOKS):
+        time.sleep(_BETWEEN if look else 0)
         try:
             running = int((root / "proc" / "loadavg").read_text().split()[3].partition("/")[0])
         except (OSError, ValueError, IndexError):
             return None
         fewest = running if fewest is None else min(fewest, running)
-        time.sleep(_BETWEEN)
-    return (os.cpu_count() or 1) - max(0, (fewest or 1) - 1)  # this thread runs, too
+        if cores - max(0, fewest - 1) >= enough:  # this thread runs, too
+            break
+    return cores - max(0, (fewest or 1) - 1)
 
 
 def memory() -> int:

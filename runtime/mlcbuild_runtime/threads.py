@@ -70,10 +70,10 @@ class Workers:
         use: Callable[[int], None],
         now: Clock,
         spent: Clock,
-        free: Callable[[], int | None] = lambda: None,
+        free: Callable[[int], int | None] = lambda _: None,
     ) -> None:
         """`use` sets the number of threads. `now`: seconds; `spent`: of this process, on processors; `free`:
-        cores without other work."""
+        cores without other work, as far as so many are wanted."""
         self.count, self._most, self._use = most, most, use
         self._now, self._spent, self._free = now, spent, free
         self._began, self._before, self._wall, self._cpu = 0.0, 0.0, 0.0, 0.0
@@ -81,7 +81,7 @@ class Workers:
         self._ended, self._changed = -2 * IDLE, 0.0
 
     @classmethod
-    def of(cls, most: int, use: Callable[[int], None], free: Callable[[], int | None]) -> Workers:
+    def of(cls, most: int, use: Callable[[int], None], free: Callable[[int], int | None]) -> Workers:
         return cls(most, use, time.perf_counter, time.process_time, free)
 
     def __enter__(self) -> None:
@@ -116,7 +116,7 @@ class Workers:
 
     def _fitting(self, count: int) -> int:
         """As many threads, or half as many and so on, as find a core each."""
-        if (free := self._free()) is not None:
+        if (free := self._free(count)) is not None:
             while count > max(1, free):
                 count //= 2
         return count

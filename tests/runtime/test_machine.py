@@ -197,14 +197,14 @@ def test_affinity_limits_threads() -> None:
 def test_cores_that_nobody_computes_on(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     loads, cores = tmp_path / "proc" / "loadavg", os.cpu_count() or 1
-    assert machine.free_cores(tmp_path) is None
+    assert machine.free_cores(cores, tmp_path) is None
     for text, others in [("0.1 0.2 0.3 1/162 99\n", 0), ("0 0 0 4/9 1", 3), ("0 0 0 0/9 1", 0)]:
         loads.write_text(text)
-        assert machine.free_cores(tmp_path) == cores - others
+        assert machine.free_cores(cores, tmp_path) == cores - others
     for text in ("", "0 0 0", "0 0 0 many/9 1"):
         loads.write_text(text)
-        assert machine.free_cores(tmp_path) is None
-    assert machine.free_cores() is None or sys.platform == "linux"
+        assert machine.free_cores(cores, tmp_path) is None
+    assert machine.free_cores(1) is None or sys.platform == "linux"
     if Path("/proc/loadavg").exists():
-        found = machine.free_cores()
+        found = machine.free_cores(1)
         assert found is not None and found <= cores

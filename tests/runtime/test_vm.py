@@ -125,7 +125,7 @@ import sys, time
 from mlcbuild_runtime import machine
 from mlcbuild_runtime.vm import Model
 if len(sys.argv) > 2:  # both threads, whatever runs beside
-    machine.free_cores = lambda: None
+    machine.free_cores = lambda enough: None
 model = Model.load(sys.argv[1], threads=2)
 model.score(list(range(3, 20)))
 before = time.process_time()
@@ -152,7 +152,7 @@ class Machine:
         self.cores, self.time, self.spent, self.tries = cores, 0.0, 0.0, list[float]()
         self.free: int | None = None
         self.workers_before = 4
-        self.workers = Workers(4, self.use, lambda: self.time, lambda: self.spent, lambda: self.free)
+        self.workers = Workers(4, self.use, lambda: self.time, lambda: self.spent, lambda _: self.free)
 
     def use(self, count: int) -> None:
         if count > self.workers_before:
