@@ -208,3 +208,12 @@ def test_cores_that_nobody_computes_on(tmp_path: Path) -> None:
     if Path("/proc/loadavg").exists():
         found = machine.free_cores(1)
         assert found is not None and found <= cores
+
+
+def test_a_free_machine_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "loadavg").write_text("0 0 0 2/9 1")
+    cores, slept = os.cpu_count() or 1, list[float]()
+    monkeypatch.setattr("time.sleep", slept.append)
+    assert machine.free_cores(cores - 1, tmp_path) == cores - 1 and not any(slept)
+    assert machine.free_cores(cores, tmp_path) == cores - 1 and sum(slept) > 0.01, "it may be over soon"
