@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlcbuild_runtime.errors import EngineError
 from mlcbuild_runtime.sampling import (
@@ -46,7 +46,7 @@ def kept(logits: Floats, sampling: Sampling) -> list[int]:
     """The tokens that can be chosen, by the plain definition."""
     p = np.exp((logits.astype(np.float64) - logits.max()) / sampling.temperature)
     p /= p.sum()
-    order = sorted(range(len(p)), key=lambda i: (-p[i], i))
+    order = sorted(range(len(p)), key=lambda i: -logits[i])  # of equal probabilities, too
     if sampling.top_k:
         order = [i for i in order if p[i] >= p[order[min(sampling.top_k, len(p)) - 1]]]
     order = [i for i in order if p[i] >= sampling.min_p * p.max()]
@@ -88,6 +88,7 @@ def test_frequencies_follow_the_softmax(choose: Choose) -> None:
     min_p=st.floats(0, 1),
     seed=st.integers(0, 1 << 40),
 )
+@example(logits=[0.0, -1.1754943508222875e-38, 0.0], top_p=0.25, top_k=0, min_p=0.0, seed=0)
 def test_only_kept_tokens_are_chosen(
     choose: Choose, logits: list[float], top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
