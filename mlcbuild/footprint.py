@@ -36,7 +36,8 @@ def _peak() -> int:
 
 def _main(path: str) -> None:
     from mlcbuild_runtime.errors import ServingError
-    from mlcbuild_runtime.vm import Model, Step
+    from mlcbuild_runtime.step import Step
+    from mlcbuild_runtime.vm import Model
 
     try:
         model = Model.load(Path(path))

@@ -100,7 +100,8 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "library": "bundle fields signature",
     "machine": "bundle",
     "tensors": "signature weights",
-    "vm": "binary bundle library machine sampling tensors threads",
+    "step": "",
+    "vm": "binary bundle library machine sampling step tensors threads",
     "template": "fields",
     "vocabulary": "fields",
     "text": "bundle fields template vocabulary",
@@ -112,16 +113,19 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "tree": "",
     "drafts": "tree",
     "sequence": "drafts grammar pages pooling request sampling text tree",
-    "speculation": "drafts sequence text tree vm",
+    "speculation": "drafts sequence step text tree vm",
+    "admission": "request vm",
+    "role": "bundle drafts threads",
     "schedule": "pages sequence tree",
     "trace": "",
     "accesslog": "request",
     "threads": "",
     "modes": "bundle machine",
     "engine": (
-        "bundle drafts grammar pages request sampling schedule sequence speculation text threads trace vm"
+        "admission grammar pages request role sampling schedule sequence speculation step text "
+        "threads trace vm"
     ),
-    "models": "bundle engine fields modes request text trace vm",
+    "models": "bundle engine fields modes request role text trace vm",
     "body": "fields",
     "intake": "body fields",
     "messages": "body fields template",
@@ -137,7 +141,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "embeddings": "api body engine fields pooling request",
     "openapi": "api body embeddings fields responses service",
     "answers": "engine request service",
-    "local": "answers drafts embeddings engine fields history outputs request responses service text vm",
+    "local": "answers drafts embeddings engine fields history outputs request responses role service text vm",
     "metrics": "request",
     "access": "",
     "keys": "replies",
@@ -145,7 +149,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
         "access accesslog answers body embeddings engine fields history intake keys metrics models openapi "
         "outputs replies request responses service"
     ),
-    "serve": "access bundle drafts engine models modes server trace",
+    "serve": "access bundle drafts models modes role server trace",
     "chat": "api engine fields request text vm",
     "arguments": "access bundle drafts modes serve",
     "__main__": "arguments serve",

@@ -18,7 +18,8 @@ DECODE = """
 import json
 import sys
 from pathlib import Path
-from mlcbuild_runtime.vm import Model, Step
+from mlcbuild_runtime.step import Step
+from mlcbuild_runtime.vm import Model
 model = Model.load(Path(sys.argv[1]), threads=1)
 tokens = json.loads(sys.argv[2])
 pages = list(range(-(-model.limits.context_window // 16)))

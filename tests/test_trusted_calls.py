@@ -7,7 +7,7 @@ import pytest
 from tvm import relax
 
 from mlcbuild import quant, targets
-from mlcbuild.compiler import decoder, pipeline
+from mlcbuild.compiler import functions, pipeline
 from mlcbuild.compiler.decoder import Decoder
 from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
 from mlcbuild.compiler.layers import Parts
@@ -17,7 +17,7 @@ from tests.libharness import Session, compiled, golden, pack, tensor
 SCHEME = quant.SCHEMES["q0f32"]
 HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
 FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify"}
-ENTRIES = {"create_paged_kv_cache", "embed", "sample", "step", "step_prefill", *FORWARD, *HIDDEN}
+ENTRIES = {"create_paged_kv_cache", "embed", "sample", "step", "step_prefill", "steps", *FORWARD, *HIDDEN}
 
 
 def calls() -> dict[str, list[str]]:
@@ -26,7 +26,7 @@ def calls() -> dict[str, list[str]]:
     parts = Parts(golden("qwen3").config, SCHEME, isa_for(target))
     made = Decoder(parts, Limits(64, 32, 2))
     phases = (*pipeline.PLAN, *pipeline.LOWER)
-    mod = pipeline.run(decoder.build(made), phases, tvm_target(target), lambda name: None)
+    mod = pipeline.run(functions.build(made), phases, tvm_target(target), lambda name: None)
     return {
         name.name_hint: [
             str(binding.value.op.global_symbol)

@@ -103,7 +103,7 @@ def _pages(model: Model, plan: Plan, number: int) -> range:
 
 def _prefill(model: Model, plan: Plan, number: int) -> float:
     """Seconds for the prompt of one sequence, chunk by chunk."""
-    from mlcbuild_runtime.vm import Step
+    from mlcbuild_runtime.step import Step
 
     size, pages = model.limits.page_size, _pages(model, plan, number)
     tokens = [(number + 31 * i) % model.manifest.vocab_size for i in range(plan.prompt_tokens)]
@@ -117,7 +117,7 @@ def _prefill(model: Model, plan: Plan, number: int) -> float:
 
 def _decode(model: Model, plan: Plan, count: int, steps: int | None = None) -> float:
     """Seconds for the answers of `count` sequences that have their prompts behind them."""
-    from mlcbuild_runtime.vm import Step
+    from mlcbuild_runtime.step import Step
 
     size = model.limits.page_size
     for number in range(count):

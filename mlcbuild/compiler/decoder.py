@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from tvm import IRModule, relax
+from tvm import relax
 from tvm.ir import GlobalVar, PrimType
 from tvm.relax.frontend.nn import Tensor
 from tvm.tirx import Expr, Var
@@ -21,7 +21,6 @@ from mlcbuild import quant
 from mlcbuild.compiler.kernels.attention import NO_WINDOW
 from mlcbuild.compiler.kernels.fusion import Fusion, Given, Source
 from mlcbuild.compiler.kernels.linear import Linear
-from mlcbuild.compiler.kernels.sampling_row import COLUMNS
 from mlcbuild.compiler.layers import Batch, Parts, Weights
 from mlcbuild.compiler.limits import Limits
 from mlcbuild.models import ModelConfig, Param, frequencies, parameters
@@ -96,91 +95,54 @@ class Decoder:
         return {"tir_var_upper_bound": self.limits.bounds, "relax.memory_plan_dynamic_func_output": True}
 
 
-def build(decoder: Decoder) -> IRModule:
-    """The module of a library with its kernels, before any pass."""
-    _create_cache(decoder)
-    _embed(decoder)
-    trunk = _trunk(decoder, _layer_functions(decoder))
-    _prefill(decoder, trunk, "batch_verify", True, drafts=True)
-    for name, batched in (("prefill", False), ("batch_prefill", True)):
-        _prefill(decoder, trunk, name, batched)
-        _hidden_states(decoder, trunk, f"{name}_to_last_hidden_states", batched)
-    for name, batched in (("decode", False), ("batch_decode", True)):
-        _decode(decoder, trunk, name, batched)
-    _sample(decoder)
-    _step(decoder, trunk, "step", drafts=True)
-    _step(decoder, trunk, "step_prefill", drafts=False)
-    return decoder.builder.finalize()
-
-
-def _size(name: str) -> Var:
+def size(name: str) -> Var:
     return Var(name, "int64")
 
 
-def _variable(name: str, shape: Sequence[Expr | int], dtype: str) -> relax.Var:
+def variable(name: str, shape: Sequence[Expr | int], dtype: str) -> relax.Var:
     return relax.Var(name, relax.TensorType(list(shape), dtype))
 
 
-def _number(name: str) -> relax.Var:
+def number(name: str) -> relax.Var:
     """An int64 argument that kernels get as it is. A dimension would be taken apart and put together again
     in every layer."""
     return relax.Var(name, PrimType("int64"))
 
 
-def _handle(value: relax.Expr) -> Tensor:
+def handle(value: relax.Expr) -> Tensor:
     return Tensor(_expr=value)
 
 
-def _batch_variables(decoder: Decoder, n: Expr | int, b: Expr | int, tree: bool = False) -> list[relax.Var]:
+def batch_variables(decoder: Decoder, n: Expr | int, b: Expr | int, tree: bool = False) -> list[relax.Var]:
     """The arguments that describe a batch, in the order of every forward function; of trees, forks, too."""
     cache = decoder.parts.heads
     return [
-        _variable("pages", cache.cache_shape(_size("num_pages")), cache.dtype),
-        _variable("positions", (n,), "int32"),
-        _variable("slots", (n,), "int32"),
-        _variable("q_indptr", (b + 1,), "int32"),
-        _variable("page_indptr", (b + 1,), "int32"),
-        _variable("page_table", (_size("p"),), "int32"),
-        _variable("kv_lengths", (b,), "int32"),
-        *[_variable("forks", (_size("f"), 3), "int32")] * tree,
+        variable("pages", cache.cache_shape(size("num_pages")), cache.dtype),
+        variable("positions", (n,), "int32"),
+        variable("slots", (n,), "int32"),
+        variable("q_indptr", (b + 1,), "int32"),
+        variable("page_indptr", (b + 1,), "int32"),
+        variable("page_table", (size("p"),), "int32"),
+        variable("kv_lengths", (b,), "int32"),
+        *[variable("forks", (size("f"), 3), "int32")] * tree,
     ]
 
 
-def _packed(decoder: Decoder) -> relax.Var:
+def packed_params(decoder: Decoder) -> relax.Var:
     fields = [relax.TensorType(list(tensor.shape), tensor.dtype) for tensor in decoder.tensors]
     return relax.Var("params", relax.TupleType(fields))
 
 
-def _unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> Weights:
+def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> Weights:
     """The stored tensors of some parameters, out of the packed argument."""
     place = {tensor.name: index for index, tensor in enumerate(decoder.tensors)}
     return {
         param.name: [
-            _handle(decoder.builder.emit(relax.TupleGetItem(packed, place[tensor.name]), name_hint="weight"))
+            handle(decoder.builder.emit(relax.TupleGetItem(packed, place[tensor.name]), name_hint="weight"))
             for tensor in quant.stored(param, decoder.parts.scheme)
         ]
         for param in params
     }
-
-
-def _create_cache(decoder: Decoder) -> None:
-    """create_paged_kv_cache(num_pages) -> the cache, not initialised: what was not written is never used."""
-    builder, heads = decoder.builder, decoder.parts.heads
-    count = _size("num_pages")
-    asked = relax.Var("num_pages", relax.ShapeType([count]))
-    with builder.function("create_paged_kv_cache", [asked], pure=False):
-        shape = relax.ShapeExpr(list(heads.cache_shape(count)))
-        made = builder.emit(relax.op.builtin.alloc_tensor(shape, heads.dtype, 0, "global"))
-        builder.emit_func_output(made)
-
-
-def _embed(decoder: Decoder) -> None:
-    builder = decoder.builder
-    tokens = _variable("tokens", (_size("n"),), "int32")
-    packed = _packed(decoder)
-    with builder.function("embed", [tokens, packed], decoder.attributes(), pure=False):
-        weights = _unpacked(decoder, packed, decoder.params[:1])
-        builder.emit_func_output(decoder.parts.embed(_handle(tokens), weights)._expr)
 
 
 def _layer_functions(decoder: Decoder) -> list[GlobalVar]:
@@ -200,17 +162,17 @@ def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
     """(x, angles, room ..., batch ..., forks, (layer, window), prompt, weights ...) -> x, changed in place,
     as pages are."""
     builder, config = decoder.builder, decoder.config
-    n = _size("n")
-    x = _variable("x", (n, config.hidden_size), "float32")
-    turns = _variable("angles", (n, config.rope.dim), "float32")
-    room = {name: _variable(name, (n, width), "float32") for name, width in decoder.room.items()}
-    batch = _batch_variables(decoder, n, _size("b"), tree=True)
-    place, prompt = (_number("layer"), _number("window")), _number("prompt")
+    n = size("n")
+    x = variable("x", (n, config.hidden_size), "float32")
+    turns = variable("angles", (n, config.rope.dim), "float32")
+    room = {name: variable(name, (n, width), "float32") for name, width in decoder.room.items()}
+    batch = batch_variables(decoder, n, size("b"), tree=True)
+    place, prompt = (number("layer"), number("window")), number("prompt")
     weights: dict[str, list[Tensor]] = {}
     params = {p.name.removeprefix(f"layers.{layer}."): p for p in decoder.layer_params(layer)}
     for short, param in params.items():
         tensors = quant.stored(param, decoder.parts.scheme)
-        weights[short] = [_handle(_variable(short, tensor.shape, tensor.dtype)) for tensor in tensors]
+        weights[short] = [handle(variable(short, tensor.shape, tensor.dtype)) for tensor in tensors]
     given = [tensor._expr for tensors in weights.values() for tensor in tensors]
     with builder.function(
         name,
@@ -219,9 +181,9 @@ def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
         pure=False,
         private=True,
     ):
-        handles = {name: _handle(variable) for name, variable in room.items()}
+        handles = {name: handle(variable) for name, variable in room.items()}
         body = _Layer(decoder.parts, params, weights, handles, prompt)
-        changed = body.emit(_handle(x), _handle(turns), Batch(*map(_handle, batch)), place)
+        changed = body.emit(handle(x), handle(turns), Batch(*map(handle, batch)), place)
         made: GlobalVar = builder.emit_func_output(changed._expr)
     return made
 
@@ -277,124 +239,30 @@ class _Layer:
         )
 
 
-def _trunk(decoder: Decoder, layers: Sequence[GlobalVar]) -> GlobalVar:
+def trunk_function(decoder: Decoder) -> GlobalVar:
     """(embeddings [n, hidden], batch ..., forks, params, prompt) -> the residual stream after all layers
     [n, hidden]."""
     builder, config, parts = decoder.builder, decoder.config, decoder.parts
-    n = _size("n")
-    given = _variable("embeddings", (n, config.hidden_size), "float32")
-    batch, packed = _batch_variables(decoder, n, _size("b"), tree=True), _packed(decoder)
-    prompt = _number("prompt")
+    n = size("n")
+    given = variable("embeddings", (n, config.hidden_size), "float32")
+    batch, packed = batch_variables(decoder, n, size("b"), tree=True), packed_params(decoder)
+    prompt = number("prompt")
     inv_freq, factor = frequencies(config.rope, decoder.limits.context_window)
     given_all = [given, *batch, packed, prompt]
     with builder.function("trunk", given_all, decoder.attributes(), pure=False, private=True):
-        table = _handle(relax.const(np.array(inv_freq, np.float32)))
-        turns = parts.angles(_handle(batch[1]), table, factor)
+        table = handle(relax.const(np.array(inv_freq, np.float32)))
+        turns = parts.angles(handle(batch[1]), table, factor)
         shapes = [relax.ShapeExpr([n, width]) for width in decoder.room.values()]
         # They are not initialised.
         room = [builder.emit(relax.op.builtin.alloc_tensor(s, "float32", 0, "global")) for s in shapes]
         # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
         # does not know that what a layer returns is what it was given.
-        x = parts.copy(_handle(given))._expr
-        for layer, function in enumerate(layers):
+        x = parts.copy(handle(given))._expr
+        for layer, function in enumerate(_layer_functions(decoder)):
             window = config.windows[layer] or NO_WINDOW
             place = [relax.prim_value(number) for number in (layer, min(window, NO_WINDOW))]
-            weights = _unpacked(decoder, packed, decoder.layer_params(layer))
+            weights = unpacked(decoder, packed, decoder.layer_params(layer))
             tensors = [tensor._expr for stored in weights.values() for tensor in stored]
             x = builder.emit(relax.Call(function, [x, turns._expr, *room, *batch, *place, prompt, *tensors]))
         made: GlobalVar = builder.emit_func_output(x)
     return made
-
-
-def _stream(decoder: Decoder, trunk: GlobalVar, x: relax.Var, rest: list[relax.Var], prompt: bool) -> Tensor:
-    """A call of `trunk` with embeddings x and the rest of a function's arguments; without forks where it has
-    none."""
-    if len(rest) < 9:
-        rest = [*rest[:-1], relax.const(np.zeros((0, 3), np.int32)), rest[-1]]
-    return _handle(decoder.builder.emit(relax.Call(trunk, [x, *rest, relax.prim_value(int(prompt))])))
-
-
-def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, drafts: bool = False) -> None:
-    """Logits of chosen rows: (input_embeds [1, n, hidden], logit_positions int32 [q], batch ..., params). For
-    drafts, each row is computed as `decode` does it, bit by bit, and forks come after the batch."""
-    builder, hidden = decoder.builder, decoder.config.hidden_size
-    n, q, b = _size("n"), _size("q"), _size("b") if batched else 1
-    given = _variable("input_embeds", (1, n, hidden), "float32")
-    chosen = _variable("logit_positions", (q,), "int32")
-    batch, packed = _batch_variables(decoder, n, b, drafts), _packed(decoder)
-    with builder.function(name, [given, chosen, *batch, packed], decoder.attributes(), pure=False):
-        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], not drafts)
-        weights = _unpacked(decoder, packed, _head_params(decoder))
-        normed = decoder.parts.chosen_norm(x, _handle(chosen), weights["norm.weight"][0])
-        logits = decoder.parts.logits(normed, weights)
-        builder.emit_func_output(_reshaped(builder, logits._expr, (1, q, decoder.config.vocab_size)))
-
-
-def _hidden_states(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> None:
-    """What the logits of each row would be made of, after the last norm, [1, n, hidden]:
-    (input_embeds [1, n, hidden], batch ..., params). For embeddings of texts."""
-    builder, hidden = decoder.builder, decoder.config.hidden_size
-    n, b = _size("n"), _size("b") if batched else 1
-    given = _variable("input_embeds", (1, n, hidden), "float32")
-    batch, packed = _batch_variables(decoder, n, b), _packed(decoder)
-    with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
-        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], True)
-        weights = _unpacked(decoder, packed, _head_params(decoder)[:1])
-        normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
-        builder.emit_func_output(_reshaped(builder, normed._expr, (1, n, hidden)))
-
-
-def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> None:
-    """Logits of one row for each sequence: (input_embeds [b, 1, hidden], batch ..., params)."""
-    builder, hidden = decoder.builder, decoder.config.hidden_size
-    b = _size("b") if batched else 1
-    given = _variable("input_embeds", (b, 1, hidden), "float32")
-    batch, packed = _batch_variables(decoder, b, b), _packed(decoder)
-    with builder.function(name, [given, *batch, packed], decoder.attributes(), pure=False):
-        x = _stream(decoder, trunk, _reshaped(builder, given, (b, hidden)), [*batch, packed], False)
-        weights = _unpacked(decoder, packed, _head_params(decoder))
-        normed = decoder.parts.rms_norm(x, weights["norm.weight"][0])
-        logits = decoder.parts.logits(normed, weights)
-        builder.emit_func_output(_reshaped(builder, logits._expr, (b, 1, decoder.config.vocab_size)))
-
-
-def _sample(decoder: Decoder) -> None:
-    """Sets tokens: (logits [., ., v] as forward functions give them, ways float64 [q, COLUMNS], tokens int32
-    [q])."""
-    builder, q = decoder.builder, _size("q")
-    logits = _variable("logits", (_size("groups"), _size("places"), _size("v")), "float32")
-    given = [logits, _variable("ways", (q, COLUMNS), "float64"), _variable("tokens", (q,), "int32")]
-    with builder.function("sample", given, decoder.attributes(), pure=False):
-        builder.emit_func_output(decoder.parts.sample(*map(_handle, given))._expr)
-
-
-def _step(decoder: Decoder, trunk: GlobalVar, name: str, drafts: bool) -> None:
-    """What `embed`, a forward function and `sample` do, in one call: (tokens int32 [n], logit_positions int32
-    [q], ways float64 [q, COLUMNS], chosen int32 [q] in place, masks int32 [m, w], batch ..., forks?, params)
-    -> logits float32 [1, q, vocab], masked. Prompts have no forks; other rows get the bits of `decode`."""
-    builder, parts, n, q = decoder.builder, decoder.parts, _size("n"), _size("q")
-    tokens, rows = _variable("tokens", (n,), "int32"), _variable("logit_positions", (q,), "int32")
-    ways, chosen = _variable("ways", (q, COLUMNS), "float64"), _variable("chosen", (q,), "int32")
-    masks = _variable("masks", (_size("m"), _size("w")), "int32")
-    batch, packed = _batch_variables(decoder, n, _size("b"), drafts), _packed(decoder)
-    given = [tokens, rows, ways, chosen, masks, *batch, packed]
-    with builder.function(name, given, decoder.attributes(), pure=False):
-        embedded = parts.embed(_handle(tokens), _unpacked(decoder, packed, decoder.params[:1]))
-        x = _stream(decoder, trunk, embedded._expr, [*batch, packed], not drafts)
-        weights = _unpacked(decoder, packed, _head_params(decoder))
-        logits = parts.logits(parts.chosen_norm(x, _handle(rows), weights["norm.weight"][0]), weights)
-        logits = parts.masked(logits, _handle(masks))
-        shaped = _reshaped(builder, logits._expr, (1, q, decoder.config.vocab_size))
-        builder.emit_func_output(parts.chosen(*map(_handle, (shaped, ways, chosen)))._expr)
-
-
-def _head_params(decoder: Decoder) -> list[Param]:
-    """What turns the residual stream into logits: the last norm, then the product's matrix."""
-    names = ("norm.weight", "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight")
-    params = {param.name: param for param in decoder.params}
-    return [params[name] for name in names]
-
-
-def _reshaped(builder: relax.BlockBuilder, x: relax.Expr, shape: Sequence[Expr | int]) -> relax.Var:
-    """The same memory under another shape."""
-    return builder.emit(relax.op.reshape(x, list(shape)))

@@ -14,7 +14,7 @@ from tvm.ir import StringImm
 
 from mlcbuild import models, quant, targets
 from mlcbuild.canon import Json
-from mlcbuild.compiler import decoder, memory, pipeline, versions
+from mlcbuild.compiler import functions, memory, pipeline, versions
 from mlcbuild.compiler.decoder import Decoder
 from mlcbuild.compiler.kernels.attention_plan import PART
 from mlcbuild.compiler.kernels.cache import PAGE
@@ -55,7 +55,7 @@ def build(data: Mapping[str, Json], directory: Path, mark: pipeline.Mark) -> lis
     target = tvm_target(request.target)
     mark("choose kernels")
     made = Decoder(Parts(request.config, request.scheme, isa_for(request.target)), request.limits)
-    mod = pipeline.run(decoder.build(made), pipeline.PLAN, target, mark)
+    mod = pipeline.run(functions.build(made), pipeline.PLAN, target, mark)
     metadata = describe(request, made, memory.estimate(made, mod))
     text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     (directory / "library.json").write_text(text + "\n")

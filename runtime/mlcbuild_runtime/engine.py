@@ -13,27 +13,28 @@ import logging
 import threading
 import time
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate, chain
 from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from mlcbuild_runtime.bundle import Pooling
-from mlcbuild_runtime.drafts import Speculate
+from mlcbuild_runtime.admission import answer_limit
 from mlcbuild_runtime.errors import EngineError, RequestError
 from mlcbuild_runtime.grammar import Grammars
 from mlcbuild_runtime.pages import Pages
 from mlcbuild_runtime.request import Event, Request, Sink, State, Ticket
+from mlcbuild_runtime.role import Role
 from mlcbuild_runtime.sampling import Way
 from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence, masks_of
 from mlcbuild_runtime.speculation import Checked, Speculation, fanned
+from mlcbuild_runtime.step import Onward, Step
 from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.threads import Task, Turns
+from mlcbuild_runtime.threads import Task
 from mlcbuild_runtime.trace import Trace
-from mlcbuild_runtime.vm import Floats, Model, Step, check_tokens
+from mlcbuild_runtime.vm import MOST_STEPS, Floats, Model
 
 log = logging.getLogger(__name__)
 
@@ -41,21 +42,8 @@ MAX_WAITING = 1024
 """Requests that may wait for a place by default; more are turned away."""
 NAP = 0.2
 """Seconds between two looks at the clock while every request waits for its client."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """One engine among others. None: as its bundle has it."""
-
-    name: str | None = None
-    pooling: Pooling | None = None
-    """Of embeddings."""
-    prefill_chunk: int | None = None
-    """Tokens of prompts that are computed between two steps of answers."""
-    speculate: Speculate | None = None
-    """Draft tokens, and how."""
-    turns: Turns = field(default_factory=Turns)
-    """Engines of one process share it, so that one of them computes at a time."""
+TELL = 0.04
+"""Seconds, about, after which clients are told of their tokens."""
 
 
 class Engine:
@@ -86,6 +74,8 @@ class Engine:
         self._drafted = self._accepted = 0
         self._closing, self._draining, self._door = False, False, threading.Lock()
         self._prompt_tokens = self._answer_tokens = self._decode_steps = self._order = self._arrived = 0
+        self._pace: dict[int, float] = {}
+        """Seconds that a step of decoding takes, by the number of sequences."""
         self._thread = Task(self._run)
 
     @cached_property
@@ -142,9 +132,9 @@ class Engine:
         window: events that may be told and not yet `read` from the ticket; the request rests at that number.
         Raises RequestError when it cannot be served, EngineError after the end.
         """
-        request = replace(request, max_tokens=self._answer_limit(request))
+        request = replace(request, max_tokens=answer_limit(request, self.model))
         matcher = None if request.constraint is None else request.constraint.matcher()
-        ticket = Ticket(partial(self._incoming.put, None), window)
+        ticket = Ticket(partial(self._send, None), window)
         sequence = Sequence(request, sink, ticket, self.tokenizer, self.model.choose, matcher)
         with self._door:
             if self._closing or not self._thread.is_alive():
@@ -160,45 +150,19 @@ class Engine:
             if self._trace is not None:
                 self._trace.request(self._arrived, "b", {"prompt_tokens": len(request.prompt)})
             self._arrived += 1
-            self._incoming.put(sequence)
+            self._send(sequence)
         return ticket
+
+    def _send(self, news: Sequence | None) -> None:
+        """To the engine's thread; None: to look at what others have changed."""
+        self._incoming.put(news)
+        self.model.halt()
 
     def _stop_taking(self) -> None:
         """After this nothing more comes in."""
         with self._door:
             self._closing = True
-            self._incoming.put(None)
-
-    def _answer_limit(self, request: Request) -> int:
-        """The most tokens the answer may have, after all checks of the request's size."""
-        size, limits = len(request.prompt), self.model.limits
-        context = min(limits.context_window, self.model.pages * limits.page_size)
-        if not size:
-            raise RequestError("the prompt has no tokens", param="prompt")
-        if request.pooling is not None and not self.model.gives_states:
-            raise RequestError(
-                "this bundle's library gives no hidden states, which embeddings are made of: build it again",
-                code="no_embeddings",
-            )
-        answers = request.pooling is None and request.max_tokens != 0
-        if size + answers > context:
-            answer = ", answer included" if answers else ""
-            raise RequestError(
-                f"the prompt has {size} tokens, but the context has {context}{answer}: shorten it",
-                code="context_length_exceeded",
-            )
-        wanted = request.max_tokens
-        if wanted is not None and size + wanted > context:
-            raise RequestError(
-                f"the prompt has {size} tokens and max_tokens is {wanted}, {size + wanted} together, but the"
-                f" context has {context}: ask for at most {context - size}",
-                code="context_length_exceeded",
-            )
-        try:
-            check_tokens(request.prompt, self.model.manifest)
-        except ValueError as error:
-            raise RequestError(f"the prompt does not fit the model: {error}", param="prompt") from None
-        return context - size if wanted is None else wanted
+            self._send(None)
 
     # What follows runs on the engine's thread only.
 
@@ -258,11 +222,12 @@ class Engine:
         self._step(self._schedule.scored(self.prefill_chunk), prompt=True)
 
     def _decode(self, parts: List[tuple[Sequence, int]]) -> None:
-        """One token for each sequence, and what drafts may add."""
+        """One token for each sequence, and what drafts may add; or several one by one, where nothing else is
+        to be done."""
         speculation = self._speculation
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
         if not any(map(speculation.concerns, ready)):
-            self._step(parts)
+            self._go_on(parts)
             return
         # This thread's own time: on a busy machine others' must not count as the price of a draft.
         rows, begun = sum(count for _, count in parts), time.thread_time()
@@ -274,6 +239,57 @@ class Engine:
             self._schedule.branch(sequence)
         checked = self._step([(sequence, count + len(sequence.draft)) for sequence, count in parts])
         speculation.settle(rows, checked, time.thread_time() - begun)
+
+    def _go_on(self, parts: List[tuple[Sequence, int]]) -> None:
+        """Decoding without drafts: several steps at once, where nobody has to see the tokens between them."""
+        sequences = [sequence for sequence, _ in parts]
+        begun, before = time.perf_counter(), self._decode_steps
+        if (count := self._steps_at_once(sequences)) > 1:
+            self._burst(sequences, count)
+        else:
+            self._step(parts)
+        if made := self._decode_steps - before:
+            self._pace[len(parts)] = (time.perf_counter() - begun) / made
+
+    def _steps_at_once(self, sequences: List[Sequence]) -> int:
+        if any(sequence.prefilling for sequence in self._schedule.active):
+            return 1
+        count = min((sequence.reach for sequence in sequences), default=1)
+        count = min(count, MOST_STEPS, int(TELL / self._pace.get(len(sequences), TELL)))
+        if count > 1:
+            self.model.halt(False)  # first: who comes after the next look halts it again
+            count = count if self._incoming.empty() else 1
+        for sequence in sequences if count > 1 else ():
+            count = min(count, 1 + self._schedule.stretch(sequence, count - 1))
+        return count
+
+    def _burst(self, sequences: List[Sequence], count: int) -> None:
+        """Up to `count` steps of decoding."""
+        begun = time.perf_counter()
+        step = Step.of([(s.tokens[-1:], s.length + 1, s.pages) for s in sequences], prompt=False)
+        ways = [way for sequence in sequences for way in sequence.ways(1)]
+        numbers = list(zip(*(sequence.numbers(count - 1) for sequence in sequences), strict=True))
+        heeds = [not sequence.request.ignore_eos for sequence in sequences]
+        try:
+            with self._turns:
+                made = self.model.steps(step, ways, Onward(numbers, heeds, self.tokenizer.eos))
+        except Exception as error:  # whatever the library raises
+            self._fail(sequences, error)
+            return
+        computed = time.perf_counter()
+        self._decode_steps += len(made)
+        for sequence, tokens in zip(sequences, zip(*made, strict=True), strict=True):
+            self._schedule.computed(sequence, len(made))
+            self._tell(sequence, sequence.follow(tokens))
+            self._schedule.trim(sequence)
+        parts = [(sequence, len(made)) for sequence in sequences]
+        self._trace_step("decode", parts, (begun, computed, time.perf_counter()))
+
+    def _fail(self, sequences: List[Sequence], error: Exception) -> None:
+        """A step has failed: its sequences end, and no others."""
+        log.exception("a step has failed", exc_info=error)
+        for sequence in sequences:
+            self._end(sequence, sequence.failed(EngineError(f"the model has failed: {error}")))
 
     def _step(self, parts: List[tuple[Sequence, int]], prompt: bool = False) -> list[Checked]:
         """Feeds each sequence that many of its tokens, its draft last, and chooses the next tokens of those
@@ -301,8 +317,7 @@ class Engine:
                 self._schedule.prune(sequence)
                 self._tell(sequence, events)
                 self._schedule.trim(sequence)
-        if self._trace is not None and parts:
-            self._trace_step("prefill" if prompt else "decode", parts, (begun, computed, time.perf_counter()))
+        self._trace_step("prefill" if prompt else "decode", parts, (begun, computed, time.perf_counter()))
         return found
 
     def _pool(self, parts: List[tuple[Sequence, int]]) -> None:
@@ -339,10 +354,7 @@ class Engine:
                 else:
                     found, tokens = self.model.states(step), []
         except Exception as error:  # whatever the library raises
-            log.exception("a step has failed")
-            for sequence, _ in parts:
-                failure = sequence.failed(EngineError(f"the model has failed: {error}"))
-                self._end(sequence, failure)
+            self._fail([sequence for sequence, _ in parts], error)
             return none
         if prompt:
             filled = [(s, part) for (s, _), part in zip(parts, given, strict=True) if s.prefilling]
@@ -356,17 +368,11 @@ class Engine:
     def _trace_step(
         self, kind: str, parts: List[tuple[Sequence, int]], moments: tuple[float, float, float]
     ) -> None:
-        assert self._trace is not None
-        counts, schedule = [count for _, count in parts], self._schedule
-        args = {"requests": [sequence.order for sequence, _ in parts], "tokens": counts}
-        self._trace.step(f"{kind} {sum(counts)}", moments, {"batch": len(parts), **args})
-        self._trace.counters(
-            {
-                "running": len(schedule.active),
-                "waiting": len(schedule.waiting),
-                "free pages": schedule.pages.available,
-            }
-        )
+        schedule, tokens = self._schedule, {sequence.order: count for sequence, count in parts}
+        if self._trace is not None and parts:
+            self._trace.step(kind, tokens, moments)
+            counts = len(schedule.active), len(schedule.waiting), schedule.pages.available
+            self._trace.counters(dict(zip(("running", "waiting", "free pages"), counts, strict=True)))
 
     def _trace_end(self, sequence: Sequence, why: str | None) -> None:
         if self._trace is not None:
@@ -381,20 +387,10 @@ class Engine:
             if event.last:
                 self._end(sequence, event)
             else:
-                self._deliver(sequence, event)
+                sequence.ticket.deliver(sequence.sink, event)
 
     def _end(self, sequence: Sequence, event: Event) -> None:
         # What a failing model has computed is not for others.
         self._schedule.remove(sequence, forget=isinstance(event.error, EngineError))
         self._trace_end(sequence, "error" if event.error is not None else event.finish)
-        self._deliver(sequence, event)
-
-    @staticmethod
-    def _deliver(sequence: Sequence, event: Event) -> None:
-        if sequence.ticket.cancelled:
-            return
-        sequence.ticket.told += 1
-        try:
-            sequence.sink(event)
-        except Exception:  # the client's side is gone, an event loop that has ended for example
-            sequence.ticket.cancel()
+        sequence.ticket.deliver(sequence.sink, event)

@@ -15,6 +15,7 @@ from mlcbuild_runtime.fields import Json, plain
 from mlcbuild_runtime.history import History, Kept, begun
 from mlcbuild_runtime.outputs import Output
 from mlcbuild_runtime.request import Event, State
+from mlcbuild_runtime.role import Role
 from mlcbuild_runtime.service import Job
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vm import Model
@@ -62,7 +63,7 @@ class _Local:
         model = Model.load(bundle, threads)
         tokenizer = Tokenizer.load(Path(bundle), model.manifest.serving)
         how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
-        self._running = engine.Engine(model, tokenizer, max_batch, role=engine.Role(speculate=how)).start()
+        self._running = engine.Engine(model, tokenizer, max_batch, role=Role(speculate=how)).start()
 
     @property
     def model(self) -> str:

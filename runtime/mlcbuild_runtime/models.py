@@ -11,11 +11,12 @@ from pathlib import Path
 
 from mlcbuild_runtime import bundle, modes
 from mlcbuild_runtime.bundle import Manifest
-from mlcbuild_runtime.engine import Engine, Role
+from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import BundleError, RequestError, ServingError, SetupError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.modes import Chosen, Wanted
 from mlcbuild_runtime.request import State
+from mlcbuild_runtime.role import Role
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.trace import Trace
 from mlcbuild_runtime.vm import Model, forget_memory

@@ -92,6 +92,16 @@ class Ticket:
         self.cancelled = True
         self._wake()
 
+    def deliver(self, sink: Sink, event: Event) -> None:
+        """Tells an event, unless nobody waits for it any more."""
+        if self.cancelled:
+            return
+        self.told += 1
+        try:
+            sink(event)
+        except Exception:  # the client's side is gone, an event loop that has ended for example
+            self.cancel()
+
     def read(self) -> None:
         """One event has gone to the client."""
         rested = self.resting

@@ -24,6 +24,8 @@ NONE, WRONG = -2, -1
 Choose = Callable[[Floats, Sequence[Way]], list[int]]
 """Tokens from rows of logits float32 [q, size], one way for each: a function of the library. A row's token
 depends on its own logits and way alone."""
+DRAWN = 32
+"""Random numbers that are drawn at once: to draw one takes as long."""
 _STEEPEST = 1e30
 """1 / temperature, at most: only those as likely as the most likely token have a chance then."""
 
@@ -102,8 +104,13 @@ class Numbers:
 
     def at(self, place: int) -> float:
         while len(self._drawn) <= place:
-            self._drawn.append(self._random.random())
+            self._drawn += self._random.random(DRAWN).tolist()
         return self._drawn[place]
+
+    def some(self, first: int, count: int) -> list[float]:
+        """Those of `count` places."""
+        self.at(first + count)
+        return self._drawn[first : first + count]
 
 
 def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: Mapping[int, int]) -> Floats:
@@ -127,10 +134,10 @@ def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: 
     return logits
 
 
-def checked(token: int, logits: Floats) -> int:
-    """A token that was chosen from these logits. Raises EngineError when they are not numbers."""
+def checked(token: int) -> int:
+    """A token that was chosen. Raises EngineError when the logits are not numbers."""
     if token < 0:
-        raise EngineError(f"the model's logits are not numbers (the largest is {logits.max()})")
+        raise EngineError("the model's logits are not numbers")
     return token
 
 
@@ -145,3 +152,24 @@ def logprobs(logits: Floats, token: int, count: int) -> Score:
     top = np.argpartition(-wide, min(count, len(wide) - 1))[:count]
     ordered = sorted(top.tolist(), key=lambda i: (-wide[i], i))
     return Logprob(token, float(wide[token])), tuple(Logprob(i, float(wide[i])) for i in ordered)
+
+
+class Scores:
+    """Log-probabilities of a prompt's tokens from the second on, each once, as logits come."""
+
+    def __init__(self, prompt: Sequence[int], alternatives: int) -> None:
+        self._prompt, self._alternatives = prompt, alternatives
+        self._made, self._untold = 0, list[Score]()
+
+    def add(self, rows: Floats, place: int) -> None:
+        """Takes logits [n, vocab] of the tokens from `place` on; also those of a prompt that is computed
+        again."""
+        for at, row in enumerate(rows, place):
+            if at == self._made + 1 < len(self._prompt):
+                self._untold.append(logprobs(row, self._prompt[at], self._alternatives))
+                self._made += 1
+
+    def told(self) -> tuple[Score, ...]:
+        """Those since the last call."""
+        found, self._untold = tuple(self._untold), []
+        return found

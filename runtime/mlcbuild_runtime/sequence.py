@@ -23,7 +23,7 @@ from mlcbuild_runtime.sampling import (
     Choose,
     Floats,
     Numbers,
-    Score,
+    Scores,
     Way,
     adjusted,
     checked,
@@ -35,6 +35,8 @@ from mlcbuild_runtime.tree import Branch
 
 FORCED = 15
 """Tokens that a constraint may force between two that the model chooses."""
+STOPPING = 4
+"""Steps of decoding at once, at most, where a text may end the answer: those after it are in vain."""
 
 
 class Sequence:
@@ -75,12 +77,10 @@ class Sequence:
         """Tokens whose keys and values are in the cache of a draft model."""
         self.credit, self.odds = Credit(), Odds()
         self.lookup, self.prediction = Lookup(), Prediction(request.prediction)
-        self._doubts: list[tuple[float, int]] = []
+        self.doubts: list[tuple[float, int]] = []
         """For each token of a draft model's draft: how far it is ahead of another one, and which."""
         self.accepted = self.rejected = 0
-        self._scores: list[Score] = []
-        """Of tokens of the prompt, not told yet."""
-        self._scored = 0
+        self._scores = Scores(request.prompt, request.logprobs or 0)
         self._keys: list[Key] = []
         random = generator(request.sampling)
         self._numbers, self._others = Numbers(random), Numbers(random.spawn(1)[0])
@@ -158,14 +158,42 @@ class Sequence:
         """What the model wants is tried before the constraint's mask is computed."""
         return self._trust.due(self.answered) and not self.request.sampling.filters
 
+    @property
+    def reach(self) -> int:
+        """Steps of decoding in which it can go on with what the library chooses, before anybody sees that."""
+        request = self.request
+        if (
+            not self._plain
+            or self.draft
+            or self.length + 1 != len(self.tokens)
+            or request.logprobs is not None
+        ):
+            return 0
+        limits = [(request.max_tokens or 0) - self.answered]
+        if self.ticket.room is not None:
+            limits.append(self.ticket.room)
+        return min(*limits, STOPPING) if request.stop else min(limits)
+
+    def numbers(self, count: int) -> list[float]:
+        """The random numbers for `count` tokens after the next one."""
+        return self._numbers.some(self.answered + 1, count)
+
+    def follow(self, tokens: List[int]) -> list[Event]:
+        """Takes tokens that the library has chosen one after the other, up to the end of the answer."""
+        events: list[Event] = []
+        for token in tokens:
+            try:
+                events.append(self._taken(checked(token)))
+            except ServingError as error:
+                events.append(self.failed(error))
+            if events[-1].last:
+                break
+        return events
+
     def score(self, rows: Floats) -> None:
         """Takes logits [n, vocab] of the last n tokens in the cache: what follows them in the prompt is
         scored, once."""
-        prompt = self.request.prompt
-        for place, row in enumerate(rows, self.length - len(rows) + 1):
-            if place == self._scored + 1 < len(prompt):
-                self._scores.append(logprobs(row, prompt[place], self.request.logprobs or 0))
-                self._scored += 1
+        self._scores.add(rows, self.length - len(rows) + 1)
 
     @property
     def drafted(self) -> int:
@@ -188,7 +216,7 @@ class Sequence:
             if not self._tries and not events[-1].last:
                 with suppress(ServingError):  # told when it is needed
                     self._matcher.mask()
-        scores, self._scores = tuple(self._scores), []
+        scores = self._scores.told()
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _answer(self, rows: Floats, chosen: List[int]) -> list[Event]:
@@ -244,7 +272,7 @@ class Sequence:
         """From a row of logits and what was chosen from it by `ways`."""
         logits, token = row
         if self.mask is not None and token != NONE:
-            token, self.mask = checked(token, logits), None
+            token, self.mask = checked(token), None
         elif self._matcher is not None or token < 0:
             token = self._choice(row, self._matcher, [], self._trust)
         if token in guesses:
@@ -300,7 +328,7 @@ class Sequence:
         """Unless it was chosen before."""
         if chosen == NONE:
             (chosen,) = self._choose(logits[None], [(*self.request.sampling.way, number)])
-        return checked(chosen, logits)
+        return checked(chosen)
 
     def _fitting(self, row: tuple[Floats, int], matcher: Matcher, trust: Trust, place: int) -> int:
         """A token that the constraint allows, as likely as it is among these: what the model wants where that
@@ -322,32 +350,14 @@ class Sequence:
             limits.append(self.ticket.room - 1)
         return max(0, min(self.credit.wanted(most), *limits))
 
-    def predicted(self, count: int) -> list[int]:
-        """What the client expects to come next."""
-        request = self.request
-        return (
-            self.prediction.propose(self.tokens[len(request.prompt) :], count) if request.prediction else []
-        )
-
     def allowed(self, draft: list[int]) -> list[int]:
         """As much of a draft as the constraint allows."""
         return draft if self._matcher is None else draft[: self._matcher.accepted(draft)]
 
-    def fitting(self, branches: List[Branch]) -> list[Branch]:
-        """Branches of the draft as far as the constraint allows them."""
-        if self._matcher is None:
-            return list(branches)
-        found = []
-        for branch in branches:
-            before = self.draft[: branch.start]
-            tokens = self.allowed([*before, *branch.tokens])[branch.start :]
-            found += [Branch(branch.start, tokens)] * bool(tokens)
-        return found
-
     def guess(self, logits: Floats) -> bool:
         """One more token for the draft, from a draft model's logits. False: nothing can come after it."""
         if not self.draft:
-            self._doubts = []
+            self.doubts = []
         try:
             matcher = None if self._matcher is None else self._matcher.after(self.draft)
             token = self._choice((logits, NONE), matcher, self.draft, copy(self._trust))
@@ -359,14 +369,8 @@ class Sequence:
         height, other = max(
             (float(side.max()), first + int(side.argmax())) for first, side in sides if len(side)
         )
-        self._doubts.append((float(logits[token]) - height, other))
+        self.doubts.append((float(logits[token]) - height, other))
         return token not in self._eos
-
-    def doubtful(self, count: int) -> list[Branch]:
-        """The most likely other tokens in those places where a draft model was least sure of its draft."""
-        doubts = self._doubts[: len(self.draft)]
-        places = sorted(range(len(doubts)), key=lambda place: doubts[place])
-        return [Branch(place, [doubts[place][1]]) for place in places[:count]]
 
     def _text(self, token: int) -> tuple[str, Finish | None]:
         """What the token adds to the answer, and whether that was all."""

@@ -113,8 +113,8 @@ def _trace(name: str | None) -> Trace | None:
 def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, lines: TextIO | None) -> int:
     # Before NumPy is imported: its products are not used here, so it needs no threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from mlcbuild_runtime.engine import Role
     from mlcbuild_runtime.models import Models, Source
+    from mlcbuild_runtime.role import Role
 
     trace = _trace(options.trace)
     sources = [Source.of(text) for text in bundles]

@@ -22,9 +22,10 @@ from mlcbuild_runtime import tree
 from mlcbuild_runtime.drafts import TOKENS, Prices, Speculate
 from mlcbuild_runtime.errors import BundleError
 from mlcbuild_runtime.sequence import Sequence
+from mlcbuild_runtime.step import Step
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.tree import Branch, Fork, Part
-from mlcbuild_runtime.vm import Floats, Model, Step
+from mlcbuild_runtime.vm import Floats, Model
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Speculation:
         """Sets the drafts of sequences that have pages for that many more tokens."""
         open_parts = []
         for sequence, count in parts:
-            sequence.draft = sequence.allowed(sequence.predicted(count))
+            sequence.draft = sequence.allowed(_predicted(sequence, count))
             if not sequence.draft and self._guesses:
                 open_parts.append((sequence, count))
         if self._drafter is None:
@@ -120,7 +121,7 @@ class Speculation:
             count = sequence.odds.wanted(pace, [self._prices.share(rows, drafted, each) for each in more])
             if count:
                 found = self._others(sequence, count)
-                sequence.branches = sequence.fitting(found)[: self._parts - batch]
+                sequence.branches = _fitting(sequence, found)[: self._parts - batch]
             batch, branched = batch + len(sequence.branches), branched + sequence.branched
 
     def _others(self, sequence: Sequence, count: int) -> list[Branch]:
@@ -128,7 +129,7 @@ class Speculation:
             return []
         if self._drafter is None:
             return sequence.lookup.others(sequence.tokens, sequence.draft, count)
-        return sequence.doubtful(count)
+        return _doubtful(sequence, count)
 
     def settle(self, rows: int, drafts: List[Checked], seconds: float) -> None:
         """After a step of `rows` without drafts: what became of them, and how long it took."""
@@ -162,6 +163,31 @@ class Speculation:
         """Answers do not need drafts."""
         log.exception("the draft bundle has failed and is not used any more")
         self._drafter = None
+
+
+def _predicted(sequence: Sequence, count: int) -> list[int]:
+    """What the client expects to come next."""
+    request = sequence.request
+    if not request.prediction:
+        return []
+    return sequence.prediction.propose(sequence.tokens[len(request.prompt) :], count)
+
+
+def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
+    """Branches of its draft as far as its constraint allows them."""
+    found = []
+    for branch in branches:
+        before = sequence.draft[: branch.start]
+        tokens = sequence.allowed([*before, *branch.tokens])[branch.start :]
+        found += [Branch(branch.start, tokens)] * bool(tokens)
+    return found
+
+
+def _doubtful(sequence: Sequence, count: int) -> list[Branch]:
+    """The most likely other tokens in those places where a draft model was least sure of its draft."""
+    doubts = sequence.doubts[: len(sequence.draft)]
+    places = sorted(range(len(doubts)), key=lambda place: doubts[place])
+    return [Branch(place, [doubts[place][1]]) for place in places[:count]]
 
 
 class Drafter:

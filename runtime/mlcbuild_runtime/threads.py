@@ -84,6 +84,11 @@ class Workers:
     def of(cls, most: int, use: Callable[[int], None], free: Callable[[int], int | None]) -> Workers:
         return cls(most, use, time.perf_counter, time.process_time, free)
 
+    @property
+    def settled(self) -> bool:
+        """Nothing is being tried: so many threads have found their cores."""
+        return not self._trying and self._now() - self._ended <= IDLE
+
     def __enter__(self) -> None:
         self._began, self._before = self._now(), self._spent()
         if self.count > 1 and self._began - self._ended > IDLE:

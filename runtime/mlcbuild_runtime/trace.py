@@ -37,10 +37,12 @@ class Trace:
         self._event("M", "process_name", args={"name": "mlcbuild-serve"})
         self._event("M", "thread_name", args={"name": "engine"})
 
-    def step(self, name: str, moments: tuple[float, float, float], args: Args) -> None:
-        """`moments` of time.perf_counter: the beginning, the model's answer, when tokens were told."""
+    def step(self, kind: str, tokens: Mapping[int, int], moments: tuple[float, float, float]) -> None:
+        """`tokens` of each request, by its number. `moments` of time.perf_counter: the beginning, the model's
+        answer, when tokens were told."""
         begun, computed, ended = moments
-        self._slice(name, begun, ended, args)
+        args = {"batch": len(tokens), "requests": list(tokens), "tokens": list(tokens.values())}
+        self._slice(f"{kind} {sum(tokens.values())}", begun, ended, args)
         self._slice("model", begun, computed)
         self._slice("tokens", computed, ended)
 

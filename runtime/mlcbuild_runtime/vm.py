@@ -12,14 +12,14 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate, chain
 from operator import add
 from pathlib import Path
 from struct import Struct
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from mlcbuild_runtime import binary, bundle, library, machine, tensors
 from mlcbuild_runtime.bundle import Limits, Manifest
 from mlcbuild_runtime.errors import BundleError, SetupError
 from mlcbuild_runtime.sampling import SKIPPED, WAY, Way
+from mlcbuild_runtime.step import Onward, Step
 from mlcbuild_runtime.threads import Workers
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
@@ -44,72 +45,10 @@ _CPU, _POOLED = 1, 2
 Floats = NDArray[np.float32]
 Mask = NDArray[np.int32]
 """Bits of tokens that may be chosen, from the lowest on, in no fewer words than the vocabulary takes."""
-
-
-class Step(NamedTuple):
-    """New tokens of some sequences, as ragged rows, and where their keys and values live.
-
-    Sequence s owns tokens[indptr[s]:indptr[s+1]] and pages page_table[page_indptr[s]:page_indptr[s+1]];
-    `lengths[s]` is its length after this step. `rows` are the rows of `tokens` whose logits are wanted.
-    These are plain lists: a decoding step has streamed the model through every cache, and each call of NumPy
-    then costs more than all these numbers.
-    """
-
-    tokens: list[int]
-    indptr: list[int]
-    lengths: list[int]
-    page_indptr: list[int]
-    page_table: list[int]
-    rows: list[int]
-    prompt: bool
-    """The tokens are prompts'. A library may have a faster way for these, which rounds differently, so that
-    what a sequence gets must not depend on how many tokens others bring."""
-    forks: Sequence[tuple[int, int, int]] = ()
-    """(from page, to page, tokens): what pages begin with, in this order, once all new tokens are there; for
-    branches of drafts."""
-
-    @classmethod
-    def of(
-        cls,
-        parts: Sequence[tuple[Sequence[int], int, Sequence[int]]],
-        wanted: Sequence[int] | None = None,
-        prompt: bool | None = None,
-    ) -> Step:
-        """From (new tokens, length after them, pages) of each sequence. A negative page is one that no layer
-        looks at any more.
-        wanted: of how many of its last tokens the logits are wanted, for each sequence (default: 1).
-        prompt: by default where any sequence has more than one new token."""
-        tokens, lengths, rows, table = list[int](), list[int](), list[int](), list[int]()
-        indptr, page_indptr = [0], [0]
-        for (new, length, pages), count in zip(parts, wanted or [1] * len(parts), strict=True):
-            tokens += new
-            lengths.append(length)
-            table += pages
-            end = len(tokens)
-            rows += range(end - count, end)
-            indptr.append(end)
-            page_indptr.append(len(table))
-        if min(table, default=0) < 0:
-            table = [max(0, page) for page in table]
-        many = len(tokens) > len(parts)
-        return cls(tokens, indptr, lengths, page_indptr, table, rows, many if prompt is None else prompt)
-
-    @property
-    def is_decode(self) -> bool:
-        """Every sequence has one new token."""
-        return len(self.tokens) == len(self.lengths)
-
-    def places(self, page_size: int) -> tuple[list[int], list[int]]:
-        """Of each new token: its position in its sequence; page * page_size + offset where its key and value
-        go."""
-        positions, slots = list[int](), list[int]()
-        for s, length in enumerate(self.lengths):
-            first = self.page_indptr[s]
-            for position in range(length - self.indptr[s + 1] + self.indptr[s], length):
-                page, offset = divmod(position, page_size)
-                positions.append(position)
-                slots.append(self.page_table[first + page] * page_size + offset)
-        return positions, slots
+MOST_STEPS = 16
+"""That are one call of the library."""
+TABLE = 64
+"""Entries of a table of pages: it has as many, or two times as many, and so on."""
 
 
 class _Numbers:
@@ -145,8 +84,20 @@ class _Choice:
     """What goes into the choice of tokens for so many rows, and what comes out of it."""
 
     def __init__(self, rows: int) -> None:
-        self.ways, self.tokens = np.empty((rows, WAY), np.float64), np.empty(rows, np.int32)
+        self.ways = tensors.aligned(np.empty((rows, WAY), np.float64))
+        self.tokens = np.empty(rows, np.int32)
         self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.ways, self.tokens)]
+
+
+class _Loop:
+    """What goes into several steps of so many sequences, and what comes out of them."""
+
+    def __init__(self, rows: int) -> None:
+        self.numbers = tensors.aligned(np.zeros((MOST_STEPS, rows)))
+        self.heeds, self.taken, self.state = (
+            tensors.aligned(np.zeros(shape, np.int32)) for shape in (rows, (MOST_STEPS, rows), 2)
+        )
+        self.tensors = [tvm_ffi.from_dlpack(a) for a in (self.numbers, self.heeds, self.taken, self.state)]
 
 
 class _Masks:
@@ -168,9 +119,9 @@ class _Masks:
         return self._tensor
 
 
-def _forks(forks: Sequence[tuple[int, int, int]]) -> tvm_ffi.Tensor:
-    """int32 [len(forks), 3]."""
-    return tvm_ffi.from_dlpack(tensors.aligned(np.array(forks or [(0, 0, 0)], np.int32))[: len(forks)])
+def _rows(rows: Sequence[object], one: object) -> tvm_ffi.Tensor:
+    """int32, with as many rows, each like `one`."""
+    return tvm_ffi.from_dlpack(tensors.aligned(np.array(rows or [one], np.int32))[: len(rows)])
 
 
 class Model:
@@ -185,9 +136,14 @@ class Model:
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
         self._numbers, self._table = _Numbers(), _Numbers()
         self._create_cache = self._function("create_paged_kv_cache")
-        self._step, self._prefill, self._sample = map(self._function, ("step", "step_prefill", "sample"))
-        self._unforked = _forks([])
+        names = "step", "step_prefill", "steps", "sample"
+        self._step, self._prefill, self._steps, self._sample = map(self._function, names)
+        self._unforked = _rows([], (0, 0, 0))
         self._choices: dict[int, _Choice] = {}
+        self._loops: dict[int, _Loop] = {}
+        self._ends: tuple[Collection[int], tvm_ffi.Tensor] = (), _rows([], 0)
+        self._halt = tensors.aligned(np.zeros(1, np.int32))
+        self._halted = tvm_ffi.from_dlpack(self._halt)
         self._masks = _Masks(manifest.vocab_size)
 
     def _function(self, name: str) -> Callable[..., Any]:
@@ -242,10 +198,36 @@ class Model:
         choice, function = self._choice(ways), self._prefill
         if not step.prompt:
             function = self._step
-            batch.append(_forks(step.forks) if step.forks else self._unforked)
+            batch.append(_rows(step.forks, (0, 0, 0)) if step.forks else self._unforked)
         with self._workers():
             logits = function(tokens, rows, *choice.tensors, self._masks.tensor(masks), *batch, self._params)
         return cast(Floats, np.from_dlpack(logits)[0]), choice.tokens.tolist()
+
+    def steps(self, step: Step, ways: Sequence[Way], onward: Onward) -> list[list[int]]:
+        """Tokens of a step of decoding and of those that follow it, up to MOST_STEPS in all: of each step, of
+        each sequence, which has pages for them. There are fewer steps where a sequence comes to its end,
+        where logits are not numbers, after `halt`, and while it is not clear how many threads the machine has
+        room for."""
+        tokens, rows, batch = self._inputs(step)
+        choice, loop = self._choice(ways), self._loops.get(len(ways))
+        if loop is None:
+            loop = self._loops[len(ways)] = _Loop(len(ways))
+        if onward.ends != self._ends[0]:
+            self._ends = onward.ends, _rows(sorted(onward.ends), 0)
+        count = 1 + len(onward.numbers) if self._workers().settled else 1
+        if count > 1:
+            loop.numbers[1:count] = onward.numbers[: count - 1]
+        loop.heeds[:], loop.state[:] = onward.heeds, (0, count)
+        numbers, heeds, taken, state = loop.tensors
+        follow = [numbers, heeds, self._ends[1], self._halted, taken, state]
+        with self._workers():
+            self._steps(tokens, rows, choice.tensors[0], *follow, *batch, self._params)
+        found: list[list[int]] = loop.taken[: loop.state[0]].tolist()
+        return found
+
+    def halt(self, wanted: bool = True) -> None:
+        """No step follows the one that runs, until this is taken back. May be called from any thread."""
+        self._halt[0] = wanted
 
     def forward(self, step: Step) -> Floats:
         """The logits of `step`: no tokens are chosen."""
@@ -299,7 +281,8 @@ class Model:
         tokens, rows, *batch, lengths = self._numbers.tensors(
             step.tokens, step.rows, *places, step.indptr, step.page_indptr, step.lengths
         )
-        table = self._table.tensors(step.page_table)
+        # Filled up, so that its size changes with few of all pages.
+        table = self._table.tensors(step.page_table + [0] * (-len(step.page_table) % TABLE))
         return tokens, rows, [self._cache, *batch, *table, lengths]
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:

@@ -16,15 +16,16 @@ import pytest
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.sampling import Floats, Way
 from mlcbuild_runtime.server import create_app
+from mlcbuild_runtime.step import Step
 from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vm import Model, Step
 
 from . import shared
+from .stepwise import Stepwise
 
 POISON = 111
 
 
-class Faulty(Model):
+class Faulty(Stepwise):
     """Fails on one token at once, and on any other when the context has grown."""
 
     def step(self, step: Step, ways: Sequence[Way], masks: Any = ()) -> tuple[Floats, list[int]]:

@@ -18,17 +18,19 @@ from mlcbuild_runtime.errors import EngineError, RequestError
 from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.request import Event, Request
 from mlcbuild_runtime.sampling import Floats, Sampling, Way
+from mlcbuild_runtime.step import Step
 from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vm import Model, Step
+from mlcbuild_runtime.vm import Model
 
 from . import toy
+from .stepwise import Stepwise
 
 GREEDY = Sampling(temperature=0)
 POISON = 111
 """A prompt token on which the faulty model below fails."""
 
 
-class Faulty(Model):
+class Faulty(Stepwise):
     """Fails as a library can: by raising, and by logits that are not numbers."""
 
     def step(self, step: Step, ways: List[Way], masks: Any = ()) -> tuple[Floats, list[int]]:

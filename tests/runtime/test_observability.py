@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.trace import Trace
 
 from . import shared
@@ -50,12 +51,12 @@ def ask(url: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def watched(toy_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     place = tmp_path_factory.mktemp("watched")
     log, trace = place / "access.jsonl", place / "trace.json"
     log.write_text('{"earlier": true}\n')
     options = ("--api-key", "sesame", "--access-log", str(log), "--trace", str(trace))
-    with shared.serving(toy_bundle, *options) as server:
+    with shared.serving(tiny_bundle, *options) as server:
         ids = ask(server.url)
         server.wait_idle()
         assert server.stop()[0] == 0
@@ -77,11 +78,11 @@ def test_every_request_has_a_line(watched: Watched) -> None:
         assert line["seconds"] >= 0
 
 
-def test_lines_say_what_the_model_did(watched: Watched) -> None:
+def test_lines_say_what_the_model_did(watched: Watched, tiny_bundle: Path) -> None:
     whole, two, wrong, _, left = (line for line in watched.lines if line["path"] != "/health")
-    size = len(SECRET.encode()) + 1
+    size = len(Tokenizer.load(tiny_bundle).encode(SECRET))
     for line, stream in ((whole, False), (two, True), (left, True)):
-        assert (line["model"], line["stream"]) == ("toy-q0f32-host", stream)
+        assert (line["model"], line["stream"]) == ("tiny-q4f16_1", stream)
         assert line["prompt_tokens"] == size
         assert 0 < line["ttft"] <= line["seconds"]
     assert (whole["answer_tokens"], whole["finish"]) == (5, ["length"])

@@ -59,7 +59,7 @@ def kept(logits: Floats, sampling: Sampling) -> list[int]:
 
 
 def one(choose: Choose, logits: Floats, sampling: Sampling, number: float = 0.5) -> int:
-    return checked(choose(logits[None], [(*sampling.way, number)])[0], logits)
+    return checked(choose(logits[None], [(*sampling.way, number)])[0])
 
 
 def test_temperature_zero_takes_the_most_likely(choose: Choose) -> None:

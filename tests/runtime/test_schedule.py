@@ -16,20 +16,21 @@ from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.request import Event, Request
 from mlcbuild_runtime.sampling import Floats, Sampling, Way
-from mlcbuild_runtime.vm import Model, Step
+from mlcbuild_runtime.step import Step
 
 from . import toy
+from .stepwise import Stepwise
 from .test_engine import GREEDY, ask, drain, greedy, start, tokens_of, wait_idle
 
 
-class Recorder(Model):
+class Recorder(Stepwise):
     """Remembers the steps it has made, and may take its time."""
 
-    steps: list[Step]
+    made: list[Step]
     pause = 0.0
 
     def step(self, step: Step, ways: List[Way], masks: Any = ()) -> tuple[Floats, list[int]]:
-        self.__dict__.setdefault("steps", []).append(step)
+        self.__dict__.setdefault("made", []).append(step)
         time.sleep(self.pause)
         return super().step(step, ways, masks)
 
@@ -145,7 +146,7 @@ def test_what_was_given_up_is_computed_again_many_tokens_at_a_time(tiny_bundle: 
             answers.append([drain(events) for events in [ask(engine, each) for each in requests]])
             assert bool(engine.state().preemptions) == (pages == 16)
             assert isinstance(engine.model, Recorder)
-            again = [step for step in engine.model.steps if not step.prompt and not step.is_decode]
+            again = [step for step in engine.model.made if not step.prompt and not step.is_decode]
             assert bool(again) == (pages == 16)
             assert max((len(step.tokens) for step in again), default=16) == 16
         finally:
@@ -163,9 +164,9 @@ def test_a_long_prompt_delays_others_by_one_chunk_at_a_time(engine: Engine) -> N
     running.get(timeout=30)
     drain(ask(engine, greedy(prompt(6, 250), 3)))
     drain(running)
-    kinds = "".join("d" if step.is_decode else "p" for step in engine.model.steps[1:])
+    kinds = "".join("d" if step.is_decode else "p" for step in engine.model.made[1:])
     assert "p" in kinds and "pp" not in kinds
-    assert max(len(step.tokens) for step in engine.model.steps) <= 32
+    assert max(len(step.tokens) for step in engine.model.made) <= 32
 
 
 def test_priorities(toy_bundle: Path) -> None:

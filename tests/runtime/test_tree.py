@@ -20,10 +20,12 @@ from mlcbuild_runtime.sampling import Sampling
 from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence
 from mlcbuild_runtime.speculation import ROWS, Speculation
+from mlcbuild_runtime.step import Step
 from mlcbuild_runtime.tree import Branch
-from mlcbuild_runtime.vm import Model, Step
+from mlcbuild_runtime.vm import Model
 
 from . import toy
+from .stepwise import Stepwise
 from .test_engine import GREEDY, ask, drain, greedy, tokens_of, wait_idle
 from .test_speculation import SAMPLINGS, TEXT, jobs, start
 
@@ -214,7 +216,7 @@ def test_constraints_ends_and_stop_texts(toy_bundle: Path) -> None:
         without.close()
 
 
-class Failing(Model):
+class Failing(Stepwise):
     def step(self, step: Step, ways: Any, masks: Any = ()) -> Any:
         if step.forks:
             raise RuntimeError("no")

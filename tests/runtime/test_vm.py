@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from mlcbuild_runtime import tensors
 from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.step import Step
 from mlcbuild_runtime.threads import Workers
-from mlcbuild_runtime.vm import Model, Step
+from mlcbuild_runtime.vm import Model
 
 from . import shared, toy
 

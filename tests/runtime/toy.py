@@ -129,13 +129,16 @@ def export(out: Path, metadata: str) -> None:
 
     from mlcbuild.compiler.kernels.isa import ISAS
     from mlcbuild.compiler.kernels.masks import masked
+    from mlcbuild.compiler.loop import emit_steps
 
     builder = relax.BlockBuilder()
     lookup = builder.add_func(_lookup(), "lookup")
     attend = builder.add_func(_attend(), "attend")
     sample, masking = _emit_sample(builder), builder.add_func(masked(ISAS[-1]), "masked")
-    for name in ("step", "step_prefill"):
-        _emit_step(builder, (lookup, attend, sample, masking), name)
+    step, _ = (
+        _emit_step(builder, (lookup, attend, sample, masking), name) for name in ("step", "step_prefill")
+    )
+    emit_steps(builder, step, lambda n: [*_sequences(n, n, n + 1), _params()], {})
     count = tvm.tirx.Var("count", "int64")
     shape = relax.Var("shape", relax.ShapeType([count]))
     with builder.function("create_paged_kv_cache", [shape]):
@@ -154,26 +157,36 @@ def _params() -> Any:
     return relax.Var("params", relax.TupleType([relax.TensorType((VOCAB, 4), "float32")]))
 
 
-def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> None:
+def _var(name: str, *shape: object, dtype: str = "int32") -> Any:
+    from tvm import relax
+
+    return relax.Var(name, relax.TensorType(shape, dtype))
+
+
+def _sequences(n: Any, b: Any, c: Any) -> list[Any]:
+    import tvm
+
+    p, t = (tvm.tirx.Var(letter, "int64") for letter in "pt")
+    return [
+        _var("pages", 1, t, 2, 1, 16, dtype="float32"),
+        *(_var("positions", n), _var("slots", n), _var("indptr", c)),
+        *(_var("page_indptr", c), _var("page_table", p), _var("lengths", b)),
+    ]
+
+
+def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> Any:
     import tvm
     from tvm import relax
 
     from mlcbuild.compiler.kernels.sampling_row import COLUMNS
 
-    def var(name: str, *shape: object, dtype: str = "int32") -> Any:
-        return relax.Var(name, relax.TensorType(shape, dtype))
-
     lookup, attend, sample, masked = kernels
-    n, b, p, q, t, c = (tvm.tirx.Var(letter, "int64") for letter in "nbpqtc")
-    tokens, rows, ways = var("tokens", n), var("rows", q), var("ways", q, COLUMNS, dtype="float64")
-    chosen, kind = var("chosen", q), relax.TensorType((q,), "int32")
-    masks = var("masks", tvm.tirx.Var("m", "int64"), tvm.tirx.Var("w", "int64"))
-    cache = [
-        var("pages", 1, t, 2, 1, 16, dtype="float32"),
-        *(var("positions", n), var("slots", n), var("indptr", c)),
-        *(var("page_indptr", c), var("page_table", p), var("lengths", b)),
-    ]
-    forks, drafts, params = var("forks", tvm.tirx.Var("f", "int64"), 3), name == "step", _params()
+    n, b, q, c = (tvm.tirx.Var(letter, "int64") for letter in "nbqc")
+    tokens, rows, ways = _var("tokens", n), _var("rows", q), _var("ways", q, COLUMNS, dtype="float64")
+    chosen, kind = _var("chosen", q), relax.TensorType((q,), "int32")
+    masks = _var("masks", tvm.tirx.Var("m", "int64"), tvm.tirx.Var("w", "int64"))
+    cache = _sequences(n, b, c)
+    forks, drafts, params = _var("forks", tvm.tirx.Var("f", "int64"), 3), name == "step", _params()
     none = relax.const(np.zeros((1, 3), np.int32))
     given = [tokens, rows, ways, chosen, masks, *cache, *([forks] if drafts else []), params]
     with builder.function(name, given, pure=False):
@@ -187,7 +200,7 @@ def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> None:
         shaped = builder.emit(relax.op.reshape(picked, (1, q, VOCAB)))
         kinds = [relax.TensorType((1, q, VOCAB), "float32"), kind]
         both = builder.emit(relax.op.call_tir_inplace(sample, [shaped, ways, chosen], [0, 2], kinds))
-        builder.emit_func_output(builder.emit(relax.TupleGetItem(both, 0)))
+        return builder.emit_func_output(builder.emit(relax.TupleGetItem(both, 0)))
 
 
 def _emit_sample(builder: Any) -> Any:

@@ -1,0 +1,67 @@
+"""From one step of decoding to the next, where each sequence has one token in both.
+
+So several steps are one call of a library: whoever calls it does for all of them what had to be done for
+each, and finds its own code and data in no cache only once, after the model's weights have gone through.
+"""
+
+from __future__ import annotations
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from mlcbuild.compiler.kernels.cache import PAGE
+from mlcbuild.compiler.kernels.floats import kernel, size_var
+from mlcbuild.compiler.kernels.sampling_row import COLUMNS, NUMBER
+from mlcbuild.compiler.kernels.vectors import register
+
+MADE, MOST = 0, 1
+"""Columns of `state`: steps that are made, and how many there may be."""
+
+
+def follow() -> PrimFunc:
+    """(tokens int32 [n], page_indptr int32 [n + 1], page_table int32 [p], numbers float64 [k, n], heeds int32
+    [n], ends int32 [e], stop int32 [1]; in place: positions, slots, lengths int32 [n], ways float64 [n,
+    COLUMNS], taken int32 [k, n], state int32 [2]) -> bool [], whether there is another step.
+
+    `tokens` are what the step has chosen: they go to `taken`, and the others become those of the next step,
+    whose random numbers are the next row of `numbers`. There is none after a sequence's last token, which is
+    one of `ends` where the sequence heeds them, or none at all; after `state[MOST]` steps; and when `stop` is
+    not 0, which may be written by anyone at any time.
+    """
+    with kernel("follow") as made:
+        n, many = size_var("n"), size_var("k")
+        tokens = made.tensor("tokens", (n,), "int32")
+        page_indptr = made.tensor("page_indptr", (n + 1,), "int32")
+        page_table = made.tensor("page_table", (size_var("p"),), "int32")
+        numbers = made.tensor("numbers", (many, n), "float64")
+        heeds = made.tensor("heeds", (n,), "int32")
+        ends = made.tensor("ends", (size_var("e"),), "int32")
+        stop = made.tensor("stop", (1,), "int32")
+        positions = made.tensor("positions", (n,), "int32")
+        slots = made.tensor("slots", (n,), "int32")
+        lengths = made.tensor("lengths", (n,), "int32")
+        ways = made.tensor("ways", (n, COLUMNS), "float64")
+        taken = made.tensor("taken", (many, n), "int32")
+        state = made.tensor("state", (2,), "int32")
+        more = made.tensor("more", (), "bool")
+        with made.body():
+            step = T.bind(state[MADE])
+            going = register(T.Select(step + 1 < state[MOST], T.int32(1), T.int32(0)), 1, "int32")
+            with T.serial(n) as row:
+                token = T.bind(tokens[row])
+                T.buffer_store(taken, token, [step, row])
+                over = register(T.Select(token < 0, T.int32(1), T.int32(0)), 1, "int32")
+                with T.serial(ends.shape[0]) as end:
+                    over.set(T.Select(token == ends[end], over.value | heeds[row], over.value))
+                going.set(T.Select(over.value != 0, T.int32(0), going.value))
+            T.buffer_store(state, step + 1, [MADE])
+            again = T.bind(T.And(going.value != 0, stop[0] == 0))
+            with T.If(again), T.Then(), T.serial(n) as row:
+                position = T.bind(positions[row] + 1)
+                T.buffer_store(positions, position, [row])
+                page = T.bind(page_table[page_indptr[row] + position // PAGE])
+                T.buffer_store(slots, page * PAGE + position % PAGE, [row])
+                T.buffer_store(lengths, lengths[row] + 1, [row])
+                T.buffer_store(ways, numbers[step + 1, row], [row, NUMBER])
+            T.buffer_store(more, again, [])
+    return made.func
