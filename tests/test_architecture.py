@@ -107,12 +107,14 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "text": "bundle fields template vocabulary",
     "pages": "",
     "trial": "",
-    "grammar": "trial vocabulary",
+    "grammar": "step trial vocabulary",
     "pooling": "bundle",
     "request": "bundle grammar pooling sampling",
     "tree": "",
     "drafts": "tree",
-    "sequence": "drafts grammar pages pooling request sampling text tree",
+    "choosing": "grammar request sampling step",
+    "sequence": "choosing drafts grammar pages pooling request sampling step text tree",
+    "bursts": "sampling sequence step vm",
     "speculation": "drafts sequence step text tree vm",
     "admission": "request vm",
     "role": "bundle drafts threads",
@@ -122,7 +124,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "threads": "",
     "modes": "bundle machine",
     "engine": (
-        "admission grammar pages request role sampling schedule sequence speculation step text "
+        "admission bursts grammar pages request role sampling schedule sequence speculation step text "
         "threads trace vm"
     ),
     "models": "bundle engine fields modes request role text trace vm",

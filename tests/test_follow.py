@@ -30,6 +30,7 @@ class Steps:
     heeds: list[int]
     ends: list[int]
     stop: int
+    pause: int = 99
     table: list[int] = field(init=False)
     starts: list[int] = field(init=False)
     positions: list[int] = field(init=False)
@@ -55,7 +56,7 @@ class Steps:
         ended = any(
             token in self.ends and heeds for token, heeds in zip(self.tokens, self.heeds, strict=True)
         )
-        if ended or min(self.tokens) < 0 or after.made >= self.most or self.stop:
+        if ended or min(self.tokens) < 0 or after.made >= self.most:
             return after, False
         after.positions = self.lengths
         after.lengths = [length + 1 for length in self.lengths]
@@ -64,7 +65,7 @@ class Steps:
         ]
         after.slots = [PAGE * page + place % PAGE for page, place in zip(pages, self.lengths, strict=True)]
         after.numbers = self.following(after.made)
-        return after, True
+        return after, after.made < self.pause and not self.stop
 
     def run(self) -> tuple[Steps, bool]:
         def ints(values: object) -> Any:
@@ -74,7 +75,7 @@ class Steps:
         ways[:, NUMBER] = self.numbers
         numbers = [self.following(step) for step in range(self.most)]
         changed = [ints(self.positions), ints(self.slots), ints(self.lengths), tvm.runtime.tensor(ways)]
-        changed += [ints(self.taken), ints([self.made, self.most])]
+        changed += [ints(self.taken), ints([self.made, self.pause, self.most])]
         fixed = [
             ints(self.tokens),
             ints(self.starts),
@@ -82,8 +83,8 @@ class Steps:
             tvm.runtime.tensor(np.array(numbers)),
         ]
         fixed += [ints(self.heeds), ints(np.array(self.ends, np.int32)), ints([self.stop])]
-        more: Any = tvm.runtime.tensor(np.zeros((), np.bool_))
-        module().library["follow"](*fixed, *changed, more)
+        again: Any = tvm.runtime.tensor(np.zeros((), np.bool_))
+        module().library["follow"](*fixed, *changed, again)
         after, found = copy.deepcopy(self), [tensor.numpy() for tensor in changed]
         after.positions, after.slots, after.lengths = (array.tolist() for array in found[:3])
         after.numbers, after.taken, after.made = (
@@ -91,8 +92,11 @@ class Steps:
             found[4].tolist(),
             int(found[5][0]),
         )
-        assert (found[3][:, :NUMBER] == ways[:, :NUMBER]).all() and found[5][1] == self.most
-        return after, bool(more.numpy())
+        assert (found[3][:, :NUMBER] == ways[:, :NUMBER]).all() and found[5][1:].tolist() == [
+            self.pause,
+            self.most,
+        ]
+        return after, bool(again.numpy())
 
 
 def module() -> Module:
@@ -113,7 +117,8 @@ def steps(draw: st.DrawFn) -> Steps:
     ends = numbers(0, 40, draw(st.integers(0, 3)))
     stop = draw(st.sampled_from([0, 0, 0, 1]))
     made = draw(st.integers(0, most - 1))
-    return Steps(tokens, numbers(1, 70, size), made, most, numbers(0, 1, size), ends, stop)
+    pause = draw(st.sampled_from([made + 1, most, 99]))
+    return Steps(tokens, numbers(1, 70, size), made, most, numbers(0, 1, size), ends, stop, pause)
 
 
 @given(steps())

@@ -17,7 +17,17 @@ from tests.libharness import Session, compiled, golden, pack, tensor
 SCHEME = quant.SCHEMES["q0f32"]
 HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
 FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify"}
-ENTRIES = {"create_paged_kv_cache", "embed", "sample", "step", "step_prefill", "steps", *FORWARD, *HIDDEN}
+ENTRIES = {
+    "create_paged_kv_cache",
+    "embed",
+    "sample",
+    "step",
+    "step_on",
+    "step_prefill",
+    "steps",
+    *FORWARD,
+    *HIDDEN,
+}
 
 
 def calls() -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 
+from mlcbuild_runtime import bursts
 from mlcbuild_runtime.admission import answer_limit
 from mlcbuild_runtime.errors import EngineError, RequestError
 from mlcbuild_runtime.grammar import Grammars
@@ -30,7 +31,7 @@ from mlcbuild_runtime.sampling import Way
 from mlcbuild_runtime.schedule import Schedule
 from mlcbuild_runtime.sequence import Sequence, masks_of
 from mlcbuild_runtime.speculation import Checked, Speculation, fanned
-from mlcbuild_runtime.step import Onward, Step
+from mlcbuild_runtime.step import Step
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.threads import Task
 from mlcbuild_runtime.trace import Trace
@@ -244,10 +245,8 @@ class Engine:
         """Decoding without drafts: several steps at once, where nobody has to see the tokens between them."""
         sequences = [sequence for sequence, _ in parts]
         begun, before = time.perf_counter(), self._decode_steps
-        if (count := self._steps_at_once(sequences)) > 1:
-            self._burst(sequences, count)
-        else:
-            self._step(parts)
+        count = self._steps_at_once(sequences)
+        self._burst(sequences, count) if count > 1 else self._step(parts)
         if made := self._decode_steps - before:
             self._pace[len(parts)] = (time.perf_counter() - begun) / made
 
@@ -265,28 +264,30 @@ class Engine:
 
     def _burst(self, sequences: List[Sequence], count: int) -> None:
         """Up to `count` steps of decoding."""
-        begun = time.perf_counter()
-        step = Step.of([(s.tokens[-1:], s.length + 1, s.pages) for s in sequences], prompt=False)
-        ways = [way for sequence in sequences for way in sequence.ways(1)]
-        numbers = list(zip(*(sequence.numbers(count - 1) for sequence in sequences), strict=True))
-        heeds = [not sequence.request.ignore_eos for sequence in sequences]
+        begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
+        end = begun + TELL
         try:
             with self._turns:
-                made = self.model.steps(step, ways, Onward(numbers, heeds, self.tokenizer.eos))
+                if any(sequence.tended for sequence in sequences):
+                    news = lambda: not self._incoming.empty() or time.perf_counter() > end  # noqa: E731
+                    bursts.tended(self.model, sequences, count, news)
+                else:
+                    bursts.untended(self.model, sequences, count, self.tokenizer.eos)
         except Exception as error:  # whatever the library raises
-            self._fail(sequences, error)
-            return
+            failure = error
         computed = time.perf_counter()
-        self._decode_steps += len(made)
-        for sequence, tokens in zip(sequences, zip(*made, strict=True), strict=True):
-            self._schedule.computed(sequence, len(made))
-            self._tell(sequence, sequence.follow(tokens))
+        made = max(len(s.tokens) - old for s, old in zip(sequences, before, strict=True))
+        self._decode_steps += made
+        for sequence in sequences:
+            self._schedule.computed(sequence, 0)
+            self._tell(sequence, sequence.tell())
             self._schedule.trim(sequence)
-        parts = [(sequence, len(made)) for sequence in sequences]
+        if failure is not None:
+            self._fail([sequence for sequence in sequences if sequence in self._schedule.active], failure)
+        parts = [(sequence, made) for sequence in sequences]
         self._trace_step("decode", parts, (begun, computed, time.perf_counter()))
 
     def _fail(self, sequences: List[Sequence], error: Exception) -> None:
-        """A step has failed: its sequences end, and no others."""
         log.exception("a step has failed", exc_info=error)
         for sequence in sequences:
             self._end(sequence, sequence.failed(EngineError(f"the model has failed: {error}")))
@@ -304,7 +305,7 @@ class Engine:
             rows, chosen = logits[place : place + count], tokens[place : place + count]
             place += count
             if sequence.request.prompt_logprobs:
-                sequence.score(rows)
+                sequence.scores.add(rows, sequence.length - count + 1)
             if sequence.complete:
                 own = -1 - drafted - branched  # the first of its rows from which tokens are chosen
                 events = sequence.next(rows[own:], chosen[own:])

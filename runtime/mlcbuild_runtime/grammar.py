@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from mlcbuild_runtime import trial
 from mlcbuild_runtime.errors import RequestError
+from mlcbuild_runtime.step import Mask
 from mlcbuild_runtime.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 Floats = NDArray[np.float32]
-Mask = NDArray[np.int32]
 Kind = Literal["json_schema", "regex", "lark"]
 KEPT = 64
 """Compiled constraints that are kept: clients send the same ones again and again."""
@@ -130,10 +130,15 @@ class Matcher:
         self._mask = None
         _check(self._matcher)
 
+    @property
+    def forces(self) -> bool:
+        """Several bytes must come next."""
+        return len(self._matcher.compute_ff_bytes()) >= _WORTH
+
     def forced(self, count: int) -> list[int]:
         """Up to `count` tokens that spell what must come next: none where there is a choice, or where the
         tokenizer spells it with a space that must not be there."""
-        if len(self._matcher.compute_ff_bytes()) < _WORTH:
+        if not self.forces:
             return []
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
         return tokens[: self.accepted(tokens)]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 from mlcbuild_runtime.bundle import Manifest
-from mlcbuild_runtime.errors import BundleError
+from mlcbuild_runtime.errors import BundleError, SetupError
 from mlcbuild_runtime.fields import FieldError, Fields, Json, plain
 from mlcbuild_runtime.signature import Tensor, signature
 
 FORMAT = "mlcbuild-library/1"
+RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
 
 
 @dataclass(frozen=True)
@@ -72,3 +77,25 @@ def _agree(top: Fields, manifest: Manifest) -> None:
                     f"{manifest.library} was compiled with {key}.{name} = {json.dumps(theirs.get(name))},"
                     f" but bundle.json says {json.dumps(ours.get(name))}: build the bundle again"
                 )
+
+
+def find_runtime(path: Path, manifest: Manifest) -> Path:
+    """The TVM runtime library: in the bundle, named by RUNTIME_VARIABLE, or beside an installed tvm. Raises
+    SetupError."""
+    name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
+    if f"lib/{name}" in manifest.files:
+        return path / "lib" / name
+    named = os.environ.get(RUNTIME_VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise SetupError(f"{RUNTIME_VARIABLE} is '{named}', which is not a file")
+        return Path(named)
+    spec = find_spec("tvm")
+    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+        candidate = Path(place, "lib", name)
+        if candidate.is_file():
+            return candidate
+    raise SetupError(
+        f"{path}: the bundle brings no TVM runtime (lib/{name}) and this machine has none: set"
+        f" {RUNTIME_VARIABLE} to a {name} of version {manifest.tools.get('apache-tvm', 'unknown')}"
+    )

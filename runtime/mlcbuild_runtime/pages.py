@@ -141,3 +141,24 @@ class Pages:
             if not node.users:
                 del self._nodes[node.page], self._idle[node.page]
                 self._free.append(node.page)
+
+
+class Keys:
+    """Of the pages of one sequence, in order.
+
+    Pages with tokens of the answer have a key of this sequence's own: another request prefills these tokens,
+    and the kernels of prefill and decode need not round alike. So no answer depends on what the cache happens
+    to hold.
+    """
+
+    def __init__(self, prompt: int) -> None:
+        """`prompt`: its tokens."""
+        self._prompt, self._made = prompt, list[Key]()
+
+    def of(self, tokens: Sequence[int], length: int, page_size: int, own: int) -> Sequence[Key]:
+        """Of the pages that the first `length` tokens fill, which are the same ones each time. `own`: a
+        number less than 0 that no other sequence has."""
+        for end in range((len(self._made) + 1) * page_size, length + 1, page_size):
+            block = tuple(tokens[end - page_size : end])
+            self._made.append((own, *block) if end > self._prompt else block)
+        return self._made[: length // page_size]

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.int32]
+"""Bits of tokens that may be chosen, from the lowest on, in no fewer words than the vocabulary takes."""
+
 
 class Step(NamedTuple):
     """New tokens of some sequences, as ragged rows, and where their keys and values live.
@@ -80,3 +86,12 @@ class Onward(NamedTuple):
     heeds: Sequence[bool]
     """Of each sequence: no step follows once it has an end."""
     ends: Collection[int]
+
+
+class Further(NamedTuple):
+    """What a step of decoding has that follows another one, with the same sequences."""
+
+    tokens: Sequence[int]
+    numbers: Sequence[float]
+    """The random number of each way."""
+    masks: Sequence[tuple[int, Mask]]

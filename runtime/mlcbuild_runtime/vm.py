@@ -10,11 +10,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import cached_property
-from importlib.util import find_spec
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from operator import add
 from pathlib import Path
@@ -28,7 +26,7 @@ from mlcbuild_runtime import binary, bundle, library, machine, tensors
 from mlcbuild_runtime.bundle import Limits, Manifest
 from mlcbuild_runtime.errors import BundleError, SetupError
 from mlcbuild_runtime.sampling import SKIPPED, WAY, Way
-from mlcbuild_runtime.step import Onward, Step
+from mlcbuild_runtime.step import Further, Mask, Onward, Step
 from mlcbuild_runtime.threads import Workers
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
@@ -38,13 +36,10 @@ import tvm_ffi
 SPINS = 2000
 """Times that an idle worker of TVM's pool looks for work before it sleeps: about a millisecond, which spans
 the gaps within a step. TVM's own 300,000 take the time of others where cores are shared."""
-RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
 _CPU, _POOLED = 1, 2
 """DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
 
 Floats = NDArray[np.float32]
-Mask = NDArray[np.int32]
-"""Bits of tokens that may be chosen, from the lowest on, in no fewer words than the vocabulary takes."""
 MOST_STEPS = 16
 """That are one call of the library."""
 TABLE = 64
@@ -78,6 +73,8 @@ class _Numbers:
 
 
 _LINE = tensors.ALIGNMENT // 4
+_MASKS = 3
+"""Which argument of `step_on` the masks are."""
 
 
 class _Choice:
@@ -94,10 +91,13 @@ class _Loop:
 
     def __init__(self, rows: int) -> None:
         self.numbers = tensors.aligned(np.zeros((MOST_STEPS, rows)))
-        self.heeds, self.taken, self.state = (
-            tensors.aligned(np.zeros(shape, np.int32)) for shape in (rows, (MOST_STEPS, rows), 2)
+        self.tokens, self.heeds, self.taken, self.state = (
+            tensors.aligned(np.zeros(shape, np.int32)) for shape in (rows, rows, (MOST_STEPS, rows), 3)
         )
-        self.tensors = [tvm_ffi.from_dlpack(a) for a in (self.numbers, self.heeds, self.taken, self.state)]
+        again = tensors.aligned(np.zeros(1, np.bool_))[0:1].reshape(())
+        self.next = tvm_ffi.from_dlpack(self.tokens)
+        self.fixed = [tvm_ffi.from_dlpack(array) for array in (self.numbers, self.heeds)]
+        self.changed = [tvm_ffi.from_dlpack(array) for array in (self.taken, self.state, again)]
 
 
 class _Masks:
@@ -119,6 +119,10 @@ class _Masks:
         return self._tensor
 
 
+def _rows_of(logits: tvm_ffi.Tensor) -> Floats:
+    return cast(Floats, np.from_dlpack(logits)[0])
+
+
 def _rows(rows: Sequence[object], one: object) -> tvm_ffi.Tensor:
     """int32, with as many rows, each like `one`."""
     return tvm_ffi.from_dlpack(tensors.aligned(np.array(rows or [one], np.int32))[: len(rows)])
@@ -136,8 +140,8 @@ class Model:
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
         self._numbers, self._table = _Numbers(), _Numbers()
         self._create_cache = self._function("create_paged_kv_cache")
-        names = "step", "step_prefill", "steps", "sample"
-        self._step, self._prefill, self._steps, self._sample = map(self._function, names)
+        names = "step", "step_prefill", "step_on", "steps", "sample"
+        self._step, self._prefill, self._step_on, self._steps, self._sample = map(self._function, names)
         self._unforked = _rows([], (0, 0, 0))
         self._choices: dict[int, _Choice] = {}
         self._loops: dict[int, _Loop] = {}
@@ -201,29 +205,52 @@ class Model:
             batch.append(_rows(step.forks, (0, 0, 0)) if step.forks else self._unforked)
         with self._workers():
             logits = function(tokens, rows, *choice.tensors, self._masks.tensor(masks), *batch, self._params)
-        return cast(Floats, np.from_dlpack(logits)[0]), choice.tokens.tolist()
+        return _rows_of(logits), choice.tokens.tolist()
 
     def steps(self, step: Step, ways: Sequence[Way], onward: Onward) -> list[list[int]]:
         """Tokens of a step of decoding and of those that follow it, up to MOST_STEPS in all: of each step, of
         each sequence, which has pages for them. There are fewer steps where a sequence comes to its end,
         where logits are not numbers, after `halt`, and while it is not clear how many threads the machine has
         room for."""
-        tokens, rows, batch = self._inputs(step)
+        count = 1 + len(onward.numbers) if self._workers().settled else 1
+        loop, given = self._onward(step, ways, onward, (0, count, count))
+        with self._workers():
+            self._steps(*given)
+        found: list[list[int]] = loop.taken[: loop.state[0]].tolist()
+        return found
+
+    def tended(
+        self, step: Step, ways: Sequence[Way], masks: Sequence[tuple[int, Mask]], count: int
+    ) -> Generator[tuple[Callable[[], Floats], list[int]], Further]:
+        """As `step` and what follows it, up to MOST_STEPS in all, for a caller that looks at each: gives what
+        `step` gives, the logits when they are asked for, and takes what is Further."""
+        onward = Onward([[0.0] * len(ways)] * (count - 1), [False] * len(ways), ())
+        loop, given = self._onward(step, ways, onward, (0, 1, count))
+        choice = self._choices[len(ways)]
+        with self._workers():
+            while True:
+                given[_MASKS] = self._masks.tensor(masks)
+                logits = self._step_on(*given)
+                further = yield partial(_rows_of, logits), loop.tokens.tolist()
+                loop.tokens[:], choice.ways[:, -1], masks = further
+                loop.state[1] += 1
+
+    def _onward(
+        self, step: Step, ways: Sequence[Way], onward: Onward, state: tuple[int, int, int]
+    ) -> tuple[_Loop, list[object]]:
+        """What a step and those after it work with, and as the library's functions take it."""
+        _, rows, batch = self._inputs(step)
         choice, loop = self._choice(ways), self._loops.get(len(ways))
         if loop is None:
             loop = self._loops[len(ways)] = _Loop(len(ways))
         if onward.ends != self._ends[0]:
             self._ends = onward.ends, _rows(sorted(onward.ends), 0)
-        count = 1 + len(onward.numbers) if self._workers().settled else 1
-        if count > 1:
-            loop.numbers[1:count] = onward.numbers[: count - 1]
-        loop.heeds[:], loop.state[:] = onward.heeds, (0, count)
-        numbers, heeds, taken, state = loop.tensors
-        follow = [numbers, heeds, self._ends[1], self._halted, taken, state]
-        with self._workers():
-            self._steps(tokens, rows, choice.tensors[0], *follow, *batch, self._params)
-        found: list[list[int]] = loop.taken[: loop.state[0]].tolist()
-        return found
+        if onward.numbers:
+            loop.numbers[1 : 1 + len(onward.numbers)] = onward.numbers
+        loop.tokens[:], loop.heeds[:], loop.state[:] = step.tokens, onward.heeds, state
+        follow = [*loop.fixed, self._ends[1], self._halted, *loop.changed]
+        own = [loop.next, rows, choice.tensors[0], self._masks.tensor(()), *follow]
+        return loop, [*own, *batch, self._params]
 
     def halt(self, wanted: bool = True) -> None:
         """No step follows the one that runs, until this is taken back. May be called from any thread."""
@@ -334,7 +361,7 @@ def _load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
             raise SetupError(f"TVM_NUM_THREADS is '{wanted}', which is not a number of at least 1")
         # A second copy of the library would end a process that has imported tvm.
         there = tvm_ffi.get_global_func("vm.builtin.alloc_shape_heap", allow_missing=True) is not None
-        _loaded.append(None if there else _load_library(_find_runtime(path, manifest)))
+        _loaded.append(None if there else _load_library(library.find_runtime(path, manifest)))
     return int(os.environ["TVM_NUM_THREADS"])
 
 
@@ -349,27 +376,6 @@ def _load_library(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         raise SetupError(f"{path}: the TVM runtime cannot be loaded: {error}") from None
-
-
-def _find_runtime(path: Path, manifest: Manifest) -> Path:
-    """The TVM runtime library: in the bundle, named by RUNTIME_VARIABLE, or beside an installed tvm."""
-    name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
-    if f"lib/{name}" in manifest.files:
-        return path / "lib" / name
-    named = os.environ.get(RUNTIME_VARIABLE)
-    if named:
-        if not Path(named).is_file():
-            raise SetupError(f"{RUNTIME_VARIABLE} is '{named}', which is not a file")
-        return Path(named)
-    spec = find_spec("tvm")
-    for place in (spec.submodule_search_locations or []) if spec is not None else []:
-        candidate = Path(place, "lib", name)
-        if candidate.is_file():
-            return candidate
-    raise SetupError(
-        f"{path}: the bundle brings no TVM runtime (lib/{name}) and this machine has none: set"
-        f" {RUNTIME_VARIABLE} to a {name} of version {manifest.tools.get('apache-tvm', 'unknown')}"
-    )
 
 
 def _open(path: Path) -> tvm_ffi.Module:

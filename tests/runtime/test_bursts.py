@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 from mlcbuild_runtime import engine as engines
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import EngineError
+from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.request import Event, Request
 from mlcbuild_runtime.sampling import Sampling, Way
 from mlcbuild_runtime.step import Onward, Step
@@ -22,7 +24,6 @@ from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.vm import MOST_STEPS, Model
 
 from . import toy
-from .stepwise import Stepwise
 from .test_engine import GREEDY, ask, drain, text_of, wait_idle
 
 WAYS = [Sampling(0.0), Sampling(1.0), Sampling(0.8, top_p=0.9), Sampling(1.5, top_k=9)]
@@ -34,6 +35,8 @@ class Counted(Model):
     """Notes how many steps each call made, and may take its time for each."""
 
     made: list[int]
+    tends: list[int]
+    """Of calls for sequences with constraints."""
     pause = 0.0
 
     def steps(self, step: Step, ways: Sequence[Way], onward: Onward) -> list[list[int]]:
@@ -41,6 +44,17 @@ class Counted(Model):
         found = super().steps(step, ways, onward)
         self.__dict__.setdefault("made", []).append(len(found))
         return found
+
+    def tended(self, *given: Any) -> Any:
+        steps, further = super().tended(*given), None
+        self.__dict__.setdefault("tends", []).append(0)
+        try:
+            while True:
+                found = next(steps) if further is None else steps.send(further)
+                self.tends[-1] += 1
+                further = yield found
+        finally:
+            steps.close()
 
 
 def greedy(prompt: list[int], count: int) -> Request:
@@ -135,7 +149,20 @@ def test_few_steps_while_threads_look_for_cores(toy_bundle: Path) -> None:
     assert len(model.steps(step, way, Onward([[0.0]] * 9, [True], ()))) == 10
 
 
-def requests(seed: int, limits: int) -> list[Request]:
+CONSTRAINTS = [
+    Constraint("regex", "([a-z]{1,9} ){2,30}", "response_format"),
+    Constraint("regex", "(one|two|three)(, (one|two|three))*", "response_format"),
+    Constraint("json_schema", '{"type": "array", "items": {"type": "integer"}}', "response_format"),
+    Constraint(
+        "json_schema",
+        '{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}',
+        "response_format",
+    ),
+]
+
+
+def requests(engine: Engine, seed: int, limits: int, share: float) -> list[Request]:
+    """`share`: of those with constraints."""
     source = random.Random(seed)
     found = []
     for _ in range(12):
@@ -143,31 +170,40 @@ def requests(seed: int, limits: int) -> list[Request]:
         prompt = tuple(source.randrange(256) for _ in range(size))
         stop = ("a",) if source.random() < 0.2 else ()
         sampling = replace(source.choice(WAYS), seed=source.randrange(99))
-        whole = Request(
-            prompt, source.randrange(1, limits - size), sampling, stop, ignore_eos=source.random() < 0.5
-        )
+        count, on = source.randrange(1, limits - size), source.random() < 0.5
+        whole = Request(prompt, count, sampling, stop, ignore_eos=on)
+        if source.random() < share:
+            compiled = engine.grammars.compiled(source.choice(CONSTRAINTS), message=False)
+            whole = replace(whole, constraint=compiled)
         found.append(whole)
     return [*found, replace(found[0], logprobs=1, max_tokens=9)]
 
 
 @pytest.mark.parametrize("max_pages", [None, 14])
-@pytest.mark.parametrize("seed", range(2))
-def test_answers_are_what_they_are_step_by_step(bundle: Path, seed: int, max_pages: int | None) -> None:
-    """With all that happens to requests: ends, stop strings, others that come and go, too few pages."""
+@pytest.mark.parametrize(("seed", "share"), [(0, 0), (1, 0), (2, 0.5), (3, 1), (4, 1)])
+def test_answers_are_what_they_are_step_by_step(
+    bundle: Path, seed: int, share: float, max_pages: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that happens to requests: ends, stop strings, constraints, others that come and go, too few
+    pages."""
 
-    def answers(kind: type[Model]) -> list[list[tuple[str, int, str | None]]]:
-        engine = begin(bundle, kind, max_pages)
+    def answers(tell: float) -> list[list[tuple[str, int, str | None]]]:
+        monkeypatch.setattr(engines, "TELL", tell)
+        engine = begin(bundle, Counted, max_pages)
+        assert isinstance(engine.model, Counted)
+        engine.model.made, engine.model.tends = [0], [0]
         context = min(engine.model.limits.context_window, engine.model.pages * 16, 200)
-        given = requests(seed, context)
+        given = requests(engine, seed, context, share)
         found = [drain(queue) for queue in [ask(engine, request) for request in given]]
         wait_idle(engine)
+        assert all(event.error is None for events in found for event in events)
         assert engine.state().free_pages == engine.state().pages
-        if kind is Counted:
-            assert isinstance(engine.model, Counted) and max(engine.model.made) > 2
+        assert (max(engine.model.made) > 2) == (tell > 1 and share < 1)
+        assert (max(engine.model.tends) > 2) == (tell > 1 and share > 0)
         assert engine.close()
         return [[(event.text, event.tokens, event.finish) for event in events] for events in found]
 
-    assert answers(Counted) == answers(Stepwise)
+    assert answers(60.0) == answers(1e-9)
 
 
 def test_an_answer_takes_few_calls(engine: Engine) -> None:

@@ -14,19 +14,21 @@ from mlcbuild.compiler.kernels.floats import kernel, size_var
 from mlcbuild.compiler.kernels.sampling_row import COLUMNS, NUMBER
 from mlcbuild.compiler.kernels.vectors import register
 
-MADE, MOST = 0, 1
-"""Columns of `state`: steps that are made, and how many there may be."""
+MADE, PAUSE, MOST = 0, 1, 2
+"""Columns of `state`: steps that are made, after how many the caller wants to see what they gave, and how
+many there may be."""
 
 
 def follow() -> PrimFunc:
     """(tokens int32 [n], page_indptr int32 [n + 1], page_table int32 [p], numbers float64 [k, n], heeds int32
     [n], ends int32 [e], stop int32 [1]; in place: positions, slots, lengths int32 [n], ways float64 [n,
-    COLUMNS], taken int32 [k, n], state int32 [2]) -> bool [], whether there is another step.
+    COLUMNS], taken int32 [k, n], state int32 [3], again bool []).
 
     `tokens` are what the step has chosen: they go to `taken`, and the others become those of the next step,
     whose random numbers are the next row of `numbers`. There is none after a sequence's last token, which is
-    one of `ends` where the sequence heeds them, or none at all; after `state[MOST]` steps; and when `stop` is
-    not 0, which may be written by anyone at any time.
+    one of `ends` where the sequence heeds them, or none at all; and after `state[MOST]` steps. `again`: there
+    is one, and it is to be made at once: not after `state[PAUSE]` steps, nor when `stop` is not 0, which may
+    be written by anyone at any time.
     """
     with kernel("follow") as made:
         n, many = size_var("n"), size_var("k")
@@ -42,8 +44,8 @@ def follow() -> PrimFunc:
         lengths = made.tensor("lengths", (n,), "int32")
         ways = made.tensor("ways", (n, COLUMNS), "float64")
         taken = made.tensor("taken", (many, n), "int32")
-        state = made.tensor("state", (2,), "int32")
-        more = made.tensor("more", (), "bool")
+        state = made.tensor("state", (3,), "int32")
+        again = made.tensor("again", (), "bool")
         with made.body():
             step = T.bind(state[MADE])
             going = register(T.Select(step + 1 < state[MOST], T.int32(1), T.int32(0)), 1, "int32")
@@ -55,13 +57,14 @@ def follow() -> PrimFunc:
                     over.set(T.Select(token == ends[end], over.value | heeds[row], over.value))
                 going.set(T.Select(over.value != 0, T.int32(0), going.value))
             T.buffer_store(state, step + 1, [MADE])
-            again = T.bind(T.And(going.value != 0, stop[0] == 0))
-            with T.If(again), T.Then(), T.serial(n) as row:
+            more = T.bind(going.value != 0)
+            with T.If(more), T.Then(), T.serial(n) as row:
                 position = T.bind(positions[row] + 1)
                 T.buffer_store(positions, position, [row])
                 page = T.bind(page_table[page_indptr[row] + position // PAGE])
                 T.buffer_store(slots, page * PAGE + position % PAGE, [row])
                 T.buffer_store(lengths, lengths[row] + 1, [row])
                 T.buffer_store(ways, numbers[step + 1, row], [row, NUMBER])
-            T.buffer_store(more, again, [])
+            paused = T.Or(step + 1 >= state[PAUSE], stop[0] != 0)
+            T.buffer_store(again, T.And(more, T.Not(paused)), [])
     return made.func

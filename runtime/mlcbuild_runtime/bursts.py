@@ -1,0 +1,59 @@
+"""Several steps of decoding, one after the other, before anybody is told of the first.
+
+All that is done between two steps finds its code and data in no cache, after the weights of a model have gone
+through them: the less there is, the better. Where the library chooses all tokens by itself it is one call;
+where sequences follow constraints, what a token means for the next one is seen to after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as List
+from itertools import chain
+
+import numpy as np
+
+from mlcbuild_runtime.sampling import Floats, Way
+from mlcbuild_runtime.sequence import Sequence, masks_of
+from mlcbuild_runtime.step import Further, Onward, Step
+from mlcbuild_runtime.vm import Model
+
+
+def untended(model: Model, sequences: List[Sequence], count: int, ends: Collection[int]) -> None:
+    """Up to `count` steps in which every sequence takes the token that the library has chosen. They have
+    pages for these, and one token to feed."""
+    numbers = list(zip(*(sequence.numbers(count - 1) for sequence in sequences), strict=True))
+    heeds = [not sequence.request.ignore_eos for sequence in sequences]
+    ways = list(chain.from_iterable(_ways(sequences)))
+    for tokens in model.steps(_step(sequences), ways, Onward(numbers, heeds, ends)):
+        _take(sequences, tokens, lambda: np.empty((len(sequences), 0), np.float32))
+
+
+def tended(model: Model, sequences: List[Sequence], count: int, enough: Callable[[], bool]) -> None:
+    """As `untended`, where each token decides what may follow it; until it is `enough`."""
+    ways = _ways(sequences)
+    steps = model.tended(_step(sequences), [way for (way,) in ways], masks_of(sequences, ways), count)
+    rows, tokens = next(steps)
+    for _ in range(count - 1):
+        going = _take(sequences, tokens, rows)
+        if not going or enough():
+            return
+        ways = _ways(sequences)
+        if any(way[0] < 0 for (way,) in ways):  # what is wrong is told after a step of its own
+            return
+        last = [sequence.tokens[-1] for sequence in sequences]
+        rows, tokens = steps.send(Further(last, [way[-1] for (way,) in ways], masks_of(sequences, ways)))
+    _take(sequences, tokens, rows)
+
+
+def _step(sequences: List[Sequence]) -> Step:
+    return Step.of([(s.tokens[-1:], s.length + 1, s.pages) for s in sequences], prompt=False)
+
+
+def _ways(sequences: List[Sequence]) -> list[list[Way]]:
+    return [sequence.ways(1) for sequence in sequences]
+
+
+def _take(sequences: List[Sequence], tokens: List[int], rows: Callable[[], Floats]) -> bool:
+    going = [s.take(token, rows, row) for row, (s, token) in enumerate(zip(sequences, tokens, strict=True))]
+    return all(going)  # after all have taken theirs

@@ -1,0 +1,165 @@
+"""Which tokens one request gets: by its logits, its sampling, its seed and its constraint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from copy import copy
+
+from mlcbuild_runtime.errors import ServingError
+from mlcbuild_runtime.grammar import Matcher, Trust
+from mlcbuild_runtime.request import Request
+from mlcbuild_runtime.sampling import (
+    NONE,
+    SKIPPED,
+    Choose,
+    Floats,
+    Numbers,
+    Way,
+    adjusted,
+    checked,
+    generator,
+)
+from mlcbuild_runtime.step import Mask
+
+
+class Chooser:
+    """Of one answer. A `place` is that of a token in the answer."""
+
+    def __init__(self, request: Request, choose: Choose, matcher: Matcher | None) -> None:
+        self._request, self._sampling, self._choose = request, request.sampling, choose
+        self._matcher, self._trust = matcher, Trust()
+        random = generator(request.sampling)
+        self._numbers, self._others = Numbers(random), Numbers(random.spawn(1)[0])
+        self._counts: Counter[int] = Counter()
+        self.mask: Mask | None = None
+        """Of tokens that may be chosen from the first row of the coming step that chooses any."""
+
+    @property
+    def plain(self) -> bool:
+        """By the library alone."""
+        return self._matcher is None and not self._sampling.adjusts
+
+    @property
+    def constrained(self) -> bool:
+        return self._matcher is not None
+
+    @property
+    def finished(self) -> bool:
+        """The constraint lets nothing but an end follow."""
+        return self._matcher is not None and self._matcher.finished
+
+    @property
+    def forces(self) -> bool:
+        """The constraint leaves no choice."""
+        return self._matcher is not None and self._matcher.forces
+
+    def way(self, place: int) -> Way:
+        """Of tokens that are chosen from all."""
+        return (*self._sampling.way, self._numbers.at(place))
+
+    def numbers(self, place: int, count: int) -> list[float]:
+        """The random numbers of so many ways from `place` on."""
+        return self._numbers.some(place, count)
+
+    def first_way(self, place: int) -> Way:
+        """Of the next token, from whose row only what the constraint allows is chosen, by `mask`. SKIPPED
+        where that is left to `token`."""
+        matcher = self._matcher
+        if matcher is None or self._tries(place):
+            return self.way(place)
+        if self._request.logprobs is not None:  # these are of all tokens
+            return SKIPPED
+        try:
+            self.mask = matcher.mask()
+        except ServingError:  # told by `token`
+            return SKIPPED
+        return (*self._sampling.way, self._others.at(place))
+
+    def _tries(self, place: int) -> bool:
+        """What the model wants is tried before the constraint's mask is computed."""
+        return self._trust.due(place) and not self._sampling.filters
+
+    def settles(self, chosen: int) -> bool:
+        """A token that was chosen for the next place is the one: nobody has to see the logits."""
+        return chosen >= 0 and (self._matcher is None or self.mask is not None)
+
+    def token(self, row: tuple[Floats, int], place: int) -> int:
+        """The next token, from a row of logits and what was chosen from it by `first_way`. Raises
+        ServingError."""
+        _, token = row
+        if self.mask is not None and token != NONE:
+            self.mask = None
+            return checked(token)
+        if self._matcher is not None or token < 0:
+            return self._choice(row, self._matcher, (place, []), self._trust)
+        return token
+
+    def guess(self, logits: Floats, place: int, draft: list[int]) -> int:
+        """A token after a draft that begins at `place`, from a draft model's logits. Raises ServingError."""
+        matcher = None if self._matcher is None else self._matcher.after(draft)
+        return self._choice((logits, NONE), matcher, (place, draft), copy(self._trust))
+
+    def add(self, token: int) -> None:
+        """The token is part of the answer. Raises ServingError."""
+        if self._matcher is not None:
+            self._matcher.take(token)
+        if self._sampling.adjusts:
+            self._counts[token] += 1
+
+    def prepare(self, place: int) -> None:
+        """The mask for a token's place, where one will be needed: the caches have the grammar now."""
+        if self._matcher is not None and not self._tries(place):
+            with suppress(ServingError):  # told when it is needed
+                self._matcher.mask()
+
+    def forced(self, count: int) -> list[int]:
+        """Up to `count` tokens that the constraint leaves no choice about."""
+        if self._matcher is None or self._request.logprobs is not None:  # only the model knows these
+            return []
+        return self._matcher.forced(count)
+
+    def allowed(self, draft: list[int]) -> list[int]:
+        """As much of a draft as the constraint allows."""
+        return draft if self._matcher is None else draft[: self._matcher.accepted(draft)]
+
+    def _choice(
+        self, row: tuple[Floats, int], matcher: Matcher | None, after: tuple[int, list[int]], trust: Trust
+    ) -> int:
+        """It depends on nothing else but the logits, the seed and how well the answer has followed its
+        constraint so far. after: where a draft begins, and the draft."""
+        (logits, chosen), counts, (place, draft) = row, self._counts, after
+        if self._sampling.adjusts:
+            counts = counts + Counter(draft) if draft else counts
+            logits = adjusted(logits, self._sampling, self._request.prompt, counts)
+        place += len(draft)
+        if matcher is not None:
+            return self._fitting((logits, chosen), matcher, trust, place)
+        return self._drawn(logits, self._numbers.at(place), chosen)
+
+    def _drawn(self, logits: Floats, number: float, chosen: int = NONE) -> int:
+        """Unless it was chosen before."""
+        if chosen == NONE:
+            (chosen,) = self._choose(logits[None], [(*self._sampling.way, number)])
+        return checked(chosen)
+
+    def _fitting(self, row: tuple[Floats, int], matcher: Matcher, trust: Trust, place: int) -> int:
+        """A token that the constraint allows, as likely as it is among these: what the model wants where that
+        is one of them, and else one that is chosen among them by another number (rejection sampling)."""
+        logits, chosen = row
+        if trust.due(place) and not self._sampling.filters and matcher.free:
+            token = self._drawn(logits, self._numbers.at(place), chosen)
+            trust.settle(place, fits := matcher.accepts(token))
+            if fits:
+                return token
+        tokens, logits = matcher.narrowed(logits)
+        chosen = self._drawn(logits, self._others.at(place))
+        return chosen if tokens is None else int(tokens[chosen])
+
+
+def second(logits: Floats, token: int) -> tuple[float, int]:
+    """How far a token's logit is ahead of the largest other one, and whose that is."""
+    # Without a copy of all logits.
+    sides = (0, logits[:token]), (token + 1, logits[token + 1 :])
+    height, other = max((float(side.max()), first + int(side.argmax())) for first, side in sides if len(side))
+    return float(logits[token]) - height, other
