@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as List
 from itertools import chain
 
-import numpy as np
-
 from mlcbuild_runtime.sampling import Floats, Way
 from mlcbuild_runtime.sequence import Sequence, masks_of
 from mlcbuild_runtime.step import Further, Onward, Step
@@ -26,7 +24,7 @@ def untended(model: Model, sequences: List[Sequence], count: int, ends: Collecti
     heeds = [not sequence.request.ignore_eos for sequence in sequences]
     ways = list(chain.from_iterable(_ways(sequences)))
     for tokens in model.steps(_step(sequences), ways, Onward(numbers, heeds, ends)):
-        _take(sequences, tokens, lambda: np.empty((len(sequences), 0), np.float32))
+        _take(sequences, tokens, _unseen)
 
 
 def tended(model: Model, sequences: List[Sequence], count: int, enough: Callable[[], bool]) -> None:
@@ -44,6 +42,10 @@ def tended(model: Model, sequences: List[Sequence], count: int, enough: Callable
         last = [sequence.tokens[-1] for sequence in sequences]
         rows, tokens = steps.send(Further(last, [way[-1] for (way,) in ways], masks_of(sequences, ways)))
     _take(sequences, tokens, rows)
+
+
+def _unseen() -> Floats:
+    raise AssertionError("the library has chosen")
 
 
 def _step(sequences: List[Sequence]) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 
@@ -21,6 +22,9 @@ from mlcbuild_runtime.sampling import (
     generator,
 )
 from mlcbuild_runtime.step import Mask
+
+Row = tuple[Callable[[], Floats], int]
+"""Logits, for those who ask for them, and the token that was chosen from them."""
 
 
 class Chooser:
@@ -80,11 +84,7 @@ class Chooser:
         """What the model wants is tried before the constraint's mask is computed."""
         return self._trust.due(place) and not self._sampling.filters
 
-    def settles(self, chosen: int) -> bool:
-        """A token that was chosen for the next place is the one: nobody has to see the logits."""
-        return chosen >= 0 and (self._matcher is None or self.mask is not None)
-
-    def token(self, row: tuple[Floats, int], place: int) -> int:
+    def token(self, row: Row, place: int) -> int:
         """The next token, from a row of logits and what was chosen from it by `first_way`. Raises
         ServingError."""
         _, token = row
@@ -98,7 +98,7 @@ class Chooser:
     def guess(self, logits: Floats, place: int, draft: list[int]) -> int:
         """A token after a draft that begins at `place`, from a draft model's logits. Raises ServingError."""
         matcher = None if self._matcher is None else self._matcher.after(draft)
-        return self._choice((logits, NONE), matcher, (place, draft), copy(self._trust))
+        return self._choice((lambda: logits, NONE), matcher, (place, draft), copy(self._trust))
 
     def add(self, token: int) -> None:
         """The token is part of the answer. Raises ServingError."""
@@ -123,37 +123,36 @@ class Chooser:
         """As much of a draft as the constraint allows."""
         return draft if self._matcher is None else draft[: self._matcher.accepted(draft)]
 
-    def _choice(
-        self, row: tuple[Floats, int], matcher: Matcher | None, after: tuple[int, list[int]], trust: Trust
-    ) -> int:
+    def _choice(self, row: Row, matcher: Matcher | None, after: tuple[int, list[int]], trust: Trust) -> int:
         """It depends on nothing else but the logits, the seed and how well the answer has followed its
         constraint so far. after: where a draft begins, and the draft."""
-        (logits, chosen), counts, (place, draft) = row, self._counts, after
+        counts, (place, draft) = self._counts, after
         if self._sampling.adjusts:
             counts = counts + Counter(draft) if draft else counts
-            logits = adjusted(logits, self._sampling, self._request.prompt, counts)
+            logits = adjusted(row[0](), self._sampling, self._request.prompt, counts)
+            row = (lambda: logits), row[1]
         place += len(draft)
         if matcher is not None:
-            return self._fitting((logits, chosen), matcher, trust, place)
-        return self._drawn(logits, self._numbers.at(place), chosen)
+            return self._fitting(row, matcher, trust, place)
+        return self._drawn(row, self._numbers.at(place))
 
-    def _drawn(self, logits: Floats, number: float, chosen: int = NONE) -> int:
+    def _drawn(self, row: Row, number: float) -> int:
         """Unless it was chosen before."""
+        logits, chosen = row
         if chosen == NONE:
-            (chosen,) = self._choose(logits[None], [(*self._sampling.way, number)])
+            (chosen,) = self._choose(logits()[None], [(*self._sampling.way, number)])
         return checked(chosen)
 
-    def _fitting(self, row: tuple[Floats, int], matcher: Matcher, trust: Trust, place: int) -> int:
+    def _fitting(self, row: Row, matcher: Matcher, trust: Trust, place: int) -> int:
         """A token that the constraint allows, as likely as it is among these: what the model wants where that
         is one of them, and else one that is chosen among them by another number (rejection sampling)."""
-        logits, chosen = row
         if trust.due(place) and not self._sampling.filters and matcher.free:
-            token = self._drawn(logits, self._numbers.at(place), chosen)
-            trust.settle(place, fits := matcher.accepts(token))
+            token = self._drawn(row, self._numbers.at(place))
+            trust.settle(place, fits := matcher.tries(token))
             if fits:
                 return token
-        tokens, logits = matcher.narrowed(logits)
-        chosen = self._drawn(logits, self._others.at(place))
+        tokens, logits = matcher.narrowed(row[0]())
+        chosen = self._drawn((lambda: logits, NONE), self._others.at(place))
         return chosen if tokens is None else int(tokens[chosen])
 
 

@@ -47,6 +47,9 @@ tenth of the time of choosing by bits."""
 _MANY = 3
 """Where no more than one of so many bytes of a mask is set, to pick tokens one by one takes less time than a
 pass over all, and to choose among them does, too."""
+_FEW = 512
+"""Tokens that begin one and the same text, at most: another one has to be longer. Where a mask has more,
+nobody has to ask what must come next."""
 _WORTH = 2
 """Bytes that must come next, at least, before it is asked which tokens spell them. One alone hardly ever is a
 token: it may begin a longer one."""
@@ -70,6 +73,10 @@ class Matcher:
         self._room: Floats | None = None
         self._mask: Mask | None = None
         """Of the next token."""
+        self._spelled: int | None = None
+        """Bytes that must come next."""
+        self._tried: int | None = None
+        """A token that was taken before anyone said so."""
 
     def allowed(self, size: int) -> NDArray[np.bool_]:
         """bool [size]: tokens that may come next; an end token only where the text is complete.
@@ -87,11 +94,24 @@ class Matcher:
     def free(self) -> bool:
         """Texts that fit go on in several ways. Where there is one, only the tokenizer's way to spell it is
         `allowed`."""
-        return not self._matcher.compute_ff_bytes()
+        return self._bytes_ahead == 0
+
+    @property
+    def _bytes_ahead(self) -> int:
+        if self._spelled is None:
+            self._spelled = len(self._matcher.compute_ff_bytes())
+        return self._spelled
 
     def accepts(self, token: int) -> bool:
         """Whether a token is `allowed`, where it is `free`; no end token is, here. A mask costs much more."""
         return token not in self._ends and self.accepted([token]) == 1
+
+    def tries(self, token: int) -> bool:
+        """As `accepts`, for a token that is taken next, if so: `take` has nothing more to do then."""
+        if token in self._ends or self._matcher.try_consume_tokens([token]) != 1:
+            return False
+        self._tried, self._mask, self._spelled = token, None, None
+        return True
 
     def narrowed(self, logits: Floats) -> tuple[NDArray[np.intp] | None, Floats]:
         """Where few tokens are `allowed`, these in order and their logits; else None, and logits like those
@@ -126,14 +146,19 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""
-        self._matcher.consume_token(token)
-        self._mask = None
-        _check(self._matcher)
+        tried, self._tried = self._tried, None
+        if tried != token:
+            assert tried is None
+            self._mask = self._spelled = None
+            if not self._matcher.consume_token(token):
+                _check(self._matcher)
 
     @property
     def forces(self) -> bool:
         """Several bytes must come next."""
-        return len(self._matcher.compute_ff_bytes()) >= _WORTH
+        if self._mask is not None and np.count_nonzero(self._mask) > _FEW:
+            return False
+        return self._bytes_ahead >= _WORTH
 
     def forced(self, count: int) -> list[int]:
         """Up to `count` tokens that spell what must come next: none where there is a choice, or where the

@@ -7,8 +7,6 @@ from collections.abc import Callable, Container
 from collections.abc import Sequence as List
 from itertools import accumulate
 
-import numpy as np
-
 from mlcbuild_runtime import tree
 from mlcbuild_runtime.choosing import Chooser, second
 from mlcbuild_runtime.drafts import Credit, Lookup, Odds, Prediction
@@ -31,8 +29,6 @@ from mlcbuild_runtime.tree import Branch
 
 FORCED = 15
 """Tokens that a constraint may force between two that the model chooses."""
-_NOWHERE = np.empty(0, np.float32)
-"""Logits that nobody looks at."""
 STOPPING = 4
 """Steps of decoding at once, at most, where a text may end the answer: those after it are in vain."""
 
@@ -154,13 +150,15 @@ class Sequence:
         chooser = self._chooser
         self.length += 1
         try:
-            logits = _NOWHERE if chooser.settles(chosen) else rows()[row]
-            self._add(token := chooser.token((logits, chosen), self.answered))
+            self._add(token := chooser.token((lambda: rows()[row], chosen), self.answered))
         except ServingError as error:
             self._fault = error
             return False
         self._untold += 1
-        return not self._is_end(token) and not chooser.finished and not chooser.forces
+        if self._is_end(token) or chooser.finished:
+            return False
+        chooser.prepare(self.answered)
+        return not chooser.forces
 
     def tell(self) -> list[Event]:
         """Events of the tokens that `take` has taken."""
@@ -254,7 +252,8 @@ class Sequence:
 
     def _next(self, row: tuple[Floats, int], guesses: Container[int]) -> Event:
         """From a row of logits and what was chosen from it by `ways`."""
-        token = self._chooser.token(row, self.answered)
+        logits, chosen = row
+        token = self._chooser.token((lambda: logits, chosen), self.answered)
         if token in guesses:
             self.accepted += 1
             self.rejected -= 1
@@ -262,7 +261,7 @@ class Sequence:
         event = self._told(self.answered - 1)
         if self.request.logprobs is None:
             return event
-        logprob, alternatives = logprobs(row[0], token, self.request.logprobs)
+        logprob, alternatives = logprobs(logits, token, self.request.logprobs)
         return event._replace(logprob=logprob, alternatives=alternatives)
 
     def _add(self, token: int) -> None:
