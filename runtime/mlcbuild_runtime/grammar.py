@@ -77,6 +77,8 @@ class Matcher:
         """Bytes that must come next."""
         self._tried: int | None = None
         """A token that was taken before anyone said so."""
+        self.finished = bool(matcher.is_stopped())
+        """Nothing but an end token may follow."""
 
     def allowed(self, size: int) -> NDArray[np.bool_]:
         """bool [size]: tokens that may come next; an end token only where the text is complete.
@@ -131,7 +133,7 @@ class Matcher:
 
     def _bits(self) -> NDArray[np.uint8]:
         begun, matcher = time.thread_time(), self._matcher
-        bits = bytearray(matcher.compute_bitmask())
+        bits: bytes | bytearray = matcher.compute_bitmask()
         if (seconds := time.thread_time() - begun) > STEP_SECONDS:
             raise RequestError(
                 f"the constraint cannot be followed: it took {seconds:.2f} s to see which tokens may come"
@@ -140,6 +142,7 @@ class Matcher:
             )
         _check(matcher)
         if any(bits[end >> 3] >> (end & 7) & 1 for end in self._ends):  # one end is as good as another
+            bits = bytearray(bits)
             for end in self._ends:
                 bits[end >> 3] |= 1 << (end & 7)
         return np.frombuffer(bits, np.uint8)
@@ -152,6 +155,7 @@ class Matcher:
             self._mask = self._spelled = None
             if not self._matcher.consume_token(token):
                 _check(self._matcher)
+        self.finished = bool(self._matcher.is_stopped())
 
     @property
     def forces(self) -> bool:
@@ -178,11 +182,6 @@ class Matcher:
         for token in tokens:
             other.take(token)
         return other
-
-    @property
-    def finished(self) -> bool:
-        """Nothing but an end token may follow."""
-        return bool(self._matcher.is_stopped())
 
 
 class Trust:

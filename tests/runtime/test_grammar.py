@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlcbuild_runtime import trial
+from mlcbuild_runtime import grammar, trial
 from mlcbuild_runtime.errors import RequestError, SetupError
 from mlcbuild_runtime.fields import Json
 from mlcbuild_runtime.formats import response_format, schema_constraint
@@ -264,10 +264,36 @@ def test_masks_and_questions_agree(name: str, constraint: Constraint, seed: int,
         else:
             assert tokens.tolist() == allowed.nonzero()[0].tolist()
             assert np.array_equal(narrowed, logits[tokens])
-        token = int(draws.choice(allowed.nonzero()[0]))
+        token, other = int(draws.choice(allowed.nonzero()[0])), matcher.after([])
+        if matcher.free and draws.random() < 0.5:  # asked and taken at once
+            wrong = [token for token in range(SIZE) if not allowed[token]]
+            assert not any(matcher.tries(int(token)) for token in draws.permutation(wrong)[:3])
+            assert matcher.tries(token) == (token not in ends)
         matcher.take(token)
+        other.take(token)
+        assert matcher.finished == other.finished and np.array_equal(matcher.mask(), other.mask())
         if matcher.finished:
             break
+
+
+@pytest.mark.parametrize("few", [8, 1 << 20])
+def test_what_must_come_next_is_the_same_with_and_without_a_mask(
+    few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a mask has many tokens nobody has to ask."""
+    monkeypatch.setattr(grammar, "_FEW", few)
+    draws, asked = np.random.default_rng(3), 0
+    for pattern in ("(first|second){9}", "[a-z]{2}abc[0-9]xyz", r"\d+, hello .*", "a{9}b*"):
+        found = GRAMMARS["json"].compiled(Constraint("regex", pattern, "x"), message=False).matcher()
+        while not found.finished:
+            forces = len(found._matcher.compute_ff_bytes()) >= 2
+            asked += forces
+            assert found.after([]).forces == forces
+            allowed = found.allowed(SIZE).nonzero()[0]
+            found.mask()
+            assert found.forces == forces
+            found.take(int(draws.choice(allowed)))
+    assert asked > 5
 
 
 def sequence(choose: Choose, pattern: str, sampling: Sampling) -> Sequence:
