@@ -268,9 +268,10 @@ class Engine:
         end = begun + TELL
         try:
             with self._turns:
+                self._turns.may_hurry(self.model.halt)
                 if any(sequence.tended for sequence in sequences):
-                    news = lambda: not self._incoming.empty() or time.perf_counter() > end  # noqa: E731
-                    bursts.tended(self.model, sequences, count, news)
+                    enough = lambda: self.model.halted or time.perf_counter() > end  # noqa: E731
+                    bursts.tended(self.model, sequences, count, enough)
                 else:
                     bursts.untended(self.model, sequences, count, self.tokenizer.eos)
         except Exception as error:  # whatever the library raises

@@ -24,6 +24,10 @@ DOUBT = 60.0
 Clock = Callable[[], float]
 
 
+def _no_hurry() -> None:
+    """Nothing can be shortened."""
+
+
 class Turns:
     """A lock that is handed to whoever has waited longest.
 
@@ -34,6 +38,7 @@ class Turns:
     def __init__(self) -> None:
         self._lock, self._busy = threading.Lock(), False
         self._waiting: deque[threading.Lock] = deque()
+        self._hurry: Callable[[], None] = _no_hurry
 
     def __enter__(self) -> None:
         with self._lock:
@@ -43,10 +48,19 @@ class Turns:
             gate = threading.Lock()
             gate.acquire()
             self._waiting.append(gate)
+            self._hurry()
         gate.acquire()
+
+    def may_hurry(self, hurry: Callable[[], None]) -> None:
+        """Who has the turn may end it sooner: `hurry` is called if somebody waits, by whom it may be."""
+        with self._lock:
+            self._hurry = hurry
+            if self._waiting:
+                hurry()
 
     def __exit__(self, *_error: object) -> None:
         with self._lock:
+            self._hurry = _no_hurry
             if self._waiting:
                 self._waiting.popleft().release()
             else:

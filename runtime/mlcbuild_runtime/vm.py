@@ -256,6 +256,10 @@ class Model:
         """No step follows the one that runs, until this is taken back. May be called from any thread."""
         self._halt[0] = wanted
 
+    @property
+    def halted(self) -> bool:
+        return bool(self._halt[0])
+
     def forward(self, step: Step) -> Floats:
         """The logits of `step`: no tokens are chosen."""
         return self.step(step, [SKIPPED] * len(step.rows))[0]

@@ -241,3 +241,32 @@ def test_turns_are_taken_in_order() -> None:
     assert order == list(range(5))
     with turns:
         pass
+
+
+def test_who_waits_for_a_turn_hurries_who_has_it() -> None:
+    turns, calls = Turns(), list[str]()
+
+    def work(name: str) -> None:
+        with turns:
+            turns.may_hurry(lambda: calls.append(name))
+
+    def wait(number: int) -> None:
+        end = time.monotonic() + 60
+        while len(turns._waiting) < number:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    with turns:
+        turns.may_hurry(lambda: calls.append("first"))
+        assert not calls
+        threads = [threading.Thread(target=work, args=(name,)) for name in ("second", "third")]
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            wait(number)
+        assert calls == ["first", "first"]
+    for thread in threads:
+        thread.join(60)
+    assert calls == ["first", "first", "second"], "the third waited when the second came"
+    with turns:
+        turns.may_hurry(lambda: calls.append("last"))
+    assert calls[3:] == []
