@@ -78,7 +78,8 @@ class Fields:
         return self.value[key]
 
     def _path(self, key: str) -> str:
-        return f"'{self.name.strip(chr(39))}.{key}'" if self.name else f"'{key}'"
+        shown = key if key.isprintable() else repr(key)[1:-1]  # what a document says is one line here
+        return f"'{self.name.strip(chr(39))}.{shown}'" if self.name else f"'{shown}'"
 
     def _wrong(self, key: str, wanted: str, found: Json) -> FieldError:
         return FieldError(f"{self._path(key)} must be {wanted}, found {describe(found)}")

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mlcbuild_runtime import bundle, weights
 from mlcbuild_runtime.bundle import Manifest
@@ -327,6 +327,8 @@ JSON = st.recursive(
 
 
 @given(value=JSON, place=st.integers(0, 200))
+@example(value={"\n": None}, place=19)
+@example(value={"\n": None}, place=119)
 def test_any_value_in_any_place_gives_a_manifest_or_a_sentence(value: Json, place: int) -> None:
     """One value of a good manifest replaced by any other."""
     good = sample().to_json()
