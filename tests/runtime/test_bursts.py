@@ -18,6 +18,7 @@ from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import EngineError
 from mlcbuild_runtime.grammar import Constraint
 from mlcbuild_runtime.request import Event, Request
+from mlcbuild_runtime.role import Role
 from mlcbuild_runtime.sampling import Sampling, Way
 from mlcbuild_runtime.step import Onward, Step
 from mlcbuild_runtime.text import Tokenizer
@@ -72,9 +73,9 @@ def settle(model: Model) -> None:
     model._workers()._ended = time.perf_counter()
 
 
-def begin(bundle: Path, kind: type[Model], max_pages: int | None = None) -> Engine:
+def begin(bundle: Path, kind: type[Model], max_pages: int | None = None, role: Role | None = None) -> Engine:
     model = kind.load(bundle, max_pages=max_pages)
-    return Engine(model, Tokenizer.load(bundle, model.manifest.serving)).start()
+    return Engine(model, Tokenizer.load(bundle, model.manifest.serving), role=role).start()
 
 
 @pytest.fixture(params=["toy_bundle", "tiny_bundle", "window_bundle"])
@@ -247,6 +248,61 @@ def test_news_halt_the_model(engine: Engine) -> None:
     assert calls.count(True) == count + 1
     engine.close()
     assert calls.count(True) >= count + 2
+
+
+class Watched(Counted):
+    """Notes who halts it, and the order of its calls."""
+
+    def halt(self, wanted: bool = True) -> None:
+        self.__dict__.setdefault("by", set()).add(threading.current_thread().name if wanted else "")
+        super().halt(wanted)
+
+    def step(self, step: Step, ways: Sequence[Way], masks: Any = ()) -> Any:
+        self.__dict__.setdefault("calls", []).append("p" if step.prompt else 1)
+        return super().step(step, ways, masks)
+
+    def steps(self, step: Step, ways: Sequence[Way], onward: Onward) -> list[list[int]]:
+        found = super().steps(step, ways, onward)
+        self.__dict__.setdefault("calls", []).append(len(found))
+        return found
+
+
+def test_who_waits_for_a_turn_halts_the_model_that_has_it(toy_bundle: Path) -> None:
+    role = Role()
+    engine = begin(toy_bundle, Watched, role=role)
+    assert isinstance(engine.model, Watched)
+    engine.model.pause = 0.02
+
+    def wait() -> None:
+        for _ in range(10):
+            with role.turns:
+                time.sleep(0.001)
+
+    other = threading.Thread(target=wait, name="other")
+    events = ask(engine, greedy([1], 120))
+    events.get(timeout=30)
+    other.start()
+    assert text_of(drain(events)) in text(engine, [1], 120)
+    other.join(30)
+    assert "other" in engine.model.__dict__["by"]
+    assert engine.close()
+
+
+def test_prompts_are_not_kept_waiting(toy_bundle: Path) -> None:
+    """While there is a prompt to compute, there is one step of decoding between two chunks of it."""
+    engine = begin(toy_bundle, Watched)
+    first = ask(engine, greedy([1], 200))
+    first.get(timeout=30)
+    calls = engine.model.__dict__["calls"]
+    before = len(calls)
+    drain(ask(engine, greedy([2] * 200, 5)))
+    drain(first)
+    own = calls[before:]
+    prompts = [place for place, call in enumerate(own) if call == "p"]
+    assert len(prompts) >= 6, "chunks of 32 tokens"
+    assert set(own[prompts[0] : prompts[-1]]) <= {"p", 1}
+    assert max(call for call in calls if call != "p") > 2
+    assert engine.close()
 
 
 class Broken(Model):
