@@ -134,10 +134,13 @@ class Sequence:
         request, ready = self.request, self.length + 1 == len(self.tokens) and not self.draft
         if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:
             return 0
-        limits = [(request.max_tokens or 0) - self.answered]
-        if self.ticket.room is not None:
-            limits.append(self.ticket.room)
-        return min(*limits, STOPPING) if request.stop else min(limits)
+        return min(self.left, STOPPING) if request.stop else self.left
+
+    @property
+    def left(self) -> int:
+        """Tokens that the answer, and the client's window, have room for."""
+        left, room = (self.request.max_tokens or 0) - self.answered, self.ticket.room
+        return left if room is None else min(left, room)
 
     @property
     def tended(self) -> bool:

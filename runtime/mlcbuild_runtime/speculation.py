@@ -81,7 +81,8 @@ class Speculation:
         willing = [
             (sequence, wanted)
             for sequence in sequences
-            if self.concerns(sequence) and (wanted := _limit(sequence, self._tokens)) > 0
+            if self.concerns(sequence)
+            and (wanted := min(sequence.credit.wanted(self._tokens), sequence.left - 1)) > 0
         ]
         wanted_in_all = sum(wanted for _, wanted in willing)
         room = self._prices.best(rows, min(room, wanted_in_all)) if room > 0 and willing else room
@@ -163,14 +164,6 @@ class Speculation:
         """Answers do not need drafts."""
         log.exception("the draft bundle has failed and is not used any more")
         self._drafter = None
-
-
-def _limit(sequence: Sequence, most: int) -> int:
-    """Tokens to draft for it now, at most; 0: none."""
-    limits = [(sequence.request.max_tokens or 0) - sequence.answered - 1]
-    if sequence.ticket.room is not None:
-        limits.append(sequence.ticket.room - 1)
-    return max(0, min(sequence.credit.wanted(most), *limits))
 
 
 def _predicted(sequence: Sequence, count: int) -> list[int]:

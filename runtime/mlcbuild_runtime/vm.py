@@ -94,7 +94,7 @@ class _Loop:
         self.tokens, self.heeds, self.taken, self.state = (
             tensors.aligned(np.zeros(shape, np.int32)) for shape in (rows, rows, (MOST_STEPS, rows), 3)
         )
-        again = tensors.aligned(np.zeros(1, np.bool_))[0:1].reshape(())
+        again = tensors.aligned(np.zeros(1, np.bool_)).reshape(())
         self.next = tvm_ffi.from_dlpack(self.tokens)
         self.fixed = [tvm_ffi.from_dlpack(array) for array in (self.numbers, self.heeds)]
         self.changed = [tvm_ffi.from_dlpack(array) for array in (self.taken, self.state, again)]

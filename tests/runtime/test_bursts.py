@@ -214,6 +214,26 @@ def test_an_answer_takes_few_calls(engine: Engine) -> None:
     assert engine.state().decode_steps == 99
 
 
+def test_texts_that_may_end_an_answer_are_looked_for_often(engine: Engine) -> None:
+    """What comes after one is computed in vain."""
+    drain(ask(engine, replace(greedy([1, 2], 100), stop=("never there",))))
+    assert isinstance(engine.model, Counted) and max(engine.model.made) == 4
+
+
+class Halted(Counted):
+    halted = property(lambda _: True)
+
+
+def test_who_comes_ends_the_steps_of_constraints_too(toy_bundle: Path) -> None:
+    for kind in (Counted, Halted):
+        engine = begin(toy_bundle, kind)
+        compiled = engine.grammars.compiled(CONSTRAINTS[0], message=False)
+        drain(ask(engine, replace(greedy([1, 2], 60), constraint=compiled)))
+        assert isinstance(engine.model, Counted)
+        assert (max(engine.model.tends) == 1) == (kind is Halted)
+        assert engine.close()
+
+
 def test_slow_steps_are_told_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(engine.model, Counted)
     monkeypatch.setattr(engines, "TELL", 1e-9)
