@@ -19,6 +19,9 @@ from tests import buckets, registries
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+# As the runtime has it. TVM's own 300,000 take the time of others, where more processes test than cores.
+os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "2000")
+
 # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C would reach no test.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

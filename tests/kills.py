@@ -114,7 +114,7 @@ class Site:
     def finish(self, process: subprocess.Popen[str], code: int | None = 0) -> str:
         _, text = process.communicate(timeout=250)
         assert code is None or process.returncode == code, text
-        assert "Traceback" not in text
+        assert "Traceback" not in text, text
         return text
 
     def complete(self) -> None:

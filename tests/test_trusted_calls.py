@@ -18,9 +18,9 @@ SCHEME = quant.SCHEMES["q0f32"]
 HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
 FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify"}
 ENTRIES = {
+    "choose",
     "create_paged_kv_cache",
     "embed",
-    "sample",
     "step",
     "step_on",
     "step_prefill",

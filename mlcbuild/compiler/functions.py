@@ -37,7 +37,7 @@ def build(decoder: Decoder) -> IRModule:
         _hidden_states(decoder, trunk, f"{name}_to_last_hidden_states", batched)
     for name, batched in (("decode", False), ("batch_decode", True)):
         _decode(decoder, trunk, name, batched)
-    _sample(decoder)
+    _choose(decoder)
     step = _step(decoder, trunk, "step", drafts=True)
     emit_steps(decoder.builder, step, partial(_sequences, decoder), decoder.attributes())
     _step(decoder, trunk, "step_prefill", drafts=False)
@@ -116,18 +116,20 @@ def _decode(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool) -> Non
         builder.emit_func_output(_reshaped(builder, logits._expr, (b, 1, decoder.config.vocab_size)))
 
 
-def _sample(decoder: Decoder) -> None:
-    """Sets tokens: (logits [., ., v] as forward functions give them, ways float64 [q, COLUMNS], tokens int32
-    [q])."""
-    builder, q = decoder.builder, size("q")
-    logits = variable("logits", (size("groups"), size("places"), size("v")), "float32")
-    given = [logits, variable("ways", (q, COLUMNS), "float64"), variable("tokens", (q,), "int32")]
-    with builder.function("sample", given, decoder.attributes(), pure=False):
-        builder.emit_func_output(decoder.parts.sample(*map(handle, given))._expr)
+def _choose(decoder: Decoder) -> None:
+    """Sets tokens: (logits [q, v], which become masked, ways float64 [q, COLUMNS], tokens int32 [q], masks
+    int32 [m, w]) -> logits."""
+    builder, parts, q, width = decoder.builder, decoder.parts, size("q"), size("v")
+    logits, ways = variable("logits", (q, width), "float32"), variable("ways", (q, COLUMNS), "float64")
+    tokens, masks = variable("tokens", (q,), "int32"), variable("masks", (size("m"), size("w")), "int32")
+    with builder.function("choose", [logits, ways, tokens, masks], decoder.attributes(), pure=False):
+        masked = parts.masked(handle(logits), handle(masks))
+        shaped = _reshaped(builder, masked._expr, (1, q, width))
+        builder.emit_func_output(parts.chosen(*map(handle, (shaped, ways, tokens)))._expr)
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, name: str, drafts: bool) -> GlobalVar:
-    """What `embed`, a forward function and `sample` do, in one call: (tokens int32 [n], logit_positions int32
+    """What `embed`, a forward function and `choose` do, in one call: (tokens int32 [n], logit_positions int32
     [q], ways float64 [q, COLUMNS], chosen int32 [q] in place, masks int32 [m, w], batch ..., forks?, params)
     -> logits float32 [1, q, vocab], masked. Prompts have no forks; other rows get the bits of `decode`."""
     builder, parts, n, q = decoder.builder, decoder.parts, size("n"), size("q")

@@ -198,11 +198,6 @@ class Parts:
         found: Tensor = tensor_ir_inplace_op(func, func_name(func), [logits, ways, tokens], [0, 2], out)[0]
         return found
 
-    def sample(self, logits: Tensor, ways: Tensor, tokens: Tensor) -> Tensor:
-        """One token for each row, in place in `tokens`."""
-        func, out = sampling.sample(self.isa), Tensor.placeholder(tokens.shape, "int32")
-        return tensor_ir_inplace_op(func, func_name(func), [logits, ways, tokens], 2, out)
-
 
 def func_name(func: PrimFunc) -> str:
     return str(func.attrs[NAME])

@@ -7,13 +7,14 @@ where sequences follow constraints, what a token means for the next one is seen 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as List
 from itertools import chain
 
 from mlcbuild_runtime.sampling import Floats, Way
 from mlcbuild_runtime.sequence import Sequence, masks_of
-from mlcbuild_runtime.step import Further, Onward, Step
+from mlcbuild_runtime.step import Onward, Step
 from mlcbuild_runtime.vm import Model
 
 
@@ -27,20 +28,19 @@ def untended(model: Model, sequences: List[Sequence], count: int, ends: Collecti
         _take(sequences, tokens, _unseen)
 
 
-def tended(model: Model, sequences: List[Sequence], count: int, enough: Callable[[], bool]) -> None:
-    """As `untended`, where each token decides what may follow it; until it is `enough`."""
+def tended(model: Model, sequences: List[Sequence], count: int, until: float) -> None:
+    """As `untended`, where each token decides what may follow it. No step begins after `until`, a time of
+    time.perf_counter."""
     ways = _ways(sequences)
     steps = model.tended(_step(sequences), [way for (way,) in ways], masks_of(sequences, ways), count)
     rows, tokens = next(steps)
     for _ in range(count - 1):
-        going = _take(sequences, tokens, rows)
-        if not going or enough():
+        if not _take(sequences, tokens, rows) or model.halted or time.perf_counter() > until:
             return
-        ways = _ways(sequences)
-        if any(way[0] < 0 for (way,) in ways):  # what is wrong is told after a step of its own
+        further = [found for sequence in sequences if (found := sequence.further()) is not None]
+        if len(further) < len(sequences):  # what is wrong is told after a step of its own
             return
-        last = [sequence.tokens[-1] for sequence in sequences]
-        rows, tokens = steps.send(Further(last, [way[-1] for (way,) in ways], masks_of(sequences, ways)))
+        rows, tokens = steps.send(further)
     _take(sequences, tokens, rows)
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from copy import copy
 
 from mlcbuild_runtime.errors import ServingError
-from mlcbuild_runtime.grammar import Matcher, Trust
+from mlcbuild_runtime.grammar import Matcher
 from mlcbuild_runtime.request import Request
 from mlcbuild_runtime.sampling import (
     NONE,
@@ -24,7 +24,24 @@ from mlcbuild_runtime.sampling import (
 from mlcbuild_runtime.step import Mask
 
 Row = tuple[Callable[[], Floats], int]
-"""Logits, for those who ask for them, and the token that was chosen from them."""
+"""Logits, for those who ask for them, who may change them; and the token that was chosen from them."""
+
+
+class Trust:
+    """Whether what the model wants is tried before a mask is computed: the rarer it fits, the rarer."""
+
+    LONGEST = 64
+
+    def __init__(self) -> None:
+        self._pause = self._next = 0
+
+    def due(self, place: int) -> bool:
+        """`place`: of a token in the answer."""
+        return place >= self._next
+
+    def settle(self, place: int, fits: bool) -> None:
+        self._pause = self._pause // 2 if fits else min(self.LONGEST, 2 * self._pause + 1)
+        self._next = place if fits else place + 1 + self._pause
 
 
 class Chooser:
@@ -53,11 +70,6 @@ class Chooser:
         """The constraint lets nothing but an end follow."""
         return self._matcher is not None and self._matcher.finished
 
-    @property
-    def forces(self) -> bool:
-        """The constraint leaves no choice."""
-        return self._matcher is not None and self._matcher.forces
-
     def way(self, place: int) -> Way:
         """Of tokens that are chosen from all."""
         return (*self._sampling.way, self._numbers.at(place))
@@ -69,20 +81,33 @@ class Chooser:
     def first_way(self, place: int) -> Way:
         """Of the next token, from whose row only what the constraint allows is chosen, by `mask`. SKIPPED
         where that is left to `token`."""
-        matcher = self._matcher
-        if matcher is None or self._tries(place):
-            return self.way(place)
+        number = self.first_number(place)
+        return SKIPPED if number is None else (*self._sampling.way, number)
+
+    def first_number(self, place: int) -> float | None:
+        """The random number of `first_way`."""
+        matcher, self.mask = self._matcher, None
+        if matcher is None or self._tries(matcher, self._trust, place):
+            return self._numbers.at(place)
         if self._request.logprobs is not None:  # these are of all tokens
-            return SKIPPED
+            return None
         try:
             self.mask = matcher.mask()
         except ServingError:  # told by `token`
-            return SKIPPED
-        return (*self._sampling.way, self._others.at(place))
+            return None
+        return self._others.at(place)
 
-    def _tries(self, place: int) -> bool:
+    def further(self, place: int) -> float | None:
+        """As `first_number`, for a step that follows another at once. None, too, where the constraint leaves
+        no choice."""
+        matcher = self._matcher
+        if matcher is None:
+            return self._numbers.at(place)
+        return None if matcher.finished or matcher.forces else self.first_number(place)
+
+    def _tries(self, matcher: Matcher, trust: Trust, place: int) -> bool:
         """What the model wants is tried before the constraint's mask is computed."""
-        return self._trust.due(place) and not self._sampling.filters
+        return trust.due(place) and not self._sampling.filters and not matcher.ready
 
     def token(self, row: Row, place: int) -> int:
         """The next token, from a row of logits and what was chosen from it by `first_way`. Raises
@@ -98,7 +123,7 @@ class Chooser:
     def guess(self, logits: Floats, place: int, draft: list[int]) -> int:
         """A token after a draft that begins at `place`, from a draft model's logits. Raises ServingError."""
         matcher = None if self._matcher is None else self._matcher.after(draft)
-        return self._choice((lambda: logits, NONE), matcher, (place, draft), copy(self._trust))
+        return self._choice((logits.copy, NONE), matcher, (place, draft), copy(self._trust))
 
     def add(self, token: int) -> None:
         """The token is part of the answer. Raises ServingError."""
@@ -109,9 +134,10 @@ class Chooser:
 
     def prepare(self, place: int) -> None:
         """The mask for a token's place, where one will be needed: the caches have the grammar now."""
-        if self._matcher is not None and not self._tries(place):
+        matcher = self._matcher
+        if matcher is not None and not self._tries(matcher, self._trust, place):
             with suppress(ServingError):  # told when it is needed
-                self._matcher.mask()
+                matcher.mask()
 
     def forced(self, count: int) -> list[int]:
         """Up to `count` tokens that the constraint leaves no choice about."""
@@ -132,28 +158,28 @@ class Chooser:
             logits = adjusted(row[0](), self._sampling, self._request.prompt, counts)
             row = (lambda: logits), row[1]
         place += len(draft)
-        if matcher is not None:
-            return self._fitting(row, matcher, trust, place)
-        return self._drawn(row, self._numbers.at(place))
+        return self._wanted(row, place) if matcher is None else self._fitting(row, matcher, trust, place)
 
-    def _drawn(self, row: Row, number: float) -> int:
-        """Unless it was chosen before."""
+    def _wanted(self, row: Row, place: int) -> int:
+        """What the model wants."""
         logits, chosen = row
-        if chosen == NONE:
-            (chosen,) = self._choose(logits()[None], [(*self._sampling.way, number)])
+        return checked(chosen) if chosen != NONE else self._drawn(logits(), self._numbers.at(place))
+
+    def _drawn(self, logits: Floats, number: float, mask: Mask | None = None) -> int:
+        way = *self._sampling.way, number
+        (chosen,) = self._choose(logits[None], [way], [] if mask is None else [(0, mask)])
         return checked(chosen)
 
     def _fitting(self, row: Row, matcher: Matcher, trust: Trust, place: int) -> int:
         """A token that the constraint allows, as likely as it is among these: what the model wants where that
         is one of them, and else one that is chosen among them by another number (rejection sampling)."""
-        if trust.due(place) and not self._sampling.filters and matcher.free:
-            token = self._drawn(row, self._numbers.at(place))
+        if self._tries(matcher, trust, place) and matcher.free:
+            token = self._wanted(row, place)
             trust.settle(place, fits := matcher.tries(token))
             if fits:
                 return token
-        tokens, logits = matcher.narrowed(row[0]())
-        chosen = self._drawn((lambda: logits, NONE), self._others.at(place))
-        return chosen if tokens is None else int(tokens[chosen])
+        mask = matcher.mask()
+        return self._drawn(row[0](), self._others.at(place), mask)
 
 
 def second(logits: Floats, token: int) -> tuple[float, int]:

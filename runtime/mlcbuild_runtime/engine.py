@@ -265,13 +265,11 @@ class Engine:
     def _burst(self, sequences: List[Sequence], count: int) -> None:
         """Up to `count` steps of decoding."""
         begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
-        end = begun + TELL
         try:
             with self._turns:
                 self._turns.may_hurry(self.model.halt)
                 if any(sequence.tended for sequence in sequences):
-                    enough = lambda: self.model.halted or time.perf_counter() > end  # noqa: E731
-                    bursts.tended(self.model, sequences, count, enough)
+                    bursts.tended(self.model, sequences, count, begun + TELL)
                 else:
                     bursts.untended(self.model, sequences, count, self.tokenizer.eos)
         except Exception as error:  # whatever the library raises

@@ -12,24 +12,23 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mlcbuild_runtime import trial
 from mlcbuild_runtime.errors import RequestError
+from mlcbuild_runtime.places import Place, Places, places
 from mlcbuild_runtime.step import Mask
 from mlcbuild_runtime.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Floats = NDArray[np.float32]
 Kind = Literal["json_schema", "regex", "lark"]
 KEPT = 64
 """Compiled constraints that are kept: clients send the same ones again and again."""
@@ -37,19 +36,6 @@ STEP_SECONDS = 0.25
 """Of processor time that a mask may take: all requests of a step wait for it."""
 MAX_SOURCE = 1 << 18
 """Characters of a constraint."""
-_CEILINGS = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.bool_),
-    np.float32(np.inf),
-    np.float32(-np.inf),
-)
-"""For each byte of a mask, what the logits of its eight tokens may be at most. A table and a minimum take a
-tenth of the time of choosing by bits."""
-_MANY = 3
-"""Where no more than one of so many bytes of a mask is set, to pick tokens one by one takes less time than a
-pass over all, and to choose among them does, too."""
-_FEW = 512
-"""Tokens that begin one and the same text, at most: another one has to be longer. Where a mask has more,
-nobody has to ask what must come next."""
 _WORTH = 2
 """Bytes that must come next, at least, before it is asked which tokens spell them. One alone hardly ever is a
 token: it may begin a longer one."""
@@ -68,71 +54,87 @@ class Constraint:
 class Matcher:
     """One answer's way through a constraint."""
 
-    def __init__(self, matcher: LLMatcher, ends: Collection[int]) -> None:
-        self._matcher, self._ends = matcher, ends
-        self._room: Floats | None = None
+    def __init__(
+        self, matcher: LLMatcher, ends: Collection[int], at: Place | None = None, texts: Sequence[bytes] = ()
+    ) -> None:
+        """at: where an answer begins, if that is known; `texts` of all tokens, then."""
+        self._told, self._ends, self._place, self._texts = matcher, ends, at, texts
+        self._owed: list[int] = []
+        """Tokens that were taken, of which llguidance has not been told."""
         self._mask: Mask | None = None
         """Of the next token."""
         self._spelled: int | None = None
         """Bytes that must come next."""
+        self._wanted = set[Hashable]()
+        """Kinds of places at which a mask was."""
         self._tried: int | None = None
         """A token that was taken before anyone said so."""
         self.finished = bool(matcher.is_stopped())
         """Nothing but an end token may follow."""
 
-    def allowed(self, size: int) -> NDArray[np.bool_]:
-        """bool [size]: tokens that may come next; an end token only where the text is complete.
-        Raises RequestError when the constraint is too costly to follow."""
-        return np.unpackbits(self._bits(), count=size, bitorder="little").astype(np.bool_)
-
     def mask(self) -> Mask:
-        """As `allowed`, in bits, from the lowest on. To ask again costs nothing before the next token is
-        taken."""
+        """Tokens that may come next; an end token only where the text is complete. To ask again costs nothing
+        before the next token is taken, or at the same place. Raises RequestError when the constraint is too
+        costly to follow."""
         if self._mask is None:
-            self._mask = self._bits().view(np.int32)
+            place = self._place
+            self._mask = None if place is None else place.mask
+            if self._mask is None:
+                self._mask = self._bits()
+                if place is not None:
+                    place.keep(self._mask, self.free)
+            if place is not None:
+                self._wanted.add(place.kind)
         return self._mask
+
+    @property
+    def ready(self) -> bool:
+        """A mask is at hand: this answer wanted the same one before."""
+        return self._place is not None and self._place.kind in self._wanted
+
+    @property
+    def _matcher(self) -> LLMatcher:
+        """After all tokens that were taken. Raises RequestError when the constraint is too costly to
+        follow."""
+        if self._owed:
+            owed, self._owed = self._owed, []
+            if not self._told.consume_tokens(owed):
+                _check(self._told)
+        return self._told
 
     @property
     def free(self) -> bool:
         """Texts that fit go on in several ways. Where there is one, only the tokenizer's way to spell it is
-        `allowed`."""
+        in the mask."""
         return self._bytes_ahead == 0
 
     @property
     def _bytes_ahead(self) -> int:
         if self._spelled is None:
-            self._spelled = len(self._matcher.compute_ff_bytes())
+            place = self._place
+            if place is None or place.ahead is None:
+                self._spelled = len(self._matcher.compute_ff_bytes())
+                if place is not None:
+                    place.ahead = self._spelled
+            else:
+                self._spelled = place.ahead
         return self._spelled
 
-    def accepts(self, token: int) -> bool:
-        """Whether a token is `allowed`, where it is `free`; no end token is, here. A mask costs much more."""
-        return token not in self._ends and self.accepted([token]) == 1
-
     def tries(self, token: int) -> bool:
-        """As `accepts`, for a token that is taken next, if so: `take` has nothing more to do then."""
-        if token in self._ends or self._matcher.try_consume_tokens([token]) != 1:
+        """Whether a token is in the mask, where it is `free`; no end token is, here. It is taken next, if so:
+        `take` has nothing more to do then. A mask costs much more."""
+        if token in self._ends:
+            return False
+        known = None if self._place is None else self._place.mask
+        if known is not None:
+            return bool(known[token >> 5] >> (token & 31) & 1)
+        if self._matcher.try_consume_tokens([token]) != 1:
             return False
         self._tried, self._mask, self._spelled = token, None, None
         return True
 
-    def narrowed(self, logits: Floats) -> tuple[NDArray[np.intp] | None, Floats]:
-        """Where few tokens are `allowed`, these in order and their logits; else None, and logits like those
-        given with minus infinity for all others. Valid until the next call: memory that is new to the
-        processor costs more than what is done with it."""
-        bits = self.mask().view(np.uint8)
-        places = bits.astype(np.bool_).nonzero()[0]
-        if self._room is None:
-            self._room = np.empty(8 * len(bits), np.float32)
-        if 0 < len(places) <= len(bits) // _MANY:
-            inside = np.unpackbits(bits[places], bitorder="little").view(np.bool_).nonzero()[0]
-            tokens = places[inside >> 3] * 8 + (inside & 7)
-            return tokens, logits[tokens]
-        _CEILINGS.take(bits, axis=0, out=self._room.reshape(-1, 8), mode="clip")  # other modes make a copy
-        ceiling = self._room[: len(logits)]
-        return None, np.minimum(logits, ceiling, out=ceiling)
-
-    def _bits(self) -> NDArray[np.uint8]:
-        begun, matcher = time.thread_time(), self._matcher
+    def _bits(self) -> Mask:
+        matcher, begun = self._matcher, time.thread_time()
         bits: bytes | bytearray = matcher.compute_bitmask()
         if (seconds := time.thread_time() - begun) > STEP_SECONDS:
             raise RequestError(
@@ -141,27 +143,34 @@ class Matcher:
                 code="invalid_constraint",
             )
         _check(matcher)
-        if any(bits[end >> 3] >> (end & 7) & 1 for end in self._ends):  # one end is as good as another
+        if len(self._ends) > 1 and any(bits[end >> 3] >> (end & 7) & 1 for end in self._ends):
             bits = bytearray(bits)
-            for end in self._ends:
+            for end in self._ends:  # one is as good as another
                 bits[end >> 3] |= 1 << (end & 7)
-        return np.frombuffer(bits, np.uint8)
+        return np.frombuffer(bits, np.int32)
 
     def take(self, token: int) -> None:
         """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""
-        tried, self._tried = self._tried, None
-        if tried != token:
-            assert tried is None
+        place = self._place
+        if place is not None:
+            place = self._place = None if token in self._ends else place.after(self._texts[token])
+        if self._tried is None:
             self._mask = self._spelled = None
-            if not self._matcher.consume_token(token):
-                _check(self._matcher)
-        self.finished = bool(self._matcher.is_stopped())
+            self._owed.append(token)
+        else:
+            assert token == self._tried
+            self._tried = None
+        if place is None:
+            self.finished = bool(self._matcher.is_stopped())
+            return
+        finished = place.finished
+        if finished is None:
+            finished = place.finished = bool(self._matcher.is_stopped())
+        self.finished = finished
 
     @property
     def forces(self) -> bool:
         """Several bytes must come next."""
-        if self._mask is not None and np.count_nonzero(self._mask) > _FEW:
-            return False
         return self._bytes_ahead >= _WORTH
 
     def forced(self, count: int) -> list[int]:
@@ -178,27 +187,11 @@ class Matcher:
 
     def after(self, tokens: Sequence[int]) -> Matcher:
         """Another matcher, which has taken `tokens`."""
-        other = Matcher(self._matcher.deep_copy(), self._ends)
+        other = Matcher(self._matcher.deep_copy(), self._ends, self._place, self._texts)
+        other._wanted |= self._wanted
         for token in tokens:
             other.take(token)
         return other
-
-
-class Trust:
-    """Whether what the model wants is tried before a mask is computed: the rarer it fits, the rarer."""
-
-    LONGEST = 16
-
-    def __init__(self) -> None:
-        self._pause = self._next = 0
-
-    def due(self, place: int) -> bool:
-        """`place`: of a token in the answer."""
-        return place >= self._next
-
-    def settle(self, place: int, fits: bool) -> None:
-        self._pause = self._pause // 2 if fits else min(self.LONGEST, 2 * self._pause + 1)
-        self._next = place if fits else place + 1 + self._pause
 
 
 def _check(matcher: LLMatcher) -> None:
@@ -211,12 +204,15 @@ def _check(matcher: LLMatcher) -> None:
 class Compiled:
     """A constraint that any number of answers may follow."""
 
-    def __init__(self, matcher: LLMatcher, ends: Collection[int]) -> None:
-        self._matcher, self._ends = matcher, ends
+    def __init__(
+        self, matcher: LLMatcher, ends: Collection[int], known: Places | None, texts: Sequence[bytes]
+    ) -> None:
+        self._matcher, self._ends, self._known, self._texts = matcher, ends, known, texts
 
     def matcher(self) -> Matcher:
         """For one answer."""
-        return Matcher(self._matcher.deep_copy(), self._ends)
+        start = None if self._known is None else self._known.start
+        return Matcher(self._matcher.deep_copy(), self._ends, start, self._texts)
 
 
 class Grammars:
@@ -225,8 +221,8 @@ class Grammars:
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
         """`size`: of the model's vocabulary. `ends`: tokens that end an answer."""
         self._vocabulary, self._size, self._ends = vocabulary, size, frozenset(ends)
-        self._kept: OrderedDict[tuple[Kind, str, bool], Future[LLMatcher | str]] = OrderedDict()
-        """What became of a constraint: a matcher at its start, or why there is none."""
+        self._kept: OrderedDict[tuple[Kind, str, bool], Future[Compiled | str]] = OrderedDict()
+        """What became of a constraint, or why there is none."""
         self._lock, self._first = threading.Lock(), threading.Lock()
 
     def compiled(self, constraint: Constraint, message: bool) -> Compiled:
@@ -265,9 +261,9 @@ class Grammars:
                 param=constraint.param,
                 code="invalid_constraint",
             )
-        return Compiled(made, self._ends)
+        return made
 
-    def _compile(self, constraint: Constraint, space: bool) -> LLMatcher | str:
+    def _compile(self, constraint: Constraint, space: bool) -> Compiled | str:
         if (size := len(constraint.source)) > MAX_SOURCE:
             return f"it has {size} characters, and at most {MAX_SOURCE} are taken"
         grammar = _lark(constraint, space)
@@ -280,18 +276,22 @@ class Grammars:
         with self._first:
             tokenizer = self._tokenizer
         found = trial.matcher(tokenizer, grammar)
-        return _line(fault) if (fault := trial.beginning(found)) else found
+        if fault := trial.beginning(found):
+            return _line(fault)
+        tokens = self._tokens
+        known = places(constraint.source, tokens.longest, space) if constraint.kind == "regex" else None
+        return Compiled(found, self._ends, known, tokens.tokens)
+
+    @cached_property
+    def _tokens(self) -> _Tokens:
+        return _Tokens(self._vocabulary, self._size, min(self._ends))
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """The vocabulary as llguidance takes it; made for the first constraint."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        return LLTokenizer(
-            TokenizerWrapper(_Tokens(self._vocabulary, self._size, min(self._ends))),
-            n_vocab=self._size,
-            eos_token=sorted(self._ends),
-        )
+        return LLTokenizer(TokenizerWrapper(self._tokens), n_vocab=self._size, eos_token=sorted(self._ends))
 
 
 class _Tokens:
@@ -306,7 +306,7 @@ class _Tokens:
             self.tokens[token] = f"<{token} {vocabulary.token_name(token)}>".encode()
         self._vocabulary, self._special = vocabulary, frozenset(self.special_token_ids)
         self._numbers = {data: t for t, data in enumerate(self.tokens) if t not in self._special}
-        self._longest = max(map(len, self._numbers), default=1)
+        self.longest = max(map(len, self._numbers), default=1)
 
     def __call__(self, text: str) -> list[int]:
         found = self._vocabulary.encode(text, special=False)
@@ -315,7 +315,7 @@ class _Tokens:
         # The text spells a special token, which is not what it means: the longest tokens, one by one.
         data, place, found = text.encode(), 0, []
         while place < len(data):
-            sizes = range(min(self._longest, len(data) - place), 0, -1)
+            sizes = range(min(self.longest, len(data) - place), 0, -1)
             size = next((size for size in sizes if data[place : place + size] in self._numbers), 0)
             if not size:
                 break  # what is left is chosen byte by byte

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlcbuild_runtime.errors import EngineError
+from mlcbuild_runtime.step import Masks
 
 Floats = NDArray[np.float32]
 Way = tuple[float, float, float, float, float]
@@ -21,9 +22,10 @@ WAY = 5
 SKIPPED: Way = (-1.0, -inf, 1.0, 0.0, 0.0)
 NONE, WRONG = -2, -1
 """Instead of a token: of a row that was SKIPPED; of one whose largest logit is not a number."""
-Choose = Callable[[Floats, Sequence[Way]], list[int]]
+Choose = Callable[[Floats, Sequence[Way], Masks], list[int]]
 """Tokens from rows of logits float32 [q, size], one way for each: a function of the library. A row's token
-depends on its own logits and way alone."""
+depends on its own logits, way and mask alone. Where there is a mask for a row, the logits of tokens that are
+not in it become minus infinity, in place."""
 DRAWN = 32
 """Random numbers that are drawn at once: to draw one takes as long."""
 _STEEPEST = 1e30
@@ -72,7 +74,7 @@ class Sampling:
         scale = min(max(1 / self.temperature, 1 / _STEEPEST), _STEEPEST)
         return scale, log(self.min_p) / scale if self.min_p else -inf, self.top_p, float(self.top_k)
 
-    @property
+    @cached_property
     def filters(self) -> bool:
         """Whether a token can be chosen depends on the likelihood of others."""
         return not self.greedy and (self.top_k > 0 or self.min_p > 0 or self.top_p < 1)

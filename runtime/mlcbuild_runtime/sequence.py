@@ -23,7 +23,7 @@ from mlcbuild_runtime.sampling import (
     Way,
     logprobs,
 )
-from mlcbuild_runtime.step import Mask
+from mlcbuild_runtime.step import Further, Mask
 from mlcbuild_runtime.text import Tokenizer
 from mlcbuild_runtime.tree import Branch
 
@@ -123,6 +123,12 @@ class Sequence:
             ways = [chooser.way(self.answered + d) for _, d in tree.rows(self.draft, self.branches)]
         return [SKIPPED] * (rows - own) + ways + [SKIPPED] * (own - len(ways))
 
+    def further(self) -> Further | None:
+        """What a step of decoding takes of it that follows another at once, where nothing is drafted. None:
+        no step may."""
+        number = self._chooser.further(self.answered)
+        return None if number is None else Further(self.tokens[-1], number, self._chooser.mask)
+
     @property
     def mask(self) -> Mask | None:
         """Of tokens that may be chosen from the first row of the coming step that chooses any."""
@@ -150,18 +156,14 @@ class Sequence:
     def take(self, chosen: int, rows: Callable[[], Floats], row: int) -> bool:
         """Takes the token of a step without telling it, which `tell` does. False: no step may follow before.
         rows: gives the step's logits."""
-        chooser = self._chooser
         self.length += 1
         try:
-            self._add(token := chooser.token((lambda: rows()[row], chosen), self.answered))
+            self._add(token := self._chooser.token((lambda: rows()[row], chosen), self.answered))
         except ServingError as error:
             self._fault = error
             return False
         self._untold += 1
-        if self._is_end(token) or chooser.finished:
-            return False
-        chooser.prepare(self.answered)
-        return not chooser.forces
+        return not self._is_end(token)
 
     def tell(self) -> list[Event]:
         """Events of the tokens that `take` has taken."""
@@ -256,15 +258,17 @@ class Sequence:
     def _next(self, row: tuple[Floats, int], guesses: Container[int]) -> Event:
         """From a row of logits and what was chosen from it by `ways`."""
         logits, chosen = row
-        token = self._chooser.token((lambda: logits, chosen), self.answered)
+        scored = self.request.logprobs
+        given = (lambda: logits) if scored is None else logits.copy  # scores are of logits as they are
+        token = self._chooser.token((given, chosen), self.answered)
         if token in guesses:
             self.accepted += 1
             self.rejected -= 1
         self._add(token)
         event = self._told(self.answered - 1)
-        if self.request.logprobs is None:
+        if scored is None:
             return event
-        logprob, alternatives = logprobs(logits, token, self.request.logprobs)
+        logprob, alternatives = logprobs(logits, token, scored)
         return event._replace(logprob=logprob, alternatives=alternatives)
 
     def _add(self, token: int) -> None:

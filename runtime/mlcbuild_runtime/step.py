@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 Mask = NDArray[np.int32]
 """Bits of tokens that may be chosen, from the lowest on, in no fewer words than the vocabulary takes."""
+Masks = Sequence[tuple[int, Mask]]
+"""Of rows, those that have one."""
 
 
 class Step(NamedTuple):
@@ -89,9 +91,9 @@ class Onward(NamedTuple):
 
 
 class Further(NamedTuple):
-    """What a step of decoding has that follows another one, with the same sequences."""
+    """What a sequence has in a step of decoding that follows another one."""
 
-    tokens: Sequence[int]
-    numbers: Sequence[float]
-    """The random number of each way."""
-    masks: Sequence[tuple[int, Mask]]
+    token: int
+    number: float
+    """The random number of its way."""
+    mask: Mask | None

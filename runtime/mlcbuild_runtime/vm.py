@@ -12,7 +12,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, chain
 from operator import add
 from pathlib import Path
@@ -26,7 +26,7 @@ from mlcbuild_runtime import binary, bundle, library, machine, tensors
 from mlcbuild_runtime.bundle import Limits, Manifest
 from mlcbuild_runtime.errors import BundleError, SetupError
 from mlcbuild_runtime.sampling import SKIPPED, WAY, Way
-from mlcbuild_runtime.step import Further, Mask, Onward, Step
+from mlcbuild_runtime.step import Further, Masks, Onward, Step
 from mlcbuild_runtime.threads import Workers
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
@@ -82,6 +82,8 @@ class _Choice:
 
     def __init__(self, rows: int) -> None:
         self.ways = tensors.aligned(np.empty((rows, WAY), np.float64))
+        self.numbers = [way[-1:].data for way in self.ways]
+        """The random number of each way, as something that is quickly set."""
         self.tokens = np.empty(rows, np.int32)
         self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.ways, self.tokens)]
 
@@ -95,7 +97,7 @@ class _Loop:
             tensors.aligned(np.zeros(shape, np.int32)) for shape in (rows, rows, (MOST_STEPS, rows), 3)
         )
         again = tensors.aligned(np.zeros(1, np.bool_)).reshape(())
-        self.next = tvm_ffi.from_dlpack(self.tokens)
+        self.next, self.feed = tvm_ffi.from_dlpack(self.tokens), self.tokens.data
         self.fixed = [tvm_ffi.from_dlpack(array) for array in (self.numbers, self.heeds)]
         self.changed = [tvm_ffi.from_dlpack(array) for array in (self.taken, self.state, again)]
 
@@ -103,20 +105,18 @@ class _Loop:
 class _Masks:
     """Masks as a library takes them: the row of each, then its bits. Each call overwrites the last one's."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._width = 1 + -(-vocab_size // 32)
-        self._room(0)
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int], tuple[list[memoryview], tvm_ffi.Tensor]] = {}
 
-    def _room(self, count: int) -> None:
-        self._block = np.empty((max(1, count), self._width), np.int32)[:count]
-        self._tensor = tvm_ffi.from_dlpack(self._block)
-
-    def tensor(self, masks: Sequence[tuple[int, Mask]]) -> tvm_ffi.Tensor:
-        if len(masks) != len(self._block):
-            self._room(len(masks))
-        for line, (row, mask) in zip(self._block, masks, strict=True):
-            line[0], line[1:] = row, mask[: self._width - 1]
-        return self._tensor
+    def tensor(self, masks: Masks) -> tvm_ffi.Tensor:
+        size = len(masks), len(masks[0][1]) if masks else 0
+        found = self._blocks.get(size)
+        if found is None:
+            block = np.empty((max(1, size[0]), 1 + size[1]), np.int32)[: size[0]]
+            found = self._blocks[size] = [row.data for row in block], tvm_ffi.from_dlpack(block)
+        for own, (row, mask) in zip(found[0], masks, strict=True):
+            own[0], own[1:] = row, mask.data
+        return found[1]
 
 
 def _rows_of(logits: tvm_ffi.Tensor) -> Floats:
@@ -140,15 +140,15 @@ class Model:
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
         self._numbers, self._table = _Numbers(), _Numbers()
         self._create_cache = self._function("create_paged_kv_cache")
-        names = "step", "step_prefill", "step_on", "steps", "sample"
-        self._step, self._prefill, self._step_on, self._steps, self._sample = map(self._function, names)
+        names = "step", "step_prefill", "step_on", "steps", "choose"
+        self._step, self._prefill, self._step_on, self._steps, self._choose = map(self._function, names)
         self._unforked = _rows([], (0, 0, 0))
         self._choices: dict[int, _Choice] = {}
         self._loops: dict[int, _Loop] = {}
         self._ends: tuple[Collection[int], tvm_ffi.Tensor] = (), _rows([], 0)
-        self._halt = tensors.aligned(np.zeros(1, np.int32))
-        self._halted = tvm_ffi.from_dlpack(self._halt)
-        self._masks = _Masks(manifest.vocab_size)
+        halt = tensors.aligned(np.zeros(1, np.int32))
+        self._halt, self._halted = halt.data, tvm_ffi.from_dlpack(halt)
+        self._masks = _Masks()
 
     def _function(self, name: str) -> Callable[..., Any]:
         """A handle, looked up once: a lookup costs as much as a small call. Raises BundleError."""
@@ -189,9 +189,7 @@ class Model:
         tensors.prefer_large_pages(seen.ctypes.data, seen.nbytes)
         return cache
 
-    def step(
-        self, step: Step, ways: Sequence[Way], masks: Sequence[tuple[int, Mask]] = ()
-    ) -> tuple[Floats, list[int]]:
+    def step(self, step: Step, ways: Sequence[Way], masks: Masks = ()) -> tuple[Floats, list[int]]:
         """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens, and the
         token that is chosen from each of these rows in its way; see sampling.Choose. masks: of a row, where
         not all tokens may be chosen; the logits of the others are minus infinity there.
@@ -220,20 +218,27 @@ class Model:
         return found
 
     def tended(
-        self, step: Step, ways: Sequence[Way], masks: Sequence[tuple[int, Mask]], count: int
-    ) -> Generator[tuple[Callable[[], Floats], list[int]], Further]:
+        self, step: Step, ways: Sequence[Way], masks: Masks, count: int
+    ) -> Generator[tuple[Callable[[], Floats], list[int]], Sequence[Further]]:
         """As `step` and what follows it, up to MOST_STEPS in all, for a caller that looks at each: gives what
-        `step` gives, the logits when they are asked for, and takes what is Further."""
+        `step` gives, the logits when they are asked for, and takes what each sequence has further."""
         onward = Onward([[0.0] * len(ways)] * (count - 1), [False] * len(ways), ())
-        loop, given = self._onward(step, ways, onward, (0, 1, count))
+        loop, given = self._onward(step, ways, onward, (0, count, count))
         choice = self._choices[len(ways)]
+
+        def rows() -> Floats:
+            return _rows_of(logits)
+
         with self._workers():
             while True:
                 given[_MASKS] = self._masks.tensor(masks)
                 logits = self._step_on(*given)
-                further = yield partial(_rows_of, logits), loop.tokens.tolist()
-                loop.tokens[:], choice.ways[:, -1], masks = further
-                loop.state[1] += 1
+                further = yield rows, loop.feed.tolist()
+                masks = []
+                for row, (token, number, mask) in enumerate(further):
+                    loop.feed[row], choice.numbers[row][0] = token, number
+                    if mask is not None:
+                        masks.append((row, mask))
 
     def _onward(
         self, step: Step, ways: Sequence[Way], onward: Onward, state: tuple[int, int, int]
@@ -264,10 +269,10 @@ class Model:
         """The logits of `step`: no tokens are chosen."""
         return self.step(step, [SKIPPED] * len(step.rows))[0]
 
-    def choose(self, logits: Floats, ways: Sequence[Way]) -> list[int]:
+    def choose(self, logits: Floats, ways: Sequence[Way], masks: Masks = ()) -> list[int]:
         """One token for each row of logits float32 [q, size], of any size; see sampling.Choose."""
         choice = self._choice(ways)
-        self._sample(tvm_ffi.from_dlpack(logits[None]), *choice.tensors)
+        self._choose(tvm_ffi.from_dlpack(logits), *choice.tensors, self._masks.tensor(masks))
         return choice.tokens.tolist()
 
     def _choice(self, ways: Sequence[Way]) -> _Choice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import timeit
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -199,8 +200,10 @@ def test_answers_are_what_they_are_step_by_step(
         wait_idle(engine)
         assert all(event.error is None for events in found for event in events)
         assert engine.state().free_pages == engine.state().pages
-        assert (max(engine.model.made) > 2) == (tell > 1 and share < 1)
-        assert (max(engine.model.tends) > 2) == (tell > 1 and share > 0)
+        free, constrained = max(engine.model.made) > 2, max(engine.model.tends) > 2
+        assert (free or constrained) == (tell > 1)
+        if share in (0, 1):  # else it depends on when they came whether some are alone with their kind
+            assert (free, constrained) == (tell > 1 and share == 0, tell > 1 and share == 1)
         assert engine.close()
         return [[(event.text, event.tokens, event.finish) for event in events] for events in found]
 
@@ -245,12 +248,17 @@ def test_who_comes_ends_the_steps_at_once(tiny_bundle: Path) -> None:
     """Somebody halts the steps of others by coming: the call that is running makes no more of them."""
     model, counts = Model.load(tiny_bundle), set[int]()
     step, way = Step.of([([5], 1, [1, 2])], prompt=False), [(0.0, -np.inf, 1.0, 0.0, 0.0)]
-    for _ in range(200):
-        model.halt(False)
+
+    def made() -> int:
         settle(model)
-        thread = threading.Timer(0.0003, model.halt)
+        return len(model.steps(step, way, Onward([[0.0]] * (MOST_STEPS - 1), [True], ())))
+
+    took = min(timeit.repeat(made, number=1, repeat=9))  # of all steps
+    for attempt in range(500):
+        model.halt(False)
+        thread = threading.Timer(took * (attempt % 10) / 10, model.halt)
         thread.start()
-        counts.add(len(model.steps(step, way, Onward([[0.0]] * (MOST_STEPS - 1), [True], ()))))
+        counts.add(made())
         thread.join()
         if counts - {1, MOST_STEPS}:
             break

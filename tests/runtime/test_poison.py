@@ -144,7 +144,7 @@ POISON: list[tuple[str, str, object, int, str]] = [
     ("a schema in the network", COMPLETION, schema({"$ref": "http://127.0.0.1:1/x"}), 400, "cannot be comp"),
     ("a schema of 1 MB", COMPLETION, schema({"enum": ["x" * 99] * 9999}), 400, "at most 262144 are taken"),
     ("a regex without end", COMPLETION, form("regex", "(" * 1000), 400, "regex cannot be compiled"),
-    ("a regex that counts", COMPLETION, form("regex", "(((a{999}){999}){999}){999}"), 400, "too many|takes"),
+    ("a regex counts", COMPLETION, form("regex", "(((a{999}){999}){999}){999}"), 400, "too many|takes|took"),
     ("looking back", COMPLETION, form("regex", r"(a)\1(?=b)"), 400, "cannot be compiled"),
     ("a grammar that is none", COMPLETION, form("grammar", "start: %%%"), 400, "cannot be compiled"),
     ("a file", COMPLETION, form("grammar", "%import /etc/passwd\nstart: x"), 400, "cannot be compiled"),

@@ -26,7 +26,9 @@ def frequencies(
     choose: Choose, logits: Floats, sampling: Sampling, count: int = 5_000
 ) -> NDArray[np.float64]:
     numbers = generator(sampling).random(count).tolist()
-    found = choose(np.repeat(logits[None], count, axis=0), [(*sampling.way, number) for number in numbers])
+    found = choose(
+        np.repeat(logits[None], count, axis=0), [(*sampling.way, number) for number in numbers], []
+    )
     return np.bincount(found, minlength=len(logits)) / count
 
 
@@ -59,12 +61,32 @@ def kept(logits: Floats, sampling: Sampling) -> list[int]:
 
 
 def one(choose: Choose, logits: Floats, sampling: Sampling, number: float = 0.5) -> int:
-    return checked(choose(logits[None], [(*sampling.way, number)])[0])
+    return checked(choose(logits[None], [(*sampling.way, number)], [])[0])
 
 
 def test_temperature_zero_takes_the_most_likely(choose: Choose) -> None:
     logits = np.array([0.0, 3.0, 2.9], np.float32)
     assert one(choose, logits, Sampling(temperature=0), 0.5) == 1
+
+
+@pytest.mark.parametrize("width", [5, 260, 4103])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_mask_lacks_is_not_chosen(choose: Choose, width: int, temperature: float) -> None:
+    """It may have more bits than a row. Rows may lie anywhere, and one without a mask stays as it is."""
+    random = np.random.default_rng(width)
+    memory = random.standard_normal(1 + 3 * width).astype(np.float32)
+    logits = memory[1:].reshape(3, width)
+    masks = [(row, random.integers(0, 1 << 31, 1 + width // 32, dtype=np.int32)) for row in (2, 0)]
+    wanted = logits.copy()
+    for row, mask in masks:
+        mask[0] |= 1
+        wanted[row, np.unpackbits(mask.view(np.uint8), count=width, bitorder="little") == 0] = -np.inf
+    way = *Sampling(temperature).way, 0.7
+    expected = choose(wanted.copy(), [way] * 3, [])
+    assert choose(logits, [way] * 3, masks) == expected
+    assert np.array_equal(logits, wanted)
+    if temperature == 0:
+        assert expected == wanted.argmax(axis=1).tolist()
 
 
 def test_tiny_temperatures_are_as_zero(choose: Choose) -> None:

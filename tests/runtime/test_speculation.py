@@ -34,6 +34,7 @@ from mlcbuild_runtime.vm import Floats, Model
 from . import shared, toy
 from .shared import Server
 from .test_engine import GREEDY, ask, drain, greedy, tokens_of, wait_idle
+from .test_grammar import allowed_by
 from .test_sampling import chi_squared
 
 Guess = Callable[[Sequence, int], list[int]]
@@ -267,10 +268,10 @@ def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bu
         forced = matcher.forced(3)
         assert len(forced) <= 3 and matcher.accepted(forced) == len(forced)
         matcher.after(forced)
-        matcher.take(forced[0] if forced else int(matcher.allowed(432).nonzero()[0][0]))
+        matcher.take(forced[0] if forced else int(allowed_by(matcher).nonzero()[0][0]))
     failed = grammars.compiled(Constraint("regex", "abc", "x"), message=False).matcher()
     with pytest.raises(RequestError, match="the constraint cannot be followed"):
-        failed.take(next(iter(set(range(432)) - set(failed.allowed(432).nonzero()[0].tolist()))))
+        failed.take(next(iter(set(range(432)) - set(allowed_by(failed).nonzero()[0].tolist()))))
     assert failed.forced(3) == [] and failed.accepted([5]) == 0
 
 

@@ -26,7 +26,7 @@ from mlcbuild_runtime.tools import Tool, Toolbox, constraint, in_words, toolbox
 
 from . import shared
 from .shared import Server
-from .test_grammar import GRAMMARS, SIZE, TOKENIZERS, drawn
+from .test_grammar import GRAMMARS, SIZE, TOKENIZERS, allowed_by, drawn
 from .test_server import HI, post, with_template
 
 NATIVE = (
@@ -168,12 +168,12 @@ def test_styles_of_models_are_read_and_allowed(
     known |= {token: name.encode() for name, token in form.tokens.items()}
     left = text.encode()
     while left:
-        fitting = [token for token in matcher.allowed(SIZE).nonzero()[0].tolist() if known[token]]
+        fitting = [token for token in allowed_by(matcher).nonzero()[0].tolist() if known[token]]
         token = next((token for token in fitting if left.startswith(known[token])), None)
         assert token is not None, left
         matcher.take(token)
         left = left.removeprefix(known[token])
-    assert matcher.allowed(SIZE)[sorted(TOKENIZERS["tools"].eos)].all(), text
+    assert allowed_by(matcher)[sorted(TOKENIZERS["tools"].eos)].all(), text
 
 
 def test_a_special_token_is_no_text() -> None:
@@ -181,7 +181,7 @@ def test_a_special_token_is_no_text() -> None:
     compiled = GRAMMARS["tools"].compiled(
         constraint(Toolbox((ADD,), "required", False), FORMS["mistral"], False), False
     )
-    (first,) = compiled.matcher().allowed(SIZE).nonzero()[0].tolist()
+    (first,) = allowed_by(compiled.matcher()).nonzero()[0].tolist()
     assert first == FORMS["mistral"].tokens["[TOOL_CALLS]"]
 
 
@@ -200,11 +200,11 @@ def test_a_free_answer_may_be_text_or_calls() -> None:
             matcher = GRAMMARS["json"].compiled(wanted, message=False).matcher()
             for byte in text.encode():
                 matcher.take(letters[bytes([byte])])
-            assert matcher.allowed(SIZE)[sorted(TOKENIZERS["json"].eos)].all(), text
+            assert allowed_by(matcher)[sorted(TOKENIZERS["json"].eos)].all(), text
         matcher = GRAMMARS["json"].compiled(wanted, message=False).matcher()
         for byte in (form.mark + '{"name": "').encode():
             matcher.take(letters[bytes([byte])])
-        allowed = {vocabulary.token_bytes(int(token))[:1] for token in matcher.allowed(SIZE).nonzero()[0]}
+        allowed = {vocabulary.token_bytes(int(token))[:1] for token in allowed_by(matcher).nonzero()[0]}
         assert allowed == {b"a"}
 
 

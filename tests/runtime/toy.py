@@ -129,14 +129,17 @@ def export(out: Path, metadata: str) -> None:
 
     from mlcbuild.compiler.kernels.isa import ISAS
     from mlcbuild.compiler.kernels.masks import masked
+    from mlcbuild.compiler.kernels.sampling import sample
     from mlcbuild.compiler.loop import emit_steps
 
     builder = relax.BlockBuilder()
     lookup = builder.add_func(_lookup(), "lookup")
     attend = builder.add_func(_attend(), "attend")
-    sample, masking = _emit_sample(builder), builder.add_func(masked(ISAS[-1]), "masked")
+    masking = builder.add_func(masked(ISAS[-1]), "masked")
+    sampling = builder.add_func(sample(ISAS[-1]), "sample")
+    _emit_choose(builder, masking, sampling)
     step, _ = (
-        _emit_step(builder, (lookup, attend, sample, masking), name) for name in ("step", "step_prefill")
+        _emit_step(builder, (lookup, attend, masking, sampling), name) for name in ("step", "step_prefill")
     )
     emit_steps(builder, step, lambda n: [*_sequences(n, n, n + 1), _params()], {})
     count = tvm.tirx.Var("count", "int64")
@@ -180,11 +183,10 @@ def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> Any:
 
     from mlcbuild.compiler.kernels.sampling_row import COLUMNS
 
-    lookup, attend, sample, masked = kernels
+    lookup, attend, *choosing = kernels
     n, b, q, c = (tvm.tirx.Var(letter, "int64") for letter in "nbqc")
     tokens, rows, ways = _var("tokens", n), _var("rows", q), _var("ways", q, COLUMNS, dtype="float64")
-    chosen, kind = _var("chosen", q), relax.TensorType((q,), "int32")
-    masks = _var("masks", tvm.tirx.Var("m", "int64"), tvm.tirx.Var("w", "int64"))
+    chosen, masks = _var("chosen", q), _masks()
     cache = _sequences(n, b, c)
     forks, drafts, params = _var("forks", tvm.tirx.Var("f", "int64"), 3), name == "step", _params()
     none = relax.const(np.zeros((1, 3), np.int32))
@@ -195,33 +197,39 @@ def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> Any:
         arguments = [flat, *cache, forks if drafts else none]
         logits = builder.emit(relax.call_tir(attend, arguments, relax.TensorType((n, VOCAB), "float32")))
         picked = builder.emit(relax.op.take(logits, rows, axis=0, mode="clip"))
-        flat = relax.TensorType((q, VOCAB), "float32")
-        picked = builder.emit(relax.op.call_tir_inplace(masked, [masks, picked], 1, flat))
-        shaped = builder.emit(relax.op.reshape(picked, (1, q, VOCAB)))
-        kinds = [relax.TensorType((1, q, VOCAB), "float32"), kind]
-        both = builder.emit(relax.op.call_tir_inplace(sample, [shaped, ways, chosen], [0, 2], kinds))
-        return builder.emit_func_output(builder.emit(relax.TupleGetItem(both, 0)))
+        return builder.emit_func_output(_chosen(builder, choosing, (picked, ways, chosen, masks), (q, VOCAB)))
 
 
-def _emit_sample(builder: Any) -> Any:
-    """As real libraries have it. The kernel."""
+def _masks() -> Any:
     import tvm
-    from tvm import relax
 
-    from mlcbuild.compiler.kernels.isa import ISAS
-    from mlcbuild.compiler.kernels.sampling import sample
+    return _var("masks", *(tvm.tirx.Var(name, "int64") for name in "mw"))
+
+
+def _emit_choose(builder: Any, *kernels: Any) -> None:
+    """As real libraries have it."""
+    import tvm
+
     from mlcbuild.compiler.kernels.sampling_row import COLUMNS
 
-    shape = [tvm.tirx.Var(name, "int64") for name in ("groups", "places", "v")]
-    q = tvm.tirx.Var("q", "int64")
-    logits = relax.Var("logits", relax.TensorType(shape, "float32"))
-    ways = relax.Var("ways", relax.TensorType((q, COLUMNS), "float64"))
-    kind = relax.TensorType((q,), "int32")
-    given = [logits, ways, relax.Var("tokens", kind)]
-    kernel = builder.add_func(sample(ISAS[-1]), "sample_kernel")
-    with builder.function("sample", given, pure=False):
-        builder.emit_func_output(builder.emit(relax.op.call_tir_inplace(kernel, given, 2, kind)))
-    return kernel
+    q, v = (tvm.tirx.Var(name, "int64") for name in "qv")
+    logits, ways = _var("logits", q, v, dtype="float32"), _var("ways", q, COLUMNS, dtype="float64")
+    given = [logits, ways, _var("tokens", q), _masks()]
+    with builder.function("choose", given, pure=False):
+        builder.emit_func_output(_chosen(builder, kernels, given, (q, v)))
+
+
+def _chosen(builder: Any, kernels: Sequence[Any], given: Sequence[Any], shape: tuple[Any, Any]) -> Any:
+    """The masked logits, after tokens are chosen from them."""
+    from tvm import relax
+
+    (masked, sample), (logits, ways, chosen, masks) = kernels, given
+    flat = relax.TensorType(shape, "float32")
+    logits = builder.emit(relax.op.call_tir_inplace(masked, [masks, logits], 1, flat))
+    logits = builder.emit(relax.op.reshape(logits, (1, *shape)))
+    kinds = [relax.TensorType((1, *shape), "float32"), relax.TensorType(shape[:1], "int32")]
+    both = builder.emit(relax.op.call_tir_inplace(sample, [logits, ways, chosen], [0, 2], kinds))
+    return builder.emit(relax.TupleGetItem(both, 0))
 
 
 def _lookup() -> Any:

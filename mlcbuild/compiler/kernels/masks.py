@@ -7,11 +7,14 @@ from tvm.tirx import Expr, PrimFunc
 
 from mlcbuild.compiler.kernels.floats import Floats, kernel, size_var
 from mlcbuild.compiler.kernels.isa import ISA
-from mlcbuild.compiler.kernels.sampling_row import infinity
+from mlcbuild.compiler.kernels.sampling_row import BLOCK, TASK, infinity
 from mlcbuild.compiler.kernels.vectors import i32, span, splat
 
 WORD = 32
 """Tokens of a word of a mask."""
+PART = BLOCK * TASK
+"""Tokens of a task. So even those of one row are masked by all threads, each those that it has computed, more
+or less, and will look at next: a row that another core has in its caches takes longer than its product."""
 
 
 def masked(isa: ISA) -> PrimFunc:
@@ -22,7 +25,7 @@ def masked(isa: ISA) -> PrimFunc:
     with kernel("masked_logits") as made:
         width = size_var("v")
         masks = made.tensor("masks", (size_var("m"), size_var("w")), "int32", align=4)
-        logits = made.tensor("logits", (size_var("q"), width))
+        logits = made.tensor("logits", (size_var("q"), width), align=4)  # those of one row may lie anywhere
 
         def vector(mask: Expr, row: Expr, at: Expr, some: Floats) -> None:
             size = some.lanes
@@ -31,11 +34,15 @@ def masked(isa: ISA) -> PrimFunc:
             kept = T.Select(bits != i32(0, size), some.load(logits, row, at), infinity(-1, size))
             some.store(logits, kept, row, at)
 
-        with made.body(), T.parallel(masks.shape[0]) as mask:
-            row = T.bind(T.Cast("int64", masks[mask, 0]))
-            whole = T.bind(width // lanes)
-            with T.serial(whole) as k:
-                vector(mask, row, T.bind(k * lanes), floats)
-            with T.serial(width - whole * lanes) as rest:
-                vector(mask, row, T.bind(whole * lanes + rest), scalar)
+        with made.body():
+            parts = T.bind((width + (PART - 1)) // PART)
+            with T.parallel(masks.shape[0] * parts) as index:
+                mask, first = T.bind(index // parts), T.bind(index % parts * PART)
+                row = T.bind(T.Cast("int64", masks[mask, 0]))
+                size = T.bind(T.min(T.int64(PART), width - first))
+                whole = T.bind(size // lanes)
+                with T.serial(whole) as k:
+                    vector(mask, row, T.bind(first + k * lanes), floats)
+                with T.serial(size - whole * lanes) as rest:
+                    vector(mask, row, T.bind(first + whole * lanes + rest), scalar)
     return made.func
