@@ -221,7 +221,11 @@ class _Run:
         planned = self.plans[step.name]
         key = planned.key
         assert key is not None  # only steps with a key are ready
-        lock = self.store.try_lock(key)
+        try:
+            lock = self.store.try_lock(key)
+        except StoreError as error:
+            self._settle(StepResult(step.name, "failed", key, reason=planned.reason, error=error))
+            return
         if lock is None:
             self._wait_for(step.name, key)
             return
@@ -266,9 +270,7 @@ class _Run:
         self.capacity.give_back(running.step)
         if outcome.fault:
             self.report(Warned(outcome.fault))
-        if outcome.error is not None and not self.options.keep_going:
-            self.stopping = f"not started: {outcome.name} failed"
-        elif outcome.record is not None and running.step.shared and not outcome.origin:
+        if outcome.record is not None and running.step.shared and not outcome.origin:
             self.transfers.upload(outcome.name, outcome.record)
         result = StepResult(
             outcome.name,
@@ -311,6 +313,8 @@ class _Run:
             self.results[result.name] = result
             self.left.discard(result.name)
             self.report(StepFinished(result, tail(result.log) if result.status == "failed" else ""))
+            if result.status == "failed" and not self.options.keep_going:
+                self.stopping = f"not started: {result.name} failed"
             if result.record is not None:
                 self.planner.results[result.name] = result.record
             for user in self.graph.users[result.name]:

@@ -38,24 +38,24 @@ class Lock:
 def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> Lock | None:
     """The lock, or None when another holder has it. Writes the process id into an exclusive one.
 
-    Raises OSError when the file cannot be made.
+    Raises OSError, and leaves the lock free, when the file cannot be made or written.
     """
     mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, mode)
+            if _is_at(descriptor, path):
+                if not shared:
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
+                return Lock(path, descriptor, keep)
         except BlockingIOError:
             os.close(descriptor)
             return None
         except OSError:
             os.close(descriptor)
             raise
-        if _is_at(descriptor, path):
-            if not shared:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
-            return Lock(path, descriptor, keep)
         os.close(descriptor)  # its last holder removed it between open and flock
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from mlcbuild.canon import Json
+from mlcbuild.errors import MlcbuildError
 from mlcbuild.execute import Options, execute
 from mlcbuild.graph import Graph, Input, Node, Source, Step
 from mlcbuild.remotes import Remote
@@ -65,7 +66,11 @@ def main(place: str, graph: str, note: str = "", executor: str = "pool", remote:
     sharing = Sharing(store, [Link(Remote(remote))] if remote else [])
     options = Options(jobs=2, executor=executor)
     with reporting(sys.stderr, plain=True) as report:
-        result = execute(Graph(nodes), store, options, report, sharing)
+        try:
+            result = execute(Graph(nodes), store, options, report, sharing)
+        except MlcbuildError as error:  # said as the command line says it
+            sys.stderr.write(f"{error}\n")
+            return error.exit_code
     sys.stdout.write(json.dumps(document(result)) + "\n")
     return result.exit_code
 

@@ -518,6 +518,26 @@ def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
         wait_for(lambda pid=pid: gone(int(pid)))  # type: ignore[misc]  # a default binds the loop's value
 
 
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_a_step_fails_whose_lock_cannot_be_made(store: Store, tmp_path: Path, keep_going: bool) -> None:
+    graph = Graph([step("a", text="x"), step("b", text="y"), step("c", text="z")])
+    key = only(execute(graph, Store(tmp_path / "before"), INLINE), "b").key
+    assert key is not None
+
+    def obstruct(event: Event) -> None:
+        if isinstance(event, StepFinished) and event.result.name == "a":
+            (store.root / "locks" / key).mkdir()
+
+    result = execute(graph, store, Options(executor="inline", keep_going=keep_going), obstruct)
+    assert statuses(result) == {"a": "built", "b": "failed", "c": "built" if keep_going else "skipped"}
+    error = only(result, "b").error
+    assert isinstance(error, StoreError) and "cannot be written: Is a directory" in str(error)
+    if not keep_going:
+        assert only(result, "c").reason == "not started: b failed"
+    (store.root / "locks" / key).rmdir()
+    assert execute(graph, store, INLINE).ok
+
+
 def test_a_full_disk_is_told_and_leaves_a_usable_store(tmp_path: Path) -> None:
     """Files are limited to 64 kB for this process and its workers: writing more fails as on a full disk."""
     code = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -290,6 +291,17 @@ def test_a_lock_is_free_when_its_holder_is_killed(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline()
         assert try_lock(tmp_path / "lock") is None
         process.kill()
+    assert try_lock(tmp_path / "lock") is not None
+
+
+def test_a_lock_that_cannot_be_written_is_free(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            try_lock(tmp_path / "lock")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert try_lock(tmp_path / "lock") is not None
 
 
