@@ -153,7 +153,8 @@ RUNTIME_TABLE: Mapping[str, str] = {
         "access accesslog answers body embeddings engine fields history intake keys metrics models openapi "
         "outputs replies request responses service"
     ),
-    "serve": "access bundle drafts models modes role server trace",
+    "connection": "",
+    "serve": "access bundle connection drafts models modes role server trace",
     "chat": "api engine fields request text vm",
     "arguments": "access bundle drafts modes serve",
     "__main__": "arguments serve",

@@ -125,6 +125,7 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
     # Imported late: a bundle that cannot be served is refused sooner.
     import uvicorn
 
+    from mlcbuild_runtime.connection import Connection
     from mlcbuild_runtime.server import create_app
 
     class Server(uvicorn.Server):
@@ -159,6 +160,7 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
 
     config = uvicorn.Config(
         create_app(models, options.access, lines),
+        http=Connection,
         lifespan="off",
         log_level="error",
         access_log=False,

@@ -1,0 +1,86 @@
+"""What is received over connections that share one buffer, with a real server."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from mlcbuild_runtime.connection import Connection
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+BUFFER = 1 << 16
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    size = str(len(body)).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", size)]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextmanager
+def serving(protocol: type[HttpToolsProtocol]) -> Iterator[int]:
+    """The port of a server that gives back what it is sent."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(echo, http=protocol, lifespan="off", log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            while not server.started:
+                time.sleep(0.01)
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def test_bodies_come_as_they_were_sent() -> None:
+    """Of many at once, in pieces of any size: what one sends is not another's."""
+
+    def send(seed: int) -> bool:
+        chosen = random.Random(seed)
+        sizes = [0, 1, BUFFER - 1, BUFFER, BUFFER + 1, 3 * BUFFER, chosen.randrange(20 * BUFFER)]
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            for size in chosen.sample(sizes, len(sizes)):
+                body = chosen.randbytes(size)
+                ends = sorted(chosen.randrange(size + 1) for _ in range(chosen.randrange(5)))
+                pieces = [body[a:b] for a, b in zip([0, *ends], [*ends, size], strict=True)]
+                if client.post("/", content=iter(pieces)).content != body:
+                    return False
+        return True
+
+    with serving(Connection) as port, ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(send, range(16)))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "lean"), [(Connection, True), (HttpToolsProtocol, False)], ids=["ours", "plain"]
+)
+def test_a_small_request_takes_little_memory(protocol: type[HttpToolsProtocol], lean: bool) -> None:
+    request = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    with serving(protocol) as port, socket.create_connection(("127.0.0.1", port)) as client:
+        tracemalloc.start()
+        try:
+            for _ in range(3):  # the first time brings what is made once
+                before = tracemalloc.get_traced_memory()[0]
+                tracemalloc.reset_peak()
+                client.sendall(request)
+                assert client.recv(4096).startswith(b"HTTP/1.1 200")
+                taken = tracemalloc.get_traced_memory()[1] - before
+        finally:
+            tracemalloc.stop()
+    assert (taken < BUFFER) == lean, taken
