@@ -28,6 +28,8 @@ depends on its own logits, way and mask alone. Where there is a mask for a row, 
 not in it become minus infinity, in place."""
 DRAWN = 32
 """Random numbers that are drawn at once: to draw one takes as long."""
+_PART = 64
+"""Tokens of which only the most likely one is looked at to find out where the most likely ones of all are."""
 _STEEPEST = 1e30
 """1 / temperature, at most: only those as likely as the most likely token have a chance then."""
 
@@ -148,12 +150,22 @@ def logprobs(logits: Floats, token: int, count: int) -> Score:
 
     Before temperature and filters, as OpenAI's API gives them.
     """
-    wide = logits.astype(np.float64)
-    wide -= wide.max()
-    wide -= np.log(np.exp(wide).sum())
-    top = np.argpartition(-wide, min(count, len(wide) - 1))[:count]
-    ordered = sorted(top.tolist(), key=lambda i: (-wide[i], i))
-    return Logprob(token, float(wide[token])), tuple(Logprob(i, float(wide[i])) for i in ordered)
+    most = logits.max()
+    whole = float(most) + log(np.exp(logits - most).sum(dtype=np.float64))
+    found = [Logprob(i, float(logits[i]) - whole) for i in (token, *_likely(logits, count))]
+    return found[0], tuple(found[1:])
+
+
+def _likely(logits: Floats, count: int) -> list[int]:
+    """The `count` tokens of the largest logits; of like ones, those with lower numbers."""
+    if count == 0:
+        return []
+    # As many parts of the row have something that is at least as large as the bound: little else is sorted.
+    parts = logits[: len(logits) // _PART * _PART].reshape(-1, _PART).max(axis=1)
+    bound = np.partition(parts, -count)[-count] if len(parts) >= count else -inf
+    found = np.flatnonzero(logits >= bound)
+    ordered: list[int] = found[np.argsort(-logits[found], kind="stable")][:count].tolist()
+    return ordered
 
 
 class Scores:

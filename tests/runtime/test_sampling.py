@@ -182,6 +182,21 @@ def test_logprobs_are_of_the_whole_softmax() -> None:
     assert len(logprobs(logits, 0, 20)[1]) == 3
 
 
+@given(st.integers(1, 700), st.integers(0, 70), st.integers(1, 60), st.integers(0, 9), st.integers(0, 999))
+def test_the_most_likely_of_many(size: int, count: int, different: int, masked: int, seed: int) -> None:
+    """Few different values: ties. Against a whole sort and sums in float64."""
+    random = np.random.default_rng(seed)
+    logits = random.normal(0, 9, different).astype(np.float32)[random.integers(different, size=size)]
+    logits[1:][random.random(size - 1) < masked / 9] = -np.inf
+    own, top = logprobs(logits, 0, count)
+    exact = logits.astype(np.float64)
+    exact -= exact.max() + np.log(np.exp(exact - exact.max()).sum())
+    wanted = sorted(range(size), key=lambda i: (-logits[i], i))[:count]
+    assert [item.token for item in top] == wanted
+    found = [own.logprob, *(item.logprob for item in top)]
+    np.testing.assert_allclose(found, exact[[0, *wanted]], rtol=1e-6, atol=1e-6)
+
+
 def test_penalties_by_their_definition() -> None:
     logits = np.array([2.0, -1.0, 0.5, 0.0, 3.0], np.float32)
     prompt, answer = [0, 1], {1: 3, 4: 1}
