@@ -6,6 +6,8 @@ import contextlib
 import json
 import socketserver
 import statistics
+import subprocess
+import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
@@ -26,6 +28,7 @@ from mlcbuild.bench.plot import plot
 from mlcbuild.bench.workload import Lengths, Load, Workload
 from mlcbuild.cli import main
 from mlcbuild.errors import UsageError
+from tests.conftest import ROOT
 from tests.runtime import shared
 
 Out = pytest.CaptureFixture[str]
@@ -346,3 +349,14 @@ def test_a_bundle_that_cannot_be_measured(tiny_bundles: Path, tmp_path: Path, ca
     assert "there is no bundle.json in it" in capsys.readouterr().err
     assert main(["bench", str(tiny_bundles / "dist" / "tiny-q4a8_1-host"), "--tokens", "200"]) == 2
     assert "do not fit the bundle's context of 256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in (ROOT / "ci" / "bench").iterdir() if path.is_file())
+)
+def test_the_scripts_for_long_measurements_start(script: str) -> None:
+    """All that they import is there: they run by hand only."""
+    command = [sys.executable, str(ROOT / "ci" / "bench" / script), "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, ""), found.stderr
+    assert found.stdout.startswith("usage: ")
