@@ -21,7 +21,7 @@ from mlcbuild.compiler.kernels.attention_plan import Attention
 from mlcbuild.compiler.kernels.cache import PAGE, Heads
 from mlcbuild.compiler.kernels.floats import Floats, kernel, size_var
 from mlcbuild.compiler.kernels.fusion import Fusion, Given
-from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
+from mlcbuild.compiler.kernels.isa import ISAS, isa_for, tvm_target
 from mlcbuild.compiler.kernels.linear import kernel as product
 from mlcbuild.compiler.kernels.linear import linear
 from mlcbuild.compiler.kernels.norm import Norm
@@ -484,3 +484,11 @@ def test_rounding_to_float16_is_numpys(target: str) -> None:
     with np.errstate(over="ignore"):
         expected = values.astype(np.float16).astype(np.float32)
     assert np.array_equal(functions(target)(values)[:, 2], expected)
+
+
+def test_tiles_waste_little_of_a_group() -> None:
+    isa = next(isa for isa in ISAS if isa.name == "avx512vnni")
+    groups = {1: 4, 2: 4, 3: 3, 4: 4, 5: 3, 6: 3, 7: 4, 8: 4, 9: 3, 12: 4}
+    for group, tile in groups.items():
+        spec = Attention(isa, Heads(1, 2 * group, 2, 64, "float16"), 1.0, None)
+        assert (spec.tile, spec.capacity % tile) == (tile, 0)
