@@ -10,12 +10,14 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from mlcbuild_runtime.connection import Connection
+from mlcbuild_runtime.serve import Options, serve
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 BUFFER = 1 << 16
@@ -65,6 +67,14 @@ def test_bodies_come_as_they_were_sent() -> None:
 
     with serving(Connection) as port, ThreadPoolExecutor(8) as pool:
         assert all(pool.map(send, range(16)))
+
+
+def test_the_server_has_such_connections(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # it sets that: here it is taken back
+    served: list[object] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: served.append(self.config.http))
+    assert serve(toy_bundle, Options(port=0)) == 0
+    assert served == [Connection]
 
 
 @pytest.mark.parametrize(
