@@ -1,9 +1,10 @@
 """x @ W.T with 4-, 5- or 8-bit weights in the x16 layout and activations quantized to 8 bits.
 
 Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. Three paths
-by the number of rows m of x, as in float_product: one row streams the weights; a few share one pass over
-them; many run register tiles over a block that is unpacked into an L1-sized buffer first. A fourth is for
-prompts, where the processor has tile registers.
+by the number of rows m of x: one row streams the weights; more go over a tile of them in batches, the first
+of which brings it from memory while it computes; where registers are few, many rows run register tiles over
+a block that is unpacked into an L1-sized buffer first. A fourth is for prompts, where the processor has tile
+registers.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Matrix:
     @property
     def block_tiles(self) -> int:
         """Tiles unpacked together."""
-        return max(1, self.isa.dot_vectors // self.vectors)
+        return max(1, self.isa.dot_tile[1] // self.vectors) if self.isa.dot_tile else 1
 
     @property
     def block_groups(self) -> int:
@@ -189,11 +190,14 @@ def _prompt(call: _Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
 def _any_rows(call: _Call) -> None:
     matrix = call.matrix
     _quantize(call)
+    if (tile := call.isa.dot_tile) is None:
+        _streamed(call)
+        return
     with T.If(call.m <= matrix.batched_rows):
         with T.Then():
-            _few_rows(call)
+            _streamed(call)
         with T.Else(), T.parallel(0, i64(-(-matrix.tiles // matrix.block_tiles))) as block:
-            _block_product(call, block)
+            _block_product(call, block, tile)
 
 
 def _quantize(call: _Call) -> None:
@@ -203,7 +207,7 @@ def _quantize(call: _Call) -> None:
     over_rows(call.m, SERIAL_ROWS, one_row)
 
 
-def _few_rows(call: _Call) -> None:
+def _streamed(call: _Call) -> None:
     with T.If(call.m == 1):
         with T.Then():
             _one_row(call)
@@ -307,8 +311,8 @@ class _Scratch:
     count: Expr
 
 
-def _block_product(call: _Call, block: Expr) -> None:
-    """block_tiles tiles times all rows of x."""
+def _block_product(call: _Call, block: Expr, shape: tuple[int, int]) -> None:
+    """block_tiles tiles times all rows of x, in register tiles of this shape."""
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE
     operands = T.alloc_buffer((matrix.block_groups, dot.QUADS * matrix.dot.parts, wide), "int32")
@@ -319,11 +323,12 @@ def _block_product(call: _Call, block: Expr) -> None:
         scratch = _Scratch(operands, scales, number * size, count)
         with T.serial(0, count) as group:
             _unpack(call, scratch, block, group)
-        tall = isa.dot_rows
+        tall = shape[0]
         with T.serial(0, (m + (tall - 1)) // tall) as part:
-            step = min(isa.dot_vectors, matrix.block_tiles * matrix.vectors)
+            step = min(shape[1], matrix.block_tiles * matrix.vectors)
             for vector in range(0, matrix.block_tiles * matrix.vectors, step):
-                acc = _tile_product(call, scratch, part * tall, range(vector, vector + step))
+                rows = [T.min(part * tall + i, m - 1) for i in range(tall)]
+                acc = _tile_product(call, scratch, rows, range(vector, vector + step))
                 column = block * wide + vector * isa.lanes
                 with T.If(number == 0):
                     with T.Then():
@@ -345,11 +350,12 @@ def _unpack(call: _Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
                     T.buffer_store(scratch.operands, value, [group, place, lane])
 
 
-def _tile_product(call: _Call, scratch: _Scratch, first: Expr, vectors: range) -> list[list[Register]]:
+def _tile_product(
+    call: _Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
+) -> list[list[Register]]:
     """A register tile over the unpacked groups."""
     isa = call.isa
-    acc = registers(isa.dot_rows, len(vectors), isa.lanes)
-    rows = [T.min(first + i, call.m - 1) for i in range(isa.dot_rows)]
+    acc = registers(len(rows), len(vectors), isa.lanes)
     count = call.matrix.dot.parts
     with T.serial(0, scratch.count) as group:
         columns = []

@@ -42,10 +42,9 @@ class ISA:
     scales need more registers."""
     dot_batch: int
     """The same for int8 products."""
-    dot_rows: int
-    """Rows of x in the register tile of an int8 product."""
-    dot_vectors: int
-    """Vectors of weight rows in the register tile of an int8 product."""
+    dot_tile: tuple[int, int] | None
+    """Rows of x, and vectors of weight rows, in the register tile of an int8 product that unpacks weights
+    into a buffer first, for many rows; None: they are unpacked again for each batch, beside its products."""
     amx: bool = False
     """Tile registers with bfloat16 products, for many rows of x."""
 
@@ -63,8 +62,7 @@ ISAS: tuple[ISA, ...] = (
         stream_rows=4,
         batch=4,
         dot_batch=8,
-        dot_rows=6,
-        dot_vectors=2,
+        dot_tile=None,
         amx=True,
     ),
     ISA(
@@ -77,8 +75,7 @@ ISAS: tuple[ISA, ...] = (
         stream_rows=4,
         batch=4,
         dot_batch=8,
-        dot_rows=6,
-        dot_vectors=2,
+        dot_tile=None,
     ),
     ISA(
         "avx512",
@@ -90,8 +87,7 @@ ISAS: tuple[ISA, ...] = (
         stream_rows=4,
         batch=4,
         dot_batch=8,
-        dot_rows=6,
-        dot_vectors=2,
+        dot_tile=None,
     ),
     ISA(
         "avx2",
@@ -103,8 +99,7 @@ ISAS: tuple[ISA, ...] = (
         stream_rows=2,
         batch=4,
         dot_batch=4,
-        dot_rows=2,
-        dot_vectors=2,
+        dot_tile=(2, 2),
     ),
     ISA(
         "neon",
@@ -116,8 +111,7 @@ ISAS: tuple[ISA, ...] = (
         stream_rows=4,
         batch=4,
         dot_batch=4,
-        dot_rows=3,
-        dot_vectors=4,
+        dot_tile=(3, 4),
     ),
     ISA(
         "portable",
@@ -129,8 +123,7 @@ ISAS: tuple[ISA, ...] = (
         stream_rows=2,
         batch=4,
         dot_batch=4,
-        dot_rows=2,
-        dot_vectors=2,
+        dot_tile=(2, 2),
     ),
 )
 """Best first: a target gets the first whose features it has."""
