@@ -27,14 +27,21 @@ from mlcbuild.compiler.kernels.attention_plan import (
     HIDDEN,
     LOWEST,
     PART,
-    SERIAL_SEQUENCES,
     Attention,
     Call,
     join,
     plan,
 )
 from mlcbuild.compiler.kernels.cache import PAGE
-from mlcbuild.compiler.kernels.floats import Floats, kernel, over_rows, registers, scratch, size_var
+from mlcbuild.compiler.kernels.floats import (
+    Floats,
+    before_others,
+    kernel,
+    one_launch,
+    registers,
+    scratch,
+    size_var,
+)
 from mlcbuild.compiler.kernels.vectors import i64, prefetch
 
 NO_WINDOW = 1 << 30
@@ -109,9 +116,11 @@ def attention(spec: Attention) -> PrimFunc:
 
 
 def _any_rows(call: Call, rows: Expr, total: Expr) -> None:
-    with T.parallel(total * call.spec.heads.kv) as index:
-        _task(call, *_place(call, rows, total, index))
-    over_rows(call.batch, SERIAL_SEQUENCES, lambda sequence: join(call, T.Cast("int32", sequence)))
+    with one_launch():
+        with before_others(), T.parallel(total * call.spec.heads.kv) as index:
+            _task(call, *_place(call, rows, total, index))
+        with T.parallel(call.batch) as sequence:
+            join(call, T.Cast("int32", sequence))
 
 
 def _prompts(call: Call, total: Expr) -> None:

@@ -15,8 +15,6 @@ PART = 8
 """Pages of a part: several microseconds of reading for each head, and many parts where they matter."""
 FEW = 16
 """Rows of a sequence up to which it is cut along its pages: a token with its drafts, but no prompt."""
-SERIAL_SEQUENCES = 4
-"""Sequences whose parts are put together sooner than the other cores would wake up."""
 LOWEST = -1e30
 """What a maximum starts with."""
 HIDDEN = -2e30

@@ -18,8 +18,8 @@ from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.kernels import amx, amx_weights, dot
 from mlcbuild.compiler.kernels.activation import activate
-from mlcbuild.compiler.kernels.floats import over_rows
-from mlcbuild.compiler.kernels.fusion import SERIAL_ROWS, Fusion
+from mlcbuild.compiler.kernels.floats import before_others, one_launch
+from mlcbuild.compiler.kernels.fusion import Fusion
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.output import Output, once
 from mlcbuild.compiler.kernels.quantize_activations import Records, quantize_row
@@ -85,11 +85,6 @@ class _Matrix:
     @property
     def records(self) -> Records:
         return Records(self.dot, self.k)
-
-    @property
-    def batched_rows(self) -> int:
-        """Up to this many rows of x share passes over the weights without unpacking them first."""
-        return STREAMED_BATCHES * self.isa.dot_batch
 
     @property
     def block_tiles(self) -> int:
@@ -188,31 +183,38 @@ def _prompt(call: _Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
 
 
 def _any_rows(call: _Call) -> None:
-    matrix = call.matrix
-    _quantize(call)
-    if (tile := call.isa.dot_tile) is None:
-        _streamed(call)
-        return
-    with T.If(call.m <= matrix.batched_rows):
+    matrix, m, most = call.matrix, call.m, call.isa.dot_batch
+
+    def quantize(row: Expr) -> None:
+        quantize_row(matrix.records, call.ready(row), call.records, row)
+
+    # Rows that fill no more than half a batch are spared the products of the rest, and made ready sooner
+    # than the other cores would wake up.
+    with T.If(m <= most // 2):
         with T.Then():
-            _streamed(call)
+            with T.serial(m) as row:
+                quantize(row)
+            with T.If(m == 1):
+                with T.Then():
+                    _one_row(call)
+                with T.Else():
+                    _in_batches(call, most // 2)
+        with T.Else(), one_launch():
+            with before_others(), T.parallel(m) as row:
+                quantize(row)
+            _many_rows(call)
+
+
+def _many_rows(call: _Call) -> None:
+    matrix, most, tile = call.matrix, call.isa.dot_batch, call.isa.dot_tile
+    if tile is None:
+        _in_batches(call, most)
+        return
+    with T.If(call.m <= STREAMED_BATCHES * most):
+        with T.Then():
+            _in_batches(call, most)
         with T.Else(), T.parallel(0, i64(-(-matrix.tiles // matrix.block_tiles))) as block:
             _block_product(call, block, tile)
-
-
-def _quantize(call: _Call) -> None:
-    def one_row(row: Expr) -> None:
-        quantize_row(call.matrix.records, call.ready(row), call.records, row)
-
-    over_rows(call.m, SERIAL_ROWS, one_row)
-
-
-def _streamed(call: _Call) -> None:
-    with T.If(call.m == 1):
-        with T.Then():
-            _one_row(call)
-        with T.Else():
-            _batches(call)
 
 
 def _one_row(call: _Call) -> None:
@@ -220,16 +222,6 @@ def _one_row(call: _Call) -> None:
     small = matrix.tiles * matrix.records.groups * matrix.tile_bytes < SERIAL_BYTES
     with (T.serial if small else T.parallel)(0, i64(matrix.tiles)) as tile:
         _stream_tile(call, tile, [i64(0)])
-
-
-def _batches(call: _Call) -> None:
-    """Rows that fill no more than half a batch are spared the products of the rest."""
-    most = call.isa.dot_batch
-    with T.If(call.m <= most // 2):
-        with T.Then():
-            _in_batches(call, most // 2)
-        with T.Else():
-            _in_batches(call, most)
 
 
 def _in_batches(call: _Call, batch: int) -> None:
