@@ -191,6 +191,9 @@ class Engine:
         idle = schedule.idle and not self._closing
         if not idle and self._incoming.empty():
             return
+        for _ in self.model.back(schedule.pages.reached) if idle else ():
+            if not self._incoming.empty():
+                break
         # Even requests that rest may run out of time.
         nap = NAP if schedule.active or schedule.waiting else None
         while idle or not self._incoming.empty():

@@ -38,6 +38,8 @@ class Pages:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self.reached = 0
+        """All pages from this one on have never been taken."""
         self._free = list(range(count - 1, -1, -1))
         self._root = _Node(-1, (), None)
         self._nodes: dict[int, _Node] = {}
@@ -71,7 +73,9 @@ class Pages:
             return None
         while len(self._free) < count:
             self._forget(self._victim())
-        return [self._free.pop() for _ in range(count)]
+        taken = [self._free.pop() for _ in range(count)]
+        self.reached = max(self.reached, 1 + max(taken, default=-1))
+        return taken
 
     def keep(self, keys: Sequence[Key], pages: list[int]) -> None:
         """Puts the first pages of a sequence, which hold `keys`, into the tree.

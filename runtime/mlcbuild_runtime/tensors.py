@@ -57,6 +57,11 @@ def prefer_large_pages(address: int, size: int) -> None:
         call(start, end - start, advice)
 
 
+def clear(array: Array) -> None:
+    """Zeros into all of an array whose elements lie next to each other; others may run meanwhile."""
+    ctypes.memset(array.ctypes.data, 0, array.nbytes)
+
+
 def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
     """The tensors `params`, from the files `names` in the directory `path`.
 

@@ -39,6 +39,9 @@ the gaps within a step. TVM's own 300,000 take the time of others where cores ar
 _CPU, _POOLED = 1, 2
 """DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
 
+BACKED = 64
+"""Pages of the KV cache that get memory together."""
+
 Floats = NDArray[np.float32]
 MOST_STEPS = 16
 """That are one call of the library."""
@@ -149,6 +152,7 @@ class Model:
         halt = tensors.aligned(np.zeros(1, np.int32))
         self._halt, self._halted = halt.data, tvm_ffi.from_dlpack(halt)
         self._masks = _Masks()
+        self._backed = 0
 
     def _function(self, name: str) -> Callable[..., Any]:
         """A handle, looked up once: a lookup costs as much as a small call. Raises BundleError."""
@@ -188,6 +192,18 @@ class Model:
         seen = np.from_dlpack(cache)
         tensors.prefer_large_pages(seen.ctypes.data, seen.nbytes)
         return cache
+
+    def back(self, used: int) -> Iterator[None]:
+        """Has the system give memory for as many pages of the KV cache again as have been `used`, which are
+        the first ones. It takes time to do so, virtual machines most of all, for which a step would wait. To
+        be called by the thread that computes, which may stop whenever this rests."""
+        pages, first, wanted = np.from_dlpack(self._cache), max(used, self._backed), min(2 * used, self.pages)
+        while first < wanted:
+            last = min(first + BACKED, wanted)
+            for layer in pages:
+                tensors.clear(layer[first:last])
+                yield
+            self._backed = first = last
 
     def step(self, step: Step, ways: Sequence[Way], masks: Masks = ()) -> tuple[Floats, list[int]]:
         """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens, and the
