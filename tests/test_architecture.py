@@ -118,7 +118,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "sequence": "choosing drafts grammar pages pooling request sampling step text tree",
     "bursts": "sampling sequence step vm",
     "speculation": "drafts sequence step text tree vm",
-    "admission": "request vm",
+    "admission": "bundle request vm",
     "role": "bundle drafts threads",
     "schedule": "pages sequence tree",
     "trace": "",

@@ -8,7 +8,7 @@ are changed in place, which is why these functions are impure: no pass may drop 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -66,6 +66,14 @@ class Decoder:
         if extras & {param.name.removeprefix("layers.0.") for param in self.layer_params(0)}:
             room["delta"] = config.hidden_size
         return room
+
+    @property
+    def gathers(self) -> bool:
+        """The last layer computes no more than keys and values, and what is chosen of a prompt's rows. Tile
+        registers' rows lie in tiles, from which none can be taken."""
+        config, room = self.config, self.room
+        fits = config.hidden_size <= room["qkv"] and room.get("seen", 0) <= room["pair"]
+        return not self.parts.isa.amx and fits
 
     def products(self) -> Iterator[tuple[str, str, str | None]]:
         """(parameter, kernel, reason if it is a slow one) of each matrix product, and of the lookup."""
@@ -145,7 +153,7 @@ def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> We
     }
 
 
-def _layer_functions(decoder: Decoder) -> list[GlobalVar]:
+def layer_functions(decoder: Decoder) -> list[GlobalVar]:
     """The function of each layer; layers whose parameters are stored alike have the same one."""
     made: dict[object, GlobalVar] = {}
     found = []
@@ -158,9 +166,9 @@ def _layer_functions(decoder: Decoder) -> list[GlobalVar]:
     return found
 
 
-def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
-    """(x, angles, room ..., batch ..., forks, (layer, window), prompt, weights ...) -> x, changed in place,
-    as pages are."""
+def _layer(decoder: Decoder, layer: int, name: str, rows: relax.Var | None = None) -> GlobalVar:
+    """(x, angles, room ..., batch ..., forks, (layer, window), prompt, rows?, weights ...) -> x, changed in
+    place, as pages are; or, where there are `rows`, these rows only."""
     builder, config = decoder.builder, decoder.config
     n = size("n")
     x = variable("x", (n, config.hidden_size), "float32")
@@ -176,14 +184,14 @@ def _layer(decoder: Decoder, layer: int, name: str) -> GlobalVar:
     given = [tensor._expr for tensors in weights.values() for tensor in tensors]
     with builder.function(
         name,
-        [x, turns, *room.values(), *batch, *place, prompt, *given],
+        [x, turns, *room.values(), *batch, *place, prompt, *([] if rows is None else [rows]), *given],
         decoder.attributes(),
         pure=False,
         private=True,
     ):
         handles = {name: handle(variable) for name, variable in room.items()}
         body = _Layer(decoder.parts, params, weights, handles, prompt)
-        changed = body.emit(handle(x), handle(turns), Batch(*map(handle, batch)), place)
+        changed = body.emit(handle(x), handle(turns), Batch(*map(handle, batch)), place, rows)
         made: GlobalVar = builder.emit_func_output(changed._expr)
     return made
 
@@ -221,14 +229,43 @@ class _Layer:
         delta = self.product(name, Fusion(source), given, self.room["delta"])
         return self.parts.add(x, delta, *extras)
 
-    def emit(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[relax.Var, relax.Var]) -> Tensor:
+    def emit(
+        self,
+        x: Tensor,
+        turns: Tensor,
+        batch: Batch,
+        place: tuple[relax.Var, relax.Var],
+        rows: relax.Var | None,
+    ) -> Tensor:
+        seen = self.attend(x, turns, batch, place)
+        if rows is None:
+            return self.rest(x, seen)
+        # In memory of which nothing is needed any more.
+        chosen, gather = handle(rows), self.parts.gather
+        count = chosen.shape[0]
+        x = gather(x, chosen, self.view("qkv", count, int(x.shape[1])))
+        seen = gather(seen, chosen, self.view("pair", count, int(seen.shape[1])))
+        room = {name: self.view(name, count, int(whole.shape[1])) for name, whole in self.room.items()}
+        return replace(self, room=room).rest(x, seen)
+
+    def view(self, name: str, rows: Expr, width: int) -> Tensor:
+        """The beginning of a tensor of the room as one of another shape."""
+        whole, shape = self.room[name]._expr, relax.ShapeExpr([rows, width])
+        made = relax.op.memory.view(whole, shape, "float32", 0)
+        return handle(relax.BlockBuilder.current().emit(made))
+
+    def attend(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[relax.Var, relax.Var]) -> Tensor:
         parts, room = self.parts, self.room
         weight = self.weights["attn_norm.weight"][0]
         qkv = self.product("attn.qkv", Fusion(parts.normed(weight)), [x, weight], room["qkv"])
         qkv, pages = parts.rope_append(qkv, turns, batch, place[0], self.weights)
         columns = parts.hands_on(self.linear("attn.o"))
         seen = room["pair" if columns else "seen"]
-        seen = parts.attention(qkv, pages, batch, (*place, self.prompt), seen)
+        return parts.attention(qkv, pages, batch, (*place, self.prompt), seen)
+
+    def rest(self, x: Tensor, seen: Tensor) -> Tensor:
+        """What follows attention, which has given `seen`: it concerns each row by itself."""
+        parts, room, columns = self.parts, self.room, self.parts.hands_on(self.linear("attn.o"))
         x = self.add_product(x, "attn.o", Given(columns), [seen], "attn_post_norm.weight")
         weight, bias = self.weights["mlp_norm.weight"][0], self.optional("mlp.gate_up.bias")
         packs = parts.packs(self.linear("mlp.gate_up"), self.linear("mlp.down"), bias)
@@ -239,17 +276,23 @@ class _Layer:
         )
 
 
-def trunk_function(decoder: Decoder) -> GlobalVar:
-    """(embeddings [n, hidden], batch ..., forks, params, prompt) -> the residual stream after all layers
-    [n, hidden]."""
+def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], chosen: bool = False) -> GlobalVar:
+    """(embeddings [n, hidden], batch ..., forks, params, prompt, rows?) -> the residual stream after all
+    layers [n, hidden]. `chosen`: of the rows int32 [q] only, which are no more than n."""
     builder, config, parts = decoder.builder, decoder.config, decoder.parts
     n = size("n")
     given = variable("embeddings", (n, config.hidden_size), "float32")
     batch, packed = batch_variables(decoder, n, size("b"), tree=True), packed_params(decoder)
-    prompt = number("prompt")
+    prompt, rows = number("prompt"), [variable("rows", (size("q"),), "int32")] * chosen
     inv_freq, factor = frequencies(config.rope, decoder.limits.context_window)
-    given_all = [given, *batch, packed, prompt]
-    with builder.function("trunk", given_all, decoder.attributes(), pure=False, private=True):
+    given_all, name = [given, *batch, packed, prompt, *rows], "trunk_to_rows" if chosen else "trunk"
+    last = config.num_layers - 1
+    if chosen:
+        layers = [
+            *layers[:last],
+            _layer(decoder, last, "last_layer", variable("rows", (size("q"),), "int32")),
+        ]
+    with builder.function(name, given_all, decoder.attributes(), pure=False, private=True):
         table = handle(relax.const(np.array(inv_freq, np.float32)))
         turns = parts.angles(handle(batch[1]), table, factor)
         shapes = [relax.ShapeExpr([n, width]) for width in decoder.room.values()]
@@ -258,11 +301,12 @@ def trunk_function(decoder: Decoder) -> GlobalVar:
         # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
         # does not know that what a layer returns is what it was given.
         x = parts.copy(handle(given))._expr
-        for layer, function in enumerate(_layer_functions(decoder)):
+        for layer, function in enumerate(layers):
             window = config.windows[layer] or NO_WINDOW
             place = [relax.prim_value(number) for number in (layer, min(window, NO_WINDOW))]
             weights = unpacked(decoder, packed, decoder.layer_params(layer))
             tensors = [tensor._expr for stored in weights.values() for tensor in stored]
-            x = builder.emit(relax.Call(function, [x, turns._expr, *room, *batch, *place, prompt, *tensors]))
+            numbers = [*place, prompt, *(rows if layer == last else [])]
+            x = builder.emit(relax.Call(function, [x, turns._expr, *room, *batch, *numbers, *tensors]))
         made: GlobalVar = builder.emit_func_output(x)
     return made

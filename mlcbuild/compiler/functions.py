@@ -15,6 +15,7 @@ from mlcbuild.compiler.decoder import (
     Decoder,
     batch_variables,
     handle,
+    layer_functions,
     packed_params,
     size,
     trunk_function,
@@ -30,17 +31,19 @@ def build(decoder: Decoder) -> IRModule:
     """The module of a library with its kernels, before any pass."""
     _create_cache(decoder)
     _embed(decoder)
-    trunk = trunk_function(decoder)
+    layers = layer_functions(decoder)
+    trunk = trunk_function(decoder, layers)
+    to_rows = trunk_function(decoder, layers, chosen=True) if decoder.gathers else trunk
     _prefill(decoder, trunk, "batch_verify", True, drafts=True)
     for name, batched in (("prefill", False), ("batch_prefill", True)):
-        _prefill(decoder, trunk, name, batched)
+        _prefill(decoder, to_rows, name, batched)
         _hidden_states(decoder, trunk, f"{name}_to_last_hidden_states", batched)
     for name, batched in (("decode", False), ("batch_decode", True)):
         _decode(decoder, trunk, name, batched)
     _choose(decoder)
     step = _step(decoder, trunk, "step", drafts=True)
     emit_steps(decoder.builder, step, partial(_sequences, decoder), decoder.attributes())
-    _step(decoder, trunk, "step_prefill", drafts=False)
+    _step(decoder, to_rows, "step_prefill", drafts=False)
     return decoder.builder.finalize()
 
 
@@ -64,12 +67,32 @@ def _embed(decoder: Decoder) -> None:
         builder.emit_func_output(decoder.parts.embed(handle(tokens), weights)._expr)
 
 
-def _stream(decoder: Decoder, trunk: GlobalVar, x: relax.Var, rest: list[relax.Var], prompt: bool) -> Tensor:
+def _stream(
+    decoder: Decoder,
+    trunk: GlobalVar,
+    x: relax.Var,
+    rest: list[relax.Var],
+    prompt: bool,
+    rows: Sequence[relax.Var] = (),
+) -> Tensor:
     """A call of `trunk` with embeddings x and the rest of a function's arguments; without forks where it has
     none."""
     if len(rest) < 9:
         rest = [*rest[:-1], relax.const(np.zeros((0, 3), np.int32)), rest[-1]]
-    return handle(decoder.builder.emit(relax.Call(trunk, [x, *rest, relax.prim_value(int(prompt))])))
+    given = [x, *rest, relax.prim_value(int(prompt)), *rows]
+    return handle(decoder.builder.emit(relax.Call(trunk, given)))
+
+
+def _logits(
+    decoder: Decoder, trunk: GlobalVar, x: relax.Var, rows: relax.Var, rest: list[relax.Var], prompt: bool
+) -> Tensor:
+    """As `_stream`, then the logits [q, vocab] of the rows int32 [q]."""
+    parts, weights = decoder.parts, unpacked(decoder, rest[-1], _head_params(decoder))
+    norm = weights["norm.weight"][0]
+    if prompt and decoder.gathers:
+        return parts.logits(parts.rms_norm(_stream(decoder, trunk, x, rest, prompt, [rows]), norm), weights)
+    x = _stream(decoder, trunk, x, rest, prompt)
+    return parts.logits(parts.chosen_norm(x, handle(rows), norm), weights)
 
 
 def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, drafts: bool = False) -> None:
@@ -81,10 +104,8 @@ def _prefill(decoder: Decoder, trunk: GlobalVar, name: str, batched: bool, draft
     chosen = variable("logit_positions", (q,), "int32")
     batch, packed = batch_variables(decoder, n, b, drafts), packed_params(decoder)
     with builder.function(name, [given, chosen, *batch, packed], decoder.attributes(), pure=False):
-        x = _stream(decoder, trunk, _reshaped(builder, given, (n, hidden)), [*batch, packed], not drafts)
-        weights = unpacked(decoder, packed, _head_params(decoder))
-        normed = decoder.parts.chosen_norm(x, handle(chosen), weights["norm.weight"][0])
-        logits = decoder.parts.logits(normed, weights)
+        x = _reshaped(builder, given, (n, hidden))
+        logits = _logits(decoder, trunk, x, chosen, [*batch, packed], not drafts)
         builder.emit_func_output(_reshaped(builder, logits._expr, (1, q, decoder.config.vocab_size)))
 
 
@@ -140,9 +161,7 @@ def _step(decoder: Decoder, trunk: GlobalVar, name: str, drafts: bool) -> Global
     given = [tokens, rows, ways, chosen, masks, *batch, packed]
     with builder.function(name, given, decoder.attributes(), pure=False):
         embedded = parts.embed(handle(tokens), unpacked(decoder, packed, decoder.params[:1]))
-        x = _stream(decoder, trunk, embedded._expr, [*batch, packed], not drafts)
-        weights = unpacked(decoder, packed, _head_params(decoder))
-        logits = parts.logits(parts.chosen_norm(x, handle(rows), weights["norm.weight"][0]), weights)
+        logits = _logits(decoder, trunk, embedded._expr, rows, [*batch, packed], not drafts)
         logits = parts.masked(logits, handle(masks))
         shaped = _reshaped(builder, logits._expr, (1, q, decoder.config.vocab_size))
         made: GlobalVar = builder.emit_func_output(parts.chosen(*map(handle, (shaped, ways, chosen)))._expr)

@@ -99,6 +99,10 @@ class Parts:
     def copy(self, x: Tensor) -> Tensor:
         return _call(activation.copied(self.isa, self.config.hidden_size), [x], rows(*x.shape))
 
+    def gather(self, x: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
+        """The rows `chosen` int32 [q] of x, into `out`."""
+        return _into(activation.gathered(self.isa, int(x.shape[1])), [x, chosen], out)
+
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return _call(norm.rms_norm(self.norm(x.shape[1]), dtype_of(weight)), [x, weight], rows(*x.shape))
 

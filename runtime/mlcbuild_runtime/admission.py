@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from mlcbuild_runtime.bundle import check_tokens
 from mlcbuild_runtime.errors import RequestError
 from mlcbuild_runtime.request import Request
-from mlcbuild_runtime.vm import Model, check_tokens
+from mlcbuild_runtime.vm import Model
 
 
 def answer_limit(request: Request, model: Model) -> int:

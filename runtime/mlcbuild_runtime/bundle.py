@@ -7,7 +7,7 @@ headers of weights and library, one signature everywhere); `check(full=True)` al
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, NoReturn, get_args
@@ -364,3 +364,11 @@ def _digest(path: Path) -> str:
     if path.stat().st_size:
         hasher.update_mmap(path)
     return str(hasher.hexdigest())
+
+
+def check_tokens(tokens: Sequence[int], manifest: Manifest) -> None:
+    """Raises ValueError for a token outside the vocabulary: the library would read beyond its table."""
+    vocab_size = manifest.vocab_size
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is outside the vocabulary of {vocab_size} tokens")

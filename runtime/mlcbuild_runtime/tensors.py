@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +19,8 @@ from mlcbuild_runtime.signature import Tensor
 
 ALIGNMENT = 64
 """Bytes. Kernels use aligned vector loads: a tensor elsewhere would end the process by a signal."""
+BACKED = 64
+"""Entries that get memory together."""
 
 Array = NDArray[np.generic]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -57,9 +59,15 @@ def prefer_large_pages(address: int, size: int) -> None:
         call(start, end - start, advice)
 
 
-def clear(array: Array) -> None:
-    """Zeros into all of an array whose elements lie next to each other; others may run meanwhile."""
-    ctypes.memset(array.ctypes.data, 0, array.nbytes)
+def back(tensor: Array, first: int, last: int) -> Iterator[int]:
+    """Has the system give memory for tensor[:, first:last], by writing zeros: virtual machines take long to
+    give it. Rests after each part with the index up to which all have it."""
+    for start in range(first, last, BACKED):
+        end = min(start + BACKED, last)
+        for row in tensor:
+            ctypes.memset(row[start:end].ctypes.data, 0, row[start:end].nbytes)
+            yield start
+        yield end
 
 
 def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:

@@ -39,9 +39,6 @@ the gaps within a step. TVM's own 300,000 take the time of others where cores ar
 _CPU, _POOLED = 1, 2
 """DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
 
-BACKED = 64
-"""Pages of the KV cache that get memory together."""
-
 Floats = NDArray[np.float32]
 MOST_STEPS = 16
 """That are one call of the library."""
@@ -194,16 +191,12 @@ class Model:
         return cache
 
     def back(self, used: int) -> Iterator[None]:
-        """Has the system give memory for as many pages of the KV cache again as have been `used`, which are
-        the first ones. It takes time to do so, virtual machines most of all, for which a step would wait. To
-        be called by the thread that computes, which may stop whenever this rests."""
-        pages, first, wanted = np.from_dlpack(self._cache), max(used, self._backed), min(2 * used, self.pages)
-        while first < wanted:
-            last = min(first + BACKED, wanted)
-            for layer in pages:
-                tensors.clear(layer[first:last])
-                yield
-            self._backed = first = last
+        """Memory for as many pages of the KV cache again as have been `used`, which are the first ones. To be
+        called by the thread that computes, which may stop whenever this rests."""
+        first, last = max(used, self._backed), min(2 * used, self.pages)
+        for ready in tensors.back(np.from_dlpack(self._cache), first, last):
+            self._backed = ready
+            yield
 
     def step(self, step: Step, ways: Sequence[Way], masks: Masks = ()) -> tuple[Floats, list[int]]:
         """Logits float32 [len(step.rows), vocab] after the KV cache has taken in the step's tokens, and the
@@ -344,7 +337,7 @@ class Model:
         Uses the first pages of the KV cache: not to be mixed with an engine on the same model.
         Raises ValueError when the sequence or a token does not fit the model.
         """
-        check_tokens(tokens, self.manifest)
+        bundle.check_tokens(tokens, self.manifest)
         limits = self.limits
         if not 0 < len(tokens) <= min(limits.context_window, self.pages * limits.page_size):
             raise ValueError(f"{len(tokens)} tokens do not fit a context of {limits.context_window}")
@@ -364,14 +357,6 @@ def forget_memory() -> None:
     """Gives memory back to the system that models which are gone have left in TVM's pools."""
     gc.collect()
     tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")()
-
-
-def check_tokens(tokens: Sequence[int], manifest: Manifest) -> None:
-    """Raises ValueError for a token outside the vocabulary: the library would read beyond its table."""
-    vocab_size = manifest.vocab_size
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"token {token} is outside the vocabulary of {vocab_size} tokens")
 
 
 def _load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 from mlcbuild_runtime.engine import Engine
 from mlcbuild_runtime.errors import EngineError, RequestError
@@ -74,6 +75,26 @@ def drain(events: SimpleQueue[Event]) -> list[Event]:
 def tokens_of(events: list[Event]) -> list[int]:
     """The chosen tokens, from the reported log-probabilities."""
     return [event.logprob.token for event in events if event.logprob is not None]
+
+
+def test_an_idle_engine_has_memory_made_ready(toy_bundle: Path) -> None:
+    model = Model.load(toy_bundle, max_pages=64)
+    tokenizer = Tokenizer.load(toy_bundle, model.manifest.serving)
+    tokenizer.eos = frozenset()
+    cache = np.from_dlpack(model._cache)
+    cache[:] = 7
+    running = Engine(model, tokenizer).start()
+    try:
+        # 40 tokens at once, and none that is written after the last one is chosen: three pages.
+        drain(ask(running, Request(tuple(range(3, 38)), 6, GREEDY)))
+        deadline = time.monotonic() + 10
+        while cache[0, 5].any() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not cache[:, 3:6].any()
+        assert (cache[:, 6:] == 7).all()
+        assert cache[0, 0].any()
+    finally:
+        assert running.close()
 
 
 def text_of(events: list[Event]) -> str:

@@ -39,6 +39,17 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     assert pages.take(2) is None
 
 
+def test_pages_are_used_again_before_new_ones() -> None:
+    pages = Pages(8)
+    assert pages.reached == 0
+    first = pages.take(2)
+    assert first == [0, 1] and pages.reached == 2
+    pages.release(first)
+    again = pages.take(3)
+    assert again is not None and sorted(again) == [0, 1, 2] and pages.reached == 3
+    assert pages.take(0) == [] and pages.take(6) is None and pages.reached == 3
+
+
 def test_equal_pages_become_one() -> None:
     pages = Pages(4)
     first, second = pages.take(2), pages.take(2)

@@ -314,3 +314,15 @@ def test_weights_and_cache_ask_for_large_pages(tiny_bundle: Path) -> None:
             if int(start, 16) <= middle < int(end, 16)
         ]
         assert re.search(r"^VmFlags:.* hg ", found, re.MULTILINE)
+
+
+def test_memory_is_made_ready_by_zeros_in_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "BACKED", 3)
+    tensor = np.full((2, 10, 5), 7, np.float32)
+    steps = tensors.back(tensor, 2, 9)
+    assert [next(steps) for _ in range(4)] == [2, 2, 5, 5]  # a part counts when all layers have it
+    assert not tensor[0, 2:8].any() and not tensor[1, 2:5].any() and (tensor[1, 5:] == 7).all()
+    assert list(steps)[-1] == 9
+    assert not tensor[:, 2:9].any()
+    assert (tensor[:, :2] == 7).all() and (tensor[:, 9:] == 7).all()
+    assert list(tensors.back(tensor, 9, 9)) == list(tensors.back(tensor, 9, 4)) == []

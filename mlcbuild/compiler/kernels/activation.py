@@ -91,3 +91,22 @@ def copied(isa: ISA, width: int) -> PrimFunc:
         with made.body():
             over_rows(rows, SERIAL_ROWS, one_row)
     return made.func
+
+
+def gathered(isa: ISA, width: int) -> PrimFunc:
+    """(x float32 [n, width], rows int32 [q]) -> these rows [q, width]."""
+    floats = Floats.dividing(isa, width)
+    with kernel("gather") as made:
+        count = size_var("q")
+        x = made.tensor("x", (size_var("n"), width))
+        rows = made.tensor("rows", (count,), "int32")
+        out = made.tensor("out", (count, width))
+
+        def one_row(row: Expr) -> None:
+            source = T.bind(rows[row])
+            with T.serial(width // floats.lanes) as k:
+                floats.store(out, floats.load(x, source, k * floats.lanes), row, k * floats.lanes)
+
+        with made.body():
+            over_rows(count, SERIAL_ROWS, one_row)
+    return made.func

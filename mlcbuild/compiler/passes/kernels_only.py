@@ -12,7 +12,13 @@ from tvm.tirx import PrimFunc
 from mlcbuild.errors import CompileError
 
 ALLOWED = frozenset(
-    {"relax.call_tir", "relax.call_tir_inplace", "relax.reshape", "relax.builtin.alloc_tensor"}
+    {
+        "relax.call_tir",
+        "relax.call_tir_inplace",
+        "relax.reshape",
+        "relax.memory.view",
+        "relax.builtin.alloc_tensor",
+    }
 )
 """Operations that call a kernel, rename memory or allocate it."""
 
