@@ -111,6 +111,7 @@ def test_frequencies_follow_the_softmax(choose: Choose) -> None:
     seed=st.integers(0, 1 << 40),
 )
 @example(logits=[0.0, -1.1754943508222875e-38, 0.0], top_p=0.25, top_k=0, min_p=0.0, seed=0)
+@example(logits=[0.0] * 5 + [1.0, 2.0, 2.5, 5.142434657634498e-39], top_p=0.8125, top_k=0, min_p=0.0, seed=0)
 def test_only_kept_tokens_are_chosen(
     choose: Choose, logits: list[float], top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:

@@ -31,8 +31,9 @@ from mlcbuild.compiler.kernels.vectors import Register, f32, i32, intrinsic, reg
 
 FEW = 512
 """Tokens between two bounds that are put into a list."""
-_LIMITED = 1 << 7
-"""Bisections at most: each halves the distance of two numbers that lie 87 temperatures apart."""
+_LIMITED = 1 << 8
+"""Bisections at most: each halves the distance of two numbers that lie 87 temperatures apart, and those
+near zero may be no more than 2**-149 apart."""
 
 
 @dataclass(frozen=True)
