@@ -7,8 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tvm import relax
 
-from mlcbuild import quant, reference
+from mlcbuild import quant, reference, targets
+from mlcbuild.compiler import functions
+from mlcbuild.compiler.decoder import Decoder
+from mlcbuild.compiler.kernels.isa import isa_for
+from mlcbuild.compiler.layers import Parts
+from mlcbuild.compiler.limits import Limits
 from mlcbuild.models import ModelConfig, Rope
 from tests.libharness import HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
 
@@ -160,3 +166,32 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
     assert short["mlp.down.weight"] == "f16" and short["layers.1.mlp.down.weight"] == "w4f16"
     assert short["attn.qkv.weight"] == "w4f16" and short["layers.1.attn.qkv.weight"] == "w8f32"
     assert short["lm_head.weight"] == "f32" and "layers.1.attn.o.weight" not in short
+
+
+@pytest.mark.parametrize(
+    ("target", "ends"),
+    [("x86-64-v4-vnni", {"prefill", "batch_prefill", "step_prefill"}), ("x86-64-v4-amx", set())],
+)
+def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
+    """All others keep each row, and so does who takes rows as tiles."""
+    isa = isa_for(targets.resolve(target))
+    decoder = Decoder(Parts(SMALL, quant.SCHEMES["q4a8_1"], isa), Limits(64, 32, 2))
+    made = {
+        name.name_hint: function
+        for name, function in functions.build(decoder).functions.items()
+        if isinstance(function, relax.Function)
+    }
+    called = {
+        name: {
+            binding.value.op.name_hint
+            for block in function.body.blocks
+            for binding in block.bindings
+            if isinstance(binding.value, relax.Call) and isinstance(binding.value.op, relax.GlobalVar)
+        }
+        for name, function in made.items()
+    }
+    assert {name for name in made if "trunk_to_rows" in called[name]} == ends
+    assert str(made["trunk"].ret_ty.shape[0]) == "n"
+    if ends:
+        assert called["trunk_to_rows"] >= {"layer", "last_layer"}
+        assert str(made["last_layer"].ret_ty.shape[0]) == "q"

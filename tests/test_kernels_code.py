@@ -7,6 +7,9 @@ import re
 import pytest
 
 from mlcbuild.compiler.kernels import embedding
+from mlcbuild.compiler.kernels.attention import attention
+from mlcbuild.compiler.kernels.attention_plan import Attention
+from mlcbuild.compiler.kernels.cache import Heads
 from mlcbuild.compiler.kernels.fusion import Fusion
 from mlcbuild.compiler.kernels.isa import isa_for
 from mlcbuild.compiler.kernels.linear import kernel, linear
@@ -14,7 +17,7 @@ from mlcbuild.quant import SCHEMES
 from mlcbuild.targets import Target
 from tests import kernelbench
 from tests.kernelbench import TARGETS
-from tests.test_kernels import module, scheme_kernels
+from tests.test_kernels import BIAS, module, scheme_kernels
 
 pytestmark = pytest.mark.xdist_group("kernels")
 """What is compiled is kept by a process, for many tests."""
@@ -82,6 +85,20 @@ def test_vectors_are_not_longer_than_the_target_has() -> None:
 )
 def test_instructions_of_a_product(isa: str, scheme: str, instruction: str) -> None:
     assert re.search(instruction, scheme_kernels(isa, SCHEMES[scheme]))
+
+
+@pytest.mark.parametrize("isa", list(TARGETS))
+def test_rows_are_ready_before_they_are_multiplied(isa: str) -> None:
+    """Cores wait for each other within a launch; without, it would go well most of the time."""
+    product = kernel(linear(isa_for(TARGETS[isa]), SCHEMES["q4a8_1"], *BIAS), Fusion(bias=True))
+    assert "TVMBackendParallelBarrier" in module(isa).code(product)
+
+
+def test_parts_are_there_before_they_are_joined() -> None:
+    for name, target in TARGETS.items():
+        spec = Attention(isa_for(target), Heads(1, 4, 2, 16, "float16"), 0.25, None)
+        asm = kernelbench.compiled(target, [attention(spec).with_attr("global_symbol", "seen")]).asm
+        assert "TVMBackendParallelBarrier" in asm, name
 
 
 @pytest.mark.parametrize(

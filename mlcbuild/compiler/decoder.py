@@ -117,6 +117,11 @@ def number(name: str) -> relax.Var:
     return relax.Var(name, PrimType("int64"))
 
 
+def _rows() -> relax.Var:
+    """The argument that chooses rows."""
+    return variable("rows", (size("q"),), "int32")
+
+
 def handle(value: relax.Expr) -> Tensor:
     return Tensor(_expr=value)
 
@@ -166,9 +171,9 @@ def layer_functions(decoder: Decoder) -> list[GlobalVar]:
     return found
 
 
-def _layer(decoder: Decoder, layer: int, name: str, rows: relax.Var | None = None) -> GlobalVar:
+def _layer(decoder: Decoder, layer: int, name: str, chosen: bool = False) -> GlobalVar:
     """(x, angles, room ..., batch ..., forks, (layer, window), prompt, rows?, weights ...) -> x, changed in
-    place, as pages are; or, where there are `rows`, these rows only."""
+    place, as pages are. `chosen`: of the rows int32 [q] only."""
     builder, config = decoder.builder, decoder.config
     n = size("n")
     x = variable("x", (n, config.hidden_size), "float32")
@@ -176,6 +181,7 @@ def _layer(decoder: Decoder, layer: int, name: str, rows: relax.Var | None = Non
     room = {name: variable(name, (n, width), "float32") for name, width in decoder.room.items()}
     batch = batch_variables(decoder, n, size("b"), tree=True)
     place, prompt = (number("layer"), number("window")), number("prompt")
+    rows = [_rows()] * chosen
     weights: dict[str, list[Tensor]] = {}
     params = {p.name.removeprefix(f"layers.{layer}."): p for p in decoder.layer_params(layer)}
     for short, param in params.items():
@@ -184,14 +190,15 @@ def _layer(decoder: Decoder, layer: int, name: str, rows: relax.Var | None = Non
     given = [tensor._expr for tensors in weights.values() for tensor in tensors]
     with builder.function(
         name,
-        [x, turns, *room.values(), *batch, *place, prompt, *([] if rows is None else [rows]), *given],
+        [x, turns, *room.values(), *batch, *place, prompt, *rows, *given],
         decoder.attributes(),
         pure=False,
         private=True,
     ):
         handles = {name: handle(variable) for name, variable in room.items()}
         body = _Layer(decoder.parts, params, weights, handles, prompt)
-        changed = body.emit(handle(x), handle(turns), Batch(*map(handle, batch)), place, rows)
+        seen = body.attend(handle(x), handle(turns), Batch(*map(handle, batch)), place)
+        changed = body.rest_of(handle(x), seen, handle(*rows)) if chosen else body.rest(handle(x), seen)
         made: GlobalVar = builder.emit_func_output(changed._expr)
     return made
 
@@ -229,20 +236,9 @@ class _Layer:
         delta = self.product(name, Fusion(source), given, self.room["delta"])
         return self.parts.add(x, delta, *extras)
 
-    def emit(
-        self,
-        x: Tensor,
-        turns: Tensor,
-        batch: Batch,
-        place: tuple[relax.Var, relax.Var],
-        rows: relax.Var | None,
-    ) -> Tensor:
-        seen = self.attend(x, turns, batch, place)
-        if rows is None:
-            return self.rest(x, seen)
-        # In memory of which nothing is needed any more.
-        chosen, gather = handle(rows), self.parts.gather
-        count = chosen.shape[0]
+    def rest_of(self, x: Tensor, seen: Tensor, chosen: Tensor) -> Tensor:
+        """`rest` for the rows `chosen` int32 [q] only, in memory of which nothing is needed any more."""
+        count, gather = chosen.shape[0], self.parts.gather
         x = gather(x, chosen, self.view("qkv", count, int(x.shape[1])))
         seen = gather(seen, chosen, self.view("pair", count, int(seen.shape[1])))
         room = {name: self.view(name, count, int(whole.shape[1])) for name, whole in self.room.items()}
@@ -255,6 +251,7 @@ class _Layer:
         return handle(relax.BlockBuilder.current().emit(made))
 
     def attend(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[relax.Var, relax.Var]) -> Tensor:
+        """What attention gives, for all rows; their keys and values are in the cache then."""
         parts, room = self.parts, self.room
         weight = self.weights["attn_norm.weight"][0]
         qkv = self.product("attn.qkv", Fusion(parts.normed(weight)), [x, weight], room["qkv"])
@@ -283,15 +280,12 @@ def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], chosen: bool =
     n = size("n")
     given = variable("embeddings", (n, config.hidden_size), "float32")
     batch, packed = batch_variables(decoder, n, size("b"), tree=True), packed_params(decoder)
-    prompt, rows = number("prompt"), [variable("rows", (size("q"),), "int32")] * chosen
+    prompt, rows = number("prompt"), [_rows()] * chosen
     inv_freq, factor = frequencies(config.rope, decoder.limits.context_window)
     given_all, name = [given, *batch, packed, prompt, *rows], "trunk_to_rows" if chosen else "trunk"
     last = config.num_layers - 1
     if chosen:
-        layers = [
-            *layers[:last],
-            _layer(decoder, last, "last_layer", variable("rows", (size("q"),), "int32")),
-        ]
+        layers = [*layers[:last], _layer(decoder, last, "last_layer", chosen)]
     with builder.function(name, given_all, decoder.attributes(), pure=False, private=True):
         table = handle(relax.const(np.array(inv_freq, np.float32)))
         turns = parts.angles(handle(batch[1]), table, factor)

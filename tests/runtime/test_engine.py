@@ -85,7 +85,7 @@ def test_an_idle_engine_has_memory_made_ready(toy_bundle: Path) -> None:
     cache[:] = 7
     running = Engine(model, tokenizer).start()
     try:
-        # 40 tokens at once, and none that is written after the last one is chosen: three pages.
+        # Of 41 tokens all but the last one have keys and values: three pages.
         drain(ask(running, Request(tuple(range(3, 38)), 6, GREEDY)))
         deadline = time.monotonic() + 10
         while cache[0, 5].any() and time.monotonic() < deadline:
