@@ -393,7 +393,8 @@ def test_a_template_that_refuses_and_defaults_of_the_manifest(toy_copy: Path) ->
         response = post(server, CHAT, {"messages": HI})
         assert response.status_code == 400
         assert "refuses these messages: not today" in response.json()["error"]["message"]
-        answers = [post(server, COMPLETION, {"prompt": "a"}).json() for _ in range(3)]
+        asked = [{"prompt": "a", "seed": seed, "ignore_eos": True} for seed in range(3)]
+        answers = [post(server, COMPLETION, body).json() for body in asked]
         assert len({answer["choices"][0]["text"] for answer in answers}) == 3  # the temperature is not 0
 
 
