@@ -150,11 +150,15 @@ def rows(rng: np.random.Generator, m: int, k: int) -> Tensor:
 
 
 def activations(x: Tensor, scheme: Scheme) -> Floats:
-    """x as a product under the scheme sees it: exact, or rounded to 8 bits in groups of 32."""
+    """x as a product under the scheme sees it: exact, or rounded to 8 bits in groups of 32, by steps that are
+    powers of two where weights have 4 bits."""
     if not scheme.activation_bits:
         return x.astype(np.float64)
     largest = np.abs(_groups(x)).max(-1, keepdims=True)
-    rounded: Floats = (np.rint(_ratios(x)) * (largest / 127)).reshape(len(x), -1)[:, : x.shape[1]]
+    step = np.where(largest > 0, largest / 127, 1)
+    if scheme.bits == 4:
+        step = np.exp2(np.ceil(np.log2(step)).clip(-100, 112))
+    rounded: Floats = (np.rint(_groups(x) / step) * step).reshape(len(x), -1)[:, : x.shape[1]]
     return rounded
 
 

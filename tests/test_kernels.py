@@ -121,6 +121,47 @@ def test_zero_rows_of_x_stay_zero(isa: str) -> None:
 
 
 @each_isa
+def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
+    """Scales of weights from 2**-24 to 28832 of either sign, groups of zeros; groups of x from 1e-33 to 1e30,
+    and beside them such of zeros."""
+    kernelbench.need(TARGETS[isa])
+    rng, scheme, (n, k) = np.random.default_rng(7), SCHEMES["q4a8_1"], (320, 576)
+    matrix = rng.standard_normal((n, k // 32, 32)) * np.exp2(rng.integers(-28, 17, (n, k // 32, 1)))
+    matrix[rng.random((n, k // 32)) < 0.1] = 0
+    words, scales = quant.pack(matrix.reshape(n, k).astype(np.float32), scheme)
+    assert abs(scales).min() == 2.0**-24 and abs(scales).max() > 20000 and (scales < 0).any()
+    stored, weight = (words, scales), quant.unpack(words, scales, scheme, (n, k)).astype(np.float64)
+    made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
+    for m in (1, 4, 65):
+        x = rng.standard_normal((m, k // 32, 32)) * 10.0 ** rng.integers(-33, 31, (m, k // 32, 1))
+        x[rng.random((m, k // 32)) < 0.1] = 0
+        x[0] *= 1e-20
+        x = x.reshape(m, k).astype(np.float32)
+        seen, found = kernelbench.activations(x, scheme), module(isa).run(made, (m, n), x, *stored)
+        bound = 1e-6 * (np.abs(seen) @ np.abs(weight.T)) + 1e-30
+        assert (np.abs(found - seen @ weight.T) <= bound).all(), m
+
+
+@each_isa
+@pytest.mark.parametrize("scheme", ["q4a8_1", "q5a8_1", "q8a8_1"])
+@pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_row_that_is_no_number_stays_one(isa: str, scheme: str, wrong: float) -> None:
+    """Wherever it is wrong, none of its results is finite; those of other rows are the same."""
+    kernelbench.need(TARGETS[isa])
+    rng, (n, k) = np.random.default_rng(8), (20, 1100)
+    stored, _ = kernelbench.weights(rng, SCHEMES[scheme], n, k)
+    made = kernel(product(isa, scheme, (n, k)), Fusion())
+    for m, bad, place in ((1, 0, 0), (3, 1, 1099), (9, 8, 500), (65, 40, 31)):
+        x = kernelbench.rows(rng, m, k)
+        right = module(isa).run(made, (m, n), x, *stored)
+        x[bad, place] = wrong
+        found = module(isa).run(made, (m, n), x, *stored)
+        assert not np.isfinite(found[bad]).any(), (m, found[bad])
+        rest = np.arange(m) != bad
+        assert (found[rest] == right[rest]).all()
+
+
+@each_isa
 def test_float16_of_every_magnitude(isa: str) -> None:
     """Zeros, subnormal and normal numbers of either sign come out exactly."""
     kernelbench.need(TARGETS[isa])

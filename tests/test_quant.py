@@ -50,8 +50,9 @@ def quantized_group(group: list[float], scheme: Scheme) -> tuple[list[int], floa
     else:
         top, wide = 255, f32(extreme / -128)
     scale = stored_scale(wide, scheme)
-    if scale == 0:
+    if scale == 0 and scheme.layout == "row":
         return [zero] * 32, 0.0
+    scale = scale or 2.0**-24
     return [min(max(round(f32(f32(w / scale) + zero)), 0), top) for w in group], scale
 
 
@@ -59,14 +60,12 @@ def fit(group: list[float], extreme: float, bits: int) -> float:
     """The scale for levels -7 .. 8, or -15 .. 16."""
     if abs(extreme) < 2**-96:
         return 0.0
-    unit, starts, high = (504, (8, 7, 9), 8) if bits == 4 else (240, (16, 15), 16)
+    unit, widths, high = (504, (63, 72, 59), 8) if bits == 4 else (240, (15, 16), 16)
     inverse = f32(unit / extreme)
     units = [round(f32(w * inverse)) for w in group]
     best, most = 0.0, 0.0
-    for steps in starts:
-        codes = [
-            min(max(math.floor(Fraction(u * steps, unit) + Fraction(1, 2)), 1 - high), high) for u in units
-        ]
+    for width in widths:
+        codes = [min(max(math.floor(Fraction(u, width) + Fraction(1, 2)), 1 - high), high) for u in units]
         along = sum(u * c for u, c in zip(units, codes, strict=True))
         fitted = f32(along / sum(c * c for c in codes))
         if f32(fitted * along) > most:
@@ -287,7 +286,7 @@ def test_golden_bytes_of_x16() -> None:
     rows = q_weight.reshape(4, 16, 4)
     assert [part.tobytes().hex() for part in rows[:, 1]] == ["00112233", "44556677", "8899aabb", "ccddeeff"]
     assert (np.delete(rows, 1, axis=1) == 0x88).all()
-    assert q_scale.tobytes().hex() == "0000003c" + "0000" * 14
+    assert q_scale.tobytes().hex() == "0100003c" + "0100" * 14
 
 
 def test_golden_bytes_of_x16_with_5_bits() -> None:
@@ -300,7 +299,7 @@ def test_golden_bytes_of_x16_with_5_bits() -> None:
     nibbles = ["00112233", "44556677", "8899aabb", "ccddeeff"]
     assert [part.tobytes().hex() for part in rows[:, 1]] == [*nibbles, "f0f0f0f0"]
     assert (np.delete(rows[:4], 1, axis=1) == 0).all() and (np.delete(rows[4], 1, axis=0) == 0xFF).all()
-    assert q_scale.tobytes().hex() == "0000003c" + "0000" * 14
+    assert q_scale.tobytes().hex() == "0100003c" + "0100" * 14
 
 
 def test_golden_bytes_of_x16_with_8_bits() -> None:
@@ -312,7 +311,7 @@ def test_golden_bytes_of_x16_with_8_bits() -> None:
     rows = q_weight.reshape(8, 16, 4)
     assert rows[:, 1].tobytes() == bytes(range(32))
     assert (np.delete(rows, 1, axis=1) == 0x80).all()
-    assert q_scale.tobytes().hex() == "0000003c" + "0000" * 14
+    assert q_scale.tobytes().hex() == "0100003c" + "0100" * 14
 
 
 def test_x16_takes_the_positive_one_of_two_equal_extremes() -> None:
@@ -336,11 +335,15 @@ def test_zeros_negative_zeros_and_padding_decode_to_zero(scheme: Scheme) -> None
 
 
 @EVERY
-def test_a_group_whose_scale_underflows_becomes_zero(scheme: Scheme) -> None:
+def test_a_group_whose_scale_underflows_becomes_zero_or_multiples_of_the_least(scheme: Scheme) -> None:
     weight = np.full((1, 64), unit(scheme), np.float32)
     weight[0, :32] = 1e-7 if scheme.dtype == "float16" else 1e-45
-    found = quant.unpack(*quant.pack(weight, scheme), scheme, (1, 64))
-    assert (found[0, :32] == 0).all()
+    q_weight, q_scale = quant.pack(weight, scheme)
+    found = quant.unpack(q_weight, q_scale, scheme, (1, 64))
+    if scheme.layout == "x16":
+        assert (q_scale != 0).all() and (found[0, :32] == 2.0**-23).all()  # 1.7 * 2**-24
+    else:
+        assert (found[0, :32] == 0).all()
     assert (found[0, 32:] == unit(scheme)).all()
 
 

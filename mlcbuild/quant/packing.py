@@ -30,17 +30,17 @@ PLANES = GROUP // QUAD
 class Search:
     """How the scale of a group is searched for: see pack()."""
 
-    steps: tuple[int, ...]
-    """From zero to the extreme, in each of the starts."""
     unit: int
-    """Divisible by all steps, so that weights on a grid of any of them are met exactly; and small enough for
-    sums of eight products with a code in int16, where NumPy handles twice as many numbers at once as in
-    float32."""
+    """What the extreme is counted as: small enough for sums of eight products with a code in int16, where
+    NumPy handles twice as many numbers at once as in float32."""
+    widths: tuple[int, ...]
+    """Of a step, in each of the starts. The first two divide the unit into `top` steps and one less, so that
+    weights on such grids are met exactly."""
     top: int
     """Codes are 1 - top .. top, the extreme being positive."""
 
 
-SEARCHES = {4: Search((8, 7, 9), 504, 8), 5: Search((16, 15), 240, 16)}
+SEARCHES = {4: Search(504, (63, 72, 59), 8), 5: Search(240, (15, 16), 16)}
 """By bits; 8 bits leave too little to be gained."""
 TINY = np.float32(2.0**-96)
 """A group below this is taken for zeros where a scale is fitted: its inverse could overflow."""
@@ -138,15 +138,17 @@ def pack(weight: Array, scheme: Scheme, name: str = "matrix") -> tuple[Array, Ar
 
     extreme is the weight of largest magnitude with its sign, the positive one of two equal ones. fit(w) is
     the scale of least squared error, as far as one step of Lloyd's method (1982) from three starts finds it:
-    u = rint(w * (504 / extreme)); for n = 8, 7 and 9 steps c = clip(floor(u * (n / 504) + 1/2), -7, 8) and
+    u = rint(w * (504 / extreme)); for steps of 63, 72 and 59 c = clip(floor(u / step + 1/2), -7, 8) and
     a = sum(u * c) / sum(c * c); the first c with the largest a * sum(u * c) gives fit = extreme * (a / 504).
     Sums are of whole numbers below 2**24, exact in any order. A group that was dequantized from 4 bits with
     its extreme at -8 or 7 steps is met exactly (scales in float16), and the squared error on gaussian weights
-    is 9% below that of extreme / -8, and 29% below that of max|w| / 7. For 5 bits it is the same with 240 for
-    504, n = 16 and 15, and codes -15 .. 16; the error is 8% below that of extreme / -16, a quarter of that of
-    4 bits.
+    is 10% below that of extreme / -8, and 30% below that of max|w| / 7. For 5 bits it is the same with 240
+    for 504, steps of 15 and 16, and codes -15 .. 16; the error is 8% below that of extreme / -16, a quarter
+    of that of 4 bits.
 
-    A group whose scale rounds to zero is stored as zeros: all its weights are below 2**-21 for float16.
+    A scale that rounds to zero is stored as 2**-24, the smallest float16, in x16, whose kernels multiply
+    scales by adding to their exponents; in row it is zero, and its group stored as zeros: all its weights are
+    below 2**-21 for float16.
     What the schemes named as mlc-llm's store means there what it means here: layout, and (q - zero) * scale.
     q8f32_1 even has the same bytes where K is a multiple of 32; with 4 bits mlc-llm takes max|w| / 7 and
     leaves the sixteenth level unused.
@@ -181,7 +183,7 @@ class Packer:
         self._units = np.empty(self._float.size, np.int16)
         self._codes = np.empty_like(self._units)
         self._search = SEARCHES.get(scheme.bits)
-        starts = len(self._search.steps) if self._search else 0
+        starts = len(self._search.widths) if self._search else 0
         self._sums = np.empty(2 * starts * self._float.size // PLANES, np.int16)
 
     def empty(self, rows: int) -> tuple[Array, Array]:
@@ -286,13 +288,12 @@ class Packer:
         np.multiply(planes, np.repeat(_inverse(extreme, search.unit), QUAD), out=wide)
         np.rint(wide, out=wide)
         np.copyto(units, wide, casting="unsafe")
-        starts = len(search.steps)
+        starts = len(search.widths)
         quads = self._sums[: 2 * starts * planes.shape[1]].reshape(2, starts, -1)
-        for steps, along, size in zip(search.steps, *quads, strict=True):
-            unit = search.unit // steps
-            np.add(units, np.int16(unit // 2), out=codes)
-            np.floor_divide(codes, np.int16(unit), out=codes)
-            if steps >= search.top:  # fewer steps reach no further than codes do
+        for width, along, size in zip(search.widths, *quads, strict=True):
+            np.add(units, np.int16(width // 2), out=codes)
+            np.floor_divide(codes, np.int16(width), out=codes)
+            if width * search.top <= search.unit:  # wider steps reach no further than codes do
                 np.clip(codes, np.int16(1 - search.top), np.int16(search.top), out=codes)
             np.einsum("pq,pq->q", units, codes, out=along)
             np.einsum("pq,pq->q", codes, codes, out=size)
@@ -306,12 +307,12 @@ class Packer:
         return scale
 
     def _narrowed(self, wide: NDArray[np.float32]) -> Array:
-        """Scales in the scheme's dtype, never -0."""
+        """Scales in the scheme's dtype, never -0, and not 0 either in x16."""
         largest = _largest(wide)
         if self._scheme.dtype == "float16" and largest >= OVERFLOW:
             raise _overflow(self._name, largest, "weights that need a scale of ")
         scale: Array = wide.astype(self._scheme.dtype)
-        scale[scale == 0] = 0
+        scale[scale == 0] = 2.0**-24 if self._scheme.layout == "x16" else 0
         return scale
 
     def _quantize(self, planes: NDArray[np.float32], scale: Array, zero: int, top: int) -> NDArray[np.uint8]:

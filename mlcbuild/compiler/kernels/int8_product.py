@@ -33,7 +33,6 @@ from mlcbuild.compiler.kernels.vectors import (
     prefetch,
     prim_func,
     register,
-    registers,
     span,
     splat,
     typed,
@@ -252,7 +251,7 @@ def _fetch(call: _Call, tile: Expr, group: Expr, alone: bool) -> None:
 def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
     """The outputs of one tile for a few rows of x, weights going through registers straight from memory."""
     matrix, isa = call.matrix, call.isa
-    acc = registers(len(rows), matrix.vectors, isa.lanes)
+    acc = _sums(call, rows, matrix.vectors)
     with T.serial(0, i64(matrix.records.groups)) as group:
         _fetch(call, tile, group, len(rows) == 1)
         for vector in range(matrix.vectors):
@@ -263,6 +262,13 @@ def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
             for vector, cell in enumerate(cells):
                 column = tile * TILE + vector * isa.lanes
                 call.output.store(rows[i], column, cell.value, isa.lanes, True)
+
+
+def _sums(call: _Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
+    """A register tile before the first group."""
+    lanes, records = call.isa.lanes, call.matrix.records
+    starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
+    return [[register(start, lanes) for _ in range(vectors)] for start in starts]
 
 
 def _add_group(
@@ -286,10 +292,9 @@ def _add_group(
                     total = totals[i][c]
                     total.set(products.step(total.value, operand, a))
     for i, row in enumerate(rows):
-        scale = form.scale(records, row, group)
         for c, (_, scales) in enumerate(columns):
             sums = T.Cast(typed("float32", isa.lanes), products.finish(totals[i][c].value, corrections[i]))
-            factor = scales * splat(scale, isa.lanes)
+            factor = form.scaled(records, row, group, scales)
             acc[i][c].set(fma(sums, factor, acc[i][c].value, isa.lanes))
 
 
@@ -347,7 +352,7 @@ def _tile_product(
 ) -> list[list[Register]]:
     """A register tile over the unpacked groups."""
     isa = call.isa
-    acc = registers(len(rows), len(vectors), isa.lanes)
+    acc = _sums(call, rows, len(vectors))
     count = call.matrix.dot.parts
     with T.serial(0, scratch.count) as group:
         columns = []
