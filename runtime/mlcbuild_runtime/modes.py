@@ -26,8 +26,8 @@ class Share:
 
 MODES: Mapping[Mode, Share] = {
     "interactive": Share("one request at a time, and the machine is used for other things", 50, 1, None),
-    "local": Share("a few requests at a time, and the machine is used for other things", 50, 4, 512),
-    "server": Share("as much as the machine has room for", 90, None, 512),
+    "local": Share("a few requests at a time, and the machine is used for other things", 50, 4, 256),
+    "server": Share("as much as the machine has room for", 90, None, 256),
 }
 
 

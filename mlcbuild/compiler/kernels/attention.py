@@ -33,11 +33,10 @@ from mlcbuild.compiler.kernels.attention_plan import (
     plan,
 )
 from mlcbuild.compiler.kernels.cache import PAGE
+from mlcbuild.compiler.kernels.cores import before_others, counter, one_launch, shared
 from mlcbuild.compiler.kernels.floats import (
     Floats,
-    before_others,
     kernel,
-    one_launch,
     registers,
     scratch,
     size_var,
@@ -116,9 +115,10 @@ def attention(spec: Attention) -> PrimFunc:
 
 
 def _any_rows(call: Call, rows: Expr, total: Expr) -> None:
+    tasks, number = counter(), total * call.spec.heads.kv
     with one_launch():
-        with before_others(), T.parallel(total * call.spec.heads.kv) as index:
-            _task(call, *_place(call, rows, total, index))
+        with before_others():
+            shared(number, tasks, lambda index: _task(call, *_place(call, rows, total, index)))
         with T.parallel(call.batch) as sequence:
             join(call, T.Cast("int32", sequence))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 from tvm.script.ir_builder import IRBuilder
@@ -75,18 +74,6 @@ def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> No
             emit(row)
         with T.Else(), T.parallel(rows) as row:
             emit(row)
-
-
-def one_launch() -> AbstractContextManager[None]:
-    """The parallel loops inside are started on all cores together. A core goes on to the next loop when its
-    share of one is done, so a loop that others read from has to come `before_others`."""
-    return cast(AbstractContextManager[None], T.attr(T.int32(0), "pragma_parallel_launch_point", T.int32(1)))
-
-
-def before_others() -> AbstractContextManager[None]:
-    """Of a parallel loop in `one_launch`: no core goes on before all are done."""
-    key = "pragma_parallel_barrier_when_finish"
-    return cast(AbstractContextManager[None], T.attr(T.int32(0), key, T.int32(1)))
 
 
 def registers(count: int, lanes: int, dtype: str = "float32") -> list[Buffer]:

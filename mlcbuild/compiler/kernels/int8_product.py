@@ -18,7 +18,7 @@ from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.kernels import amx, amx_weights, dot
 from mlcbuild.compiler.kernels.activation import activate
-from mlcbuild.compiler.kernels.floats import before_others, one_launch
+from mlcbuild.compiler.kernels.cores import FIXED, before_others, counter, one_launch, shared
 from mlcbuild.compiler.kernels.fusion import Fusion
 from mlcbuild.compiler.kernels.isa import ISA
 from mlcbuild.compiler.kernels.output import Output, once
@@ -50,6 +50,9 @@ STREAMED_BATCHES = 6
 """Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
 BLOCK_GROUPS = 16
 """Groups unpacked at a time: with two tiles 16 KiB, half of a small L1."""
+FEW, FEW_FIXED = 32, 92
+"""Up to so many rows of x, the percentage of tiles that have their core beforehand: memory must deliver
+weights in time, so they are to be fetched by the core that wants them."""
 SERIAL_BYTES = 48 << 10
 """A matrix smaller than this is not split over threads for one row of x: waking them costs more."""
 
@@ -197,23 +200,28 @@ def _any_rows(call: _Call) -> None:
                 with T.Then():
                     _one_row(call)
                 with T.Else():
-                    _in_batches(call, most // 2)
-        with T.Else(), one_launch():
-            with before_others(), T.parallel(m) as row:
-                quantize(row)
-            _many_rows(call)
+                    tiles = counter()
+                    with one_launch():
+                        _in_batches(call, most // 2, tiles)
+        with T.Else():
+            rows, tiles = counter(), counter()
+            with one_launch():
+                with before_others():
+                    shared(m, rows, quantize)
+                _many_rows(call, tiles)
 
 
-def _many_rows(call: _Call) -> None:
+def _many_rows(call: _Call, tiles: Buffer) -> None:
     matrix, most, tile = call.matrix, call.isa.dot_batch, call.isa.dot_tile
     if tile is None:
-        _in_batches(call, most)
+        _in_batches(call, most, tiles)
         return
     with T.If(call.m <= STREAMED_BATCHES * most):
         with T.Then():
-            _in_batches(call, most)
-        with T.Else(), T.parallel(0, i64(-(-matrix.tiles // matrix.block_tiles))) as block:
-            _block_product(call, block, tile)
+            _in_batches(call, most, tiles)
+        with T.Else():
+            blocks = -(-matrix.tiles // matrix.block_tiles)
+            shared(i64(blocks), tiles, lambda block: _block_product(call, block, tile))
 
 
 def _one_row(call: _Call) -> None:
@@ -223,10 +231,15 @@ def _one_row(call: _Call) -> None:
         _stream_tile(call, tile, [i64(0)])
 
 
-def _in_batches(call: _Call, batch: int) -> None:
+def _in_batches(call: _Call, batch: int, tiles: Buffer) -> None:
     m = call.m
-    with T.parallel(0, i64(call.matrix.tiles)) as tile, T.serial(0, (m + (batch - 1)) // batch) as part:
-        _stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
+
+    def product(tile: Expr) -> None:
+        with T.serial(0, (m + (batch - 1)) // batch) as part:
+            _stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
+
+    fixed = T.Select(m > FEW, i64(FIXED), i64(FEW_FIXED))
+    shared(i64(call.matrix.tiles), tiles, product, fixed)
 
 
 def _unpack_tile(call: _Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
