@@ -178,7 +178,7 @@ def test_modes(tiny_bundle: Path) -> None:
         chosen("server", memory=fixed + page)
     assert chosen("server", memory=fixed + page, max_pages=1).pages == 1
     long = replace(manifest, limits=replace(manifest.limits, prefill_chunk=2048))
-    assert modes.choose(Wanted("server"), long).prefill_chunk == 512
+    assert modes.choose(Wanted("server"), long).prefill_chunk == 256
     assert modes.choose(Wanted("interactive"), long).prefill_chunk == 2048
 
 
