@@ -107,7 +107,10 @@ def test_parts_are_there_before_they_are_joined() -> None:
         (Target("t", ARM, "neoverse-n1"), r"\bsdot\s+v\d+\.4s"),
         (Target("t", "arm64-apple-macosx14.0.0", "apple-m1"), r"\bsdot\.4s|\bsdot\s+v\d+\.4s"),
         (Target("t", ARM, "cortex-a72"), r"\bmla(?:\.8h|\s+v\d+\.8h)"),
-        (Target("t", "riscv64-unknown-linux-gnu", "generic-rv64", ("+d", "+m")), r"\bfmul\.s|\bfmadd\.s"),
+        (
+            Target("t", "riscv64-unknown-linux-gnu", "generic-rv64", ("+a", "+d", "+m")),
+            r"\bfmul\.s|\bfmadd\.s",
+        ),
     ],
     ids=["neoverse-n1", "apple-m1", "cortex-a72", "riscv64"],
 )

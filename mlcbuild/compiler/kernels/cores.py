@@ -53,12 +53,17 @@ def shared(count: Expr, counter: Buffer, emit: Callable[[Expr], None], fixed: Ex
         return start + T.call_extern("int64", "mlcbuild_take", T.address_of(counter[_AWAY]))
 
     start = T.bind(count * (i64(FIXED) if fixed is None else fixed) // 100)
-    with T.parallel(0, start) as index:
-        emit(index)
     imported = T.attr(T.int32(0), "pragma_import_llvm", _TAKE)
-    # In its first turn a core takes all that it gets; after it nothing is left.
-    with imported, T.parallel(0, count - start):
-        number = register(take(), 1, "int64")
-        with T.While(number.value < count):
-            emit(T.bind(number.value))
-            number.set(take())
+    # Both in one loop, so that what is emitted is compiled once.
+    with imported, T.serial(0, i64(2)) as turn:
+        stop = T.bind(T.Select(turn == 0, start, count))
+        with T.parallel(0, stop - turn * start) as index:
+            number = register(index, 1, "int64")
+            with T.If(turn == 1), T.Then():
+                # For the first number a core takes all that it gets; after it nothing is left.
+                number.set(take())
+            with T.While(number.value < stop):
+                emit(T.bind(number.value))
+                number.set(stop)
+                with T.If(turn == 1), T.Then():
+                    number.set(take())
