@@ -92,6 +92,8 @@ def test_rows_are_ready_before_they_are_multiplied(isa: str) -> None:
     """Cores wait for each other within a launch; without, it would go well most of the time."""
     product = kernel(linear(isa_for(TARGETS[isa]), SCHEMES["q4a8_1"], *BIAS), Fusion(bias=True))
     assert "TVMBackendParallelBarrier" in module(isa).code(product)
+    # What is left at the end is counted: see tests/test_cores.py.
+    assert re.search(r"\block\s+xadd", module(isa).code(product))
 
 
 def test_parts_are_there_before_they_are_joined() -> None:
@@ -99,6 +101,7 @@ def test_parts_are_there_before_they_are_joined() -> None:
         spec = Attention(isa_for(target), Heads(1, 4, 2, 16, "float16"), 0.25, None)
         asm = kernelbench.compiled(target, [attention(spec).with_attr("global_symbol", "seen")]).asm
         assert "TVMBackendParallelBarrier" in asm, name
+        assert re.search(r"\block\s+xadd", asm), name
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def test_a_real_model_with_branches_says_the_same(
     prompt = tuple(without.tokenizer.encode(TEXT))
     requests = [
         Request(prompt[skip:], 60, sampling, logprobs=0, ignore_eos=True)
-        for skip in (0, 3, 7)
+        for skip in (0, 3, 5, 7)
         for sampling in (GREEDY, Sampling(0.5, seed=skip))
     ]
     try:
@@ -330,7 +330,7 @@ def test_a_real_model_with_branches_says_the_same(
             # Of prompts that come at once, it depends on the moment which are computed with which.
             answers.append(([[e.logprob for e in events] for events in alone], [*map(tokens_of, together)]))
         assert answers[0] == answers[1]
-        assert gained[0] > 2
+        assert gained[0] > 5
         wait_idle(engine)
         assert engine.state().free_pages == engine.state().pages
     finally:
