@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mlcbuild import receipt
+from mlcbuild.store import receipt
 
 
 def main() -> int:

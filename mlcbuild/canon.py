@@ -20,7 +20,7 @@ from blake3 import blake3
 
 Json: TypeAlias = bool | int | str | list["Json"] | dict[str, "Json"] | None
 
-PACKAGES = ("mlcbuild", "mlcbuild_runtime")
+PACKAGES = ("mlcbuild", "mlcbuild_format", "mlcbuild_runtime")
 """The packages whose source decides what an action does."""
 
 
@@ -184,6 +184,12 @@ def module_path(name: str) -> Path | None:
     return None
 
 
+def source_digest(portable: str) -> str | None:
+    """The digest of a source file named as code_files names it; None where it is not installed here."""
+    path = module_path(portable.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    return None if path is None else bytes_digest(path.read_bytes())
+
+
 def _portable(name: str, path: Path) -> str:
     parts = name.split(".")
     return "/".join([*parts, "__init__.py"]) if path.name == "__init__.py" else "/".join(parts) + ".py"
@@ -201,8 +207,19 @@ def _imports(found: str, name: str, is_package: bool, source: bytes) -> tuple[st
     return known
 
 
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+
+
+def _checks_types(node: ast.stmt) -> bool:
+    """True for `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def _read_imports(body: list[ast.stmt], package: str) -> Iterator[str]:
-    """Imports stand only where statements do, so expressions, most of a tree, are not visited."""
+    """Imports stand only where statements do, so expressions, most of a tree, are not visited.
+
+    What stands below `if TYPE_CHECKING:` never runs, so it decides nothing.
+    """
     for node in body:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -215,7 +232,7 @@ def _read_imports(body: list[ast.stmt], package: str) -> Iterator[str]:
             # `from package import module` names a module in the alias.
             yield from (f"{base}.{alias.name}" for alias in node.names)
         else:
-            for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            for block in ("orelse",) if _checks_types(node) else _BLOCKS:
                 inner = getattr(node, block, None)
                 if isinstance(inner, list):
                     yield from _read_imports(inner, package)

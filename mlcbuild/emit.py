@@ -9,14 +9,14 @@ from functools import cached_property
 from importlib.metadata import version
 from typing import cast
 
-from mlcbuild import provenance
-from mlcbuild.canon import Entry, Json, bytes_digest, file_digest
-from mlcbuild.export import materialise
-from mlcbuild.graph import Source, Step
+from mlcbuild.build.graph import Source, Step
+from mlcbuild.bundles import provenance
+from mlcbuild.canon import Json, file_digest
 from mlcbuild.keyfile import Signer
 from mlcbuild.pipeline import Pipeline, Product
-from mlcbuild.records import Record
-from mlcbuild.store import Store
+from mlcbuild.store.export import materialise
+from mlcbuild.store.records import Record
+from mlcbuild.store.store import Store
 
 MANIFEST = "bundle.json"
 
@@ -60,21 +60,14 @@ def emit(run: Finished, product: Product) -> bool:
     if product.verify is not None:
         verified = run.records[graph.resolve(product.verify)]
         files |= {entry.path: entry for entry in verified.files}
-    manifest = store.blob(files[MANIFEST].digest).read_bytes()
+    manifest = store.read_blob(files[MANIFEST])
     statement = _provenance(run, product, manifest)
     own = {provenance.STATEMENT: statement}
     if run.signer is not None:
         own[provenance.ENVELOPE] = provenance.envelope(statement, run.signer)
-    for name, data in own.items():
-        files[name] = Entry(name, bytes_digest(data), len(data))
-        if not store.blob(files[name].digest).exists():
-            with store.session() as session:
-                part = session.area() / name
-                part.write_bytes(data)
-                store.put_blob(files[name].digest, part)
     # Recorded under no key: this tree follows from its parts and is put together anew each time.
     rows = tuple((entry.path, entry.digest, entry.size) for _, entry in sorted(files.items()))
-    return materialise(store, Record("", "", rows, b""), product.variant.output)
+    return materialise(store, Record("", "", rows, b""), product.variant.output, own)
 
 
 def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:

@@ -47,7 +47,7 @@ class Problem:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
-        return f"{place}: {self.message}"
+        return one_line(f"{place}: {self.message}")
 
 
 class InputError(UsageError):
@@ -59,6 +59,24 @@ class InputError(UsageError):
 
     def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
+
+
+MOST_PROBLEMS = 1000
+"""Problems of one file that are listed. A machine wrote a file that has more, and one fault explains most."""
+
+
+class Problems(list[Problem]):
+    """The problems of one file as they are found. Adding one more than MOST_PROBLEMS raises InputError."""
+
+    def append(self, problem: Problem) -> None:
+        if len(self) >= MOST_PROBLEMS:
+            message = f"it has more than {MOST_PROBLEMS} problems; correct these, and check it again"
+            raise InputError([Problem(problem.file, 0, 0, message), *self])
+        super().append(problem)
+
+    def extend(self, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            self.append(problem)
 
 
 class StepError(MlcbuildError):
@@ -101,13 +119,40 @@ class SetupError(MlcbuildError):
     exit_code = 3
 
 
+_LISTED = 30
+"""Known names that a message lists; presets of targets and schemes are fewer."""
+_COMPARED = 500
+"""Known names that a name is compared with: 2 ms for each problem at most."""
+_LONGEST = 100
+"""Letters of a name that is compared: the time grows with their square."""
+
+
 def did_you_mean(found: str, known: Iterable[str]) -> str:
     """The end of an "unknown name" message: a close name, or the list of known ones."""
     names = sorted(known)
-    close = get_close_matches(found, names, n=10, cutoff=0.6)
+    close = close_names(found, names)
     if close:
         return f"did you mean '{max(close, key=lambda name: _likeness(found, name))}'?"
-    return f"known: {', '.join(names)}" if names else "none is defined"
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    listed = ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:_LISTED])
+    return f"known: {listed}{more}" if names else "none is defined"
+
+
+def close_names(found: str, known: Iterable[str]) -> list[str]:
+    """The known names that `found` may be a slip of. Of many names, those that begin alike are compared."""
+    names = [name for name in known if abs(len(name) - len(found)) < _LONGEST > len(name)]
+    if len(found) > _LONGEST:
+        return []
+    if len(names) > _COMPARED:
+        names = [name for name in names if name[:1] == found[:1]][:_COMPARED]
+    return get_close_matches(found, names, n=10, cutoff=0.6)
+
+
+def one_line(text: str) -> str:
+    """The text with what is no visible letter or space written as an escape: line breaks, colours, NBSP."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _likeness(one: str, other: str) -> float:

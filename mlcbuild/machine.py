@@ -8,8 +8,7 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
-_UNKNOWN_MEMORY = 8 << 30
-"""Bytes assumed where the system does not say."""
+from mlcbuild_format import memory as memory_of_machine
 
 
 def cores() -> int:
@@ -21,13 +20,7 @@ def cores() -> int:
 
 def memory() -> int:
     """Bytes that steps may hold in all: nine tenths of the machine's, or of the container's."""
-    found = [_UNKNOWN_MEMORY]
-    with suppress(ValueError, OSError, AttributeError):
-        found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # "max" is no number
-            found.append(int(Path(limit).read_text()))
-    return min(found) * 9 // 10
+    return memory_of_machine.available() * 9 // 10
 
 
 def kind() -> str:

@@ -13,36 +13,35 @@ bench/<variant>                            the speed of the bundle on this kind 
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
-from mlcbuild import bundle, machine, quant, targets
+from mlcbuild import machine, quant
+from mlcbuild.build.graph import Graph, Input, Node, Source, Step
+from mlcbuild.bundles import assemble as bundle
+from mlcbuild.bundles.reference_logits import PROMPTS
+from mlcbuild.bundles.verify import THRESHOLDS
 from mlcbuild.canon import Json, digest
-from mlcbuild.errors import CheckpointError, InputError, Problem, SetupError, SourceError
-from mlcbuild.fetch import local_files
-from mlcbuild.graph import Graph, Input, Node, Source, Step
-from mlcbuild.hub import HubSource
-from mlcbuild.lock import Lock
-from mlcbuild.models import ModelConfig, Param, config_digest, context_window, parameters, parse
-from mlcbuild.models.action import read_json
-from mlcbuild.recipe import Bench, LocalSource, Model, Recipe, Variant, Verify, expand
-from mlcbuild.verify import PROMPTS, THRESHOLDS
+from mlcbuild.checkpoints.hub import HubSource
+from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.errors import SetupError
+from mlcbuild.models import ModelConfig
+from mlcbuild.models.parsing import family_module
+from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint, examined, stored_bytes
+from mlcbuild.recipe import Bench, Recipe, Variant, Verify, expand
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.backends import backend
 
 TENSORS = ("*.safetensors", "*.safetensors.index.json")
 """Files of a checkpoint that hold its weights."""
 MANY_CORES = 64
 """For steps that use whatever the machine gives."""
-UNKNOWN_MEMORY = 4 << 30
-"""Bytes assumed for a step on a model whose config is not known before it is fetched, at most."""
 COMPILER_MEMORY = 600 << 20
 """Bytes of a compiling process: 0.27 GB were measured for 30 layers, whatever the scheme."""
-PROCESS_MEMORY = 300 << 20
-"""Bytes of a process that has NumPy loaded, with room."""
 
 
 @dataclass(frozen=True)
@@ -87,58 +86,16 @@ class Pipeline:
         return tuple(dict.fromkeys(chosen))
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """One model of the recipe, as far as it is known before anything runs."""
-
-    model: Model
-    node: Node
-    label: str
-    """What stands for the config in names: a digest, shortened."""
-    config: ModelConfig | None
-    """None: it is not here yet."""
-    most: int = UNKNOWN_MEMORY
-    """Bytes that its weights have in float32, at most, when the config is not known."""
-
-    @property
-    def name(self) -> str:
-        return self.model.name
-
-    @cached_property
-    def parameters(self) -> tuple[Param, ...]:
-        """Of the config, where it is known."""
-        return parameters(self.config) if self.config is not None else ()
-
-    @cached_property
-    def largest(self) -> int:
-        """Bytes of the largest parameter in float32."""
-        if self.config is None:
-            return self.most // 4
-        return 4 * max(math.prod(param.shape) for param in self.parameters)
-
-
 def build(recipe: Recipe, lock: Lock) -> Pipeline:
     """The steps of every variant. Reads config.json of local models, and nothing else of checkpoints.
 
     Raises InputError for models that cannot be built, naming their places in the recipe.
     """
     variants = expand(recipe)
-    problems: list[Problem] = []
-    found = {variant.model.name: variant.model for variant in variants}
-    checkpoints = {name: _checkpoint(model, lock, problems) for name, model in found.items()}
-    if not problems:
-        problems += [
-            problem for variant in variants for problem in _misfits(variant, checkpoints, recipe.bench)
-        ]
-    if problems:
-        raise InputError(problems)
-    assembly = _Assembly(
-        recipe.directory,
-        {name: item for name, item in checkpoints.items() if item is not None},
-        recipe.bench,
-    )
+    checkpoints = examined(recipe, variants, lock)
+    assembly = _Assembly(recipe.directory, checkpoints, recipe.bench)
     products = tuple(assembly.add(variant) for variant in variants)
-    configs = {name: item.config for name, item in assembly.checkpoints.items() if item.config is not None}
+    configs = {name: item.config for name, item in checkpoints.items() if item.config is not None}
     return Pipeline(recipe, Graph(assembly.nodes.values()), products, configs)
 
 
@@ -148,57 +105,13 @@ def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
     return tuple(source for source in sources if isinstance(source, HubSource))
 
 
-def _checkpoint(model: Model, lock: Lock, problems: list[Problem]) -> _Checkpoint | None:
-    name = f"fetch/{model.name}"
-    if not isinstance(model.source, LocalSource):
-        locked = lock.sources[model.source]
-        params = locked.params(model.source)
-        step = Step(name, "mlcbuild.fetch:fetch", params, {}, memory=PROCESS_MEMORY)
-        stored = sum(file.size for path, file in locked.files.items() if path.endswith(".safetensors"))
-        most = min(UNKNOWN_MEMORY, 4 * stored)
-        return _Checkpoint(model, step, locked.files["config.json"].sha256[:12], None, most)
-    root = model.source.path
-    try:
-        files = local_files(root)
-        config = parse(read_json(root / "config.json"), str(root / "config.json"))
-    except (SourceError, CheckpointError) as error:
-        problems += [model.place.problem(f"model '{model.name}': {line}") for line in str(error).splitlines()]
-        return None
-    return _Checkpoint(model, Source(name, root, files), config_digest(config)[:12], config)
-
-
-def _misfits(
-    variant: Variant, checkpoints: Mapping[str, _Checkpoint | None], bench: Bench | None
-) -> Iterator[Problem]:
-    """What a variant asks of a known model that the model cannot give."""
-    checkpoint = checkpoints[variant.model.name]
-    if checkpoint is None or checkpoint.config is None:
-        return
-    place, config = variant.model.place, checkpoint.config
-    window = context_window(config, variant.limits.context_window)
-    if window > config.max_position:
-        yield place.problem(
-            f"model '{variant.model.name}' takes at most {config.max_position} tokens, but "
-            f"compile.context_window is {window} for {variant.name}; lower it"
-        )
-    elif bench is not None and bench.prompt_tokens + bench.generate_tokens > window:
-        yield bench.place.problem(
-            f"{bench.prompt_tokens} tokens of prompt and {bench.generate_tokens} of answer do not fit the "
-            f"context of {variant.name}, {window}; lower them, or raise compile.context_window"
-        )
-    for sentence in quant.check_overrides(variant.scheme, checkpoint.parameters):
-        yield place.problem(
-            f"model '{variant.model.name}', quantization '{variant.quantization}': {sentence}"
-        )
-
-
 @dataclass
 class _Assembly:
     """Collects nodes by name, each once."""
 
     directory: Path
     """The recipe's."""
-    checkpoints: Mapping[str, _Checkpoint]
+    checkpoints: Mapping[str, Checkpoint]
     bench: Bench | None
     nodes: dict[str, Node] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
@@ -214,12 +127,13 @@ class _Assembly:
                 "mlcbuild.models.action:normalise",
                 {},
                 {"checkpoint": Input(source, ("config.json",))},
+                code=tuple(map(family_module, checkpoint.families)),
             )
         )
         tokenizer = self._keep(
             Step(
                 f"tokenizer/{checkpoint.name}",
-                "mlcbuild.bundle:tokenizer",
+                "mlcbuild.bundles.assemble:tokenizer",
                 {},
                 {"checkpoint": Input(source, (*bundle.TOKENIZER_FILES, bundle.POOLING, "config.json"))},
             )
@@ -228,7 +142,7 @@ class _Assembly:
         library = self._library(variant, checkpoint, config)
         made = self._bundle(variant, {"library": library, "weights": weights, "tokenizer": tokenizer})
         steps = (config, tokenizer, weights, library, made)
-        why_not = targets.why_not(variant.target, targets.resolve(targets.HOST))
+        why_not = backend(variant.target).can_run(variant.target, targets.resolve(targets.HOST))
         if why_not is not None:
             return Product(variant, steps, library, made, None, why_not)
         reference = self._reference(variant, checkpoint, config, tokenizer)
@@ -250,19 +164,19 @@ class _Assembly:
         inputs = {argument: [item.node, *item.select] for argument, item in step.inputs.items()}
         return self._keep(replace(step, name=f"{step.name}/{digest('step/1', [step.params, inputs])[:8]}"))
 
-    def _library(self, variant: Variant, checkpoint: _Checkpoint, config: str) -> str:
+    def _library(self, variant: Variant, checkpoint: Checkpoint, config: str) -> str:
         limits: dict[str, Json] = dict(vars(variant.limits))
         return self._keep_apart(
             Step(
                 f"library/{checkpoint.label}/{variant.quantization}/{variant.target.name}",
-                "mlcbuild.compiler:compile_library",
+                backend(variant.target).action,
                 {
                     "scheme": quant.to_json(variant.scheme),
                     "target": targets.to_json(variant.target),
                     "limits": limits,
                 },
                 # Models that are alike share the node too, so that one library is one step.
-                {"config": Input(self.configs.setdefault(checkpoint.label, config))},
+                {"config": Input(self.configs.setdefault(checkpoint.label, config), ("config.json",))},
                 tools=self._tools(variant.target),
                 labels=_labels(variant),
                 memory=COMPILER_MEMORY,
@@ -271,11 +185,9 @@ class _Assembly:
 
     def _tools(self, target: targets.Target) -> Mapping[str, str]:
         """Asks programs for their versions, so once for each target."""
-        from mlcbuild.compiler.versions import tools
-
         if target not in self.tools:
             try:
-                self.tools[target] = tools(target)
+                self.tools[target] = backend(target).tool_versions(target)
             except SetupError:
                 # Told by the step itself, if it comes to run: what else the recipe declares can be built.
                 self.tools[target] = {"linker": "none"}
@@ -289,7 +201,7 @@ class _Assembly:
         return self._keep(
             Step(
                 f"bundle/{variant.name}",
-                "mlcbuild.bundle:assemble",
+                "mlcbuild.bundles.assemble:assemble",
                 {
                     "name": variant.name,
                     "model": variant.model.name,
@@ -301,7 +213,7 @@ class _Assembly:
             )
         )
 
-    def _reference(self, variant: Variant, checkpoint: _Checkpoint, config: str, tokenizer: str) -> str:
+    def _reference(self, variant: Variant, checkpoint: Checkpoint, config: str, tokenizer: str) -> str:
         inputs = {
             "config": Input(config),
             "tokenizer": Input(tokenizer),
@@ -314,7 +226,7 @@ class _Assembly:
         return self._keep_apart(
             Step(
                 f"reference/{checkpoint.name}",
-                "mlcbuild.verify:reference",
+                "mlcbuild.bundles.reference_logits:reference",
                 {
                     "prompts": wanted.name if isinstance(wanted, Path) else list(wanted),
                     "context_window": variant.limits.context_window,
@@ -326,11 +238,15 @@ class _Assembly:
         )
 
 
-def _weights(variant: Variant, checkpoint: _Checkpoint, config: str) -> Step:
+def _weights(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
+    layout = backend(variant.target).layout(variant.scheme)
+    params: dict[str, Json] = {"scheme": quant.to_json(variant.scheme)}
+    if layout != variant.scheme.layout:
+        params["layout"] = layout
     return Step(
-        f"weights/{checkpoint.name}/{variant.quantization}/{variant.scheme.layout}",
-        "mlcbuild.weights:convert",
-        {"scheme": quant.to_json(variant.scheme)},
+        f"weights/{checkpoint.name}/{variant.quantization}/{layout}",
+        "mlcbuild.checkpoints.conversion:convert",
+        params,
         {"config": Input(config), "checkpoint": Input(checkpoint.node.name, TENSORS)},
         labels=_labels(variant),
         cores=MANY_CORES,
@@ -338,18 +254,18 @@ def _weights(variant: Variant, checkpoint: _Checkpoint, config: str) -> Step:
     )
 
 
-def _verify(variant: Variant, checkpoint: _Checkpoint, made: str, reference: str) -> Step:
+def _verify(variant: Variant, checkpoint: Checkpoint, made: str, reference: str) -> Step:
     limits = variant.verify or Verify(())
-    known = checkpoint.config is not None
-    size = quant.stored_bytes(checkpoint.parameters, variant.scheme) if known else checkpoint.most
+    config = checkpoint.config
+    size = checkpoint.most if config is None else stored_bytes(variant.scheme, config)
     return Step(
         f"verify/{variant.name}",
-        "mlcbuild.verify:verify",
+        "mlcbuild.bundles.verify:verify",
         {name: None if (value := getattr(limits, name)) is None else repr(value) for name in THRESHOLDS},
         {"bundle": Input(made), "reference": Input(reference)},
         cores=MANY_CORES,
         memory=size + PROCESS_MEMORY,
-        needs=targets.labels(variant.target),
+        needs=backend(variant.target).labels(variant.target),
     )
 
 
@@ -366,7 +282,7 @@ def _bench(variant: Variant, bench: Bench, made: str) -> Step:
         },
         {"bundle": Input(made)},
         cores=MANY_CORES,
-        needs=(*targets.labels(variant.target), machine.label(here)),
+        needs=(*backend(variant.target).labels(variant.target), machine.label(here)),
         shared=False,
         alone=True,
     )
@@ -378,10 +294,12 @@ def _labels(variant: Variant) -> dict[str, str]:
 
 @cache
 def _runtime_library(target: targets.Target) -> Source | None:
-    """TVM's runtime for the bundle, where this machine's is the target's."""
+    """What a library needs to run, for the bundle, where this machine's files are the target's."""
     host = targets.resolve(targets.HOST)
-    found = bundle.tvm_runtime()
+    stems = backend(target).runtime_files
+    files = [path for stem in stems if (path := bundle.tvm_runtime(stem)) is not None]
     same = (target.system, target.architecture) == (host.system, host.architecture)
-    if found is None or not same or target.output != "shared":
+    if not stems or len(files) < len(stems) or not same or target.output != "shared":
         return None
-    return Source("tvm-runtime", found.parent, (found.name,))
+    name = "tvm-runtime" if stems == ("libtvm_runtime",) else f"tvm-runtime/{target.device}"
+    return Source(name, files[0].parent, tuple(path.name for path in files))

@@ -15,7 +15,7 @@ from pathlib import Path
 from mlcbuild import progress
 from mlcbuild.canon import Json
 from mlcbuild.errors import CheckpointError, InputError, Problem
-from mlcbuild.links import link_or_copy
+from mlcbuild.store.links import link_or_copy
 
 Params = Mapping[str, Json]
 Inputs = Mapping[str, Path]
@@ -81,11 +81,11 @@ def link(params: Params, inputs: Inputs, out: Path) -> None:
 
 def listing(params: Params, inputs: Inputs, out: Path) -> None:
     """Passes files on, adds one, and lists them with digests, as the assembling action does."""
-    from mlcbuild import bundle
+    from mlcbuild.bundles import assemble
 
     link(params, inputs, out)
     (out / "more.bin").write_bytes(b"more" * 1000)
-    listed = {name: file.blake3 for name, file in bundle._files(out).items()}
+    listed = {name: file.blake3 for name, file in assemble._files(out).items()}
     (out / "files.json").write_text(json.dumps(listed))
 
 
@@ -166,12 +166,12 @@ def leave_rubbish(params: Params, inputs: Inputs, out: Path) -> None:
 
 def hold(params: Params, inputs: Inputs, out: Path) -> None:
     """Starts a child, writes both process ids to params.note, then is busy in Python for long."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     note = Path(str(params["note"]))
     part = note.with_suffix(".part")
     part.write_text(f"{os.getpid()} {child.pid}")
     part.replace(note)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while time.monotonic() < end:
         sum(range(1000))
 

@@ -9,15 +9,15 @@ import json
 import sys
 from pathlib import Path
 
+from mlcbuild.build.execute import Options, execute
+from mlcbuild.build.graph import Graph, Input, Node, Source, Step
 from mlcbuild.canon import Json
 from mlcbuild.errors import MlcbuildError
-from mlcbuild.execute import Options, execute
-from mlcbuild.graph import Graph, Input, Node, Source, Step
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
-from mlcbuild.report import document, reporting
-from mlcbuild.store import Store
+from mlcbuild.reports.report import document, reporting
+from mlcbuild.store.store import Store
 
 TEXT = "tests.actions:text"
 

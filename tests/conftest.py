@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +29,22 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "recipes" / "models" / "tiny"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what was skipped, grouped by the reason: what stays untested on this machine."""
+    places: dict[str, Counter[str]] = {}
+    for report in terminalreporter.stats.get("skipped", ()):
+        _, _, reason = report.longrepr
+        reason = reason.removeprefix("Skipped: ").partition("\n")[0]
+        places.setdefault(reason, Counter())[Path(report.nodeid.partition("::")[0]).stem] += 1
+    if not places:
+        return
+    terminalreporter.section("not tested on this machine")
+    for reason, files in sorted(places.items(), key=lambda item: -item[1].total()):
+        names = ", ".join(name for name, _ in files.most_common(3)) + (", ..." if len(files) > 3 else "")
+        terminalreporter.line(f"{files.total():4} {reason} ({names})")
+
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

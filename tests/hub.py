@@ -432,7 +432,7 @@ class Client:
 def do_fetch(repo: str, commit: str, files: dict[str, object], out: str) -> list[str]:
     """Runs the action as a worker would; returns what it wrote."""
     from mlcbuild import progress
-    from mlcbuild.fetch import fetch
+    from mlcbuild.checkpoints.fetch import fetch
 
     seen: list[tuple[int, int]] = []
     progress.listen(lambda done, total, unit: seen.append((done, total)))
@@ -443,8 +443,8 @@ def do_fetch(repo: str, commit: str, files: dict[str, object], out: str) -> list
 
 
 def do_lock(sources: list[str], keep: str | None = None) -> str:
-    from mlcbuild import lock
-    from mlcbuild.hub import HubSource, parse_source
+    from mlcbuild.checkpoints import lock
+    from mlcbuild.checkpoints.hub import HubSource, parse_source
 
     parsed = [parse_source(source) for source in sources]
     found = [source for source in parsed if isinstance(source, HubSource)]
@@ -452,14 +452,14 @@ def do_lock(sources: list[str], keep: str | None = None) -> str:
 
 
 def do_moved(path: str) -> dict[str, str]:
-    from mlcbuild import lock
+    from mlcbuild.checkpoints import lock
 
     return {str(source): commit for source, commit in lock.moved(lock.read(Path(path))).items()}
 
 
 def do_imported() -> bool:
-    importlib.import_module("mlcbuild.fetch")
-    importlib.import_module("mlcbuild.lock")
+    importlib.import_module("mlcbuild.checkpoints.fetch")
+    importlib.import_module("mlcbuild.checkpoints.lock")
     return "huggingface_hub" in sys.modules
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm
-from mlcbuild_runtime import machine
+from mlcbuild_runtime.devices import machine
 from numpy.typing import NDArray
 
 from mlcbuild import quant
-from mlcbuild.compiler.kernels.isa import ISA, isa_for, tvm_target
-from mlcbuild.compiler.pipeline import kernel_pipeline
+from mlcbuild.compiler.cpu.isa import ISA, isa_for, tvm_target
+from mlcbuild.compiler.cpu.lowering import KERNELS
+from mlcbuild.compiler.phases import kernel_pipeline
 from mlcbuild.quant import Scheme
-from mlcbuild.targets import Target, presets
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.target import Target, presets
+from tests import emulation
 
 Floats = NDArray[np.float64]
 Tensor = NDArray[Any]
@@ -28,9 +30,10 @@ TARGETS: Mapping[str, Target] = {
     "avx512vnni": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4", ("+avx512vnni",)),
     "avx512": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4"),
     "avx2": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v3"),
+    "neon": Target("t", "aarch64-unknown-linux-gnu", "neoverse-n1"),
     "portable": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v2"),
 }
-"""A target for each instruction set that an x86-64 machine can run."""
+"""A target for each instruction set."""
 
 
 MEMORY = {"memcpy", "memset", "memmove", "memset_pattern16"}
@@ -71,20 +74,24 @@ def said(function: tvm.tirx.PrimFunc, prompt: bool) -> list[int]:
 
 def compiled(target: Target, functions: list[tvm.tirx.PrimFunc]) -> Module:
     module = tvm.IRModule({symbol(function): function for function in functions})
-    built = tvm.compile(module, target=tvm_target(target), tir_pipeline=kernel_pipeline())
-    return Module(isa_for(target), str(built.mod.inspect_source("asm")), built.mod)
+    built = tvm.compile(module, target=tvm_target(target), tir_pipeline=kernel_pipeline(KERNELS)).mod
+    library = built if runs_here(target) else None
+    if library is None and emulation.available():
+        library = emulation.emulated(str(built.inspect_source("ll")))
+    return Module(isa_for(target), str(built.inspect_source("asm")), library)
+
+
+def runs_here(target: Target) -> bool:
+    """Whether this machine has the target's instructions."""
+    if targets.why_not(target, targets.resolve("host")) is not None:
+        return False
+    return not isa_for(target).amx or machine.allow_tiles()
 
 
 def need(target: Target) -> None:
-    """Skip the test unless this machine can run the target's code."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("this machine is no x86-64: the code cannot run here")
-    isa = isa_for(target)
-    missing = set(isa.features) - (machine.features() or frozenset())
-    if missing:
-        pytest.skip(f"this processor lacks {', '.join(sorted(missing))}: the code cannot run here")
-    if isa.amx and not machine.allow_tiles():
-        pytest.skip("this system does not let processes use AMX tiles: the code cannot run here")
+    """Skip the test unless this machine can run the target's code, or emulate it."""
+    if not runs_here(target) and not emulation.available():
+        pytest.skip(f"kernels of {isa_for(target).name} cannot run here, and AVX2 is missing to emulate them")
 
 
 _MADE: dict[str, Module] = {}

@@ -1,10 +1,11 @@
 """kill -9 at random moments, a full disk, wrong clocks: what a build must survive.
 
-`ci/bench/kills` does this at length; `tests/test_kills.py` does a little of it.
+`ci/bench/kills` does this at length; `tests/store/test_kills.py` does a little of it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -21,8 +22,8 @@ from types import MappingProxyType
 
 from mlcbuild.canon import file_digest
 from mlcbuild.remotes.signing import unseal
-from mlcbuild.store import Store
-from mlcbuild.upkeep import verify
+from mlcbuild.store.store import Store
+from mlcbuild.store.upkeep import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 VICTIMS = ("builder", "worker", "uploader")
@@ -38,10 +39,11 @@ FAKETIME = next(
 )
 
 
-def records(store: Path) -> dict[str, bytes]:
-    """Key -> which files with which bytes, of a store or of a remote."""
+def records(store: Path) -> dict[str, object]:
+    """Key -> which files with which bytes, of a store or of a remote; how long a step took may differ."""
     found = (path for path in (store / "ac").rglob("*") if path.is_file())
-    return {path.name: path.read_bytes().partition(b"\n")[0] for path in found}
+    first = {path.name: json.loads(path.read_bytes().partition(b"\n")[0]) for path in found}
+    return {key: (line["files"], line["tree"]) for key, line in first.items()}
 
 
 def blobs(store: Path) -> set[str]:

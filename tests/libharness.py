@@ -19,13 +19,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from mlcbuild_runtime import machine
+from mlcbuild_runtime.devices import machine
 from numpy.typing import NDArray
 
-from mlcbuild import canon, models, quant, targets
+from mlcbuild import canon, models, quant
 from mlcbuild.canon import Json
-from mlcbuild.compiler import compile_library
-from mlcbuild.models import ModelConfig, parameters
+from mlcbuild.compiler.cpu.action import compile_library
+from mlcbuild.models import ModelConfig, parameters, parsing
+from mlcbuild.targets import target as targets
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -117,11 +118,11 @@ class Golden:
 
 def golden(variant: str) -> Golden:
     directory = HERE / "golden" / variant
-    config = models.parse(json.loads((directory / "config.json").read_text()), variant)
+    config = parsing.parse(json.loads((directory / "config.json").read_text()), variant)
     given, _ = _safetensors(directory / "model.safetensors")
     for name, other in models.aliases(config).items():
         given.setdefault(name, given.get(other, np.empty(0)))
-    sources = models.sources(config).items()
+    sources = parsing.tensor_names(config).sources.items()
     weights = {name: np.concatenate([given[part] for part in parts]) for name, parts in sources}
     found, about = _safetensors(directory / "golden.safetensors")
     tokens = [int(token) for token in found["tokens"]]

@@ -103,11 +103,11 @@ def _digest(inputs: Inputs) -> str:
 
 
 REPLACED = {
-    "mlcbuild.compiler:compile_library": library,
-    "mlcbuild.weights:convert": weights,
-    "mlcbuild.bundle:assemble": assemble,
-    "mlcbuild.verify:reference": reference,
-    "mlcbuild.verify:verify": verify,
+    "mlcbuild.compiler.cpu.action:compile_library": library,
+    "mlcbuild.checkpoints.conversion:convert": weights,
+    "mlcbuild.bundles.assemble:assemble": assemble,
+    "mlcbuild.bundles.reference_logits:reference": reference,
+    "mlcbuild.bundles.verify:verify": verify,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,157 +13,87 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-BUILDER, RUNTIME = ROOT / "mlcbuild", ROOT / "runtime" / "mlcbuild_runtime"
+from mlcbuild.canon import code_files
+from mlcbuild.targets.backends import BACKENDS
 
-# What each module may import of ours. A package (models, recipe, compiler ...) is one module here; its parts
-# import each other freely, without circles. Everyone may import errors and canon.
+ROOT = Path(__file__).resolve().parent.parent
+BUILDER = ROOT / "mlcbuild"
+FORMAT, RUNTIME = ROOT / "runtime" / "mlcbuild_format", ROOT / "runtime" / "mlcbuild_runtime"
+PACKAGES = {package.name: package for package in (BUILDER, FORMAT, RUNTIME)}
+
+# What each room may import of ours: a room is a folder or a single file at the top of a package. The files
+# of a room import each other freely, without circles. Everyone may import errors and canon.
 BUILDER_TABLE: Mapping[str, str] = {
     "errors": "",
     "canon": "",
     "progress": "",
+    "signals": "",
     "machine": "",
-    "host": "",
-    "hub": "",
+    "keyfile": "",
     # describing a build
+    "documents": "",
     "models": "",
     "quant": "models",
-    "document": "",
-    "schema": "document",
-    "targets": "document host schema",
-    "recipe": "document hub publish quant remotes schema targets",
+    "targets": "documents quant",
+    "recipe": "bundles checkpoints documents quant remotes targets",
     # running one; knows nothing of models
-    "graph": "",
-    "links": "",
-    "locks": "",
-    "signals": "",
-    "staging": "locks",
-    "records": "",
-    "statcache": "",
-    "store": "links locks records staging statcache",
-    "upkeep": "links locks records staging store",
-    "export": "links locks records staging store",
-    "events": "records",
-    "keyfile": "",
-    "provenance": "keyfile",
-    "remotes": "keyfile records store",
-    "archive": "keyfile records remotes staging store",
-    "publish": "hub provenance remotes",
-    "plan": "events graph records remotes store",
-    "picture": "graph plan",
-    "report": "events",
-    "worker": "links progress records staging store",
-    "executors": "events graph machine worker",
-    "cluster": "events executors graph keyfile links records remotes signals staging store worker",
-    "transfer": "events records remotes",
-    "schedule": "graph plan",
-    "notes": "events graph plan records",
-    "capacity": "cluster executors graph locks plan remotes schedule signals staging",
-    "demand": "capacity events graph plan remotes staging transfer worker",
-    "execute": (
-        "capacity demand events graph locks notes plan remotes schedule signals staging store transfer worker"
-    ),
+    "store": "",
+    "remotes": "checkpoints keyfile store",
+    "build": "keyfile machine progress remotes signals store",
+    "reports": "build store",
     # the work itself; knows nothing of graphs and stores
-    "fetch": "hub progress",
-    "lock": "document fetch hub",
-    "shards": "quant",
-    "checkpoint": "models quant shards",
-    "weights": "checkpoint models progress quant shards",
-    "reference": "models",
+    "checkpoints": "documents models progress quant",
     "compiler": "models quant targets",
-    "bundle": "",
-    "verify": "models reference weights",
-    "footprint": "",
+    "bundles": "checkpoints keyfile models remotes",
     # both together
-    "pipeline": "bundle compiler fetch graph hub lock machine models quant recipe targets verify",
-    "emit": "export graph keyfile pipeline provenance records store",
-    "runlog": "events graph store",
-    "chart": "report",
-    "bench": "chart",
-    "page": "chart graph picture report runlog",
-    "ci": "events execute graph hub pipeline plan remotes report runlog store targets",
+    "prospect": "build checkpoints models quant recipe",
+    "pipeline": "build bundles checkpoints machine models prospect quant recipe targets",
+    "emit": "build bundles keyfile pipeline store",
+    "bench": "reports",
+    "ci": "build checkpoints pipeline remotes reports store targets",
     "cli": (
-        "archive bench bundle ci cluster compiler emit events execute footprint graph keyfile links "
-        "lock machine models page picture pipeline plan provenance publish quant receipt recipe records "
-        "remotes report runlog schema statcache store targets upkeep"
+        "bench build bundles checkpoints ci compiler documents emit keyfile machine models "
+        "pipeline prospect quant recipe remotes reports store targets"
     ),
-    "receipt": "",
-    "__main__": "cli receipt",
+    "__main__": "cli store",
 }
-RUNTIME_TABLE: Mapping[str, str] = {
-    "errors": "",
+FORMAT_TABLE: Mapping[str, str] = {
+    "errors": "fields",
     "fields": "",
     "signature": "",
-    "binary": "",
-    "sampling": "step",
-    "weights": "fields",
-    "bundle": "binary fields signature weights",
-    "library": "bundle fields signature",
-    "machine": "bundle",
-    "tensors": "signature weights",
-    "step": "",
-    "vm": "binary bundle library machine sampling step tensors threads",
-    "template": "fields",
-    "vocabulary": "fields",
-    "text": "bundle fields template vocabulary",
-    "pages": "",
-    "trial": "",
-    "expressions": "",
-    "places": "expressions",
-    "grammar": "places step trial vocabulary",
-    "pooling": "bundle",
-    "request": "bundle grammar pooling sampling",
-    "tree": "",
-    "drafts": "tree",
-    "choosing": "grammar request sampling step",
-    "sequence": "choosing drafts grammar pages pooling request sampling step text tree",
-    "bursts": "sampling sequence step vm",
-    "speculation": "drafts sequence step text tree vm",
-    "admission": "bundle request vm",
-    "role": "bundle drafts threads",
-    "schedule": "pages sequence tree",
-    "trace": "",
-    "accesslog": "request",
-    "threads": "",
-    "modes": "bundle machine",
-    "engine": (
-        "admission bursts grammar pages request role sampling schedule sequence speculation step text "
-        "threads trace vm"
-    ),
-    "models": "bundle engine fields modes request role text trace vm",
-    "body": "fields",
-    "intake": "body fields",
-    "messages": "body fields template",
-    "formats": "body fields grammar",
-    "calls": "fields vocabulary",
-    "tools": "body calls fields formats grammar template",
-    "api": "body bundle fields formats grammar messages sampling template tools",
-    "replies": "calls fields request sampling vocabulary",
-    "service": "api body calls engine fields messages replies request tools",
-    "responses": "api body fields formats tools",
-    "outputs": "calls fields replies request",
-    "history": "fields outputs responses service",
-    "embeddings": "api body engine fields pooling request",
-    "openapi": "api body embeddings fields responses service",
-    "answers": "engine request service",
-    "local": "answers drafts embeddings engine fields history outputs request responses role service text vm",
-    "metrics": "request",
-    "access": "",
-    "keys": "replies",
-    "server": (
-        "access accesslog answers body embeddings engine fields history intake keys metrics models openapi "
-        "outputs replies request responses service"
-    ),
-    "connection": "",
-    "serve": "access bundle connection drafts models modes role server trace",
-    "chat": "api engine fields request text vm",
-    "arguments": "access bundle drafts modes serve",
-    "__main__": "arguments serve",
+    "regular": "",
+    "files": "fields regular",
+    "elf_image": "",
+    "binary": "elf_image files",
+    "versions": "",
+    "weights": "fields files versions",
+    "abi": "",
+    "manifest": "abi fields",
+    "bundle": "binary fields files manifest signature weights",
+    "library": "bundle fields signature versions",
+    "sizes": "",
+    "memory": "",
+}
+RUNTIME_TABLE: Mapping[str, str] = {
+    "text": "",
+    "executor": "",
+    "constraints": "executor text",
+    "devices": "executor",
+    "engine": "constraints devices executor text",
+    "openai": "constraints engine executor text",
+    "http": "engine openai",
+    "local": "devices engine openai text",
+    "chat": "devices engine openai text",
+    "__main__": "http",
 }
 SHARED = {"errors", "canon"}
 """Anyone's."""
-FORMAT_USERS = {"bench", "bundle", "compiler", "weights", "verify", "footprint", "cli", "publish"}
-"""Modules of the builder that may import the runtime: they write or load what it reads."""
+FORMAT_LEAVES = {"memory", "regular", "sizes"}
+"""Modules of mlcbuild_format that import nothing of ours and know no bundles: any room may use them."""
+FORMAT_USERS = {"bench", "bundles", "checkpoints", "cli", "compiler"}
+"""Rooms of the builder that import the rest of mlcbuild_format: they write or read what the runtime loads."""
+RUNTIME_USERS = {"bench", "bundles", "cli"}
+"""Rooms of the builder that import the runtime: they run a bundle."""
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -186,7 +117,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def top_level_uses(package: Path, of: str) -> dict[str, set[str]]:
     """First part of each module's name -> first parts of the modules of package `of` that it imports."""
-    known = {name.partition(".")[0] for name in modules(package if package.name == of else RUNTIME)}
+    known = {name.partition(".")[0] for name in modules(PACKAGES[of])}
     uses: dict[str, set[str]] = {}
     for name, path in modules(package).items():
         first = name.partition(".")[0]
@@ -195,7 +126,9 @@ def top_level_uses(package: Path, of: str) -> dict[str, set[str]]:
     return uses
 
 
-@pytest.mark.parametrize(("package", "table"), [(BUILDER, BUILDER_TABLE), (RUNTIME, RUNTIME_TABLE)])
+@pytest.mark.parametrize(
+    ("package", "table"), [(BUILDER, BUILDER_TABLE), (FORMAT, FORMAT_TABLE), (RUNTIME, RUNTIME_TABLE)]
+)
 def test_imports_follow_the_table(package: Path, table: Mapping[str, str]) -> None:
     allowed = {name: set(text.split()) | SHARED for name, text in table.items()}
     uses = top_level_uses(package, package.name)
@@ -209,7 +142,7 @@ def test_imports_follow_the_table(package: Path, table: Mapping[str, str]) -> No
     )
 
 
-@pytest.mark.parametrize("package", [BUILDER, RUNTIME])
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=str)
 def test_imports_have_no_circles(package: Path) -> None:
     known = modules(package)
     edges: dict[str, set[str]] = {}
@@ -221,14 +154,43 @@ def test_imports_have_no_circles(package: Path) -> None:
     list(TopologicalSorter(edges).static_order())
 
 
-def test_only_the_right_modules_know_the_runtime() -> None:
-    users = {name for name, found in top_level_uses(BUILDER, "mlcbuild_runtime").items() if found}
-    assert users == FORMAT_USERS
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=str)
+def test_rooms_have_no_circles(package: Path) -> None:
+    list(TopologicalSorter(top_level_uses(package, package.name)).static_order())
+
+
+def test_the_builder_uses_the_runtime_where_it_runs_bundles() -> None:
+    leaves = {f"mlcbuild_format.{name}" for name in FORMAT_LEAVES}
+
+    def users(of: str) -> set[str]:
+        return {
+            name
+            for name, path in modules(BUILDER).items()
+            if any(item.split(".")[0] == of and not leaves & _with_parents(item) for item in imports(path))
+        }
+
+    assert {name.partition(".")[0] for name in users("mlcbuild_format")} == FORMAT_USERS
+    assert {name.partition(".")[0] for name in users("mlcbuild_runtime")} == RUNTIME_USERS
+    assert not {name for name in FORMAT_LEAVES if FORMAT_TABLE[name]}
+
+
+def _with_parents(name: str) -> set[str]:
+    """Returns a dotted name and the names of the packages around it."""
+    parts = name.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+
+
+def test_the_format_knows_neither_side() -> None:
+    assert (FORMAT / "__init__.py").read_text() == ""
+    for path in modules(FORMAT).values():
+        ours = {"mlcbuild", "mlcbuild_runtime"}
+        assert not ours & {name.split(".")[0] for name in imports(path)}, path
 
 
 def test_the_runtime_knows_no_builder_and_no_compiler() -> None:
-    for path in modules(RUNTIME).values():
-        assert not {"mlcbuild", "tvm", "torch"} & {name.split(".")[0] for name in imports(path)}, path
+    for package in (FORMAT, RUNTIME):
+        for path in modules(package).values():
+            assert not {"mlcbuild", "tvm", "torch"} & {name.split(".")[0] for name in imports(path)}, path
 
 
 def test_tvm_is_imported_only_by_the_compiler() -> None:
@@ -237,11 +199,38 @@ def test_tvm_is_imported_only_by_the_compiler() -> None:
             assert not {"tvm", "tvm_ffi"} & {item.split(".")[0] for item in imports(path)}, path
 
 
-def test_tvm_ffi_is_imported_only_by_vm() -> None:
+def test_tvm_ffi_is_imported_only_by_the_cpu_device() -> None:
     users = [
         name for name, path in modules(RUNTIME).items() if any(i.startswith("tvm_ffi") for i in imports(path))
     ]
-    assert users == ["vm"]
+    assert users == ["devices.cpu", "devices.cpu_tensors"]
+
+
+def test_a_program_knows_no_device() -> None:
+    """compiler/program works with Ops; what is a CPU's stands below compiler/cpu, and the rest names none."""
+    words = re.compile("isa|amx|llvm|cpu")
+    for path in (BUILDER / "compiler" / "program").glob("*.py"):
+        assert not words.search(path.read_text()), path
+    for name, path in modules(BUILDER).items():
+        if name.startswith("compiler") and not name.startswith("compiler.cpu"):
+            assert not any(item.startswith("mlcbuild.compiler.cpu") for item in imports(path)), path
+
+
+def test_the_table_of_backends_imports_none() -> None:
+    used = set(imports(BUILDER / "targets" / "backends.py"))
+    assert not any(item.startswith(("mlcbuild.compiler", "mlcbuild.bundles", "tvm")) for item in used)
+
+
+def test_the_action_of_a_backend_holds_no_other_backend() -> None:
+    """The import closure of an action is its key."""
+    for kind, backend in BACKENDS.items():
+        files = code_files(backend.action.partition(":")[0])
+        others = tuple(f"mlcbuild/compiler/{other}/" for other in BACKENDS if other != kind)
+        assert f"mlcbuild/compiler/{kind}/action.py" in files
+        assert not [
+            file for file in files if file.startswith(tuple(f"mlcbuild/compiler/{name}/" for name in others))
+        ]
+        assert "mlcbuild/compiler/program/decoder.py" in files and "mlcbuild/pipeline.py" not in files
 
 
 def loaded_by(*command: str) -> set[str]:
@@ -283,8 +272,8 @@ def test_a_wrong_recipe_is_answered_without_heavy_packages(tmp_path: Path) -> No
 def test_files_stay_small() -> None:
     long = {
         str(path.relative_to(ROOT)): count
-        for package in (BUILDER, RUNTIME)
+        for package in PACKAGES.values()
         for path in package.rglob("*.py")
         if (count := len(path.read_text().splitlines())) > 400
     }
-    assert set(long) <= {"mlcbuild/store.py"}, "a longer file needs a reason here"
+    assert set(long) <= {"mlcbuild/store/store.py"}, "a longer file needs a reason here"

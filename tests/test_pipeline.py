@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from mlcbuild import machine, pipeline, recipe
+from mlcbuild.build.graph import Source
+from mlcbuild.checkpoints.fetch import Pinned
+from mlcbuild.checkpoints.hub import HubSource
+from mlcbuild.checkpoints.lock import Lock, Locked
 from mlcbuild.errors import InputError, UsageError
-from mlcbuild.fetch import Pinned
-from mlcbuild.graph import Source
-from mlcbuild.hub import HubSource
-from mlcbuild.lock import Lock, Locked
 from mlcbuild.pipeline import Pipeline
 from tests.conftest import TINY, project
 

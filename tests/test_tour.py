@@ -32,20 +32,29 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild import targets
 from mlcbuild.cli import VERBS, parser
 from mlcbuild.errors import InputError
 from mlcbuild.recipe import expand, load
+from mlcbuild.targets import target
 from tests.conftest import ROOT, TINY
 
-DOCUMENTS = ("README.md", "recipes/README.md", "targets/README.md", "runtime/README.md")
+DOCUMENTS = (
+    "README.md",
+    "recipes/README.md",
+    "targets/README.md",
+    "runtime/README.md",
+    "mlcbuild/README.md",
+)
 PATIENCE = 120
 """Seconds for one command."""
 
 ELSEWHERE = {
-    ("recipes/README.md", "yaml"): (11, "tests/test_recipe.py loads ten; the comment for editors, here"),
+    ("recipes/README.md", "yaml"): (
+        11,
+        "tests/recipe/test_recipe.py loads ten; the comment for editors, here",
+    ),
     ("recipes/README.md", "text"): (1, "here"),
-    ("targets/README.md", "yaml"): (2, "tests/test_recipe.py"),
+    ("targets/README.md", "yaml"): (2, "tests/recipe/test_recipe.py"),
     ("targets/README.md", "text"): (1, "here"),
     ("runtime/README.md", "sh"): (2, "tests/runtime/test_readme.py"),
     ("runtime/README.md", "python"): (4, "tests/runtime/test_readme.py"),
@@ -53,6 +62,10 @@ ELSEWHERE = {
         3,
         "the ready line there; `pip install` is what ci/environment does; several bundles in "
         "tests/runtime/test_models.py",
+    ),
+    ("mlcbuild/README.md", "python"): (
+        3,
+        "tests/models/test_new_family.py, tests/remotes/test_kinds.py, tests/compiler/test_backends.py",
     ),
 }
 """Blocks that other tests try: how many, and where."""
@@ -330,11 +343,30 @@ def test_links_and_paths_lead_somewhere(document: str) -> None:
         assert (ROOT / path).exists(), path
 
 
+def test_functions_named_by_the_guide_exist() -> None:
+    """The guide names a function as `name` in `path`."""
+    text = (ROOT / "mlcbuild" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(\w+)` in `([\w./]+\.py)`", text)
+    assert len(named) > 30
+    definition = r"^ *(?:async )?(?:def|class) {0}\b|^{0}\b.*="
+    for name, path in named:
+        source = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(definition.format(name), source, re.MULTILINE), (name, path)
+
+
+def test_the_guide_lists_every_room() -> None:
+    text = (ROOT / "mlcbuild" / "README.md").read_text(encoding="utf-8")
+    rooms = [path.parent for path in (ROOT / "mlcbuild").glob("*/__init__.py")]
+    runtime = [path.parent for path in (ROOT / "runtime" / "mlcbuild_runtime").glob("*/__init__.py")]
+    for name in [f"{room.name}/" for room in rooms] + [f"{room.relative_to(ROOT)}/" for room in runtime]:
+        assert f"| `{name}` |" in text, name
+
+
 def test_the_readme_names_every_verb_variable_and_exit_code() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for verb in VERBS:
         assert re.search(rf"\bmlcbuild {verb}\b|`{verb}`", text), verb
-    sources = [*(ROOT / "mlcbuild").rglob("*.py"), *(ROOT / "runtime" / "mlcbuild_runtime").rglob("*.py")]
+    sources = [*(ROOT / "mlcbuild").rglob("*.py"), *(ROOT / "runtime").rglob("mlcbuild_*/**/*.py")]
     used = {name for path in sources for name in re.findall(r"MLCBUILD_[A-Z_]+", path.read_text())}
     assert used == set(re.findall(r"^\| `(MLCBUILD_\w+)(?:<HOST>)?`", text, re.MULTILINE))
     codes = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
@@ -360,8 +392,8 @@ def test_messages_shown_for_recipes_are_those_of_the_program(
 
 def test_the_sentence_about_a_lacking_instruction_is_that_of_the_program() -> None:
     (shown,) = (block.text for block in blocks("targets/README.md") if block.language == "text")
-    presets = targets.presets()
-    assert targets.why_not(presets["x86-64-v4-vnni"], presets["x86-64-v4"]) == shown.strip()
+    presets = target.presets()
+    assert target.why_not(presets["x86-64-v4-vnni"], presets["x86-64-v4"]) == shown.strip()
 
 
 def test_the_comment_for_editors_names_the_schema() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlcbuild.bench.figures import Outcome, percentile
-from mlcbuild.chart import Curve, Panel, panels
+from mlcbuild.reports.chart import Curve, Panel, panels
 
 _TITLES = {
     "ttft": "Time to first token",

@@ -20,7 +20,7 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
-    from mlcbuild_runtime.vm import Model
+    from mlcbuild_runtime.devices.cpu import Model
 
 
 SPEED = "speed.json"
@@ -45,7 +45,7 @@ def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
 def measure(bundle: Path, plan: Plan) -> dict[str, object]:
     """What `main` prints. Raises UsageError when the plan does not fit the bundle, VerificationError with the
     runtime's own sentence when the bundle cannot be run."""
-    from mlcbuild_runtime import bundle as form
+    from mlcbuild_format import bundle as form
 
     limits = form.read(bundle).limits
     if plan.prompt_tokens + plan.answer_tokens > limits.context_window:
@@ -63,8 +63,8 @@ def measure(bundle: Path, plan: Plan) -> dict[str, object]:
 
 
 def _main(path: str, plan: Plan) -> None:
-    from mlcbuild_runtime.errors import ServingError
-    from mlcbuild_runtime.vm import Model
+    from mlcbuild_format.errors import ServingError
+    from mlcbuild_runtime.devices.cpu import Model
 
     try:
         start = time.perf_counter()
@@ -103,7 +103,7 @@ def _pages(model: Model, plan: Plan, number: int) -> range:
 
 def _prefill(model: Model, plan: Plan, number: int) -> float:
     """Seconds for the prompt of one sequence, chunk by chunk."""
-    from mlcbuild_runtime.step import Step
+    from mlcbuild_runtime.executor.batch import Step
 
     size, pages = model.limits.page_size, _pages(model, plan, number)
     tokens = [(number + 31 * i) % model.manifest.vocab_size for i in range(plan.prompt_tokens)]
@@ -117,7 +117,7 @@ def _prefill(model: Model, plan: Plan, number: int) -> float:
 
 def _decode(model: Model, plan: Plan, count: int, steps: int | None = None) -> float:
     """Seconds for the answers of `count` sequences that have their prompts behind them."""
-    from mlcbuild_runtime.step import Step
+    from mlcbuild_runtime.executor.batch import Step
 
     size = model.limits.page_size
     for number in range(count):

@@ -14,12 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 
 import mlcbuild
-from mlcbuild import targets
+from mlcbuild.build.graph import Graph, Source, Step, selected
+from mlcbuild.build.plan import step_modules
 from mlcbuild.canon import code_files, module_path
+from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.errors import SetupError, UsageError
-from mlcbuild.graph import Graph, Source, Step, selected
-from mlcbuild.hub import HubSource
 from mlcbuild.pipeline import Pipeline, Product
+from mlcbuild.targets import target as targets
 
 _DEPENDENCIES = ("pyproject.toml", "runtime/pyproject.toml")
 """Files of mlcbuild's repository that decide versions of tools."""
@@ -81,7 +82,7 @@ class _Search:
             yield from (f"{item.node}/{name} changed" for name in found)
         root = Path(mlcbuild.__path__[0]).resolve().parent
         yield from (f"{name} changed" for name in _DEPENDENCIES if root / name in self.files)
-        for module in dict.fromkeys(step.action.partition(":")[0] for step in steps):
+        for module in dict.fromkeys(module for step in steps for module in step_modules(step)):
             yield from (f"{path.name} of mlcbuild changed" for path in _code(module) if path in self.files)
 
 
@@ -98,7 +99,7 @@ def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
 
 def _preset(name: str) -> Path | None:
     """The file of a preset in a checkout of mlcbuild."""
-    path = Path(targets.__file__).resolve().parent.parent / "targets" / f"{name}.yaml"
+    path = Path(targets.__file__).resolve().parent.parent.parent / "targets" / f"{name}.yaml"
     return path if path.is_file() else None
 
 

@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from mlcbuild.build.graph import Graph
+from mlcbuild.build.plan import Plan
 from mlcbuild.errors import UsageError, did_you_mean
-from mlcbuild.graph import Graph
 from mlcbuild.pipeline import Pipeline, Product
-from mlcbuild.plan import Plan
-from mlcbuild.targets import Target
+from mlcbuild.targets.target import Target
 
 LABELS: Mapping[tuple[str, str], str] = {
     ("linux", "x86_64"): "ubuntu-latest",

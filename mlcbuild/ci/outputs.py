@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from xml.etree import ElementTree
 
-from mlcbuild.report import duration, size
-from mlcbuild.runlog import LoggedStep, LoggedVariant, RunLog, speeds
+from mlcbuild_format import sizes
+
+from mlcbuild.reports.report import duration
+from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog, speeds
 
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML 1.0 cannot hold, escaped or not."""
@@ -109,7 +111,7 @@ def _number(found: Mapping[str, float], name: str) -> str:
 
 
 def _size(count: int | None) -> str:
-    return size(count) if count is not None else ""
+    return sizes.show(count) if count is not None else ""
 
 
 def _cell(text: str) -> str:

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from mlcbuild.build.graph import Graph, Step
 from mlcbuild.canon import Json, digest
 from mlcbuild.errors import InputError, Problem, UsageError
-from mlcbuild.graph import Graph, Step
-from mlcbuild.store import Store
+from mlcbuild.store.store import Store
 
 WEIGHTS: Mapping[str, int] = {
     "fetch": 60_000,

@@ -19,11 +19,11 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
-from mlcbuild_runtime.errors import ServingError
+from mlcbuild_format.errors import ServingError
 
 from mlcbuild.cli import options
 from mlcbuild.cli.annotations import annotate
-from mlcbuild.errors import InputError, MlcbuildError, UsageError, did_you_mean
+from mlcbuild.errors import InputError, MlcbuildError, UsageError, did_you_mean, one_line
 
 INTERRUPTED = 130
 
@@ -119,7 +119,7 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
-    from mlcbuild_runtime import arguments
+    from mlcbuild_runtime.http import arguments
 
     arguments.add(parser)
 
@@ -214,9 +214,9 @@ VERBS: dict[str, Verb] = {
         "mlcbuild keys new",
         (options.keys, _json),
     ),
-    "targets": Verb("facts", "targets", "list the target presets", "mlcbuild targets", (_json,)),
-    "models": Verb("facts", "models", "list the model families", "mlcbuild models", (_json,)),
-    "schemes": Verb("facts", "schemes", "list the quantization schemes", "mlcbuild schemes", (_json,)),
+    "targets": Verb("listing", "targets", "list the target presets", "mlcbuild targets", (_json,)),
+    "models": Verb("listing", "models", "list the model families", "mlcbuild models", (_json,)),
+    "schemes": Verb("listing", "schemes", "list the quantization schemes", "mlcbuild schemes", (_json,)),
     "inspect": Verb(
         "bundles",
         "inspect",
@@ -262,9 +262,9 @@ VERBS: dict[str, Verb] = {
         "mlcbuild pull oci://registry.example/team/tiny:q4f16_1-host bundle",
         (options.pull, _json),
     ),
-    "doctor": Verb("facts", "doctor", "check this machine", "mlcbuild doctor", (_store, _json)),
+    "doctor": Verb("listing", "doctor", "check this machine", "mlcbuild doctor", (_store, _json)),
     "schema": Verb(
-        "facts", "schema", "print a JSON Schema", "mlcbuild schema recipe > recipe.schema.json", (_schema,)
+        "listing", "schema", "print a JSON Schema", "mlcbuild schema recipe > recipe.schema.json", (_schema,)
     ),
 }
 
@@ -390,6 +390,8 @@ def _silence() -> None:
 
 
 def _fail(message: str, code: int) -> int:
+    """Prints an error message; whatever a file or a server has put into it, its lines are printable."""
     _flushed()
-    print(message, file=sys.stderr)
+    # A message quotes what others wrote: no escape sequence of theirs reaches the terminal.
+    print("\n".join(map(one_line, message.split("\n"))), file=sys.stderr)
     return code

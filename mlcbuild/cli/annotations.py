@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from mlcbuild.errors import Problem
+from mlcbuild.errors import Problem, one_line
 
 
 def annotate(problems: Iterable[Problem]) -> None:
@@ -31,7 +31,7 @@ def annotation(problem: Problem, workspace: Path | None = None) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return "%0A".join(one_line(line) for line in text.replace("%", "%25").split("\n"))
 
 
 def _property(text: str) -> str:

@@ -13,7 +13,7 @@ from mlcbuild.bench.exchange import Server
 from mlcbuild.bench.figures import SLO_METRICS, Outcome, rows
 from mlcbuild.bench.generator import Style, prepare, run
 from mlcbuild.bench.workload import Lengths, Load, Workload
-from mlcbuild.cli.facts import show, table
+from mlcbuild.cli.listing import show, table
 from mlcbuild.errors import UsageError
 
 KEY_VARIABLE = "MLCBUILD_API_KEY"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -13,19 +12,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlcbuild.bundle import LIBRARY
-from mlcbuild.cli.facts import show
+from mlcbuild_format import sizes
+
+from mlcbuild.build.events import Event, Reporter, RunFinished, RunResult, Status, StepResult, Warned
+from mlcbuild.bundles.assemble import LIBRARY
+from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import read_lock, read_recipe
 from mlcbuild.errors import MlcbuildError, UsageError
-from mlcbuild.events import Event, Reporter, RunFinished, RunResult, Status, StepResult, Warned
 from mlcbuild.pipeline import Pipeline, Product, build
-from mlcbuild.store import Store, default_root
+from mlcbuild.store.store import Store, default_root
 
 if TYPE_CHECKING:
+    from mlcbuild.build.plan import Plan, Planned
     from mlcbuild.cli.receipts import Settled
     from mlcbuild.emit import Finished
     from mlcbuild.keyfile import Signer
-    from mlcbuild.plan import Plan, Planned
     from mlcbuild.recipe import Recipe
     from mlcbuild.remotes.sharing import Sharing
 
@@ -37,8 +38,7 @@ def open_store(arguments: argparse.Namespace) -> Store:
 
 
 def read_pipeline(arguments: argparse.Namespace) -> Pipeline:
-    gc.set_threshold(200_000, 10, 10)  # variants and steps live to the end: little of them is ever garbage
-    recipe = read_recipe(arguments)
+    recipe = read_recipe(arguments, with_models=True)
     return build(recipe, read_lock(recipe))
 
 
@@ -76,7 +76,7 @@ def choice(arguments: argparse.Namespace, pipeline: Pipeline) -> tuple[str, ...]
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from mlcbuild import plan as planning
+    from mlcbuild.build import plan as planning
 
     pipeline, store = read_pipeline(arguments), open_store(arguments)
     only = choice(arguments, pipeline)
@@ -135,8 +135,8 @@ def estimate(pipeline: Pipeline, product: Product, found: Plan, store: Store) ->
 
     planned = found.by_name.get(pipeline.graph.resolve(product.library))
     if planned is not None and planned.state == "hit" and planned.record is not None:
-        digests = {entry.path: entry.digest for entry in planned.record.files}
-        memory = json.loads(store.blob(digests[LIBRARY]).read_bytes())["memory"]
+        library = next(entry for entry in planned.record.files if entry.path == LIBRARY)
+        memory = json.loads(store.read_blob(library))["memory"]
         return {part: int(memory[part]) for part in ("weights", "kv_cache", "workspace")}
     variant = product.variant
     config = pipeline.configs.get(variant.model.name)
@@ -151,30 +151,31 @@ def estimate(pipeline: Pipeline, product: Product, found: Plan, store: Store) ->
 
 
 def _memories(estimates: dict[str, dict[str, int] | None]) -> list[str]:
-    from mlcbuild.report import size
-
     lines = []
     for name, parts in estimates.items():
         words = "unknown until the model is fetched"
         if parts is not None:
-            named = ", ".join(f"{part.replace('_', ' ')} {size(count)}" for part, count in parts.items())
-            words = f"{size(sum(parts.values()))} ({named})"
+            named = ", ".join(
+                f"{part.replace('_', ' ')} {sizes.show(count)}" for part, count in parts.items()
+            )
+            words = f"{sizes.show(sum(parts.values()))} ({named})"
             words += "" if "workspace" in parts else ", workspace known once the library is compiled"
         lines.append(f"memory {name}: {words}")
     return lines
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from mlcbuild import keyfile, runlog
-    from mlcbuild.ci import turns
-    from mlcbuild.cli import receipts, telling
-    from mlcbuild.execute import Options
-    from mlcbuild.report import document, reporting, summary
+    from mlcbuild import keyfile
+    from mlcbuild.build.execute import Options
+    from mlcbuild.ci import phases as turns
+    from mlcbuild.cli import receipts, summaries
+    from mlcbuild.reports import runlog
+    from mlcbuild.reports.report import document, reporting, summary
 
     if arguments.dry_run:
         return plan(arguments)
     began = time.time_ns()
-    telling.check_writable(arguments)
+    summaries.check_writable(arguments)
     pipeline, store = read_pipeline(arguments), open_store(arguments)
     only = choice(arguments, pipeline)
     wanted = [item for item in pipeline.products if only is None or item.last in only]
@@ -199,15 +200,15 @@ def run(arguments: argparse.Namespace) -> int:
         result = turns.run(pipeline.graph, options, names, sharing, clock)
     outcomes = _finish(pipeline, wanted, result, store, signer)
     rows = [(outcome.product, outcome.status, outcome.words) for outcome in outcomes]
-    log = telling.make_log(pipeline, store, result, clock, rows)
+    log = summaries.make_log(pipeline, store, result, clock, rows)
     log = replace(log, shard=arguments.shard or "")
     runlog.save(store, pipeline.recipe.path, log)
-    telling.tell(arguments, log)
+    summaries.tell(arguments, log)
     if arguments.json:
         print(json.dumps(document(result, [outcome.to_json() for outcome in outcomes]), indent=2))
     else:
         lines = [outcome.line for outcome in outcomes if outcome.line]
-        print("\n".join([*lines, *telling.speeds(log), f"{summary(result)}{_places(outcomes)}"]))
+        print("\n".join([*lines, *summaries.speeds(log), f"{summary(result)}{_places(outcomes)}"]))
     if not clock.warned:
         _leave_receipt(arguments, receipts.Settled(pipeline, store, result, log), outcomes, began)
     errors = [outcome.error.exit_code for outcome in outcomes if outcome.error is not None]
@@ -218,21 +219,21 @@ def _leave_receipt(
     arguments: argparse.Namespace, run: Settled, outcomes: Sequence[Outcome], began: int
 ) -> None:
     """So that this command line is done at once next time, if there is nothing left to do for it."""
-    from mlcbuild.cli import receipts, telling
+    from mlcbuild.cli import receipts, summaries
 
     told = (arguments.junit, arguments.summary, os.environ.get("GITHUB_STEP_SUMMARY"))
     other = (arguments.json, arguments.shard, arguments.affected_by, arguments.force)
     if any((*told, *other)) or not run.result.ok or not all(outcome.made for outcome in outcomes):
         return
     lines = tuple(replace(outcome, status="reused").line for outcome in outcomes)
-    lines += tuple(telling.speeds(run.log))
+    lines += tuple(summaries.speeds(run.log))
     bundles = tuple(outcome.product.variant.output for outcome in outcomes)
     receipts.leave(run, receipts.Said(lines, _places(outcomes)), bundles, arguments.words, began)
 
 
 def _executor(text: str) -> str:
     """The executor of options. Raises UsageError."""
-    from mlcbuild.cluster import SCHEME, address
+    from mlcbuild.build.cluster import SCHEME, address
 
     if text.startswith(SCHEME):
         return str(address(text))
@@ -352,7 +353,7 @@ def _places(outcomes: Sequence[Outcome]) -> str:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    from mlcbuild import plan as planning
+    from mlcbuild.build import plan as planning
 
     pipeline, store = read_pipeline(arguments), open_store(arguments)
     sharing = open_sharing(arguments, pipeline.recipe, store)
@@ -373,16 +374,16 @@ def explain(arguments: argparse.Namespace) -> int:
 
 
 def graph(arguments: argparse.Namespace) -> int:
-    from mlcbuild import picture
-    from mlcbuild import plan as planning
+    from mlcbuild.build import plan as planning
+    from mlcbuild.reports import graph_picture
 
     pipeline, store = read_pipeline(arguments), open_store(arguments)
     sharing = open_sharing(arguments, pipeline.recipe, store)
     found = planning.plan(pipeline.graph, store, sharing=sharing, report=tell)
     if arguments.format == "html":
-        text = picture.html(pipeline.graph, found, pipeline.recipe.name)
+        text = graph_picture.html(pipeline.graph, found, pipeline.recipe.name)
     else:
-        text = getattr(picture, arguments.format)(pipeline.graph, found)
+        text = getattr(graph_picture, arguments.format)(pipeline.graph, found)
     if arguments.output is None:
         print(text.rstrip("\n"))
         return 0

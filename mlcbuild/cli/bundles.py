@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlcbuild_runtime import bundle as form
-from mlcbuild_runtime.bundle import Manifest
+from mlcbuild_format import bundle as form
+from mlcbuild_format import sizes
+from mlcbuild_format.bundle import Manifest
+from mlcbuild_format.errors import BundleError
+from mlcbuild_format.fields import FieldError, Fields, Json, printable
+from mlcbuild_format.files import read_json
 
-from mlcbuild.bundle import LIBRARY
-from mlcbuild.cli.facts import show, table
+from mlcbuild.bundles.assemble import LIBRARY
+from mlcbuild.bundles.provenance import check
+from mlcbuild.cli.listing import show, table
 from mlcbuild.errors import UsageError
 from mlcbuild.keyfile import is_public
-from mlcbuild.provenance import check
-from mlcbuild.report import size
+
+_LARGEST_LIBRARY_JSON = 16 << 20
+"""Bytes."""
 
 
 def inspect(arguments: argparse.Namespace) -> int:
     path = Path(arguments.bundle)
     manifest = form.read(path)
     listed = LIBRARY in manifest.files
-    kernels, slow = (_said(path / LIBRARY, key) if listed else {} for key in ("kernels", "fallbacks"))
+    library: Mapping[str, Json] = read_json(path / LIBRARY, _LARGEST_LIBRARY_JSON) if listed else {}
+    kernels, slow = (_chosen(path / LIBRARY, library, key) for key in ("kernels", "fallbacks"))
     document: dict[str, object] = {**manifest.to_json(), "kernels": kernels, "fallbacks": slow}
     reasons = [("slow", f"{use.removesuffix('.weight')}: {why}") for use, why in sorted(slow.items())]
-    lines = table([*_facts(manifest), *_uses(kernels), *reasons])
+    lines = [printable(line) for line in table([*_facts(manifest), *_uses(kernels), *reasons])]
     if arguments.measure:
-        from mlcbuild.footprint import measure
+        from mlcbuild.bundles.footprint import measure
 
         peak = measure(path)
         document["measured"] = peak
@@ -37,11 +43,16 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def _facts(manifest: Manifest) -> list[tuple[str, str]]:
-    config, limits, memory = manifest.model.config, manifest.limits, manifest.memory
+    limits, memory = manifest.limits, manifest.memory
+    layers = manifest.model.config.get("num_layers")
     machine = manifest.machine
     rows = [
         ("name", manifest.name),
-        ("model", f"{manifest.model.name}, family {manifest.model.family}, {config['num_layers']} layers"),
+        (
+            "model",
+            f"{manifest.model.name}, family {manifest.model.family}"
+            + (f", {layers} layers" if layers else ""),
+        ),
         ("scheme", str(manifest.scheme["name"])),
         ("target", f"{machine.triple} {machine.cpu} {' '.join(machine.features)}".rstrip()),
         (
@@ -50,8 +61,8 @@ def _facts(manifest: Manifest) -> list[tuple[str, str]]:
         ),
         (
             "memory",
-            f"{size(memory.total)} = weights {size(memory.weights)} + KV cache {size(memory.kv_cache)}"
-            f" + workspace {size(memory.workspace)}",
+            f"{sizes.show(memory.total)} = weights {sizes.show(memory.weights)}"
+            f" + KV cache {sizes.show(memory.kv_cache)} + workspace {sizes.show(memory.workspace)}",
         ),
         ("signature", manifest.signature),
         ("tools", ", ".join(f"{name} {value}" for name, value in sorted(manifest.tools.items()))),
@@ -73,10 +84,13 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
     ]
 
 
-def _said(library: Path, key: str) -> dict[str, str]:
-    """Which kernel does what, or why a slow one does; the file is as it was built, which reading the manifest
-    has checked."""
-    return {str(use): str(said) for use, said in json.loads(library.read_bytes()).get(key, {}).items()}
+def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:
+    """Use -> kernel that does it, or use -> why a slow one does. Raises BundleError."""
+    try:
+        found = Fields(library.get(key, {}), key)
+        return {printable(use): found.text(use) for use in found.value}
+    except FieldError as error:
+        raise BundleError(f"{path}: {error}; build the bundle again") from None
 
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -90,7 +104,8 @@ def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
 
 def _compared(manifest: Manifest, peak: int) -> str:
     total = manifest.memory.total
-    return f"measured {size(peak)}, {100 * (peak - total) / total:+.0f}% of the estimate {size(total)}"
+    difference = 100 * (peak - total) / total
+    return f"measured {sizes.show(peak)}, {difference:+.0f}% of the estimate {sizes.show(total)}"
 
 
 def verify(arguments: argparse.Namespace) -> int:
@@ -116,8 +131,8 @@ def _signed(signers: Sequence[str]) -> str:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    from mlcbuild_runtime.arguments import options
-    from mlcbuild_runtime.serve import serve as run
+    from mlcbuild_runtime.http.arguments import options
+    from mlcbuild_runtime.http.serve import serve as run
 
     try:
         found = options(arguments)

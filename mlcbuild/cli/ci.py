@@ -10,13 +10,13 @@ from mlcbuild.ci import matrix as matrices
 from mlcbuild.ci import split as splits
 from mlcbuild.ci.outputs import headline
 from mlcbuild.cli.build import choice, open_sharing, open_store, read_pipeline, tell
-from mlcbuild.cli.facts import show
+from mlcbuild.cli.listing import show
 from mlcbuild.errors import UsageError
-from mlcbuild.report import duration
+from mlcbuild.reports.report import duration
 
 
 def matrix(arguments: argparse.Namespace) -> int:
-    from mlcbuild import plan as planning
+    from mlcbuild.build import plan as planning
 
     pipeline, store = read_pipeline(arguments), open_store(arguments)
     count = arguments.shards
@@ -76,7 +76,7 @@ def _basis(name: str) -> str:
 
 def report(arguments: argparse.Namespace) -> int:
     """The page of the recipe's last run, compared with the one before. Does not read the recipe."""
-    from mlcbuild import page, runlog
+    from mlcbuild.reports import page, runlog
 
     recipe, store = Path(arguments.recipe), open_store(arguments)
     logs = runlog.latest(store, recipe, 2)

@@ -9,21 +9,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ctypes.util import find_library
 
-from mlcbuild import cluster, machine, targets
+from mlcbuild import machine
+from mlcbuild.build import cluster
 from mlcbuild.cli.build import open_store
-from mlcbuild.cli.options import amount
-from mlcbuild.compiler.versions import tools
 from mlcbuild.errors import SetupError
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.backends import backend
 
 
 def worker(arguments: argparse.Namespace) -> int:
     """Works until it is told to stop: 0 after SIGTERM, 130 after SIGINT, 1 when the scheduler ends."""
-    from mlcbuild.cluster import serve
+    from mlcbuild.build.cluster import serve
 
     address = cluster.address(arguments.scheduler, arguments.tls or os.environ.get("MLCBUILD_TLS"))
     texts = [text.strip() for item in arguments.labels for text in item.split(",")]
     labels = {**dict.fromkeys(found_labels(), cluster.PLENTY), **cluster.parse_labels(texts)}
-    memory = machine.memory() if arguments.memory is None else amount(arguments.memory, "--memory")
+    memory = machine.memory() if arguments.memory is None else arguments.memory
     offer = serve.Offer(
         arguments.name or serve.default_name(), arguments.cores or machine.cores(), memory, labels
     )
@@ -42,7 +43,9 @@ def found_labels() -> Iterator[str]:
         yield from targets.labels(host[0])
     for target in (*host, *targets.presets().values()):
         with suppress(SetupError):
-            yield from (f"{tool} {version}" for tool, version in tools(target).items())
+            yield from (
+                f"{tool} {version}" for tool, version in backend(target).tool_versions(target).items()
+            )
     if shutil.which("nvcc"):
         yield "nvcc"
     if find_library("cuda"):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 
-from mlcbuild.errors import UsageError
+from mlcbuild_format import sizes
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 Formats = ("github", "gitlab", "json")
 
 
@@ -75,12 +73,12 @@ def settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def amount(text: str, option: str) -> int:
-    """Bytes of a size such as 20GB. Raises UsageError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
-    if found is None:
-        raise UsageError(f"{option} '{text}': write a size such as 500MB or 20GB")
-    return int(float(found[1]) * _UNITS[found[2]])
+def size(text: str) -> int:
+    """Returns the bytes of a size such as 20GB or 20GiB."""
+    try:
+        return sizes.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:
@@ -102,7 +100,10 @@ def worker(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="what it is called (default: the machine and the process)")
     parser.add_argument("--cores", type=positive, metavar="N", help="to share among steps (default: all)")
     parser.add_argument(
-        "--memory", metavar="SIZE", help="to share among steps, such as 48GB (default: nine tenths)"
+        "--memory",
+        type=size,
+        metavar="SIZE",
+        help="to share among steps, such as 48GB or 48GiB (default: nine tenths)",
     )
     parser.add_argument(
         "--labels",
@@ -131,7 +132,9 @@ def cache(parser: argparse.ArgumentParser) -> None:
         "export FILE [RECIPE]; import FILE",
     )
     parser.add_argument("--all", action="store_true", help="push: everything in the store")
-    parser.add_argument("--max-size", metavar="SIZE", help="gc: keep at most so much, such as 50GB")
+    parser.add_argument(
+        "--max-size", type=size, metavar="SIZE", help="gc: keep at most so much, such as 50GB or 50GiB"
+    )
     parser.add_argument(
         "--unused-days", type=positive, metavar="N", help="gc: remove what was not used for N days"
     )

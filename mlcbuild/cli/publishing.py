@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from mlcbuild_format import sizes
+
+from mlcbuild.bundles.publish import fault, pinned
+from mlcbuild.bundles.publish.transfer_bundle import publish as send
+from mlcbuild.bundles.publish.transfer_bundle import pull as fetch
 from mlcbuild.cli import build
-from mlcbuild.cli.facts import show
+from mlcbuild.cli.listing import show
 from mlcbuild.errors import PublishError, UsageError
 from mlcbuild.pipeline import Product
-from mlcbuild.publish import fault, pinned
-from mlcbuild.publish.bundles import publish as send
-from mlcbuild.publish.bundles import pull as fetch
-from mlcbuild.report import size
 
 
 def publish(arguments: argparse.Namespace) -> int:
@@ -69,7 +70,7 @@ def _send(
         status = "published" if found.sent else "present"
         yield {**row, "status": status, "address": found.url, "sent": found.sent}
         if not arguments.json:
-            print(f"{status:<9} {found.url}" + (f"  ({size(found.sent)} sent)" if found.sent else ""))
+            print(f"{status:<9} {found.url}" + (f"  ({sizes.show(found.sent)} sent)" if found.sent else ""))
 
 
 def _products(arguments: argparse.Namespace) -> Mapping[str, Product]:

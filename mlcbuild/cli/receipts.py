@@ -10,19 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import mlcbuild_format
 import mlcbuild_runtime
 
 import mlcbuild
-from mlcbuild import keyfile, receipt, runlog, targets
-from mlcbuild.compiler.toolchain import programs
-from mlcbuild.events import RunResult
-from mlcbuild.graph import Source
-from mlcbuild.links import STAMP
+from mlcbuild import keyfile
+from mlcbuild.build.events import RunResult
+from mlcbuild.build.graph import Source
+from mlcbuild.compiler.cpu.toolchain import programs
 from mlcbuild.pipeline import Pipeline
 from mlcbuild.recipe import LocalSource
-from mlcbuild.runlog import LoggedStep, RunLog
-from mlcbuild.statcache import RACY_NS
-from mlcbuild.store import Store
+from mlcbuild.reports import runlog
+from mlcbuild.reports.runlog import LoggedStep, RunLog
+from mlcbuild.store import receipt
+from mlcbuild.store.links import STAMP
+from mlcbuild.store.statcache import RACY_NS
+from mlcbuild.store.store import Store
+from mlcbuild.targets import target as targets
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
     for node in pipeline.graph.nodes.values():
         if isinstance(node, Source):
             yield from (str(node.root / name) for name in node.files)
-    for place in (*mlcbuild.__path__, *mlcbuild_runtime.__path__, str(targets.directory())):
+    packages = (mlcbuild, mlcbuild_format, mlcbuild_runtime)
+    for place in (*(path for package in packages for path in package.__path__), str(targets.directory())):
         yield from _files(place)
     # What is installed: names of directories in there hold versions.
     yield from (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))

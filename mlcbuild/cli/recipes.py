@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
 
+from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.errors import InputError, UsageError
-from mlcbuild.lock import Lock
 from mlcbuild.recipe import Recipe, expand, load
 
 FIRST = """\
@@ -35,13 +36,20 @@ def settings(pairs: list[str]) -> dict[str, str]:
     return found
 
 
-def read_recipe(arguments: argparse.Namespace) -> Recipe:
-    return load(Path(arguments.recipe), settings(arguments.settings), arguments.allow_outside)
+def read_recipe(arguments: argparse.Namespace, with_models: bool = False) -> Recipe:
+    """The recipe that a command line names; `with_models` looks into local checkpoints as well."""
+    from mlcbuild.prospect import faults
+
+    gc.set_threshold(200_000, 10, 10)  # variants and steps live to the end: little of them is ever garbage
+    path, values = Path(arguments.recipe), settings(arguments.settings)
+    if with_models:
+        return load(path, values, arguments.allow_outside, faults)
+    return load(path, values, arguments.allow_outside)
 
 
 def read_lock(recipe: Recipe) -> Lock:
     """The recipe's lock, complete; an empty one for a recipe whose sources are all local."""
-    from mlcbuild import lock as locks
+    from mlcbuild.checkpoints import lock as locks
     from mlcbuild.pipeline import hub_sources
 
     sources = hub_sources(recipe)
@@ -73,8 +81,15 @@ def init(arguments: argparse.Namespace) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     """With --json, problems are facts: they go to stdout as a document."""
+    from mlcbuild.checkpoints import lock as locks
+    from mlcbuild.pipeline import hub_sources
+    from mlcbuild.prospect import check
+
     try:
-        recipe = read_recipe(arguments)
+        recipe = read_recipe(arguments, with_models=True)
+        check(recipe)
+        if recipe.lock.exists() and hub_sources(recipe):
+            locks.read(recipe.lock)
     except InputError as error:
         if arguments.json:
             print(json.dumps({"problems": [vars(problem) for problem in error.problems]}, indent=2))
@@ -91,7 +106,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def lock(arguments: argparse.Namespace) -> int:
-    from mlcbuild import lock as locks
+    from mlcbuild.checkpoints import lock as locks
     from mlcbuild.pipeline import hub_sources
 
     recipe = read_recipe(arguments)
@@ -114,7 +129,7 @@ def lock(arguments: argparse.Namespace) -> int:
 
 
 def _check(recipe: Recipe, known: Lock | None) -> int:
-    from mlcbuild import lock as locks
+    from mlcbuild.checkpoints import lock as locks
     from mlcbuild.pipeline import hub_sources
 
     current = read_lock(recipe) if known is None else known

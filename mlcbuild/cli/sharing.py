@@ -7,30 +7,32 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import cast
 
-from mlcbuild import archive, keyfile, upkeep
+from mlcbuild_format import sizes
+
+from mlcbuild import keyfile
+from mlcbuild.build.events import Reporter, Warned, silent
+from mlcbuild.build.plan import Plan, plan
 from mlcbuild.canon import Entry
 from mlcbuild.cli.build import open_store
-from mlcbuild.cli.facts import show
-from mlcbuild.cli.options import amount
+from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import read_lock, read_recipe
 from mlcbuild.cli.store import no_operands, status
 from mlcbuild.errors import RemoteError, StoreError, UsageError
-from mlcbuild.events import Reporter, Warned, silent
 from mlcbuild.pipeline import build
-from mlcbuild.plan import Plan, plan
-from mlcbuild.records import Record
-from mlcbuild.remotes import Mode, Remote, fault
+from mlcbuild.remotes import Mode, Remote, archive, fault
+from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
-from mlcbuild.report import size
-from mlcbuild.store import Store
+from mlcbuild.store import upkeep
+from mlcbuild.store.records import Record
+from mlcbuild.store.store import Store
 
 _TRANSFERS = 4
 """Records of a push, or files of a pull, at the same time."""
@@ -90,11 +92,11 @@ def _send(sharing: Sharing, records: Iterable[Record]) -> tuple[int, Counter[str
     """How many there are, and how many of them each remote lacks."""
     stop, left = threading.Event(), iter(records)
     count, lacking = 0, Counter[str]()
-    with ThreadPoolExecutor(_TRANSFERS) as pool:
+    with Background(_TRANSFERS) as pool:
         try:
             while some := list(islice(left, _WAITING)):
                 count += len(some)
-                for missing in pool.map(lambda record: sharing.send(record, stop), some):
+                for missing in pool.all(partial(sharing.send, record, stop) for record in some):
                     lacking.update(missing)
         finally:  # an interrupt must not wait for what is on its way
             stop.set()
@@ -137,9 +139,11 @@ def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
     """Brings files into the store, some at the same time; digest -> why it could not be had, or ""."""
     stop = threading.Event()
     distinct = {entry.digest: entry for entry in entries}
-    with ThreadPoolExecutor(_TRANSFERS) as pool:
+    with Background(_TRANSFERS) as pool:
         try:
-            found = pool.map(lambda entry: sharing.fetch(entry, stop, lambda _: None), distinct.values())
+            found = pool.all(
+                partial(sharing.fetch, entry, stop, lambda _: None) for entry in distinct.values()
+            )
             return dict(zip(distinct, found, strict=True))
         finally:  # an interrupt must not wait for what is on its way
             stop.set()
@@ -147,9 +151,10 @@ def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Hashes everything; with a recipe or URLs, fetches what is damaged or missing from their remotes.
+    """Hashes everything and removes what is damaged; with a recipe or URLs, fetches that, and what is
+    missing, from their remotes.
 
-    Exit code 1 when anything is damaged; the next run builds it again.
+    Exit code 1 when anything was damaged or is missing; the next run that needs it builds it again.
     """
     store = open_store(arguments)
     found = _mend(arguments, store) if arguments.operands else upkeep.verify(store)
@@ -158,7 +163,7 @@ def verify(arguments: argparse.Namespace) -> int:
     lines.append(
         f"{found.records} records and {found.blobs} files are as they were written"
         if found.ok
-        else f"{problems} problems: what is damaged is built again when a run needs it"
+        else f"{problems} problems: what was damaged is removed, and built again when a run needs it"
     )
     show(arguments.json, {**vars(found), "ok": found.ok}, lines)
     return 0 if found.ok else 1
@@ -184,15 +189,14 @@ def _mend(arguments: argparse.Namespace, store: Store) -> upkeep.Verified:
 def gc(arguments: argparse.Namespace) -> int:
     """Removes what was not used for long, or the oldest of what is too much."""
     no_operands(arguments)
-    most = None if arguments.max_size is None else amount(arguments.max_size, "mlcbuild cache gc: --max-size")
-    if most is None and arguments.unused_days is None:
+    if arguments.max_size is None and arguments.unused_days is None:
         raise UsageError("mlcbuild cache gc: say what may go: --max-size 50GB, --unused-days 30, or both")
-    found = upkeep.gc(open_store(arguments), unused_days=arguments.unused_days, max_bytes=most)
+    found = upkeep.gc(open_store(arguments), unused_days=arguments.unused_days, max_bytes=arguments.max_size)
     document = vars(found)
     show(
         arguments.json,
         document,
-        [f"removed {found.records} records and {found.blobs} files, {size(found.bytes)}"],
+        [f"removed {found.records} records and {found.blobs} files, {sizes.show(found.bytes)}"],
     )
     return 0
 
@@ -206,7 +210,7 @@ def export(arguments: argparse.Namespace) -> int:
     arguments.recipe = recipe[0] if recipe else None
     records = _of_recipe(arguments, store) if recipe else _all(store)
     moved = archive.write(store, records, Path(path), keyfile.load(keyfile.default_path()))
-    print(f"{path}: {moved.records} records and {moved.blobs} files, {size(moved.bytes)}")
+    print(f"{path}: {moved.records} records and {moved.blobs} files, {sizes.show(moved.bytes)}")
     return 0
 
 
@@ -215,7 +219,7 @@ def take(arguments: argparse.Namespace) -> int:
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
     moved = archive.read(open_store(arguments), Path(arguments.operands[0]), _trusted(arguments))
-    print(f"{moved.records} records and {moved.blobs} files, {size(moved.bytes)}, are in the store")
+    print(f"{moved.records} records and {moved.blobs} files, {sizes.show(moved.bytes)}, are in the store")
     return 0
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 
-from mlcbuild import upkeep
+from mlcbuild_format import sizes
+
 from mlcbuild.cli.build import open_store
-from mlcbuild.cli.facts import show, table
+from mlcbuild.cli.listing import show, table
 from mlcbuild.errors import UsageError
-from mlcbuild.report import size
+from mlcbuild.store import upkeep
 
 
 def no_operands(arguments: argparse.Namespace) -> None:
@@ -26,7 +27,13 @@ def status(arguments: argparse.Namespace) -> int:
     now = time.time()
     rows = [("step", "records", "bytes", "last used", "oldest use")]
     rows += [
-        (name, str(kind.records), size(kind.bytes), _ago(now - kind.last_used), _ago(now - kind.oldest_use))
+        (
+            name,
+            str(kind.records),
+            sizes.show(kind.bytes),
+            _ago(now - kind.last_used),
+            _ago(now - kind.oldest_use),
+        )
         for name, kind in sorted(found.kinds.items())
     ]
     document = {
@@ -36,7 +43,7 @@ def status(arguments: argparse.Namespace) -> int:
         "bytes": found.bytes,
         "kinds": {name: vars(kind) for name, kind in sorted(found.kinds.items())},
     }
-    last = f"{found.root}: {found.records} records, {found.blobs} files, {size(found.bytes)}"
+    last = f"{found.root}: {found.records} records, {found.blobs} files, {sizes.show(found.bytes)}"
     show(arguments.json, document, [*table(rows), last])
     return 0
 

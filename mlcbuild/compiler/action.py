@@ -1,4 +1,4 @@
-"""The step action that compiles a library: checks, a process for TVM, the linker."""
+"""Compiling a library, whatever its device: checks, a process for TVM, the linker."""
 
 from __future__ import annotations
 
@@ -9,24 +9,39 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import mlcbuild.errors
-from mlcbuild import models, quant, targets
+from mlcbuild import models, quant
 from mlcbuild.canon import Json
-from mlcbuild.compiler import child, toolchain
+from mlcbuild.compiler import child
 from mlcbuild.errors import CompileError, MlcbuildError
 from mlcbuild.models import ModelConfig
-from mlcbuild.targets import Target
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.target import Target
 
 TIMEOUT = 3600
 """Seconds; a library takes a few."""
 
 
-def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Write model.so, model.dylib or model.o, and library.json, into `out`.
+@dataclass(frozen=True)
+class Toolchain:
+    """What a kind of device brings to the making of a library, besides its part of the compiling process."""
+
+    child: str
+    """The module whose `main` is the compiling process."""
+    check: Callable[[Target], object]
+    """Raises SetupError if this machine cannot link for a target."""
+    link: Callable[[Sequence[Path], Path, Target], None]
+
+
+def compile_library(
+    params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path, toolchain: Toolchain
+) -> None:
+    """Writes model.so, model.dylib or model.o, and library.json, into `out`.
 
     params: scheme, target and limits as JSON (a null context_window is the model's own).
     inputs["config"]: directory with config.json, ours.
@@ -38,11 +53,11 @@ def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out:
     limits = _limits(models.from_json(config), cast("Mapping[str, int | None]", params["limits"]))
     params = {**params, "limits": limits}
     _check(models.from_json(config), params, target)
-    toolchain.linker_identity(target)  # say what is missing before the long part
+    toolchain.check(target)  # say what is missing before the long part
     with tempfile.TemporaryDirectory(prefix="mlcbuild-compile-") as area:
         directory = Path(area)
         (directory / "request.json").write_text(json.dumps({**params, "config": config}))
-        run_child(directory, TIMEOUT)
+        run_child(directory, TIMEOUT, toolchain.child)
         objects = [directory / name for name in json.loads((directory / child.OBJECTS).read_text())]
         toolchain.link(objects, out / library_name(target), target)
         shutil.copyfile(directory / child.METADATA, out / child.METADATA)
@@ -84,9 +99,9 @@ def _check(config: ModelConfig, params: Mapping[str, Json], target: Target) -> N
         raise CompileError("\n".join(found))
 
 
-def run_child(directory: Path, seconds: float) -> None:
+def run_child(directory: Path, seconds: float, module: str) -> None:
     """Run the compiler on the request in `directory`. Raises CompileError, or what the child raised."""
-    command = [sys.executable, "-c", "from mlcbuild.compiler.child import main; main()", str(directory)]
+    command = [sys.executable, "-c", f"from {module} import main; main()", str(directory)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}
     errors = directory / "stderr"

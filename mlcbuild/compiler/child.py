@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 from mlcbuild.errors import MlcbuildError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mlcbuild.canon import Json
+    from mlcbuild.compiler.library import MakeOps
 
 OBJECTS, METADATA, PHASE, ERROR = "objects.json", "library.json", "phase", "error.json"
 
 
-def main() -> None:
-    """Compile what the directory in argv[1] asks for."""
+def main(backend: Callable[[], MakeOps]) -> None:
+    """Compiles what the directory in argv[1] asks for. `backend` imports the part of a device."""
     directory = Path(sys.argv[1])
     request: dict[str, Json] = json.loads((directory / "request.json").read_text())
 
@@ -31,12 +34,8 @@ def main() -> None:
     try:
         from mlcbuild.compiler import library
 
-        objects = library.build(request, directory, mark)
+        objects = library.build(request, directory, mark, backend())
     except MlcbuildError as error:
         (directory / ERROR).write_text(json.dumps([type(error).__name__, str(error)]))
         sys.exit(1)
     (directory / OBJECTS).write_text(json.dumps([path.name for path in objects]))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
-from mlcbuild_runtime.signature import signature
+import numpy as np
+from mlcbuild_format import versions as format_versions
+from mlcbuild_format.abi import PAGE
+from mlcbuild_format.signature import signature
 from tvm import IRModule, relax
 from tvm.ir import StringImm
 
-from mlcbuild import models, quant, targets
+from mlcbuild import models, quant
 from mlcbuild.canon import Json
-from mlcbuild.compiler import functions, memory, pipeline, versions
-from mlcbuild.compiler.decoder import Decoder
-from mlcbuild.compiler.kernels.attention_plan import PART
-from mlcbuild.compiler.kernels.cache import PAGE
-from mlcbuild.compiler.kernels.isa import isa_for, tvm_target
-from mlcbuild.compiler.layers import Parts
-from mlcbuild.compiler.limits import Limits
+from mlcbuild.compiler import phases, versions
+from mlcbuild.compiler.program import functions
+from mlcbuild.compiler.program.decoder import Decoder
+from mlcbuild.compiler.program.limits import Limits
+from mlcbuild.compiler.program.ops import Ops
 from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Scheme
-from mlcbuild.targets import Target
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.target import Target
 
-FORMAT = "mlcbuild-library/1"
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a library needs when it runs."""
+
+    weights: int
+    kv_page: int
+    """One page over all layers."""
+    kv_cache: int
+    """max_batch sequences of context_window tokens."""
+    workspace: int
+    """Everything between kernels, with the logits of max_batch rows, and what a kernel takes itself on one
+    thread, at most. Taken once and kept."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +63,31 @@ class Request:
         )
 
 
-def build(data: Mapping[str, Json], directory: Path, mark: pipeline.Mark) -> list[Path]:
-    """Write the objects and library.json of a request (a Request as JSON) into `directory`."""
+MakeOps = Callable[[ModelConfig, Scheme, Target], Ops]
+"""The backend: what the device of a target does for a library."""
+
+
+def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops: MakeOps) -> list[Path]:
+    """Writes the objects and library.json of a request (a Request as JSON) into `directory`."""
     versions.check()
     request = Request.from_json(data)
-    target = tvm_target(request.target)
     mark("choose kernels")
-    made = Decoder(Parts(request.config, request.scheme, isa_for(request.target)), request.limits)
-    mod = pipeline.run(functions.build(made), pipeline.PLAN, target, mark)
-    metadata = describe(request, made, memory.estimate(made, mod))
+    ops = make_ops(request.config, request.scheme, request.target)
+    made = Decoder(ops, request.limits)
+    mod = phases.run(functions.build(made), ops.plan, ops.target, mark)
+    metadata = describe(request, made, estimate(made, mod))
     text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     (directory / "library.json").write_text(text + "\n")
-    mod = pipeline.run(_with_metadata(mod, text), pipeline.LOWER, target, mark)
-    return pipeline.objects(mod, target, directory, mark)
+    mod = phases.run(_with_metadata(mod, text), ops.lower, ops.target, mark)
+    return phases.objects(mod, ops.target, directory, mark, ops.kernels)
 
 
-def describe(request: Request, made: Decoder, needed: memory.Memory) -> dict[str, Json]:
+def describe(request: Request, made: Decoder, needed: Memory) -> dict[str, Json]:
     """What the library's `_metadata` function returns, and library.json holds."""
     params = [[item.name, list(item.shape), item.dtype, item.layout] for item in made.tensors]
-    chosen, fallbacks = kernels(made)
+    chosen, fallbacks = made.ops.kernel_names()
     return {
-        "format": FORMAT,
+        "format": format_versions.LIBRARY,
         "config": models.to_json(request.config),
         "scheme": quant.to_json(request.scheme),
         "target": targets.to_json(request.target),
@@ -82,26 +101,15 @@ def describe(request: Request, made: Decoder, needed: memory.Memory) -> dict[str
     }
 
 
-def kernels(made: Decoder) -> tuple[dict[str, str], dict[str, str]]:
-    """Kernel of each kind of matrix (by name without its layer, where all layers agree), and why slow ones
-    were taken. Attention in decoding is cut into parts of so many tokens; prompts may have one on tiles."""
-    isa = made.parts.isa.name
-    chosen: dict[str, str] = {
-        "attention": f"paged_attention.{isa}",
-        "attention.decode": f"paged_attention_by_{PART * PAGE}.{isa}",
-    }
-    if made.parts.attending.asks:
-        chosen["attention.prompt"] = f"paged_attention_bf16.{isa}"
-    fallbacks: dict[str, str] = {}
-    if reason := made.parts.attending.fallback:
-        fallbacks["attention.prompt"] = reason
-    for name, kernel, reason in made.products():
-        kind = name.split(".", 2)[2] if name.startswith("layers.") else name
-        key = kind if chosen.setdefault(kind, kernel) == kernel else name
-        chosen[key] = kernel
-        if reason:
-            fallbacks[key] = reason
-    return dict(sorted(chosen.items())), dict(sorted(fallbacks.items()))
+def estimate(decoder: Decoder, mod: IRModule) -> Memory:
+    """From a module whose buffers have just been planned for the library's limits."""
+    page = decoder.ops.cache.page_bytes
+    return Memory(
+        weights=sum(math.prod(item.shape) * np.dtype(item.dtype).itemsize for item in decoder.tensors),
+        kv_page=page,
+        kv_cache=page * decoder.limits.pages,
+        workspace=decoder.ops.workspace(decoder.limits, mod),
+    )
 
 
 def _with_metadata(mod: IRModule, text: str) -> IRModule:

@@ -5,17 +5,10 @@ from __future__ import annotations
 from functools import cache
 from importlib import metadata
 
-from mlcbuild.compiler.toolchain import linker_identity
 from mlcbuild.errors import SetupError
-from mlcbuild.targets import Target
 
 LLVM = "22"
 """Major version of the LLVM inside the wheel of TVM; the compiling process checks it."""
-
-
-def tools(target: Target) -> dict[str, str]:
-    """Versions of everything that makes a library for a target, for its cache key. Raises SetupError."""
-    return {**compiler(), "linker": linker_identity(target)}
 
 
 @cache

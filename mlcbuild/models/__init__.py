@@ -1,6 +1,5 @@
 """Models as data: what a checkpoint's config.json means, and what its tensors are called."""
 
-from mlcbuild.models.action import normalise
 from mlcbuild.models.config import (
     Activation,
     ModelConfig,
@@ -10,24 +9,22 @@ from mlcbuild.models.config import (
     frequencies,
     parameters,
 )
-from mlcbuild.models.families import FAMILIES, aliases, parse, sources, surplus
 from mlcbuild.models.serial import config_digest, from_json, to_json
+from mlcbuild.models.tensor_names import TensorNames, aliases, piece_rows, surplus
 
 __all__ = [
-    "FAMILIES",
     "Activation",
     "ModelConfig",
     "Param",
     "Rope",
+    "TensorNames",
     "aliases",
     "config_digest",
     "context_window",
     "frequencies",
     "from_json",
-    "normalise",
     "parameters",
-    "parse",
-    "sources",
+    "piece_rows",
     "surplus",
     "to_json",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mlcbuild.models.config import Activation, ModelConfig
 from mlcbuild.models.fields import ABSENT, Fields, show
 from mlcbuild.models.rope import LAYER_KINDS, RopeRules
+from mlcbuild.models.tensor_names import WHOLE
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -16,13 +17,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
 }
 """transformers' names. Its `gelu` is the exact one, by erf, and not the same function."""
-
-WHOLE: Mapping[str, tuple[str, ...]] = {
-    "embed.weight": ("model.embed_tokens.weight",),
-    "norm.weight": ("model.norm.weight",),
-    "lm_head.weight": ("lm_head.weight",),
-}
-"""Tensors outside the layers, our name -> transformers'. The same in every family."""
 
 LAYER: Mapping[str, tuple[str, ...]] = {
     "attn_norm.weight": ("input_layernorm.weight",),

@@ -11,13 +11,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final, TypeGuard, TypeVar
 
-from mlcbuild.errors import CheckpointError, did_you_mean
+from mlcbuild.errors import CheckpointError, did_you_mean, one_line
 
 T = TypeVar("T")
 
 ABSENT: Final = object()
 """What `Fields.get` answers for a name that is not there; null is None."""
 
+MOST_UNKNOWN = 50
+"""Unknown fields that are described; a file with more is no config.json."""
 LARGEST = 2**31 - 1
 """Bound of any integer: what an index of a library can hold."""
 
@@ -43,7 +45,7 @@ class Fields:
 
     def problem(self, name: str, message: str) -> None:
         self._wrong.add(name)
-        self.problems.append(f"{self.place}: {self.inside}{name}: {message}")
+        self.problems.append(one_line(f"{self.place}: {self.inside}{name}: {message}"))
 
     def sound(self, *names: str) -> bool:
         return not self._wrong.intersection(names)
@@ -129,6 +131,10 @@ class Fields:
         """These fields change no numbers, whatever they hold."""
         self._read.update(names)
 
+    def ignore_private(self) -> None:
+        """Fields that begin with an underscore are notes of the program that wrote them."""
+        self.ignore(name for name in self._values if name.startswith("_"))
+
     def neutral(self, table: Mapping[str, tuple[object, ...]], owner: str) -> None:
         """Fields that change numbers unless they hold one of the given values; read ones are left alone."""
         for name, allowed in table.items():
@@ -142,13 +148,18 @@ class Fields:
 
     def close(self, owner: str) -> None:
         """Every field that nobody read is a problem: it may change the numbers."""
-        for name in sorted(set(self._values) - self._read):
+        unknown = sorted(set(self._values) - self._read)
+        for name in unknown[:MOST_UNKNOWN]:
             close = did_you_mean(name, self._known)
             hint = f"; {close}" if close.startswith("did you mean") else ""
             self.problem(
                 name,
                 f"unknown to {owner} and could change the results (value {show(self._values[name])}). "
                 f"Remove it from config.json if it has no effect{hint}",
+            )
+        if len(unknown) > MOST_UNKNOWN:
+            self.problem(
+                unknown[MOST_UNKNOWN], f"unknown, like {len(unknown) - MOST_UNKNOWN - 1} more fields"
             )
 
     def check(self) -> None:
@@ -179,3 +190,13 @@ def show(value: object) -> str:
     except (TypeError, ValueError, RecursionError):
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """For json.loads(object_pairs_hook=...): raises ValueError for a key that stands twice."""
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key '{one_line(name[:60])}' is there twice")
+        found[name] = value
+    return found

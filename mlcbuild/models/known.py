@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _BOOKKEEPING = {
-    *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
-    *("_commit_hash", "_flash_attn_2_enabled", "_name_or_path", "attn_implementation", "name_or_path"),
+    *("attn_implementation", "name_or_path"),
     *("cache_implementation", "dtype", "is_llama_config", "max_sequence_length", "model_max_length"),
     *("tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed"),
     *("unsloth_version", "use_bfloat16", "use_cache", "use_flash_attention", "use_flash_attn"),
@@ -21,23 +20,32 @@ _TOKENS = {
     *("suppress_tokens", "unk_token_id"),
 }
 _SAMPLING = {
-    *("bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size"),
-    *("exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens", "min_length"),
-    *("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "prefix"),
-    *("remove_invalid_values", "repetition_penalty", "return_dict_in_generate", "temperature", "top_k"),
-    *("top_p", "typical_p"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight"),
+    *("assistant_lookbehind", "bad_words_ids", "cache_config", "compile_config", "constraints"),
+    *("continuous_batching_config", "disable_compile", "diversity_penalty", "do_sample", "dola_layers"),
+    *("early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff"),
+    *("eta_cutoff", "exponential_decay_length_penalty", "force_words_ids", "forced_decoder_ids"),
+    *("generation_kwargs", "guidance_scale", "is_assistant", "length_penalty", "low_memory"),
+    *("max_cache_len", "max_length", "max_matching_ngram_size", "max_new_tokens", "max_time", "min_length"),
+    *("min_new_tokens", "min_p", "no_repeat_ngram_size", "num_assistant_tokens"),
+    *("num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences"),
+    *("output_attentions", "output_hidden_states", "output_logits", "output_scores", "penalty_alpha"),
+    *("prefill_chunk_size", "prefix", "prompt_lookup_num_tokens", "remove_invalid_values"),
+    *("renormalize_logits", "repetition_penalty", "return_dict_in_generate", "return_legacy_cache"),
+    *("sequence_bias", "speculation_type", "stop_strings", "target_lookbehind", "temperature"),
+    *("token_healing", "top_h", "top_k", "top_p", "typical_p", "use_mtp", "watermarking_config"),
 }
+"""What transformers' GenerationConfig holds: configs of old versions carried it, and some still do."""
 _OUTPUTS = {
-    *("chunk_size_feed_forward", "finetuning_task", "id2label", "label2id", "num_labels"),
-    *("output_attentions", "output_hidden_states", "output_scores", "problem_type", "return_dict"),
-    *("task_specific_params", "tf_legacy_loss", "torchscript"),
+    *("chunk_size_feed_forward", "finetuning_task", "id2label", "label2id", "num_labels", "output_past"),
+    *("problem_type", "return_dict", "task_specific_params", "tf_legacy_loss", "torchscript", "xla_device"),
 }
 
 IRRELEVANT: frozenset[str] = frozenset(
     # pretraining_tp splits matrix products: it changes only the order of sums.
     _BOOKKEEPING | _TRAINING | _TOKENS | _SAMPLING | _OUTPUTS | {"pretraining_tp"}
 )
-"""Fields that may hold anything."""
+"""Fields that may hold anything, as may those that begin with an underscore: a writer's notes to itself."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),

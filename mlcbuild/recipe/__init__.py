@@ -17,14 +17,16 @@ it builds. Formats, names and rules are explained for users in recipes/README.md
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
-from mlcbuild import schema
-from mlcbuild.document import read
-from mlcbuild.errors import InputError
-from mlcbuild.hub import HubSource
+from mlcbuild.checkpoints.hub import HubSource
+from mlcbuild.documents import schema
+from mlcbuild.documents.document import read
+from mlcbuild.errors import MOST_PROBLEMS, InputError, Problem, Problems
 from mlcbuild.quant import Scheme
 from mlcbuild.recipe import outputs
 from mlcbuild.recipe.axes import read_schemes, read_targets
@@ -32,12 +34,12 @@ from mlcbuild.recipe.cache import read_remotes
 from mlcbuild.recipe.cells import read_cells
 from mlcbuild.recipe.destinations import read_destinations
 from mlcbuild.recipe.matrix import Cell
-from mlcbuild.recipe.reading import Reading, project_of, resolved
+from mlcbuild.recipe.reading import Reading, kind, project_of, resolved
 from mlcbuild.recipe.settings import Bench, Limits, Settings, Verify, read_bench, read_settings
 from mlcbuild.recipe.sources import LocalSource, Model, Source, read_models
 from mlcbuild.recipe.variables import substitute
 from mlcbuild.remotes import Remote
-from mlcbuild.targets import Target
+from mlcbuild.targets.target import Target
 
 __all__ = [
     "Bench",
@@ -103,7 +105,16 @@ class Variant:
     """Addresses that it is published to."""
 
 
-def load(path: Path, settings: Mapping[str, str] | None = None, allow_outside: bool = False) -> Recipe:
+Inspect: TypeAlias = Callable[[Iterable[Model]], Iterable[Problem]]
+"""What else is wrong with models, so that it is reported with all other problems."""
+
+
+def load(
+    path: Path,
+    settings: Mapping[str, str] | None = None,
+    allow_outside: bool = False,
+    inspect: Inspect = lambda models: (),
+) -> Recipe:
     """Read a recipe. `settings` replace variables; `allow_outside` lets paths leave the recipe's project.
 
     Raises InputError with all problems of the file.
@@ -112,7 +123,8 @@ def load(path: Path, settings: Mapping[str, str] | None = None, allow_outside: b
     done = substitute(document, settings or {})
     document = schema.typed(done.document, "recipe")
     directory = path.absolute().parent
-    findings = [item for item in schema.findings(document, "recipe") if item.where not in done.failed]
+    wrong = (item for item in schema.findings(document, "recipe") if item.where not in done.failed)
+    findings = list(islice(wrong, MOST_PROBLEMS + 1))
     reading = Reading(
         document,
         directory,
@@ -121,11 +133,11 @@ def load(path: Path, settings: Mapping[str, str] | None = None, allow_outside: b
         frozenset(done.failed).union(item.where for item in findings),
         frozenset(item.where for item in findings if item.on_key),
         done.origins,
-        [*document.problems, *done.problems],
+        Problems([*document.problems, *done.problems]),
     )
     for item in findings:
         reading.report(item.where, item.message, item.on_key)
-    recipe = _read(reading, path)
+    recipe = _read(reading, path, inspect)
     if reading.problems or recipe is None:
         raise InputError(reading.problems)
     return recipe
@@ -153,9 +165,10 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
     return tuple(variants)
 
 
-def _read(reading: Reading, path: Path) -> Recipe | None:
+def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
     """The recipe, and every problem beyond its shape; None when there can be none."""
     models, schemes, targets = read_models(reading), read_schemes(reading), read_targets(reading)
+    reading.problems.extend(inspect(models.values()))
     cells = read_cells(reading)
     settings = read_settings(reading, {cell.includes for cell in cells} or {()})
     template = outputs.read_template(reading)
@@ -175,6 +188,7 @@ def _read(reading: Reading, path: Path) -> Recipe | None:
             if item.verify and isinstance(item.verify.prompts, Path)
         },
     }
+    _check_sizes(reading, cells, schemes, settings)
     outputs.check(reading, template, [cell.names for cell in cells], protected)
     name = reading.text("name") or re.sub(r"[^A-Za-z0-9._-]|^\.", "-", path.stem)
     return Recipe(
@@ -194,10 +208,45 @@ def _read(reading: Reading, path: Path) -> Recipe | None:
     )
 
 
+MOST_OVERRIDES = 100_000
+"""Overrides of schemes, counted for each combination: every step of one holds them."""
+MOST_PROMPTS = 1 << 26
+"""Letters of prompts that the recipe itself holds, counted likewise."""
+
+
+def _check_sizes(
+    reading: Reading,
+    cells: Iterable[Cell],
+    schemes: Mapping[str, Scheme],
+    settings: Mapping[tuple[int, ...], Settings],
+) -> None:
+    """Report what is small where it is written, and too large when every combination repeats it."""
+    sizes = {
+        use: sum(map(len, item.verify.prompts))
+        for use, item in settings.items()
+        if item.verify and isinstance(item.verify.prompts, tuple)
+    }
+    overrides = prompts = 0
+    for cell in cells:
+        scheme = schemes.get(cell.names[1])
+        overrides += len(scheme.overrides) if scheme else 0
+        prompts += sizes.get(cell.includes, 0)
+    if overrides > MOST_OVERRIDES:
+        message = f"combinations and their overrides are {overrides}; at most {MOST_OVERRIDES} are allowed"
+        reading.report(("quantizations",), message, on_key=True)
+    if prompts > MOST_PROMPTS:
+        message = f"prompts of all combinations have {prompts} letters; write them to a file and name that"
+        reading.report(("verify",), message, on_key=True)
+
+
 def _lock(reading: Reading, path: Path) -> Path | None:
     """The lock file: the one that the recipe names, or the recipe's own name with the ending .lock."""
     text = reading.text("lock")
     lock = path.absolute().with_suffix(".lock") if text is None else reading.path(("lock",), text)
     if lock is not None and resolved(lock) == resolved(path):
         reading.report(("lock",), "the lock file would replace the recipe: name another one", on_key=True)
+    elif lock is not None and (fault := reading.unwritable(lock.name)):
+        reading.report(("lock",), f"the lock file '{lock.name}' {fault}", on_key=True)
+    elif lock is not None and (found := kind(lock)) not in ("missing", "a regular file"):
+        reading.report(("lock",), f"the lock file {lock.name} is {found}; remove it, or name another one")
     return lock

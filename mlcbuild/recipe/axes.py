@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlcbuild import targets
 from mlcbuild.canon import digest
-from mlcbuild.document import Where
+from mlcbuild.documents.document import Where
 from mlcbuild.errors import SetupError, UsageError, did_you_mean
 from mlcbuild.quant import SCHEMES, Scheme
 from mlcbuild.recipe.reading import Reading
-from mlcbuild.targets import Target
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.target import Target
 
 
 def read_schemes(reading: Reading) -> dict[str, Scheme]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 from urllib.parse import urlsplit
 
-from mlcbuild.document import Where
+from mlcbuild.documents.document import Where
 from mlcbuild.recipe.reading import Reading
 from mlcbuild.remotes import Mode, Remote, fault
 

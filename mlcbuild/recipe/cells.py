@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from mlcbuild.document import Where
+from mlcbuild.documents.document import Where
 from mlcbuild.errors import did_you_mean
-from mlcbuild.recipe.matrix import AXES, Cell, Entry, Expansion, Names, expand
+from mlcbuild.recipe.matrix import AXES, MOST_SETTINGS, Cell, Entry, Expansion, Names, expand
 from mlcbuild.recipe.reading import Reading
 
 LARGEST = 100_000
@@ -33,6 +33,13 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
         )
         return ()
     expansion = expand(axes, exclude, include)
+    if expansion.crowded is not None:
+        message = (
+            f"with this entry, combinations take settings from include entries more than {MOST_SETTINGS} "
+            "times; set what holds for all of them under 'compile' and 'verify'"
+        )
+        reading.report(("matrix", "include", expansion.crowded), message)
+        return ()
     _report_entries(reading, expansion)
     if not expansion.cells:
         if not reading.problems:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mlcbuild.document import Where
-from mlcbuild.publish import fault
+from mlcbuild.bundles.publish import fault
+from mlcbuild.documents.document import Where
 from mlcbuild.recipe.matrix import Names
 from mlcbuild.recipe.outputs import check_placeholders, render
 from mlcbuild.recipe.reading import Reading

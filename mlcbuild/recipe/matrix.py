@@ -19,6 +19,9 @@ AXES = ("model", "quantization", "target")
 Names: TypeAlias = tuple[str, str, str]
 """One name for each of AXES."""
 
+MOST_SETTINGS = 1_000_000
+"""How often cells may take the settings of include entries, over all of both."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -49,20 +52,31 @@ class Expansion:
     """Include entries that match no combination and do not name all axes, so that they cannot make one."""
     repeated: tuple[int, ...]
     """Include entries that make a combination which an earlier one made."""
+    crowded: int | None = None
+    """The include entry with which the cells take settings from entries too often; nothing else is told."""
 
 
 def expand(axes: Sequence[Sequence[str]], exclude: Sequence[Entry], include: Sequence[Entry]) -> Expansion:
-    """The cells in the order of the axes, then those of include entries. Time is linear in the product."""
+    """The cells in the order of the axes, then those of include entries.
+
+    Time is linear in the product, the entries, and how often a cell takes the settings of an entry.
+    """
     excludes, includes = _Index(exclude), _Index(include)
     excluding: set[int] = set()
     including: set[int] = set()
     cells: list[Cell] = []
+    taken = 0
     for names in product(*axes):
         hits = excludes.matching(names)
         if hits:
-            excluding.update(hits)
+            for bucket in hits:
+                excluding.update(bucket)
+                bucket.clear()  # these need not be found again, but the bucket goes on to match
             continue
-        added = includes.matching(names)
+        added = tuple(sorted(index for bucket in includes.matching(names) for index in bucket))
+        taken += len(added)
+        if taken > MOST_SETTINGS:
+            return Expansion((), (), (), (), crowded=added[-1])
         including.update(added)
         cells.append(Cell((names[0], names[1], names[2]), added))
     loose: list[int] = []
@@ -92,8 +106,7 @@ class _Index:
             table = self.tables.setdefault(entry.mask, defaultdict(list))
             table[tuple(name for name in entry.names if name is not None)].append(entry.index)
 
-    def matching(self, names: Sequence[str]) -> tuple[int, ...]:
-        found: list[int] = []
-        for mask, table in self.tables.items():
-            found.extend(table.get(tuple(compress(names, mask)), ()))
-        return tuple(sorted(found))
+    def matching(self, names: Sequence[str]) -> list[list[int]]:
+        """The entries that agree with a combination: one list for each set of axes that some name."""
+        keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
+        return [table[key] for table, key in keys if key in table]

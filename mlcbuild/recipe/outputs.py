@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mlcbuild.document import Where
+from mlcbuild.documents.document import Where
 from mlcbuild.errors import did_you_mean
 from mlcbuild.recipe.matrix import AXES, Names
-from mlcbuild.recipe.reading import Reading, resolved
+from mlcbuild.recipe.reading import Reading, kind, resolved
 
 DEFAULT = "dist/{model}-{quantization}-{target}"
 
@@ -57,12 +57,17 @@ def check(reading: Reading, template: str, cells: Iterable[Names], protected: Ma
     """
     owners: dict[str, tuple[str, Names]] = {}
     clashes: list[str] = []
+    long: list[str] = []
     for names in cells:
         output = render(template, names)
+        if fault := reading.unwritable(output):
+            long.append(f"the output '{output}' of {_cell(names)} {fault}")
+            continue
         other, taken = owners.setdefault(output.lower(), (output, names))
         if taken != names:
             case = "" if other == output else " when upper and lower case count the same"
             clashes.append(f"{_cell(taken)} and {_cell(names)} have the same output '{output}'{case}")
+    _report(reading, long, "; shorten it")
     _report(reading, clashes, "; use {model}, {quantization} and {target} in it")
     _check_protected(reading, owners, protected)
 
@@ -84,13 +89,34 @@ def _check_protected(
         if head not in bases:
             base = resolved(reading.directory / head) or reading.directory / head
             bases[head] = str(base), [inside[p] for p in (base, *base.parents) if p in inside]
+            if blocked := _file_above(base):
+                found.append(f"the output '{output}' lies below {blocked[0]}, which is {blocked[1]}")
         place, around = bases[head]
         held = holding.get(place if tail == "." else f"{place.rstrip('/')}/{tail}")
         if held is not None:
             found.append(f"the output '{output}' would replace {held}")
         else:
             found.extend(f"the output '{output}' lies in {what}; choose one outside" for what in around)
+            if not around and (other := _no_directory(Path(place, tail))):
+                found.append(f"the output '{output}' is {other}; move it away, or choose another output")
     _report(reading, found, "")
+
+
+def _file_above(directory: Path) -> tuple[Path, str] | None:
+    """What stands where a directory would have to be made, and what it is."""
+    for path in (directory, *directory.parents):
+        found = kind(path)
+        if found != "missing":
+            return None if found == "a directory" else (path, found)
+    return None
+
+
+def _no_directory(path: Path) -> str:
+    """What stands where a bundle's directory must be, in words; "" where that is a directory or nothing."""
+    if path.is_symlink():
+        return "a symbolic link"
+    found = kind(path)
+    return "" if found in ("missing", "a directory") else found
 
 
 def _report(reading: Reading, messages: list[str], advice: str) -> None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import stat
+import errno
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from mlcbuild.document import Data, Document, Where
-from mlcbuild.errors import Problem
+from mlcbuild_format import regular
+
+from mlcbuild.documents.document import Data, Document, Where
+from mlcbuild.errors import Problems
+
+LONGEST_NAME = 240
+"""Bytes of one part of a path: file systems take 255, and files beside an output have longer names."""
+LONGEST_PATH = 3840
+"""Bytes of a whole path: systems take 4095, and an output holds files."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Reading:
     bad_keys: frozenset[Where]
     """Keys that are not names."""
     origins: Mapping[Where, str]
-    problems: list[Problem]
+    problems: Problems
 
     def report(self, where: Where, message: str, on_key: bool = False) -> None:
         """Add a problem at a value, or at its key."""
@@ -53,17 +60,35 @@ class Reading:
         return value if isinstance(value, list) else []
 
     def path(self, where: Where, text: str) -> Path | None:
-        """A path of the recipe, absolute; None, with a problem, when it leaves the project."""
-        if text.startswith("~"):
-            self.report(where, f"'{text}': '~' does not stand for a home directory here; write the path out")
-            return None
+        """A path of the recipe, absolute; None, with a problem, where it cannot be or leaves the project."""
         path = self.directory / text
-        real = resolved(path)
-        if not self.allow_outside and not (real and real.is_relative_to(self.project)):
+        if text.startswith("~"):
+            message = f"'{text}': '~' does not stand for a home directory here; write the path out"
+        elif fault := self.unwritable(text):
+            message = f"'{text}' {fault}"
+        elif loops(path):
+            message = f"'{text}' leads nowhere: symbolic links on the way form a loop; correct them"
+        elif self.allow_outside or ((real := resolved(path)) and real.is_relative_to(self.project)):
+            return path
+        else:
             message = f"'{text}' leaves the project {self.project}; allow it with --allow-outside"
-            self.report(where, message)
-            return None
-        return path
+        self.report(where, message)
+        return None
+
+    def unwritable(self, text: str) -> str | None:
+        """Why no file system of a supported machine has such a path; None when it may."""
+        if not text.isprintable():
+            return "holds a character that cannot be seen; a path has visible letters and spaces only"
+        if "\\" in text:
+            return "holds a '\\': write '/' between the parts of a path"
+        name = max(text.split("/"), key=lambda part: len(part.encode()))
+        if len(name.encode()) > LONGEST_NAME:
+            shown = f"{name[:40]}..."
+            return f"has the part '{shown}' of {len(name.encode())} bytes; at most {LONGEST_NAME} are allowed"
+        size = len(os.fsencode(self.directory)) + 1 + len(text.encode())
+        if size > LONGEST_PATH:
+            return f"is {size} bytes long below {self.directory}; at most {LONGEST_PATH} are allowed"
+        return None
 
 
 def project_of(directory: Path) -> Path:
@@ -83,10 +108,18 @@ def resolved(path: Path) -> Path | None:
         return None
 
 
-def kind(path: Path) -> Literal["directory", "file", "missing"]:
-    """What is there. What cannot be looked at counts as missing."""
+def loops(path: Path) -> bool:
+    """Whether symbolic links on the way to a path form a loop."""
     try:
-        mode = path.stat().st_mode
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
+def kind(path: Path) -> str:
+    """What is there, in words: "a regular file", "a directory" ... What cannot be looked at is "missing"."""
+    try:
+        return regular.kind(path)
     except OSError:
         return "missing"
-    return "directory" if stat.S_ISDIR(mode) else "file"

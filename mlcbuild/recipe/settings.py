@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from mlcbuild.document import Place, Where
-from mlcbuild.recipe.reading import Reading, kind
+from mlcbuild_format import regular
+
+from mlcbuild.documents.document import Place, Where
+from mlcbuild.recipe.reading import Reading
+
+LARGEST_PROMPTS = 1 << 20
+"""Bytes of a file of prompts: the reference computes each of its lines in float64, which takes seconds."""
 
 _PREFILL_CHUNK = 512
 _MAX_BATCH = 8
@@ -81,9 +87,10 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
 
     `uses` holds indices of include entries, in order; () is the recipe's own settings.
     """
-    base = _read_layer(reading, ())
+    look = cache(_prompts_fault)  # many entries may name one file
+    base = _read_layer(reading, (), look)
     count = len(reading.items("matrix", "include"))
-    entries = [_read_layer(reading, ("matrix", "include", index)) for index in range(count)]
+    entries = [_read_layer(reading, ("matrix", "include", index), look) for index in range(count)]
     found: dict[tuple[int, ...], Settings] = {}
     for use in sorted(uses):
         layers = [base, *(entries[index] for index in use)]
@@ -101,7 +108,7 @@ def read_bench(reading: Reading) -> Bench | None:
     return Bench(prompt or _BENCH_PROMPT, answer or _BENCH_ANSWER, reading.document.place(("bench",)))
 
 
-def _read_layer(reading: Reading, where: Where) -> _Layer:
+def _read_layer(reading: Reading, where: Where, look: Callable[[Path], str]) -> _Layer:
     limits = {
         key: (value, (*where, "compile", key))
         for key in reading.mapping(*where, "compile")
@@ -115,29 +122,46 @@ def _read_layer(reading: Reading, where: Where) -> _Layer:
         for key in _FIGURES
         if isinstance(value := reading.get(*section, key), int | float)
     }
-    prompts = _prompts(reading, (*section, "prompts"))
+    prompts = _prompts(reading, (*section, "prompts"), look)
     if prompts is not None:
         verify["prompts"] = prompts, (*section, "prompts")
     return _Layer(where, limits, verify)
 
 
-def _prompts(reading: Reading, where: Where) -> Path | tuple[str, ...] | None:
+def _prompts(reading: Reading, where: Where, look: Callable[[Path], str]) -> Path | tuple[str, ...] | None:
     """The prompts of a section. An empty tuple stands for ones that are reported as wrong."""
     if where in reading.bad:
         return ()
     listed = tuple(item for item in reading.items(*where) if isinstance(item, str))
+    if listed and not "".join(listed).strip():
+        reading.report(where, "the prompts hold spaces only; write at least one line of text")
+        return ()
     text = reading.text(*where)
     if text is None:
         return listed or None
     path = reading.path(where, text)
     if path is None:
         return ()
-    found = kind(path)
-    if found != "file":
-        what = "is a directory" if found == "directory" else "does not exist"
-        reading.report(where, f"the prompts '{text}' must be a text file: it {what}")
+    if fault := look(path):
+        reading.report(where, f"the prompts '{text}' must be a text file: {fault}")
         return ()
     return path
+
+
+def _prompts_fault(path: Path) -> str:
+    """What is wrong with a file of prompts, to end a sentence with; "" if nothing."""
+    try:
+        data = regular.read(path, LARGEST_PROMPTS)
+    except FileNotFoundError:
+        return "it does not exist"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}" if error.filename else str(error.strerror)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
+        return f"line {line} is not UTF-8 (byte 0x{byte:02x}); save it as UTF-8"
+    return "" if text.strip() else "it holds no prompt; write one on each line"
 
 
 def _limits(reading: Reading, layers: list[_Layer]) -> Limits:

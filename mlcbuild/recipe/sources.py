@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from mlcbuild.document import Place, Where
+from mlcbuild.checkpoints.hub import HubSource, parse_source
+from mlcbuild.documents.document import Place, Where
 from mlcbuild.errors import UsageError, did_you_mean
-from mlcbuild.hub import HubSource, parse_source
 from mlcbuild.recipe.reading import Reading, kind
 
 _HUB = "hf://"
@@ -36,19 +39,22 @@ class Model:
 
 def read_models(reading: Reading) -> dict[str, Model]:
     """The models whose source is right; the others are reported."""
+    siblings = cache(_directories)  # many models may lie beside each other
     models: dict[str, Model] = {}
     for name in reading.mapping("models"):
         where: Where = ("models", name)
         if reading.text(*where) is None:
             where = (*where, "source")
         text = reading.text(*where)
-        source = _read_source(reading, where, text) if text else None
+        source = _read_source(reading, where, text, siblings) if text else None
         if source is not None:
             models[name] = Model(name, source, reading.document.place(where))
     return models
 
 
-def _read_source(reading: Reading, where: Where, text: str) -> Source | None:
+def _read_source(
+    reading: Reading, where: Where, text: str, siblings: Callable[[Path], list[str]]
+) -> Source | None:
     page = _HUB_PAGE.fullmatch(text)
     if page:
         reading.report(where, f"source '{text}' is a page of the Hugging Face hub; write {_HUB}{page[1]}")
@@ -58,28 +64,32 @@ def _read_source(reading: Reading, where: Where, text: str) -> Source | None:
     except UsageError as error:
         reading.report(where, str(error))
         return None
-    return hub or _local(reading, where, text)
-
-
-def _local(reading: Reading, where: Where, text: str) -> LocalSource | None:
+    if hub is not None:
+        return hub
     path = reading.path(where, text)
     if path is None:
         return None
-    found_there = kind(path)
-    if found_there == "directory":
+    found = kind(path)
+    if found == "a directory":
         return LocalSource(path)
-    reading.report(where, _not_a_directory(path, text, found_there))
+    if found == "missing":
+        reading.report(where, _absent(path, text, siblings))
+    else:
+        what = "a file" if found == "a regular file" else found
+        reading.report(where, f"'{text}' is {what}; a source is the directory of a checkpoint")
     return None
 
 
-def _not_a_directory(path: Path, text: str, found: str) -> str:
-    if found == "file":
-        return f"'{text}' is a file; a source is the directory of a checkpoint"
+def _absent(path: Path, text: str, siblings: Callable[[Path], list[str]]) -> str:
+    message = f"there is no directory '{text}'"
     if re.fullmatch(f"{_PART}/{_PART}", text):
-        return f"there is no directory '{text}'; for a model of the Hugging Face hub write {_HUB}{text}"
+        return f"{message}; for a model of the Hugging Face hub write {_HUB}{text}"
+    hint = did_you_mean(path.name, siblings(path.parent))
+    return f"{message}; {hint}" if hint.startswith("did") else message
+
+
+def _directories(parent: Path) -> list[str]:
     try:
-        siblings = [item.name for item in path.parent.iterdir() if kind(item) == "directory"]
+        return [item.name for item in os.scandir(parent) if item.is_dir()]
     except OSError:
-        siblings = []
-    hint = did_you_mean(path.name, siblings) if siblings else ""
-    return f"there is no directory '{text}'" + (f"; {hint}" if hint.startswith("did") else "")
+        return []

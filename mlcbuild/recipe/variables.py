@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 
-from mlcbuild.document import Data, Document, Scalar, Where, scalar
-from mlcbuild.errors import Problem, did_you_mean
+from mlcbuild.documents.document import MAX_BYTES, Data, Document, Scalar, Where, scalar
+from mlcbuild.errors import Problems, close_names, did_you_mean
 
 SECTION = "vars"
+LARGEST = MAX_BYTES
+"""Letters of all texts that variables stand in, once they are replaced: as many as a whole file may have."""
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
@@ -31,20 +32,22 @@ class Substitution:
     """For each value that used variables what was written there."""
     failed: set[Where] = field(default_factory=set)
     """Values that could not be replaced: what is said about them elsewhere would mislead."""
-    problems: list[Problem] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
+    used: set[str] = field(default_factory=set)
+    size: int = 0
+    """Letters of the replaced texts so far."""
 
 
 def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
     """Replace every ${name} outside of `vars`. `settings` are values from the command line.
 
     A text that is one reference and nothing else becomes the variable's value with its type; `$${` becomes
-    `${`. Unknown and unused variables are problems.
+    `${`. Unknown and unused variables are problems, and so are more than LARGEST letters of replaced texts.
     """
     done = Substitution(document)
     if not isinstance(document.data, dict):
         return done
     variables = _variables(document, settings, done)
-    used: set[str] = set()
     texts = dict(document.texts)
 
     def convert(value: Data, where: Where) -> Data:
@@ -52,21 +55,11 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
             return {key: convert(item, (*where, key)) for key, item in value.items()}
         if isinstance(value, list):
             return [convert(item, (*where, i)) for i, item in enumerate(value)]
-        if not isinstance(value, str) or "${" not in value:
+        if not isinstance(value, str) or "${" not in value or not _replaceable(value, where, variables, done):
             return value
-        names = [found[1] for found in _REFERENCE.finditer(value) if found[0] != "$${"]
-        used.update(names)
-        # A misspelt name is one problem, not two.
-        used.update(close for name in names for close in get_close_matches(name, variables, n=1))
-        if names:
-            done.origins[where] = value
-        wrong = _faults(value, variables)
-        if wrong:
-            done.failed.add(where)
-            done.problems.extend(document.place(where).problem(message) for message in wrong)
-            return value
-        if names and value == f"${{{names[0]}}}":
-            variable = variables[names[0]]
+        whole = _REFERENCE.fullmatch(value)
+        if whole and whole[2]:
+            variable = variables[whole[1]]
             if not isinstance(variable.value, str):
                 texts[where] = variable.text
             return variable.value
@@ -74,13 +67,39 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
     data = {key: value if key == SECTION else convert(value, (key,)) for key, value in document.data.items()}
     for name in variables:
-        if name not in used:
+        if name not in done.used:
             place = document.key_place((SECTION, name))
             done.problems.append(
                 place.problem(f"variable '{name}' is never used: write ${{{name}}} or remove it")
             )
     done.document = replace(document, data=data, texts=texts)
     return done
+
+
+def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], done: Substitution) -> bool:
+    """Whether the references of a text can be replaced; where not, the value is noted as failed."""
+    names = [found[1] for found in _REFERENCE.finditer(text) if found[0] != "$${"]
+    if not names:
+        return True
+    done.used.update(names)
+    done.origins[where] = text
+    place, before = done.document.place(where), len(done.problems)
+    for message in _faults(text, variables, done.used):
+        done.problems.append(place.problem(message))
+    if len(done.problems) == before and done.size <= LARGEST:
+        done.size += len(text) + sum(len(variables[name].text) for name in names)
+        if done.size > LARGEST:  # said once: what comes after is left as it is
+            longest = max(names, key=lambda name: len(variables[name].text))
+            done.problems.append(
+                place.problem(
+                    f"up to here variables make more than {LARGEST} letters, the limit: '{longest}' stands "
+                    f"for {len(variables[longest].text)}; shorten it, or use it less often"
+                )
+            )
+    if len(done.problems) > before or done.size > LARGEST:
+        done.failed.add(where)
+        return False
+    return True
 
 
 def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
@@ -120,14 +139,14 @@ def _like(old: Scalar, text: str) -> Scalar:
     return new
 
 
-def _faults(text: str, variables: Mapping[str, Variable]) -> list[str]:
-    wrong = []
+def _faults(text: str, variables: Mapping[str, Variable], used: set[str]) -> Iterator[str]:
+    """Sentences about wrong references. A name that a misspelt one is close to counts as used."""
     for found in _REFERENCE.finditer(text):
         name, closed = found[1], found[2]
         if found[0] == "$${":
             continue
         if not closed:
-            wrong.append("'${' has no '}': write $${ for a literal ${")
+            yield "'${' has no '}': write $${ for a literal ${"
         elif name not in variables:
-            wrong.append(f"variable '{name}' is unknown; {did_you_mean(name, variables)}")
-    return wrong
+            used.update(close_names(name, variables)[:1])
+            yield f"variable '{name}' is unknown; {did_you_mean(name, variables)}"

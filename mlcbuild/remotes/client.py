@@ -1,7 +1,8 @@
-"""Requests over HTTP, with the standard library: kept connections, bodies in pieces, retries, proxies.
+"""Requests over HTTP, by urllib3: kept connections, retries, proxies, and deadlines that no server evades.
 
 Proxies are those of the environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`), and certificates are checked
-against the system's, or those in `SSL_CERT_FILE`.
+against the system's, or those in `SSL_CERT_FILE`. urllib3's timeouts bound each read of a socket; here each
+phase has a deadline as well, since a server may send one byte of its headers a second.
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ import base64
 import http.client
 import os
 import re
-import select
 import socket
 import ssl
+import threading
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import SplitResult, unquote, urlsplit
+from weakref import WeakSet
+
+import urllib3
+from urllib3.response import BaseHTTPResponse
 
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT, Body, SlowError
+from mlcbuild.remotes.deadlines import PlainConnection, TimedConnection, TlsConnection
+from mlcbuild.remotes.transport import CHUNK, PAUSES, SLOWEST, TIMEOUT, Body, Pace, SlowError
 
 _BUSY = {429, 500, 502, 503, 504}
 _FULL = {413, 507}
@@ -30,8 +37,10 @@ _SENT = 1 << 17
 """Bytes of a body that must go within the timeout: more would ask for a server faster than SLOWEST."""
 _SHORT = 1 << 16
 """Bytes that are read of an answer of which only the status, or what its beginning says, matters."""
-_BROKEN = (OSError, http.client.HTTPException)
-Response = http.client.HTTPResponse
+_KEPT = 32
+"""Idle connections that are kept: as many as ask at the same time."""
+Response = BaseHTTPResponse
+_BROKEN = (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException)
 
 
 class Client:
@@ -41,17 +50,25 @@ class Client:
     """
 
     def __init__(self, address: str, timeout: float = TIMEOUT) -> None:
-        self._connections: set[http.client.HTTPConnection] = set()
-        self._idle: list[http.client.HTTPConnection] = []
-        self._answers: dict[Response, http.client.HTTPConnection] = {}
-        """Those that are not read yet, and where they come from."""
+        self._connections: WeakSet[TimedConnection] = WeakSet()
+        self._guard = threading.Lock()
         self._closed = False
         parts = urlsplit(address)
         self.host = parts.hostname or ""
         self.timeout = timeout
-        self._port = parts.port
-        self._tls = _context() if parts.scheme == "https" else None
+        self._address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._proxy = _proxy(parts)
+        options: dict[str, Any] = {"maxsize": _KEPT, "blocksize": _SENT}
+        if parts.scheme == "https":
+            options["ssl_context"] = _context(os.environ.get("SSL_CERT_FILE", ""))
+        self._manager = (
+            urllib3.PoolManager(**options)
+            if self._proxy is None
+            else urllib3.ProxyManager(_address(self._proxy), proxy_headers=_login(self._proxy), **options)
+        )
+        pool = self._manager.connection_from_url(self._address)
+        connection = TlsConnection if parts.scheme == "https" else PlainConnection
+        pool.ConnectionCls = partial(connection, self._keep)  # type: ignore[assignment]
 
     def ask(
         self,
@@ -60,30 +77,27 @@ class Client:
         headers: Mapping[str, str] | None = None,
         source: BinaryIO | None = None,
     ) -> Response:
-        """The answer to a request. Raises RemoteError.
+        """Returns the answer to a request. Raises RemoteError; SlowError when it does not come in time.
 
-        After faults that may pass it is tried again, unless it is a PATCH, of which a part may have arrived.
+        After faults that may pass it is tried again, unless it is a PATCH, of which a part may have arrived,
+        or the timeout has passed already.
         """
+        began = time.monotonic()
         for pause in (*(PAUSES if method != "PATCH" else ()), None):
+            last = pause is None or time.monotonic() - began > self.timeout
             try:
                 response = self._once(method, target, headers or {}, source)
-            except TimeoutError:
-                raise RemoteError("it does not answer") from None
-            except ssl.SSLCertVerificationError as error:
-                raise RemoteError(
-                    f"its certificate is not valid: {error.verify_message}; if an authority of your own has "
-                    "signed it, name that one's certificate in $SSL_CERT_FILE"
-                ) from None
             except _BROKEN as error:
                 if self._closed:
                     raise RemoteError("the run ends") from None
-                if pause is None or isinstance(error, _ProxyError):
-                    raise RemoteError(_words(error)) from None
+                reason = self._reason(error)
+                if last or isinstance(reason, _FinalError | SlowError):
+                    raise reason from None
             else:
-                if response.status not in _BUSY or pause is None:
+                if response.status not in _BUSY or last:
                     return response
                 self.discard(response)
-            time.sleep(pause)
+            time.sleep(pause or 0)
         raise AssertionError("the last turn returns or raises")
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
@@ -93,19 +107,19 @@ class Client:
         """
         begin = 0
         if response.status == 206:
-            stated = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+            stated = re.match(r"bytes ([0-9]{1,18})-", response.headers.get("Content-Range", ""))
             begin = int(stated[1]) if stated else -1
             if begin != start:
                 self.discard(response)
                 raise RemoteError("it answered another range than the one it was asked for")
-        read = _Pace(response, self.timeout, share).read
-        return Body(begin, read, lambda: self.discard(response))
+        return Body(begin, partial(self._read, response, *self._pace(share)), lambda: self.discard(response))
 
     def end(self, response: Response) -> bytes:
         """The beginning of an answer that is no content; nothing when it breaks off."""
-        pace, data = _Pace(response, self.timeout), b""
+        data = b""
         with suppress(RemoteError):
-            while len(data) < _SHORT and (piece := pace.read()):
+            pace, most = self._pace(1)
+            while len(data) < _SHORT and (piece := self._read(response, pace, most)):
                 data += piece
         self.discard(response)
         return data[:_SHORT]
@@ -118,143 +132,74 @@ class Client:
         return True
 
     def discard(self, response: Response) -> None:
-        """A connection on which something is left unread is not used again."""
-        whole = response.length == 0 or (response.length is None and response.isclosed())
+        """A connection on which something is left unread is not used again: the others were released."""
         response.close()
-        connection = self._answers.pop(response, None)
-        if connection is None:
-            return
-        if whole and not self._closed:
-            self._idle.append(connection)
-        else:
-            self._forget(connection)
+        response.release_conn()
 
     def close(self) -> None:
         self._closed = True
-        for connection in list(self._connections):
+        with self._guard:
+            connections = list(self._connections)
+        for connection in connections:
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it; close does not
-            self._forget(connection)
+        self._manager.clear()
 
-    def __del__(self) -> None:
-        self.close()
+    def _keep(self, connection: TimedConnection) -> None:
+        """Remembers a connection that is made, so that `close` finds it."""
+        with self._guard:
+            self._connections.add(connection)
 
     def _once(
         self, method: str, target: str, headers: Mapping[str, str], source: BinaryIO | None
     ) -> Response:
-        connection = self._connection()
-        try:
-            response = self._sent(connection, method, target, headers, source)
-        except BaseException:  # what comes next on it is not known
-            self._forget(connection)
-            raise
-        self._answers[response] = connection
-        return response
-
-    def _sent(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        target: str,
-        headers: Mapping[str, str],
-        source: BinaryIO | None,
-    ) -> Response:
+        if self._closed:
+            raise OSError
         if source is not None:
             source.seek(0)
-        if self._proxy is not None and self._tls is None:
-            port = f":{self._port}" if self._port else ""
-            target, headers = f"http://{self.host}{port}{target}", {**headers, **_login(self._proxy)}
+        return self._manager.urlopen(
+            method,
+            f"{self._address}{target}",
+            body=source,
+            headers={"User-Agent": "mlcbuild", "Accept-Encoding": "identity", **headers},
+            timeout=self.timeout,
+            retries=False,
+            redirect=False,
+            preload_content=False,
+            decode_content=False,
+        )
+
+    def _pace(self, share: int) -> tuple[Pace, int]:
+        return Pace(self.timeout, SLOWEST / share), CHUNK if share == 1 else _SHORT
+
+    def _read(self, response: Response, pace: Pace, most: int) -> bytes:
         try:
-            connection.request(method, target, source, {"User-Agent": "mlcbuild", **headers})
-        except (BrokenPipeError, ConnectionResetError):
-            if source is None:
-                raise
-            # A server that refuses a body may close before it has read all of it: its answer says why.
-        return connection.getresponse()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        with suppress(IndexError):
-            while True:
-                kept = self._idle.pop()
-                if not _is_over(kept):
-                    return kept
-                self._forget(kept)
-        found = self._new()
-        self._connections.add(found)
-        try:
-            found.connect()
-            if self._closed:
-                raise OSError
-        except (*_BROKEN, TimeoutError) as error:
-            self._forget(found)
-            if self._proxy is None or isinstance(error, ssl.SSLCertVerificationError):
-                raise
-            why = "it does not answer" if isinstance(error, TimeoutError) else _words(error)
-            raise _ProxyError(f"the proxy {self._proxy.hostname}: {why}") from None
-        found.sock.settimeout(self.timeout)
-        return found
-
-    def _forget(self, connection: http.client.HTTPConnection) -> None:
-        connection.close()
-        self._connections.discard(connection)
-
-    def _new(self) -> http.client.HTTPConnection:
-        patience = min(self.timeout, CONNECT)
-        host, port = self.host, self._port
-        if self._proxy is not None:
-            host, port = self._proxy.hostname or "", self._proxy.port or 80
-        if self._tls is None:
-            return http.client.HTTPConnection(host, port, timeout=patience, blocksize=_SENT)
-        found = http.client.HTTPSConnection(host, port, timeout=patience, blocksize=_SENT, context=self._tls)
-        if self._proxy is not None:
-            found.set_tunnel(self.host, self._port or 443, _login(self._proxy))
-        return found
-
-
-class _ProxyError(OSError):
-    """What a proxy did not do."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(0, message)
-
-
-class _Pace:
-    """Reads a body and gives up on one that comes drop by drop."""
-
-    def __init__(self, response: Response, timeout: float, share: int = 1) -> None:
-        self._response = response
-        self._timeout = timeout
-        self._slowest = SLOWEST / share
-        self._most = CHUNK if share == 1 else _SHORT
-        self._since = time.monotonic()
-        self._count = 0
-
-    def read(self) -> bytes:
-        try:
-            data = self._response.read1(self._most)
-        except TimeoutError:
-            raise RemoteError(f"it sent nothing for {self._timeout:.0f} seconds") from None
+            data = response.read1(most)
         except (*_BROKEN, ValueError, AttributeError) as error:  # the latter two: closed by another thread
-            raise RemoteError(_words(error)) from None
-        if not data and self._response.length:
-            raise RemoteError("its answer ended early")
-        self._count += len(data)
-        elapsed = time.monotonic() - self._since
-        if elapsed > self._timeout:
-            if self._count < self._slowest * elapsed:
-                raise SlowError(f"it is too slow: {self._count} bytes in {elapsed:.0f} seconds")
-            self._since, self._count = time.monotonic(), 0
+            if _is_timeout(error):
+                kind = SlowError if pace.is_slow() else RemoteError
+                raise kind(f"it sent nothing for {self.timeout:.0f} seconds") from None
+            raise RemoteError("the run ends" if self._closed else _words(error)) from None
+        pace.add(len(data))
         return data
 
+    def _reason(self, error: Exception) -> RemoteError:
+        """What went wrong with a request, as the end of a sentence."""
+        causes = list(_chain(error))
+        invalid = next((cause for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)), None)
+        if invalid is not None:
+            return _FinalError(
+                f"its certificate is not valid: {invalid.verify_message}; if an authority of your own has "
+                "signed it, name that one's certificate in $SSL_CERT_FILE"
+            )
+        words = "it does not answer" if _is_timeout(error) else _words(error)
+        if self._proxy is not None and _is_of_proxy(error, _address(self._proxy)):
+            return _FinalError(f"the proxy {self._proxy.hostname}: {words}")
+        return SlowError(words) if _is_timeout(error) else RemoteError(words)
 
-def _is_over(connection: http.client.HTTPConnection) -> bool:
-    """Whether a kept connection was closed, or has something to say that nobody asked for."""
-    if connection.sock is None:
-        return True
-    try:
-        return bool(select.select([connection.sock], [], [], 0)[0])
-    except ValueError:  # a number that select does not take: the next request will tell
-        return connection.sock.fileno() < 0
+
+class _FinalError(RemoteError):
+    """A fault that does not pass by itself."""
 
 
 def status_words(status: int, code: str = "") -> str:
@@ -267,9 +212,9 @@ def status_words(status: int, code: str = "") -> str:
     return f"it answered with {words}"
 
 
-def _context() -> ssl.SSLContext:
+@cache
+def _context(chosen: str) -> ssl.SSLContext:
     """Raises RemoteError when $SSL_CERT_FILE, which Python passes over when it is not there, has none."""
-    chosen = os.environ.get("SSL_CERT_FILE")
     if chosen and not Path(chosen).is_file():
         raise RemoteError(f"$SSL_CERT_FILE names {chosen}, which is no file")
     try:
@@ -283,10 +228,18 @@ def _proxy(parts: SplitResult) -> SplitResult | None:
     found = urllib.request.getproxies().get(parts.scheme)
     if not found or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
-    proxy = urlsplit(found if "://" in found else f"http://{found}")
-    if proxy.scheme != "http" or not proxy.hostname:
+    try:
+        proxy = urlsplit(found if "://" in found else f"http://{found}")
+        usable = proxy.scheme == "http" and proxy.hostname and proxy.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
         raise RemoteError("the proxy in the environment must be http://host:port")
     return proxy
+
+
+def _address(proxy: SplitResult) -> str:
+    return f"http://{proxy.netloc.rpartition('@')[2]}"
 
 
 def _login(proxy: SplitResult) -> dict[str, str]:
@@ -296,13 +249,36 @@ def _login(proxy: SplitResult) -> dict[str, str]:
     return {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
 
 
-def _words(error: Exception) -> str:
-    if isinstance(error, http.client.IncompleteRead):
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and the errors in it: urllib3 passes the first cause on as an argument or as the cause."""
+    while error is not None:
+        yield error
+        inner = (item for item in reversed(error.args) if isinstance(item, BaseException))
+        error = next(inner, None) or error.__cause__
+
+
+def _is_timeout(error: BaseException) -> bool:
+    causes = list(_chain(error))
+    if isinstance(causes[-1], OSError):  # urllib3 calls a refused connection a timeout, too
+        return isinstance(causes[-1], TimeoutError)
+    return any(isinstance(cause, urllib3.exceptions.TimeoutError) for cause in causes)
+
+
+def _is_of_proxy(error: Exception, proxy: str) -> bool:
+    """Whether the proxy, and not the server behind it, is at fault."""
+    refused = any(re.match("Tunnel connection failed", str(cause)) for cause in _chain(error))
+    return refused or isinstance(error, urllib3.exceptions.ProxyError) or getattr(error, "url", None) == proxy
+
+
+def _words(error: BaseException) -> str:
+    causes = list(_chain(error))
+    first = causes[-1]
+    if any(isinstance(cause, http.client.IncompleteRead) for cause in causes):
         return "its answer ended early"
-    if isinstance(error, http.client.RemoteDisconnected):
+    if isinstance(first, http.client.RemoteDisconnected):
         return "it closed the connection"
-    if isinstance(error, http.client.HTTPException):
-        return f"its answer is not HTTP ({type(error).__name__})"
-    if refused := re.match(r"Tunnel connection failed: (\d+)", str(error)):
+    if isinstance(first, http.client.HTTPException | urllib3.exceptions.InvalidHeader):
+        return f"its answer is not HTTP ({type(first).__name__})"
+    if refused := re.match(r"Tunnel connection failed: ([0-9]{3})", str(first)):
         return f"it refuses the connection (status {refused[1]})"
-    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}"
+    return (first.strerror if isinstance(first, OSError) else None) or type(first).__name__

@@ -3,19 +3,23 @@
     ac/<key>  cas/<digest>  tmp/<random>
 
 Relies on nothing but a rename within the directory: no locks, no hard links, no synchronous clocks. The
-names are those of the HTTP protocol, so that a web server can offer the same directory.
+names are those of the HTTP protocol, so that a web server can offer the same directory. Only regular files
+are read: opening a FIFO waits for a writer, and a device may have no end.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes.transport import CHUNK, Body
+from mlcbuild.remotes.background import Result, within
+from mlcbuild.remotes.transport import CHUNK, TIMEOUT, Body, DamagedError, SlowError
 
 _ABANDONED = 86_400
 """Seconds after which a part that nobody finished is removed."""
@@ -24,19 +28,17 @@ _ABANDONED = 86_400
 class Directory:
     """A transport. The directory must exist: an empty mount point must not be taken for the cache."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, timeout: float = TIMEOUT) -> None:
         self._root = root
+        self._timeout = timeout
         self._swept = False
 
     def open(self, name: str, start: int = 0) -> Body | None:
-        self._check()
-        try:
-            # Closed by the body.
-            file = (self._root / name).open("rb", buffering=0)
-        except FileNotFoundError:
+        descriptor = self._in_time(lambda: _opened(self._root, name))
+        if descriptor is None:
             return None
-        except OSError as error:
-            raise self._explain(error, "read") from None
+        # Closed by the body.
+        file = os.fdopen(descriptor, "rb", buffering=0)
 
         def read() -> bytes:
             try:
@@ -48,20 +50,13 @@ class Directory:
         return Body(start, read, file.close)
 
     def size(self, name: str) -> int | None:
-        self._check()
-        try:
-            return (self._root / name).stat().st_size
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise self._explain(error, "read") from None
+        found = self._in_time(lambda: _status(self._root, name))
+        return None if found is None else _regular(found).st_size
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
-        self._check()
         part = self._root / "tmp" / secrets.token_hex(16)
+        self._in_time(lambda: _prepare(self._root, part.parent, (self._root / name).parent), "written")
         try:
-            for directory in (part.parent, (self._root / name).parent):
-                directory.mkdir(exist_ok=True)
             _write(part, source, size)
             self._sweep(part)
             part.replace(self._root / name)
@@ -74,9 +69,14 @@ class Directory:
     def close(self) -> None:
         return
 
-    def _check(self) -> None:
-        if not self._root.is_dir():
-            raise RemoteError(f"there is no directory {self._root}: create it, or mount it")
+    def _in_time(self, call: Callable[[], Result], what: str = "read") -> Result:
+        """Runs a call that never returns where a file server is gone. Raises RemoteError."""
+        try:
+            return within(self._timeout, call).result()
+        except TimeoutError:
+            raise SlowError("it does not answer") from None
+        except OSError as error:
+            raise self._explain(error, what) from None
 
     def _sweep(self, part: Path) -> None:
         """Removes, once, what killed processes left; ages are by the file server's own clock."""
@@ -92,6 +92,46 @@ class Directory:
     @staticmethod
     def _explain(error: OSError, what: str) -> RemoteError:
         return RemoteError(f"it cannot be {what}: {error.strerror or error}")
+
+
+def _check(root: Path) -> None:
+    if not root.is_dir():
+        raise RemoteError(f"there is no directory {root}: create it, or mount it")
+
+
+def _prepare(root: Path, *directories: Path) -> None:
+    _check(root)
+    for directory in directories:
+        directory.mkdir(exist_ok=True)
+
+
+def _opened(root: Path, name: str) -> int | None:
+    """Returns a descriptor of a regular file, or None when there is no such name."""
+    _check(root)
+    try:
+        descriptor = os.open(root / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        _regular(os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _status(root: Path, name: str) -> os.stat_result | None:
+    _check(root)
+    try:
+        return (root / name).stat()
+    except FileNotFoundError:
+        return None
+
+
+def _regular(found: os.stat_result) -> os.stat_result:
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedError("it is no regular file")
+    return found
 
 
 def _write(part: Path, source: BinaryIO, size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -11,10 +12,7 @@ from blake3 import blake3
 
 from mlcbuild.canon import Entry
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes.transport import CHUNK, Buffer, CancelledError, DamagedError, SlowError, Transport
-
-_ATTEMPTS = 3
-"""Requests in a row that bring nothing."""
+from mlcbuild.remotes.transport import CHUNK, Attempts, Buffer, CancelledError, DamagedError, Transport
 
 
 def download(
@@ -51,20 +49,16 @@ def _complete(
     transport: Transport, name: str, target: _Part, stop: threading.Event, told: Callable[[int], None]
 ) -> bool:
     """Asks until all bytes are there; False when there is no such name."""
-    target.requests = vain = 0
+    target.requests, attempts = 0, Attempts()
     while target.have < target.size:
-        before = target.have
+        before, began = target.have, time.monotonic()
         try:
             if not _request(transport, name, target, stop, told):
                 return False
         except RemoteError as error:
             if stop.is_set():
                 raise CancelledError from None
-            if isinstance(error, SlowError):
-                raise
-            vain = 0 if target.have > before else vain + 1
-            if vain == _ATTEMPTS:
-                raise
+            attempts.failed(error, target.have - before, began)
     return True
 
 

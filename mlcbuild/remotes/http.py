@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.auth import authorization, refusal
 from mlcbuild.remotes.client import Client, Response, status_words
-from mlcbuild.remotes.transport import TIMEOUT, Body
+from mlcbuild.remotes.transport import TIMEOUT, Body, whole_number
 
 
 class Http:
@@ -41,8 +41,7 @@ class Http:
         if self._client.is_missing(response):
             return None
         self._demand(response, 200)
-        length = response.headers.get("Content-Length", "")
-        return int(length) if length.isdecimal() else None
+        return whole_number(response.headers.get("Content-Length", ""))
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         headers = {"Content-Length": str(size)}

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
-from urllib.parse import unquote, urlsplit
 
 from mlcbuild.canon import Entry
 from mlcbuild.errors import RemoteError
 from mlcbuild.keyfile import Signer
-from mlcbuild.records import Record
 from mlcbuild.remotes import Remote
-from mlcbuild.remotes.directory import Directory
 from mlcbuild.remotes.download import download
-from mlcbuild.remotes.http import Http
+from mlcbuild.remotes.kinds import connect
 from mlcbuild.remotes.signing import LARGEST, RefusedError, seal, unseal
-from mlcbuild.remotes.transport import SLOWEST, TIMEOUT, CancelledError, DamagedError, Transport
-from mlcbuild.store import Store
+from mlcbuild.remotes.transport import TIMEOUT, CancelledError, DamagedError, Pace, Transport
+from mlcbuild.store.blobs import has_bytes
+from mlcbuild.store.records import Record
+from mlcbuild.store.store import Store
 
 _LIES = 3
 """DamagedError things after which a remote is not asked for more in this run."""
+
+
+class SpoiltError(Exception):
+    """A file of this machine that must not be given to others. The message says which."""
 
 
 class Link:
@@ -84,6 +86,8 @@ class Link:
             for digest, size in {row[1]: row[2] for row in record.rows}.items():
                 self._send_blob(digest, store.blob(digest), size, stop)
             self._send_record(record)
+        except SpoiltError as error:
+            return self._withhold(error)
         except RemoteError as error:
             return self._unsent(error, stop)
         return True
@@ -94,9 +98,16 @@ class Link:
             return False
         try:
             self._send_blob(entry.digest, place, entry.size, stop)
+        except SpoiltError as error:
+            return self._withhold(error)
         except RemoteError as error:
             return self._unsent(error, stop)
         return True
+
+    def _withhold(self, error: SpoiltError) -> bool:
+        with self._guard:
+            self._warnings.append(f"{error}; run `mlcbuild cache verify`")
+        return False
 
     def _unsent(self, error: RemoteError, stop: threading.Event) -> bool:
         if stop.is_set():
@@ -137,6 +148,8 @@ class Link:
         if there == size:
             return
         try:
+            if not has_bytes(path, digest, size):
+                raise SpoiltError(f"{path} is not sent: it has other bytes than were written")
             with path.open("rb") as file:
                 source = _Watched(file, stop, self._timeout)
                 self._open().put(name, cast(BinaryIO, source), size, new=there is None)
@@ -185,37 +198,17 @@ class _Watched:
     def __init__(self, file: BinaryIO, stop: threading.Event, timeout: float) -> None:
         self._file = file
         self._stop = stop
-        self._timeout = timeout
-        self._since = time.monotonic()
-        self._count = 0
+        self._pace = Pace(timeout)
 
     def read(self, count: int = -1) -> bytes:
         if self._stop.is_set():
             raise CancelledError
-        elapsed = time.monotonic() - self._since
-        if elapsed > self._timeout:
-            if self._count < SLOWEST * elapsed:
-                raise RemoteError(f"it is too slow: it took {self._count} bytes in {elapsed:.0f} seconds")
-            self._since, self._count = time.monotonic(), 0
-        data = self._file.read(count)
-        self._count += len(data)
+        try:
+            data = self._file.read(count)
+        except OSError as error:
+            raise RemoteError(f"{self._file.name} cannot be read: {error.strerror or error}") from None
+        self._pace.add(len(data))
         return data
 
     def seek(self, offset: int) -> int:
         return self._file.seek(offset)
-
-
-def connect(url: str, timeout: float = TIMEOUT) -> Transport:
-    """The transport of a URL that `fault` finds nothing wrong with. Raises RemoteError."""
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        return Directory(Path(unquote(parts.path)))
-    if parts.scheme == "s3":
-        from mlcbuild.remotes.s3 import S3
-
-        return S3(url, timeout)
-    if parts.scheme == "oci":
-        from mlcbuild.remotes.oci import Oci
-
-        return Oci(url, timeout)
-    return Http(url, timeout)

@@ -13,7 +13,7 @@ import threading
 from typing import BinaryIO
 
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes.reference import Descriptor, parse
+from mlcbuild.remotes.reference import Descriptor, layers_of, parse
 from mlcbuild.remotes.registry import EMPTY, EMPTY_TYPE, MANIFEST, Registry
 from mlcbuild.remotes.transport import TIMEOUT, Body, DamagedError
 
@@ -82,9 +82,9 @@ class Oci:
         if found is None:
             return None
         try:
-            (layer,) = json.loads(found[1])["layers"]
-            return Descriptor(_FILE, str(layer["digest"]), int(layer["size"]))
-        except (ValueError, KeyError, TypeError, RecursionError):
+            (layer,) = layers_of(found[1])
+            return layer
+        except ValueError:
             raise DamagedError("the tag stands for something else than a file of a cache") from None
 
 

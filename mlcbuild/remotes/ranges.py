@@ -10,10 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError as EndedError
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from mlcbuild.errors import RemoteError
+from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.transport import Body, Buffer
 
 FIRST = 8 << 20
@@ -50,10 +52,10 @@ class Ranges:
     that comes slowly, all that follow are short and on their way at the same time.
     """
 
-    def __init__(self, first: Range, ask: Ask, executor: Executor) -> None:
+    def __init__(self, first: Range, ask: Ask, pool: Background) -> None:
         self._range: Range | None = first
         self._ask = ask
-        self._executor = executor
+        self._pool = pool
         self._next = min(first.body.start + FIRST, first.size)
         self._size, self._version = first.size, first.version
         self._count = 0
@@ -81,12 +83,12 @@ class Ranges:
             while len(self._ahead) < AHEAD and self._next < self._size:
                 start, end = self._advance(PIECE)
                 buffer = self._free.pop() if self._free else bytearray(PIECE)
-                self._ahead.append(self._executor.submit(self._piece, start, end, buffer))
+                self._ahead.append(self._pool.submit(partial(self._piece, start, end, buffer)))
             if not self._ahead:
                 return b""
             size, self._taken = self._ahead.popleft().result()
             return memoryview(self._taken)[:size]
-        except (EndedError, RuntimeError):  # the latter: no more is taken by the executor
+        except EndedError:
             raise RemoteError("the run ends") from None
 
     def close(self) -> None:

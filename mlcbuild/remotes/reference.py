@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,9 +44,33 @@ class Descriptor:
     size: int
     annotations: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, item: object) -> Descriptor:
+        """Returns what an item of a manifest describes. Raises ValueError for one that describes no blob."""
+        if not isinstance(item, dict):
+            raise ValueError("a descriptor is an object")
+        media, digest, size = item.get("mediaType", ""), item.get("digest"), item.get("size")
+        notes = item.get("annotations") or {}
+        if not isinstance(media, str) or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ValueError("a descriptor names a blob by sha256: and 64 hex digits")
+        if type(size) is not int or not 0 <= size < 1 << 62:
+            raise ValueError("a descriptor states a size")
+        if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+            raise ValueError("annotations are text")
+        return cls(media, digest, size, notes)
+
     def to_json(self) -> dict[str, object]:
         document: dict[str, object] = {"mediaType": self.media, "digest": self.digest, "size": self.size}
         return document | ({"annotations": dict(self.annotations)} if self.annotations else {})
+
+
+def layers_of(manifest: bytes) -> list[Descriptor]:
+    """Returns the layers of a manifest. Raises ValueError for what is no manifest of layers."""
+    try:
+        document = json.loads(manifest)
+        return [Descriptor.from_json(item) for item in document["layers"]]
+    except (LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"not a manifest with layers: {type(error).__name__}") from None
 
 
 def fault(url: str) -> str:

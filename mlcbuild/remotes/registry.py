@@ -12,16 +12,17 @@ import io
 import json
 import re
 import threading
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import BinaryIO, Protocol
-from urllib.parse import urlencode, urljoin, urlsplit
+from urllib.parse import SplitResult, urlencode, urljoin, urlsplit
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import auth
 from mlcbuild.remotes.client import Client, Response, status_words
 from mlcbuild.remotes.reference import Place
-from mlcbuild.remotes.transport import TIMEOUT, Body
+from mlcbuild.remotes.transport import TIMEOUT, Body, SlowError, quoted
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 EMPTY = b"{}"
@@ -33,6 +34,8 @@ PIECE = 64 << 20
 """Bytes of a blob in one request: what is sent again when a connection breaks."""
 _ATTEMPTS = 3
 _REDIRECTS = 5
+_ADDRESSES = 256
+"""Servers that one registry may send clients to, in one run."""
 
 
 class Source(Protocol):
@@ -166,14 +169,14 @@ class Registry:
                     return self._location(response), piece.hasher
                 if response.status != 416:
                     self._demand(response, 202)
-            except RemoteError:
-                if attempt + 1 == _ATTEMPTS:
+            except RemoteError as error:
+                if attempt + 1 == _ATTEMPTS or isinstance(error, SlowError):
                     raise
             answer = self._ask("GET", location)  # how far it came
             self._home.end(answer)
             self._demand(answer, 204)
             location = self._location(answer)
-            came = re.fullmatch(r"(?:bytes=)?0-(\d+)", answer.headers.get("Range", ""))
+            came = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", ""))
             have = int(came[1]) + 1 if came else start
             # A registry says 0-0 both of one byte and of none.
             begin = have if start < have <= end and have > 1 else start
@@ -189,29 +192,40 @@ class Registry:
 
     def _location(self, response: Response) -> str:
         """Where an upload goes on: only on the same server, which is the one that has credentials."""
-        found = urljoin(f"{self.place.address}/", response.headers.get("Location", ""))
-        parts = urlsplit(found)
+        parts = _joined(f"{self.place.address}/", response.headers.get("Location", ""))
         if parts.netloc != self.place.host or not parts.path.startswith("/v2/"):
-            raise RemoteError(f"it names {parts.netloc} as the place to send to, which is another server")
+            where = quoted(parts.netloc)
+            raise RemoteError(f"it names {where} as the place to send to, which is another server")
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
     def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
         """A request that may be answered by another server, which gets no credentials."""
         client, response = self._home, self._ask(method, name, headers)
         url = f"{self.place.address}/v2/{self.place.repository}/{name}"
+        until = time.monotonic() + self._timeout
         for _ in range(_REDIRECTS):
             if response.status not in (301, 302, 303, 307, 308):
                 break
             client.end(response)
-            url = urljoin(url, response.headers.get("Location", ""))
-            parts = urlsplit(url)
+            if time.monotonic() > until:
+                raise SlowError("it does not answer")
+            parts = _joined(url, response.headers.get("Location", ""))
+            url = parts.geturl()
             if parts.scheme not in ("https", "http") or (parts.scheme == "http" and not self.place.plain):
                 raise RemoteError("it sends clients to an address that is not https")
-            address = f"{parts.scheme}://{parts.netloc}"
-            with self._guard:
-                client = self._clients.setdefault(address, Client(address, self._timeout))
+            client = self._client(parts)
             response = client.ask(method, parts.path + (f"?{parts.query}" if parts.query else ""), headers)
         return client, response
+
+    def _client(self, place: SplitResult) -> Client:
+        """Returns the client of a server that the registry names."""
+        address = f"{place.scheme}://{place.netloc}"
+        with self._guard:
+            if address not in self._clients:
+                if len(self._clients) > _ADDRESSES:
+                    raise RemoteError(f"it sends clients to more than {_ADDRESSES} servers")
+                self._clients[address] = Client(address, self._timeout)
+            return self._clients[address]
 
     # Credentials
 
@@ -257,14 +271,12 @@ class Registry:
         return self._token(fields, scope)
 
     def _token(self, fields: Mapping[str, str], scope: str) -> str:
-        realm = urlsplit(fields["realm"])
+        realm = _joined(fields["realm"], "")
         if realm.scheme != "https" and not (realm.scheme == "http" and self.place.plain):
             raise RemoteError("the service that it names for tokens is not https")
         pairs = [("service", fields["service"])] if "service" in fields else []
         query = urlencode([*pairs, *(("scope", item) for item in scope.split(" "))])
-        address = f"{realm.scheme}://{realm.netloc}"
-        with self._guard:
-            client = self._clients.setdefault(address, Client(address, self._timeout))
+        client, host = self._client(realm), quoted(realm.netloc)
         response = client.ask("GET", f"{realm.path}?{query}", _with(None, self._login))
         data = client.end(response)
         if response.status in (401, 403):
@@ -274,10 +286,10 @@ class Registry:
         try:
             document = json.loads(data)
             token = document.get("token") or document["access_token"]
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise RemoteError(f"the service {realm.netloc} that it names for tokens gives none") from None
-        if not re.fullmatch(r"[\x21-\x7e]+", str(token)):
-            raise RemoteError(f"the service {realm.netloc} that it names for tokens gives no proper one")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise RemoteError(f"the service {host} that it names for tokens gives none") from None
+        if not isinstance(token, str) or not re.fullmatch(r"[\x21-\x7e]+", token):
+            raise RemoteError(f"the service {host} that it names for tokens gives no proper one")
         return f"Bearer {token}"
 
     def _demand(self, response: Response, *accepted: int, client: Client | None = None) -> None:
@@ -318,6 +330,18 @@ class _Piece:
         self.hasher.update(data)
         self._left -= len(data)
         return data
+
+
+def _joined(base: str, location: str) -> SplitResult:
+    """Returns an address that a header names. Raises RemoteError for one that is none."""
+    try:
+        parts = urlsplit(urljoin(base, location))
+        usable = parts.port != 0 and re.fullmatch(r"[\x21-\x7e]+", parts.geturl()) and "@" not in parts.netloc
+    except ValueError:
+        usable = None
+    if not usable or not parts.hostname:
+        raise RemoteError(f"it names {quoted(location or base)} as an address, which is none")
+    return parts
 
 
 def _with(headers: Mapping[str, str] | None, authorization: str | None) -> dict[str, str]:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError as EndedError
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -24,9 +24,10 @@ from urllib.parse import unquote, urlsplit
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.aws import settings
+from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.client import Client, Response, status_words
 from mlcbuild.remotes.ranges import AHEAD, FIRST, Range, Ranges
-from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT, Body
+from mlcbuild.remotes.transport import CHUNK, CONNECT, PAUSES, SLOWEST, TIMEOUT, Body, SlowError, whole_number
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Store
@@ -71,7 +72,7 @@ class S3:
         self._signing = self._opened(chosen | login, timeout)
         self._region = chosen["region"]
         self._client: Client | None = None
-        self._readers = ThreadPoolExecutor(AHEAD, "s3")
+        self._readers = Background(AHEAD)
 
     def _opened(self, chosen: Mapping[str, Any], timeout: float) -> S3Store:
         from obstore.store import S3Store
@@ -109,8 +110,7 @@ class S3:
             return None
         if response.status != 200:
             raise self.refused(response, b"")
-        length = response.headers.get("Content-Length", "")
-        return int(length) if length.isdecimal() else None
+        return whole_number(response.headers.get("Content-Length", ""))
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         source.seek(0)
@@ -127,7 +127,7 @@ class S3:
             tasks, client = list(self._tasks), self._client
         for task in tasks:
             task.cancel()
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
         if client is not None:
             client.close()
 
@@ -231,7 +231,7 @@ class S3:
         except EndedError:
             raise RemoteError("the run ends") from None
         except TimeoutError:
-            raise RemoteError("it does not answer") from None
+            raise SlowError("it does not answer") from None
         except FileNotFoundError:
             raise RemoteError(f"there is no bucket {self._bucket}: create it") from None
         except exceptions.BaseError as error:
@@ -265,7 +265,7 @@ class _Object:
                 return None
             raise self._transport.refused(response, answer)
         body = client.body(response, start, share)
-        stated = re.fullmatch(r"bytes \d+-(\d{1,18})/(\d{1,18})", response.headers["Content-Range"])
+        stated = re.fullmatch(r"bytes [0-9]+-([0-9]{1,18})/([0-9]{1,18})", response.headers["Content-Range"])
         if stated is None or int(stated[1]) + 1 != min(end, int(stated[2])):
             body.close()
             raise RemoteError("it answered another range than the one it was asked for")

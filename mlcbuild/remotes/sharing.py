@@ -11,16 +11,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlcbuild.canon import Entry
 from mlcbuild.errors import StoreError
-from mlcbuild.records import Record
+from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.transport import CancelledError
-from mlcbuild.store import Store
+from mlcbuild.store.records import Record
+from mlcbuild.store.store import Store
 
 if TYPE_CHECKING:
     from mlcbuild.remotes.link import Link
@@ -48,6 +51,8 @@ class Sharing:
         self._known = store.root / "known"
         self._unsent = store.root / "unsent"
         self._found: dict[str, Found | None] = {}
+        self._questions = Background(_QUESTIONS)
+        self._ended = False
 
     @property
     def empty(self) -> bool:
@@ -61,18 +66,20 @@ class Sharing:
 
     def look_up(self, keys: Iterable[str]) -> None:
         """Finds many keys at once, for `find` to answer."""
-        asked = list(dict.fromkeys(key for key in keys if key not in self._found))
-        if len(asked) > 1 and self.links:
-            from concurrent.futures import ThreadPoolExecutor
-
-            with ThreadPoolExecutor(min(_QUESTIONS, len(asked))) as pool:
-                list(pool.map(self.find, asked))
+        asked = [key for key in dict.fromkeys(keys) if key not in self._found]
+        self._found |= {key: self._read(key) for key in asked}
+        if self.links:
+            self._ask([key for key in asked if self._found[key] is None])
 
     def find(self, key: str) -> Found | None:
         """The record of a key that was used before without its files, or that a remote has."""
         if key not in self._found:
-            self._found[key] = self._read(key) or self._ask(key)
+            self.look_up([key])
         return self._found[key]
+
+    def interrupt(self) -> None:
+        """Has `find` and `look_up` return at once, from now on. A signal handler may call it: no locks."""
+        self._ended = True
 
     def forget(self, key: str) -> None:
         """Its files cannot be had: a step that must be built."""
@@ -148,6 +155,7 @@ class Sharing:
         return [sentence for link in self.links for sentence in link.take_warnings()]
 
     def close(self) -> None:
+        self._questions.close()
         for link in self.links:
             link.close()
 
@@ -161,7 +169,16 @@ class Sharing:
                 return ""
         return f"no remote gives {entry.path}"
 
-    def _ask(self, key: str) -> Found | None:
+    def _ask(self, keys: Iterable[str]) -> None:
+        """Asks the links, in other threads: what a signal says is seen here while they wait."""
+        questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
+        for key, question in questions.items():
+            while not question.done() and not self._ended:
+                wait((question,), _POLL)
+            if question.done() and not question.cancelled():
+                self._found[key] = question.result()
+
+    def _answer(self, key: str) -> Found | None:
         for link in self.links:
             if (record := link.record(key)) is not None:
                 return Found(record, link.name)
@@ -171,9 +188,7 @@ class Sharing:
         try:
             origin, _, data = self._place(key).read_bytes().partition(b"\n")
             return Found(Record.decode(key, data), origin.decode())
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError):  # torn by a power cut: as if it were not there
+        except Exception:  # absent, or torn by a power cut: as if it were not there
             return None
 
     def _place(self, key: str) -> Path:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +17,6 @@ __all__ = ["AsyncEngine", "Engine"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'mlcbuild_runtime' has no attribute '{name}'")
-    from mlcbuild_runtime import local
-
-    return getattr(local, name)
+    # By name: an import statement in this function would put the whole engine into the import closure, and so
+    # into the cache key, of every step whose action imports anything below this package.
+    return getattr(import_module("mlcbuild_runtime.local"), name)

@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mlcbuild_runtime import arguments
-from mlcbuild_runtime.serve import serve
+from mlcbuild_runtime.http import arguments
+from mlcbuild_runtime.http.serve import serve
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -15,11 +16,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TextIO
 
-from mlcbuild_runtime import api
-from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.errors import RequestError, ServingError
-from mlcbuild_runtime.fields import Json
-from mlcbuild_runtime.request import Event, Request
+from mlcbuild_format.errors import RequestError, ServingError
+from mlcbuild_format.fields import Json
+
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.openai import api
 
 HELP = """\
 /help              this text
@@ -39,6 +41,7 @@ PATIENCE = 0.5
 """Seconds after which a wait for the model looks for signals again: one that comes just before the wait does
 not end it."""
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 FIXED = ("messages", "stream", "logprobs", "top_logprobs", "model", "n", "tools", "tool_choice")
 """Fields that this chat sets itself, or has no use for."""
 
@@ -106,7 +109,7 @@ class _Session:
             with contextlib.closing(self._events(request)) as events:
                 for event in events:
                     said.append(event.text)
-                    self.out.write(event.text)
+                    self.out.write(_visible(event.text) if self.terminal else event.text)
                     self.out.flush()
         except KeyboardInterrupt:
             if not self.terminal:
@@ -220,6 +223,11 @@ class _Session:
         return f"{name} = {json.dumps(changed[name])}"
 
 
+def _visible(text: str) -> str:
+    """A model's text without what a terminal obeys: control characters, except line breaks and tabs."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def _value(text: str) -> Json:
     """A value as JSON where it is JSON, as text otherwise; nothing removes the setting."""
     try:
@@ -235,12 +243,12 @@ def chat(path: Path | str, threads: int | None = None) -> int:
     On a terminal there is a prompt; otherwise every line of the input is a message or a command, and only
     answers are written. The exit code is 1 when a message of such an input could not be answered.
     """
-    from mlcbuild_runtime.text import Tokenizer
-    from mlcbuild_runtime.vm import Model
+    from mlcbuild_runtime.devices.cpu import Model
+    from mlcbuild_runtime.text.tokenizer import Tokenizer
 
     try:
         model = Model.load(Path(path), threads)
-        tokenizer = Tokenizer.load(Path(path), model.manifest.serving)
+        tokenizer = Tokenizer.of(model.path, model.manifest)
     except ServingError as error:
         sys.stderr.write(f"mlcbuild chat: {error}\n")
         return error.exit_code

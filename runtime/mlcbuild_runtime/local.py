@@ -8,17 +8,19 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Self, overload
 
-from mlcbuild_runtime import embeddings, engine, responses, service
-from mlcbuild_runtime.answers import Answers, AsyncAnswers
-from mlcbuild_runtime.drafts import Speculate
-from mlcbuild_runtime.fields import Json, plain
-from mlcbuild_runtime.history import History, Kept, begun
-from mlcbuild_runtime.outputs import Output
-from mlcbuild_runtime.request import Event, State
-from mlcbuild_runtime.role import Role
-from mlcbuild_runtime.service import Job
-from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vm import Model
+from mlcbuild_format.fields import Json, plain
+
+from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.engine import engine
+from mlcbuild_runtime.engine.drafts import Speculate
+from mlcbuild_runtime.engine.engine_options import Role
+from mlcbuild_runtime.engine.request import Event, State
+from mlcbuild_runtime.openai import embeddings, responses_request, service
+from mlcbuild_runtime.openai.history import History, Kept, begun
+from mlcbuild_runtime.openai.responses_stream import Output
+from mlcbuild_runtime.openai.service import Job
+from mlcbuild_runtime.openai.streams import Answers, AsyncAnswers
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 _OPTIONAL = frozenset(
     {"content", "refusal", "role", "tool_calls", "usage", "logprobs", "finish_reason", "name"}
@@ -61,7 +63,7 @@ class _Local:
         speculate: draft tokens by `lookup`, or by a smaller bundle of the same vocabulary.
         """
         model = Model.load(bundle, threads)
-        tokenizer = Tokenizer.load(Path(bundle), model.manifest.serving)
+        tokenizer = Tokenizer.of(model.path, model.manifest)
         how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
         self._running = engine.Engine(model, tokenizer, max_batch, role=Role(speculate=how)).start()
 
@@ -177,7 +179,7 @@ class _Responses:
 
     def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[Job, Output, Kept]:
         """Raises RequestError."""
-        call = responses.call(_body(self._running, {**body, "stream": stream}))
+        call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:
             before = self._history.before(call.previous)
         job = service.chat(self._running, call.body(before))

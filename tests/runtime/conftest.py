@@ -13,8 +13,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from mlcbuild_runtime.sampling import Choose
-from mlcbuild_runtime.vm import Model
+from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.executor.sampling_params import Choose
 
 from . import shared
 from .shared import Server

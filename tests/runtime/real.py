@@ -14,9 +14,13 @@ from pathlib import Path
 
 from safetensors import numpy
 
-from mlcbuild import bundle, compiler, quant, targets, weights
+from mlcbuild import quant
+from mlcbuild.bundles import assemble
 from mlcbuild.canon import Json
+from mlcbuild.checkpoints import conversion
+from mlcbuild.compiler.cpu.action import compile_library
 from mlcbuild.models.action import normalise
+from mlcbuild.targets import target as targets
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tiny"
 LIMITS: dict[str, Json] = {"context_window": 256, "prefill_chunk": 64, "max_batch": 8}
@@ -52,7 +56,7 @@ def build(scheme: str, out: Path, changes: dict[str, Json]) -> None:
         parts = {name: Path(area, name) for name in ("config", "weights", "library", "tokenizer", "runtime")}
         for part in (*parts.values(), out):
             part.mkdir()
-        runtime = bundle.tvm_runtime()
+        runtime = assemble.tvm_runtime()
         assert runtime is not None
         (parts["runtime"] / runtime.name).symlink_to(runtime)
         checkpoint = CHECKPOINT
@@ -61,10 +65,10 @@ def build(scheme: str, out: Path, changes: dict[str, Json]) -> None:
             changed(CHECKPOINT, changes, checkpoint)
         inputs = {"config": parts["config"], "checkpoint": checkpoint}
         normalise({}, inputs, parts["config"])
-        weights.convert({"scheme": scheme_json}, inputs, parts["weights"])
-        compiler.compile_library(compiled, inputs, parts["library"])
-        bundle.tokenizer({}, inputs, parts["tokenizer"])
-        bundle.assemble(shown, parts, out)
+        conversion.convert({"scheme": scheme_json}, inputs, parts["weights"])
+        compile_library(compiled, inputs, parts["library"])
+        assemble.tokenizer({}, inputs, parts["tokenizer"])
+        assemble.assemble(shown, parts, out)
 
 
 if __name__ == "__main__":

@@ -87,12 +87,19 @@ class Server:
             time.sleep(0.01)
         return found
 
-    def stop(self, number: signal.Signals = signal.SIGINT) -> tuple[int, float]:
-        """(exit code, seconds it took)."""
-        start = time.monotonic()
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        """Sends the signal and returns the exit code. Raises TimeoutExpired after WAIT seconds."""
         self.process.send_signal(number)
-        code = self.process.wait(WAIT)
-        return code, time.monotonic() - start
+        return self.process.wait(WAIT)
+
+
+def busy(seconds: float) -> float:
+    """Returns the CPU seconds that this process gets while it computes for `seconds` of wall-clock time:
+    what a loop that never sleeps would use, on this machine with whatever runs beside."""
+    before, end = time.process_time(), time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return time.process_time() - before
 
 
 @contextmanager

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from mlcbuild_runtime import tensors
-from mlcbuild_runtime.bundle import read
+from mlcbuild_format.bundle import read
+from mlcbuild_runtime.devices import tensors
 
-from mlcbuild import models, quant, reference
+from mlcbuild import models, quant
+from mlcbuild.bundles import reference
 from mlcbuild.models import parameters
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlcbuild_runtime.sampling import Way
-from mlcbuild_runtime.step import Onward, Step
-from mlcbuild_runtime.vm import Model
+from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.executor.batch import Onward, Step
+from mlcbuild_runtime.executor.sampling_params import Way
 
 
 class Stepwise(Model):

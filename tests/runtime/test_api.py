@@ -7,11 +7,11 @@ import json
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlcbuild_runtime import api
-from mlcbuild_runtime.body import parse_body
-from mlcbuild_runtime.bundle import Serving
-from mlcbuild_runtime.errors import RequestError
-from mlcbuild_runtime.fields import Json
+from mlcbuild_format.bundle import Serving
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json
+from mlcbuild_runtime.openai import api
+from mlcbuild_runtime.openai.body import parse_body
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.sampling import Floats, Way
-from mlcbuild_runtime.server import create_app
-from mlcbuild_runtime.step import Step
-from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.sampling_params import Floats, Way
+from mlcbuild_runtime.http.server import create_app
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared
 from .stepwise import Stepwise
@@ -109,7 +109,8 @@ def test_too_many_requests_are_a_503(engine: Engine, monkeypatch: pytest.MonkeyP
 
 SLOW = """
 import sys, time
-from mlcbuild_runtime import serve, vm
+from mlcbuild_runtime.devices import cpu as vm
+from mlcbuild_runtime.http import serve
 def slowly(self, *given):
     print("working", flush=True)
     time.sleep(120)

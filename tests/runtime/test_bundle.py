@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mlcbuild_runtime import bundle, weights
-from mlcbuild_runtime.bundle import Manifest
-from mlcbuild_runtime.errors import BundleError
-from mlcbuild_runtime.fields import FieldError, Json
+from mlcbuild_format import bundle, weights
+from mlcbuild_format.bundle import Manifest
+from mlcbuild_format.errors import BundleError
+from mlcbuild_format.fields import FieldError, Json
 
 from . import shared, toy
 
@@ -185,7 +185,7 @@ READ: list[Damage] = [
     ("temperature of text", put("temperature", "hot", "serving"), "'serving.temperature' must be a number"),
     ("path outside", put("../x", {"blake3": "0" * 64, "size": 0}, "files"), "not a plain path"),
     ("path absolute", put("/etc/passwd", {"blake3": "0" * 64, "size": 0}, "files"), "not a plain path"),
-    ("bad digest", put("x", {"blake3": "xyz", "size": 0}, "files"), "64 lower-case hex digits"),
+    ("bad digest", put("x", {"blake3": "xyz", "size": 0}, "files"), "must be a string of the form"),
     ("library not listed", put("library", "other.so"), "does not list 'other.so'"),
     ("weights not listed", put("weights", ["w"]), "does not list 'w'"),
     ("no weights", put("weights", []), "'weights' names no file"),
@@ -233,13 +233,13 @@ LOADED: list[Damage] = [
         "not a whole shared",
     ),
     ("library with a far segment", elf_with_far_segment, "not a whole shared library"),
-    ("library of another kind", foreign_library, "the library cannot be loaded"),
+    ("library of another kind", foreign_library, "a shared library, but not one of a model"),
     ("weights empty", cut_and_reseal(WEIGHTS, 0), "truncated, or not a weights file"),
     ("weights data cut", cut_and_reseal(WEIGHTS, 2000), "'table' ends after the end of the file"),
     (
         "weights of another shape",
-        header(table={"dtype": "F32", "shape": [130, 4], "data_offsets": [0, 2080]}),
-        r"'table' is float32 \[130, 4\], but the library takes float32 \[260, 4\]",
+        header(table={"dtype": "F32", "shape": [520, 2], "data_offsets": [0, 4160]}),
+        r"'table' is float32 \[520, 2\], but the library takes float32 \[260, 4\]",
     ),
     (
         "weights without the tensor",
@@ -308,11 +308,6 @@ def test_a_changed_byte_of_weights_is_found_by_the_full_check(toy_copy: Path) ->
         bundle.check(toy_copy)
 
 
-def test_files_that_the_manifest_does_not_list_do_no_harm(toy_copy: Path) -> None:
-    (toy_copy / "notes.txt").write_text("mine")
-    assert bundle.check(toy_copy).name == "toy-q0f32-host"
-
-
 def test_the_manifest_survives_writing_and_reading(toy_bundle: Path) -> None:
     manifest = bundle.read(toy_bundle)
     assert bundle.parse(json.loads(manifest.to_bytes())) == manifest
@@ -355,6 +350,17 @@ def paths(value: Json, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return inner + ([above] if above else [])
 
 
+FIGURES: dict[str, Json] = {
+    "kl_mean": 0.1,
+    "kl_max": 0.2,
+    "top1_agreement": 1,
+    "perplexity": 5.5,
+    "reference_perplexity": 5.4,
+    "decode_error": 0.0,
+    "tokens": 7,
+}
+
+
 def sample() -> Manifest:
     digest = bundle.signature([("table", (260, 4), "float32", "plain")])
     return Manifest(
@@ -369,7 +375,7 @@ def sample() -> Manifest:
         files={name: bundle.File("0" * 64, 1) for name in ("model.so", "w")},
         memory=bundle.Memory(1, 2, 3, 6),
         serving=bundle.Serving(1, (2,), 0.6, 0.9, 20),
-        verification={"kl_mean": 0.1},
+        verification=FIGURES,
         tools={"apache-tvm": "0"},
     )
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlcbuild_runtime import engine as engines
-from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.errors import EngineError
-from mlcbuild_runtime.grammar import Constraint
-from mlcbuild_runtime.request import Event, Request
-from mlcbuild_runtime.role import Role
-from mlcbuild_runtime.sampling import Sampling, Way
-from mlcbuild_runtime.step import Onward, Step
-from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vm import MOST_STEPS, Model
+from mlcbuild_format.errors import EngineError
+from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.devices.cpu import MOST_STEPS, Model
+from mlcbuild_runtime.engine import engine as engines
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.engine_options import Role
+from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.executor.batch import Onward, Step
+from mlcbuild_runtime.executor.sampling_params import Sampling, Way
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import toy
 from .test_engine import GREEDY, ask, drain, text_of, wait_idle

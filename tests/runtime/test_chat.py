@@ -147,7 +147,8 @@ class Terminal:
 def test_control_c_interrupts_an_answer_and_not_the_program(toy_bundle: Path) -> None:
     """The model is slowed so that there is time to interrupt it."""
     slow = (
-        "import sys, time\nfrom mlcbuild_runtime import vm, chat\nforward = vm.Model.step\n"
+        "import sys, time\nfrom mlcbuild_runtime import chat\n"
+        "from mlcbuild_runtime.devices import cpu as vm\nforward = vm.Model.step\n"
         "def slowly(self, *given):\n    time.sleep(0.1)\n    return forward(self, *given)\n"
         "vm.Model.step = slowly\nsys.exit(chat.chat(sys.argv[1]))"
     )

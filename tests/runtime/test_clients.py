@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from mlcbuild_runtime import api, embeddings, openapi, responses, service
+from mlcbuild_runtime.openai import api, embeddings, openapi, responses_request, service
 
 from . import shared
 from .conftest import needs
@@ -151,7 +151,11 @@ def test_the_document_has_what_bodies_are_checked_with(server: Server) -> None:
     found = httpx.get(f"{server.url}/openapi.json", timeout=shared.WAIT).json()
     assert found["openapi"].startswith("3.1")
     schemas = found["components"]["schemas"]
-    tables = {"ChatCompletions": api.CHAT, "Completions": api.COMPLETION, "Responses": responses.TABLE}
+    tables = {
+        "ChatCompletions": api.CHAT,
+        "Completions": api.COMPLETION,
+        "Responses": responses_request.TABLE,
+    }
     tables |= {"Embeddings": embeddings.TABLE, "Tokenize": service.TOKENIZE, "Detokenize": service.DETOKENIZE}
     for name, table in tables.items():
         assert set(schemas[name]["properties"]) == set(table)

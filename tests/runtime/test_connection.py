@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from mlcbuild_runtime.connection import Connection
-from mlcbuild_runtime.serve import Options, serve
+from mlcbuild_runtime.http.connection import Connection
+from mlcbuild_runtime.http.serve import Options, serve
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 BUFFER = 1 << 16

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from mlcbuild_format.errors import BundleError
 from mlcbuild_runtime import AsyncEngine, Engine
-from mlcbuild_runtime.errors import BundleError
-from mlcbuild_runtime.pooling import Pool, unit
-from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.engine.pooling import Pool, unit
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 from numpy.typing import NDArray
 
 from . import shared

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.errors import EngineError, RequestError
-from mlcbuild_runtime.grammar import Constraint
-from mlcbuild_runtime.request import Event, Request
-from mlcbuild_runtime.sampling import Floats, Sampling, Way
-from mlcbuild_runtime.step import Step
-from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vm import Model
+from mlcbuild_format.errors import EngineError, RequestError
+from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.sampling_params import Floats, Sampling, Way
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import toy
 from .stepwise import Stepwise

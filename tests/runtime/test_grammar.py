@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
+import resource
 import sys
 import tempfile
+import time
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mlcbuild_runtime import trial
-from mlcbuild_runtime.choosing import Trust
-from mlcbuild_runtime.errors import RequestError, SetupError
-from mlcbuild_runtime.fields import Json
-from mlcbuild_runtime.formats import response_format, schema_constraint
-from mlcbuild_runtime.grammar import Constraint, Grammars, Matcher
-from mlcbuild_runtime.request import Event, Request, Ticket
-from mlcbuild_runtime.sampling import SKIPPED, Choose, Floats, Sampling
-from mlcbuild_runtime.sequence import Sequence
-from mlcbuild_runtime.step import Mask
-from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vocabulary import JsonVocabulary, PieceVocabulary
+from mlcbuild_format.errors import RequestError, SetupError
+from mlcbuild_format.fields import Json
+from mlcbuild_runtime.constraints import trial
+from mlcbuild_runtime.constraints.grammar import Constraint, Grammars, Matcher
+from mlcbuild_runtime.engine.request import Event, Request, Ticket
+from mlcbuild_runtime.engine.sampler import Trust
+from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.executor.batch import Mask
+from mlcbuild_runtime.executor.sampling_params import SKIPPED, Choose, Floats, Sampling
+from mlcbuild_runtime.openai.response_format import response_format, schema_constraint
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+from mlcbuild_runtime.text.vocabulary import JsonVocabulary, PieceVocabulary
 from numpy.typing import NDArray
 
 from . import shared
@@ -201,6 +207,13 @@ for _ in range(300):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
 
 
+NO_TEXT = (
+    "^s cannot be compiled: no text fits it: its conditions exclude each other, a rule or \\$ref leads to"
+    " nothing but itself, or the vocabulary cannot spell the text$"
+)
+RULES = "\n".join(f'r{i}: "a{i}" start?' for i in range(8000))
+
+
 @pytest.mark.parametrize(
     ("constraint", "reason"),
     [
@@ -215,10 +228,37 @@ for _ in range(300):
         (schema_constraint({"type": "integer", "minimum": 5, "maximum": 2}, "s"), "s cannot be compiled: "),
         (schema_constraint(False, "s"), "s cannot be compiled: "),
         (schema_constraint(DEEP, "s"), "s cannot be compiled: .*recursion limit"),
+        (schema_constraint({"$ref": "#"}, "s"), NO_TEXT),
+        (schema_constraint({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}, "s"), NO_TEXT),
+        (Constraint("regex", r"[^\s\S]", "s"), NO_TEXT),
+        (Constraint("lark", "start: start", "s"), NO_TEXT),
+        (Constraint("lark", "start: A\nA: /a/ & /b/", "s"), NO_TEXT),
+        (
+            Constraint("lark", 'start: "a" <|nowhere|>', "s"),
+            r'no special token is called "<\|nowhere\|>": write one by its number, such as <\[2\]>$',
+        ),
+        (
+            Constraint("lark", "start: <[99999]>", "s"),
+            "s cannot be compiled: Token range end too large: 99999$",
+        ),
+        (Constraint("regex", "(a{1000}){1000}", "s"), "s cannot be compiled: it is too complex"),
+        (Constraint("regex", r"(\w{1,200}){100}", "s"), "s cannot be compiled: it is too complex"),
+        (schema_constraint({"const": "x" * 250000}, "s"), "s cannot be compiled: it is too complex"),
+        (schema_constraint({"enum": [f"value {i}" for i in range(15000)]}, "s"), "it is too complex"),
+        (
+            schema_constraint({"type": "integer", "multipleOf": 999983}, "s"),
+            "s cannot be compiled: it takes more than 2 s or 128 MiB to compile and begin: simplify it$",
+        ),
+        (Constraint("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000, "s"), "too deeply nested"),
+        (Constraint("regex", "(" * 3000 + "a" + ")" * 3000, "s"), "s cannot be compiled: "),
+        (
+            Constraint("lark", f"start: {' | '.join(f'r{i}' for i in range(8000))}\n{RULES}", "s"),
+            "it is too complex, since it repeats or branches too often",
+        ),
     ],
 )
 def test_what_cannot_be_compiled(constraint: Constraint, reason: str) -> None:
-    for _ in range(2):  # failures are not kept
+    for _ in range(2):  # the second time from what is kept
         with pytest.raises(RequestError, match=reason) as caught:
             GRAMMARS["json"].compiled(constraint, message=False).matcher()
         assert (caught.value.param, caught.value.code) == (constraint.param, "invalid_constraint")
@@ -227,7 +267,7 @@ def test_what_cannot_be_compiled(constraint: Constraint, reason: str) -> None:
 
 def test_a_mask_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     matcher = GRAMMARS["json"].compiled(Constraint("regex", "[a-z]+", "x"), message=False).matcher()
-    monkeypatch.setattr("mlcbuild_runtime.grammar.STEP_SECONDS", 0.0)
+    monkeypatch.setattr("mlcbuild_runtime.constraints.grammar.STEP_SECONDS", 0.0)
     with pytest.raises(RequestError, match=r"it took 0\.\d\d s to see which tokens may come next"):
         matcher.mask()
 
@@ -374,28 +414,6 @@ def test_masks_are_there_before_the_model_is_asked(
     assert abs(masks - expected) <= 3, "tries that are made between"
 
 
-def test_what_did_not_fit_is_not_tried_at_such_a_place_again(
-    choose: Choose, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried, tries = list[int](), Matcher.tries
-
-    def counted(self: Matcher, token: int) -> bool:
-        tried.append(token)
-        return tries(self, token)
-
-    monkeypatch.setattr(Trust, "LONGEST", 0)  # all are due
-    monkeypatch.setattr(Matcher, "tries", counted)
-    row = np.zeros(SIZE, np.float32)
-    row[TOKENIZERS["json"].vocabulary.token_id("z")] = 100
-    for pattern, expected in (("[ab]{400}", 1), ("(?i)[ab]{400}", 11)):  # places of the second are not known
-        found = sequence(choose, pattern, Sampling(1.0, seed=1))
-        tried.clear()
-        for _ in range(11):
-            assert told(choose, found, row).error is None
-            found.length += 1
-        assert len(tried) == expected
-
-
 def test_where_a_text_must_come_no_mask_is_made(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     made, bits = list[Matcher](), Matcher._bits
 
@@ -447,23 +465,62 @@ def test_trust() -> None:
 
 
 def test_a_trial_survives_its_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = trial.Trial()
+    found = trial.Trial(GRAMMARS["json"]._tokens, 2.0)
     try:
-        assert found.error('start: "a"') == ""
-        assert found._child is not None
-        found._child.kill()
-        found._child.wait()
-        assert "nothing" in found.error("start: nothing")
-        found.close()
+        assert found.run('start: "a"').error == ""
+        assert found._child.process is not None
+        found._child.process.kill()
+        found._child.process.wait()
+        assert "nothing" in found.run("start: nothing").error
+        found._child.end()
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        with pytest.raises(SetupError, match=r"constraints cannot be tried: .*/nowhere/python"):
-            found.error('start: "a"')
+        with pytest.raises(SetupError, match=r"that tries constraints cannot start: .*/nowhere/python"):
+            found.run('start: "a"')
         monkeypatch.undo()
-        monkeypatch.setattr(trial, "_START", "import nowhere")
+        monkeypatch.setattr(found._child, "_module", "nowhere")
         with pytest.raises(SetupError, match="has failed: see the lines above"):
-            found.error('start: "a"')
+            found.run('start: "a"')
     finally:
         found.close()
+
+
+def test_a_trial_ends_with_its_grammars() -> None:
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
+    grammars.compiled(Constraint("regex", "a", "x"), message=False)
+    child = grammars._trials[0]._child.process
+    assert child is not None and child.poll() is None
+    del grammars
+    gc.collect()
+    assert child.poll() is not None
+
+
+def test_a_trial_takes_no_more_than_its_time_and_memory() -> None:
+    found = trial.Trial(GRAMMARS["json"]._tokens, 0.2)
+    try:
+        for multiple in (999983, 1999993):  # the second reaches its memory first
+            found._seconds = 0.2 if multiple < 1_000_000 else 60.0
+            with pytest.raises(trial.TooCostlyError):
+                found.run(f'start: %json {{"type": "integer", "multipleOf": {multiple}}}')
+        assert found.run('start: "a"').error == ""
+    finally:
+        found.close()
+
+
+def test_only_so_many_wait_for_a_second_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick constraints pass meanwhile."""
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
+    costly = [schema_constraint({"type": "integer", "multipleOf": 999983 + i}, "s") for i in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        asked = [pool.submit(grammars.compiled, constraint, False) for constraint in costly]
+        while grammars._slow_places._value > 0:
+            time.sleep(0.01)
+        grammars.compiled(Constraint("regex", "quick", "x"), message=False)
+        assert not all(each.done() for each in asked)
+        refused = [error for each in asked if isinstance(error := each.exception(), RequestError)]
+    assert len(refused) == 5 and {error.status for error in refused} == {400, 503}
+    for error in refused:
+        expected = "3 others that do are waiting" if error.status == 503 else "more than 2 s or 128 MiB"
+        assert expected in str(error)
 
 
 def test_a_model_without_an_end_cannot_be_constrained() -> None:
@@ -472,11 +529,130 @@ def test_a_model_without_an_end_cannot_be_constrained() -> None:
         grammars.compiled(Constraint("regex", "a", "x"), message=False).matcher()
 
 
-def test_many_constraints_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlcbuild_runtime.grammar.KEPT", 3)
-    for i in range(9):
-        assert drawn(Constraint("regex", f"number {i}", "x")) == f"number {i}"
-    assert len(GRAMMARS["json"]._kept) <= 3
+def test_constraints_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
+    constraints = [Constraint("regex", f"number {i}", "x") for i in range(20)]
+    first = grammars.compiled(constraints[0], message=False)
+    monkeypatch.setattr("mlcbuild_runtime.constraints.grammar.KEPT_BYTES", 3 * first.bytes + first.bytes // 2)
+    assert grammars.compiled(constraints[0], message=False) is first
+    for constraint in constraints:
+        grammars.compiled(constraint, message=False)
+    assert 2 <= len(grammars._kept) <= 4
+    assert grammars.compiled(constraints[-1], message=False) is not first
+    assert grammars.compiled(constraints[0], message=False) is not first
+
+
+LATE = "[a-z]{40}(a{1000}){1000}"
+"""A regular expression that can be followed for 40 letters only."""
+
+
+def test_a_constraint_that_fails_is_forgotten_with_its_memory() -> None:
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
+    constraint = Constraint("regex", LATE, "x")
+    compiled = weakref.ref(grammars.compiled(constraint, message=False))
+    found = compiled()
+    assert found is not None
+    matcher, letter = found.matcher(), TOKENIZERS["json"].vocabulary.token_id("a")
+    del found
+    with pytest.raises(RequestError, match="the constraint cannot be followed: it is too complex"):
+        for _ in range(60):
+            matcher.mask()
+            matcher.take(letter or 0)
+    assert not grammars._kept
+    del matcher
+    assert compiled() is None
+
+
+class Words:
+    """A vocabulary of two words and an end."""
+
+    leading_space = False
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        return [0] if text.startswith("yes") else []
+
+    def token_bytes(self, token: int) -> bytes:
+        return (b"yes", b"no", b"")[token]
+
+    def token_name(self, token: int) -> str:
+        return ("yes", "no", "</s>")[token]
+
+    def token_id(self, name: str) -> int | None:
+        return None
+
+
+def test_a_text_that_the_vocabulary_cannot_spell() -> None:
+    grammars = Grammars(Words(), 3, {2})
+    grammars.compiled(Constraint("regex", "(yes|no)+", "x"), message=False)
+    with pytest.raises(RequestError, match=r"no text fits it: .* or the vocabulary cannot spell the text$"):
+        grammars.compiled(Constraint("regex", "yes[{]a", "x"), message=False)
+
+
+def test_outcomes_of_trials_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A constraint that was refused, or that had to make room for others, is not tried again."""
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
+    wanted = Constraint("regex", "quick", "x")
+    first = grammars.compiled(wanted, message=False)
+    for _ in range(3):
+        with pytest.raises(RequestError, match="it is too complex"):
+            grammars.compiled(Constraint("regex", "(a{1000}){1000}", "x"), message=False)
+        grammars.close()
+        grammars._kept.clear()
+        assert grammars.compiled(wanted, message=False) is not first
+    monkeypatch.setattr("mlcbuild_runtime.constraints.grammar.TRIALS", 1)
+    grammars._kept.clear()
+    grammars.compiled(wanted, message=False)
+    assert len(grammars._outcomes) == 1
+
+
+def resident(pid: int) -> int:
+    """Returns the memory of a process, in bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def form(kind: str, source: str) -> dict[str, Any]:
+    return {"type": kind, kind: source}
+
+
+def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+ATTACKS: dict[str, list[dict[str, Any]]] = {
+    "counts": [form("regex", f"(a{{{1000 - i}}}){{1000}}") for i in range(40)],
+    "late counts": [form("regex", f"[a-z]{{{20 + i}}}(a{{1000}}){{1000}}") for i in range(40)],
+    "texts": [of_schema({"const": "x" * (250_000 - i)}) for i in range(40)],
+    "shorter texts": [of_schema({"const": "x" * (20_000 - i)}) for i in range(40)],
+    "enums": [of_schema({"enum": [f"{i} {j}" for j in range(6000)]}) for i in range(40)],
+    "multiples": [of_schema({"type": "integer", "multipleOf": 99991 + i}) for i in range(40)],
+    "rules": [form("grammar", f"start: r0\n{RULES}\nx{i}: 'x'") for i in range(40)],
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("attack", list(ATTACKS))
+def test_constraints_do_not_take_a_servers_memory(toy_bundle: Path, attack: str) -> None:
+    """Others are answered meanwhile."""
+    with shared.serving(toy_bundle) as server, ThreadPoolExecutor(30) as pool:
+
+        def answer(wanted: dict[str, Any] | None, timeout: float = shared.WAIT) -> httpx.Response:
+            body = {"prompt": "a", "max_tokens": 60, "response_format": wanted}
+            return httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout)
+
+        answer(form("regex", "[a-z]{3}"))
+        rest = resident(server.process.pid)
+        asked, gaps = [pool.submit(answer, wanted) for wanted in ATTACKS[attack]], list[float]()
+        while not all(each.done() for each in asked):
+            begun = time.monotonic()
+            assert answer(None).status_code == answer(form("regex", "[a-z]{3}")).status_code == 200
+            gaps.append(time.monotonic() - begun)
+        for each in asked:
+            response = each.result()
+            assert response.status_code in (200, 400, 503), response.text
+        server.wait_idle()
+        assert max(gaps) < 20
+        grown = resident(server.process.pid) - rest
+        assert grown < 400 << 20
 
 
 @pytest.mark.parametrize(

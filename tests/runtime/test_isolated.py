@@ -50,7 +50,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (site / top).exists():
                 (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
-    (site / "mlcbuild_runtime").symlink_to(shared.ROOT / "runtime" / "mlcbuild_runtime")
+    for package in ("mlcbuild_format", "mlcbuild_runtime"):
+        (site / package).symlink_to(shared.ROOT / "runtime" / package)
     return root / "bin" / "python"
 
 
@@ -105,6 +106,7 @@ def test_a_bundle_without_a_tvm_runtime_says_what_to_do(
     python: Path, tiny_bundle: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(tiny_bundle, tmp_path / "tiny"))
+    shutil.rmtree(copy / "lib")
     (copy / "bundle.json").chmod(0o644)
     document = json.loads((copy / "bundle.json").read_bytes())
     document["files"] = {

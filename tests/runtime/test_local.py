@@ -14,7 +14,7 @@ from typing import Any
 
 import mlcbuild_runtime
 import pytest
-from mlcbuild_runtime.errors import BundleError, EngineError, RequestError
+from mlcbuild_format.errors import BundleError, EngineError, RequestError
 
 from . import shared
 from .test_server import HI, text_of

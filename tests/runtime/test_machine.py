@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mlcbuild_runtime import machine
-from mlcbuild_runtime.bundle import Machine
-from mlcbuild_runtime.fields import Json
+from mlcbuild_format.bundle import Machine
+from mlcbuild_format.fields import Json
+from mlcbuild_runtime.devices import machine
 
 from . import shared, toy
 
@@ -97,8 +97,8 @@ def test_a_system_that_refuses_tile_registers() -> None:
     processor has none."""
     program = """
 import ctypes
-from mlcbuild_runtime import machine
-from mlcbuild_runtime.bundle import Machine
+from mlcbuild_runtime.devices import machine
+from mlcbuild_format.bundle import Machine
 
 class Stack(ctypes.Structure):
     _fields_ = [("start", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
@@ -190,7 +190,7 @@ def test_control_groups_limit_threads(
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups and affinity are Linux's")
 def test_affinity_limits_threads() -> None:
     program = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))});"
-    program += "from mlcbuild_runtime.machine import default_threads; print(default_threads())"
+    program += "from mlcbuild_runtime.devices.machine import default_threads; print(default_threads())"
     assert shared.run("-c", program).stdout == "1\n"
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from mlcbuild_runtime import bundle, machine, modes
-from mlcbuild_runtime.errors import RequestError, SetupError
-from mlcbuild_runtime.models import Models, Source
-from mlcbuild_runtime.modes import Wanted
-from mlcbuild_runtime.threads import Turns
+from mlcbuild_format import bundle, memory, sizes
+from mlcbuild_format.errors import RequestError, SetupError
+from mlcbuild_runtime.devices.threads import Turns
+from mlcbuild_runtime.engine import memory_modes
+from mlcbuild_runtime.engine.memory_modes import Wanted
+from mlcbuild_runtime.engine.served_models import Models, Source
 from prometheus_client.parser import text_string_to_metric_families
 
 from . import shared
@@ -84,11 +85,11 @@ def test_models_by_name(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> 
             if sample.name == "mlcbuild_answer_tokens_total"
         }
         assert set(made) == {"fast", "tiny-q4f16_1"} and min(made.values()) > 4
-        assert server.stop()[0] == 0
+        assert server.stop() == 0
 
 
 def needs(path: Path) -> int:
-    return modes.choose(Wanted(), bundle.manifest(path)).memory
+    return memory_modes.choose(Wanted(), bundle.manifest(path)).memory
 
 
 def test_what_nobody_uses_makes_room(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> None:
@@ -159,8 +160,8 @@ def test_modes(tiny_bundle: Path) -> None:
     fixed = manifest.memory.weights + manifest.memory.workspace
     page = manifest.memory.kv_cache // (each * 8)
 
-    def chosen(mode: modes.Mode, **more: int) -> modes.Chosen:
-        return modes.choose(Wanted(mode, **more), manifest)
+    def chosen(mode: memory_modes.Mode, **more: int) -> memory_modes.Chosen:
+        return memory_modes.choose(Wanted(mode, **more), manifest)
 
     server = chosen("server")
     assert (server.max_batch, server.pages, server.prefill_chunk) == (8, 8 * each, 64)
@@ -178,8 +179,8 @@ def test_modes(tiny_bundle: Path) -> None:
         chosen("server", memory=fixed + page)
     assert chosen("server", memory=fixed + page, max_pages=1).pages == 1
     long = replace(manifest, limits=replace(manifest.limits, prefill_chunk=2048))
-    assert modes.choose(Wanted("server"), long).prefill_chunk == 256
-    assert modes.choose(Wanted("interactive"), long).prefill_chunk == 2048
+    assert memory_modes.choose(Wanted("server"), long).prefill_chunk == 256
+    assert memory_modes.choose(Wanted("interactive"), long).prefill_chunk == 2048
 
 
 def test_what_was_chosen_is_told(toy_bundle: Path) -> None:
@@ -200,7 +201,9 @@ def test_what_was_chosen_is_told(toy_bundle: Path) -> None:
     ("options", "message"),
     [
         (["--memory", "1kB"], "but the memory for bundles is 1.0 kB: give it more, or --max-pages"),
-        (["--memory", "much"], "must be a size such as 8GB or 512MiB, found much"),
+        (["--memory", "much"], "must be a size such as 8GB or 512MiB, found 'much'"),
+        (["--memory", "1KiB"], "but the memory for bundles is 1.0 kB: give it more, or --max-pages"),
+        (["--memory", "0B"], "must be at least 1 byte, found '0B'"),
         (["--mode", "fast"], "invalid choice: 'fast'"),
     ],
 )
@@ -211,11 +214,16 @@ def test_options_that_cannot_be(toy_bundle: Path, options: list[str], message: s
 
 
 def test_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 100 * MB < machine.memory() < 1 << 50
-    monkeypatch.setattr(machine, "memory", lambda: 1000 * MB)
-    assert [Wanted(mode).budget // MB for mode in modes.MODES] == [500, 500, 900]
+    assert 100 * MB < memory.available() < 1 << 50
+    monkeypatch.setattr(memory, "available", lambda: 1000 * MB)
+    assert [Wanted(mode).budget // MB for mode in memory_modes.MODES] == [500, 500, 900]
     assert Wanted(memory=7).budget == 7
-    assert [modes.size(n) for n in (999, 1500, 2 * MB, 3 << 50)] == ["999 B", "1.5 kB", "2.0 MB", "3377.7 TB"]
+    assert [sizes.show(n) for n in (999, 1500, 2 * MB, 3 << 50)] == [
+        "999 B",
+        "1.5 kB",
+        "2.0 MB",
+        "3377.7 TB",
+    ]
 
 
 def test_turns_are_taken_in_order() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.trace import Trace
+from mlcbuild_runtime.engine.trace import Trace
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared
 
@@ -59,7 +59,7 @@ def watched(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with shared.serving(tiny_bundle, *options) as server:
         ids = ask(server.url)
         server.wait_idle()
-        assert server.stop()[0] == 0
+        assert server.stop() == 0
     text = log.read_text()
     first, *lines = [json.loads(line) for line in text.splitlines()]
     assert first == {"earlier": True}, "lines are added"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlcbuild_runtime.pages import GONE, Key, Pages
+from mlcbuild_runtime.engine.pages import GONE, Key, Pages
 
 A, B, C = (1,), (2,), (3,)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from mlcbuild_runtime import intake
-from mlcbuild_runtime.server import create_app
-from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.http import body_reader
+from mlcbuild_runtime.http.server import create_app
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared
 from .shared import Server
@@ -25,7 +25,7 @@ from .test_engine import start
 from .test_server import CHAT, COMPLETION, HI, text_of
 
 PROMPT = [1, 2, 3]
-GAP = 2.0
+GAP = shared.WAIT / 4
 """Seconds between two tokens of a bystander, at most, on a machine that is busy with other tests."""
 
 
@@ -132,7 +132,7 @@ POISON: list[tuple[str, str, object, int, str]] = [
     ("half in a tool", CHAT, tool("f", description="\ud800"), 400, "half of a surrogate pair"),
     ("half in a schema", COMPLETION, schema({"enum": ["\ud800"]}), 400, "surrogate|cannot be compiled"),
     ("half in a regex", COMPLETION, form("regex", "\ud800"), 400, "half of a surrogate pair"),
-    ("half in arguments", CHAT, {"messages": HI, "chat_template_kwargs": {"x": "\ud800"}}, 200, ""),
+    ("half in arguments", CHAT, {"messages": HI, "chat_template_kwargs": {"x": "\ud800"}}, 400, "surrogate"),
     ("a key twice", COMPLETION, b'{"prompt": "x", "n": 1, "n": 2}', 400, "the key 'n' is there twice"),
     ("an unknown field", CHAT, {"messages": HI, "temprature": 1}, 400, "did you mean 'temperature'"),
     ("brackets", CHAT, b'{"messages": ' + b"[" * 50_000, 400, "nested too deeply"),
@@ -217,7 +217,7 @@ RAW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("data", "answer"), RAW)
+@pytest.mark.parametrize(("data", "answer"), RAW, ids=[str(data[:20]) for data, _ in RAW])
 def test_what_is_hardly_http(server: Server, bystander: Bystander, data: bytes, answer: bytes) -> None:
     address = server.url.removeprefix("http://").split(":")
     with socket.create_connection((address[0], int(address[1])), timeout=shared.WAIT) as connection:
@@ -229,7 +229,7 @@ def test_what_is_hardly_http(server: Server, bystander: Bystander, data: bytes, 
 
 
 def test_a_body_without_end(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(body_reader, "BODY_SECONDS", 0.2)
     engine = start(toy_bundle)
 
     async def halves() -> AsyncIterator[bytes]:
@@ -253,10 +253,11 @@ def test_a_costly_constraint_stalls_nobody(server: Server, bystander: Bystander)
     """Compiling it takes half a minute and half a gigabyte."""
     bystander.longest = 0
     with httpx.Client(timeout=shared.WAIT) as client:
+        began = time.monotonic()
         for _ in range(2):  # the second time it is known
             response = client.post(f"{server.url}{COMPLETION}", json=schema({"multipleOf": 999983}))
             assert response.status_code == 400, response.text
-            assert "it takes more than 2 s or 2 GiB to compile" in response.json()["error"]["message"]
+            assert "it takes more than 2 s or 128 MiB to compile" in response.json()["error"]["message"]
+        assert bystander.longest < (time.monotonic() - began) / 2
         easy = client.post(f"{server.url}{COMPLETION}", json=form("regex", "[0-9]{4}"))
         assert re.fullmatch("[0-9]{4}", easy.json()["choices"][0]["text"])
-    assert bystander.longest < GAP

@@ -96,9 +96,10 @@ def test_programs(place: Path) -> None:
 
 
 def test_tables_name_every_field() -> None:
-    from mlcbuild_runtime import api, bundle, embeddings, responses
+    from mlcbuild_format import bundle
+    from mlcbuild_runtime.openai import api, embeddings, responses_request
 
-    for name in (*api.CHAT, *api.COMPLETION, *embeddings.TABLE, *responses.TABLE):
+    for name in (*api.CHAT, *api.COMPLETION, *embeddings.TABLE, *responses_request.TABLE):
         assert f"`{name}`" in README or f"`{name}." in README or name == "model", name
     for name in bundle.Manifest.__dataclass_fields__:
         assert f"`{name}`" in README, name

@@ -13,10 +13,10 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from mlcbuild_runtime import bundle
-from mlcbuild_runtime.schedule import SCORED
-from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vm import Model
+from mlcbuild_format import bundle
+from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.engine.scheduler import SCORED
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared
 from .shared import Server

@@ -12,8 +12,8 @@ from typing import Any
 
 import openai
 import pytest
-from mlcbuild_runtime.errors import RequestError
-from mlcbuild_runtime.history import History, Kept
+from mlcbuild_format.errors import RequestError
+from mlcbuild_runtime.openai.history import History, Kept
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage
 from pydantic import BaseModel
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mlcbuild_runtime.errors import EngineError
-from mlcbuild_runtime.sampling import (
+from mlcbuild_format.errors import EngineError
+from mlcbuild_runtime.executor.sampling_params import (
     Choose,
     Floats,
     Sampling,

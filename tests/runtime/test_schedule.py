@@ -12,13 +12,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 import pytest
-from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.errors import RequestError
-from mlcbuild_runtime.request import Event, Request
-from mlcbuild_runtime.sampling import Floats, Sampling, Way
-from mlcbuild_runtime.step import Step
+from mlcbuild_format.errors import RequestError
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.sampling_params import Floats, Sampling, Way
 
-from . import toy
+from . import shared, toy
 from .stepwise import Stepwise
 from .test_engine import GREEDY, ask, drain, greedy, start, tokens_of, wait_idle
 
@@ -213,8 +213,9 @@ def test_a_resting_request_costs_no_time(engine: Engine) -> None:
     ticket = engine.submit(greedy([1], 200), events.put, window=2)
     time.sleep(0.1)
     before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.2
+    time.sleep(0.3)
+    rest = time.process_time() - before
+    assert rest < shared.busy(0.3) / 4
     ticket.cancel()
     wait_idle(engine)
     assert events.qsize() == 2

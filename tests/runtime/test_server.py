@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from mlcbuild_runtime.text import Tokenizer
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared, toy
 from .shared import Server
@@ -408,24 +408,19 @@ def test_without_a_chat_template(toy_copy: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_within_two_seconds(toy_bundle: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_it_amid_streams(toy_bundle: Path, number: signal.Signals) -> None:
+    """SIGINT does not wait for requests, SIGTERM only as long as --drain says. Clients would stream until
+    the stop times out."""
     with shared.serving(toy_bundle) as server:
-        assert server.stop(number)[0] == 0
-    tries = (_seconds_to_stop_amid_streams(toy_bundle, number) for _ in range(4))
-    assert any(seconds < 2 for seconds in tries), "not even once: a busy machine is no reason"
-
-
-def _seconds_to_stop_amid_streams(bundle: Path, number: signal.Signals) -> float:
-    # Without the limit SIGTERM waits for the streams, which take long on a busy machine.
-    with shared.serving(bundle, "--drain", "0.5") as server, ThreadPoolExecutor(4) as pool:
-        end = time.monotonic() + 0.5
+        assert server.stop(number) == 0
+    drain = {signal.SIGINT: str(10 * shared.WAIT), signal.SIGTERM: "0.5"}[number]
+    with shared.serving(toy_bundle, "--drain", drain) as server, ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(_stream_until_the_end, server.url) for _ in range(4)]
-        while server.health()["running"] == 0 and time.monotonic() < end:
-            pass
-        code, seconds = server.stop(number)
-        assert code == 0
-        assert {job.result(shared.WAIT) for job in jobs} <= {"the server is stopping", "[DONE]", "cut"}
-    return seconds
+        end = time.monotonic() + shared.WAIT
+        while server.health()["running"] == 0:
+            assert time.monotonic() < end
+        assert server.stop(number) == 0
+        assert {job.result(shared.WAIT) for job in jobs} <= {"the server is stopping", "cut"}
 
 
 def _stream_until_the_end(url: str) -> str:
@@ -449,9 +444,7 @@ def test_a_client_that_reads_nothing_does_not_delay_the_end(toy_bundle: Path) ->
         with socket.create_connection((address[0], int(address[1]))) as connection:
             connection.sendall(head + body)
             connection.recv(100)
-            code, seconds = server.stop()
-        assert code == 0
-        assert seconds < 2
+            assert server.stop() == 0
 
 
 def test_a_port_in_use_is_one_sentence(toy_bundle: Path) -> None:

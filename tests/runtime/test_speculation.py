@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlcbuild_format.errors import BundleError, RequestError
 from mlcbuild_runtime import local
-from mlcbuild_runtime.drafts import Credit, Lookup, Prediction, Prices, Speculate
-from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.errors import BundleError, RequestError
-from mlcbuild_runtime.grammar import Constraint, Grammars
-from mlcbuild_runtime.request import Event, Request
-from mlcbuild_runtime.role import Role
-from mlcbuild_runtime.sampling import Sampling
-from mlcbuild_runtime.sequence import Sequence
-from mlcbuild_runtime.speculation import ROWS, Speculation
-from mlcbuild_runtime.step import Step
-from mlcbuild_runtime.text import Tokenizer
-from mlcbuild_runtime.vm import Floats, Model
+from mlcbuild_runtime.constraints.grammar import Constraint, Grammars
+from mlcbuild_runtime.devices.cpu import Floats, Model
+from mlcbuild_runtime.engine.drafts import Credit, Lookup, Prediction, Prices, Speculate
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.engine_options import Role
+from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.engine.speculation import ROWS, Speculation
+from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.sampling_params import Sampling
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared, toy
 from .shared import Server

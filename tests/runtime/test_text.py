@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,9 @@ import sentencepiece
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from mlcbuild_runtime.bundle import Serving
-from mlcbuild_runtime.errors import BundleError, RequestError
-from mlcbuild_runtime.template import ChatTemplate
-from mlcbuild_runtime.text import TextStream, Tokenizer
+from mlcbuild_format.bundle import Serving
+from mlcbuild_format.errors import BundleError, RequestError
+from mlcbuild_runtime.text.tokenizer import TextStream, Tokenizer
 
 SAMPLE = [
     "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.",
@@ -283,44 +281,6 @@ def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def render(source: str, **options: str) -> str:
-    return ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES, dict(options))
-
-
-def test_what_templates_may_use() -> None:
-    loop = "{% for m in messages %}{{ bos_token }}{{ m.role }}:{{ m['content'] }}{% endfor %}"
-    assert render(loop) == "<s>user:hi"
-    assert (
-        render("{{ add_generation_prompt }} {{ tools is none }} {{ documents is none }}") == "True True True"
-    )
-    assert render("{{ {'b': '<é>', 'a': [1]} | tojson }}") == '{"b": "<é>", "a": [1]}'
-    assert render("{{ [1] | tojson(indent=1) }}") == "[\n 1\n]"
-    assert render("{{ strftime_now('%Y') }}") == str(datetime.now().year)
-    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
-    assert render("a{% generation %}b{% endgeneration %}c") == "abc"
-    assert render("  {% if true %}\nx\n  {% endif %}\n") == "x\n"
-    assert render("{{ enable_thinking }}", enable_thinking="no") == "no"
-    assert render("{{ messages[0].content }}", messages="mine") == "hi"
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
-        ("{{ messages[5].content }}", "refuses these messages: .*no element 5"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages: .*unsafe"),
-        ("{{ messages.append(1) }}", "refuses these messages: .*"),
-        ("{{ 1 / 0 }}", "fails on these messages: ZeroDivisionError"),
-        ("{{ messages[0].content + 1 }}", "fails on these messages: TypeError"),
-        ("{% if %}", "refuses these messages: Expected an expression"),
-        ("{% for i in range(10 ** 12) %}x{% endfor %}", "fails on these messages: OverflowError"),
-    ],
-)
-def test_templates_that_fail(source: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        render(source)
-
-
 def test_where_templates_are_found(byte_level: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((byte_level / "tokenizer.json").read_bytes())
 
@@ -339,3 +299,10 @@ def test_where_templates_are_found(byte_level: Path, tmp_path: Path) -> None:
     assert answer() == "config"
     (tmp_path / "chat_template.jinja").write_text("file: {{ messages[0].content }}")
     assert answer() == "file: hi"
+
+
+def test_a_template_that_is_not_utf8(byte_level: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((byte_level / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    with pytest.raises(BundleError, match=r"chat_template\.jinja: not UTF-8: .* at byte 3$"):
+        Tokenizer.load(tmp_path)

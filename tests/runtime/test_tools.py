@@ -16,13 +16,13 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlcbuild_runtime import api
-from mlcbuild_runtime.body import Body
-from mlcbuild_runtime.calls import Form, Piece, Reader
-from mlcbuild_runtime.errors import RequestError
-from mlcbuild_runtime.fields import Json
-from mlcbuild_runtime.formats import schema_constraint
-from mlcbuild_runtime.tools import Tool, Toolbox, constraint, in_words, toolbox
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json
+from mlcbuild_runtime.openai import api
+from mlcbuild_runtime.openai.body import Body
+from mlcbuild_runtime.openai.call_syntax import Form, Piece, Reader
+from mlcbuild_runtime.openai.response_format import schema_constraint
+from mlcbuild_runtime.openai.tools import Tool, Toolbox, constraint, in_words, toolbox
 
 from . import shared
 from .shared import Server

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlcbuild_runtime import tree
-from mlcbuild_runtime.drafts import Lookup, Odds, Prices, Speculate
-from mlcbuild_runtime.engine import Engine
-from mlcbuild_runtime.grammar import Constraint
-from mlcbuild_runtime.pages import Pages
-from mlcbuild_runtime.request import Request, Ticket
-from mlcbuild_runtime.sampling import Sampling
-from mlcbuild_runtime.schedule import Schedule
-from mlcbuild_runtime.sequence import Sequence
-from mlcbuild_runtime.speculation import ROWS, Speculation
-from mlcbuild_runtime.step import Step
-from mlcbuild_runtime.tree import Branch
-from mlcbuild_runtime.vm import Model
+from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.engine import draft_tree
+from mlcbuild_runtime.engine.draft_tree import Branch
+from mlcbuild_runtime.engine.drafts import Lookup, Odds, Prices, Speculate
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.pages import Pages
+from mlcbuild_runtime.engine.request import Request, Ticket
+from mlcbuild_runtime.engine.scheduler import Schedule
+from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.engine.speculation import ROWS, Speculation
+from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.sampling_params import Sampling
 
 from . import toy
 from .stepwise import Stepwise
@@ -43,7 +43,7 @@ def grown(source: random.Random, rows: int, size: int = 256) -> tuple[list[int],
     while left > 0 and source.random() < 0.8:
         parent = source.randrange(len(branches) + 1)
         first = branches[parent - 1].start + 1 if parent else 0
-        begin = source.randrange(first, len(tree.path_tokens(draft, branches, parent)) + 1)
+        begin = source.randrange(first, len(draft_tree.path_tokens(draft, branches, parent)) + 1)
         branches.append(Branch(begin, tokens(min(left, 4)), parent))
         left -= len(branches[-1].tokens)
     return draft, branches
@@ -63,8 +63,8 @@ def test_every_row_is_as_decoding_its_path(
     model = Model.load(request.getfixturevalue(f"{bundle}_bundle"), max_pages=64)
     source, size = random.Random(3), model.manifest.vocab_size
     for length in (shortest, shortest + 9):
-        parts, wanted, paths = list[tree.Part](), list[int](), list[list[int]]()
-        forks, free = list[tree.Fork](), source.sample(range(40, 64), 24)
+        parts, wanted, paths = list[draft_tree.Part](), list[int](), list[list[int]]()
+        forks, free = list[draft_tree.Fork](), source.sample(range(40, 64), 24)
         for text in ([source.randrange(size) for _ in range(length - less)] for less in (0, 17)):
             draft, branches = grown(source, ROWS // 2 - 1, size)
             own = [free.pop() for _ in range(-(-(len(text) + len(draft)) // PAGE))]
@@ -74,12 +74,12 @@ def test_every_row_is_as_decoding_its_path(
                 branch.shared = begin // PAGE
                 needed = -(-(begin + len(branch.tokens)) // PAGE) - branch.shared
                 branch.pages = [free.pop() for _ in range(needed)]
-            more, found = tree.parts(len(text), own, branches, PAGE)
+            more, found = draft_tree.parts(len(text), own, branches, PAGE)
             parts += [([text[-1], *draft], len(text) + len(draft), own), *more]
             wanted += [1 + len(draft), *[len(branch.tokens) for branch in branches]]
             forks += found
-            for index, depth in tree.rows(draft, branches):
-                paths.append(text + tree.path_tokens(draft, branches, index)[:depth])
+            for index, depth in draft_tree.rows(draft, branches):
+                paths.append(text + draft_tree.path_tokens(draft, branches, index)[:depth])
         logits = model.forward(Step.of(parts, wanted, prompt=False)._replace(forks=forks)).copy()
         assert len(logits) == len(paths)
         for leaf in [p for p in paths if not any(len(o) > len(p) and o[: len(p)] == p for o in paths)]:
@@ -117,7 +117,9 @@ class Growing(Speculation):
             sequence.draft = sequence.allowed(sequence.draft)
             kept = 0
             for branch in sequence.branches:
-                before = tree.path_tokens(sequence.draft, sequence.branches, branch.parent)[: branch.start]
+                before = draft_tree.path_tokens(sequence.draft, sequence.branches, branch.parent)[
+                    : branch.start
+                ]
                 path = before + branch.tokens
                 if batch == self._parts or len(before) < branch.start or sequence.allowed(path) != path:
                     break
@@ -352,7 +354,7 @@ def test_the_path_that_was_taken_keeps_its_pages(toy_bundle: Path, plain: Engine
     schedule.branch(sequence)
     first, second, third = sequence.branches  # there was no page for the last
     assert [branch.shared for branch in sequence.branches] == [2, 2, 2]
-    _, forks = tree.parts(40, sequence.pages, sequence.branches, PAGE)
+    _, forks = draft_tree.parts(40, sequence.pages, sequence.branches, PAGE)
     assert forks == [
         (trunk[2], first.pages[0], 10),
         (first.pages[0], second.pages[0], 11),

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mlcbuild_runtime.fields import Json
+from mlcbuild_format import abi
+from mlcbuild_format.fields import Json
 
 VOCAB = 260
 """256 bytes, <s>, </s>, <|user|>, <|assistant|>."""
 BOS, EOS = 256, 257
+WAYS = len(abi.SAMPLING_COLUMNS)
 LIMITS = {"context_window": 256, "prefill_chunk": 32, "max_batch": 4, "page_size": 16}
 CONFIG: dict[str, Json] = {"family": "toy", "vocab_size": VOCAB, "norm_eps": "1e-05"}
 SCHEME: dict[str, Json] = {"name": "q0f32"}
@@ -52,7 +54,7 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 
 def write(out: Path) -> None:
     """The whole bundle, below the directory `out`."""
-    from mlcbuild_runtime import bundle
+    from mlcbuild_format import bundle
 
     params = [["table", [VOCAB, 4], "float32", "plain"]]
     digest = bundle.signature([("table", (VOCAB, 4), "float32", "plain")])
@@ -90,7 +92,7 @@ def write(out: Path) -> None:
 def describe(path: Path) -> Any:
     """The manifest's entry of a file."""
     from blake3 import blake3
-    from mlcbuild_runtime.bundle import File
+    from mlcbuild_format.bundle import File
 
     return File(blake3(path.read_bytes()).hexdigest(), path.stat().st_size)
 
@@ -127,10 +129,11 @@ def export(out: Path, metadata: str) -> None:
     import tvm
     from tvm import relax
 
-    from mlcbuild.compiler.kernels.isa import ISAS
-    from mlcbuild.compiler.kernels.masks import masked
-    from mlcbuild.compiler.kernels.sampling import sample
-    from mlcbuild.compiler.loop import emit_steps
+    from mlcbuild.compiler.cpu.isa import ISAS
+    from mlcbuild.compiler.cpu.kernels.logit_mask import masked
+    from mlcbuild.compiler.cpu.kernels.sampling import sample
+    from mlcbuild.compiler.cpu.ops import emit_next_inputs
+    from mlcbuild.compiler.program.decode_loop import emit_steps
 
     builder = relax.BlockBuilder()
     lookup = builder.add_func(_lookup(), "lookup")
@@ -141,7 +144,7 @@ def export(out: Path, metadata: str) -> None:
     step, _ = (
         _emit_step(builder, (lookup, attend, masking, sampling), name) for name in ("step", "step_prefill")
     )
-    emit_steps(builder, step, lambda n: [*_sequences(n, n, n + 1), _params()], {})
+    emit_steps(builder, (step, emit_next_inputs), _variables, {})
     count = tvm.tirx.Var("count", "int64")
     shape = relax.Var("shape", relax.ShapeType([count]))
     with builder.function("create_paged_kv_cache", [shape]):
@@ -177,15 +180,34 @@ def _sequences(n: Any, b: Any, c: Any) -> list[Any]:
     ]
 
 
+def _variables(function: abi.Function) -> dict[str, Any]:
+    """The arguments of a function for sequences that have one new token each."""
+    import tvm
+
+    n = tvm.tirx.Var("n", "int64")
+    sizes: dict[Any, Any] = {"n": n, "b": n, "b+1": n + 1}
+    found = {"pages": _sequences(n, n, n + 1)[0], "params": _params()}
+    for argument in function.arguments:
+        shape = [
+            size if isinstance(size, int) else sizes.setdefault(size, tvm.tirx.Var(size, "int64"))
+            for size in argument.shape
+        ]
+        if argument.dtype is not None:
+            found[argument.name] = _var(argument.name, *shape, dtype=argument.dtype)
+    return {name: found[name] for name in function.names}
+
+
 def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> Any:
     import tvm
     from tvm import relax
 
-    from mlcbuild.compiler.kernels.sampling_row import COLUMNS
-
     lookup, attend, *choosing = kernels
     n, b, q, c = (tvm.tirx.Var(letter, "int64") for letter in "nbqc")
-    tokens, rows, ways = _var("tokens", n), _var("rows", q), _var("ways", q, COLUMNS, dtype="float64")
+    tokens, rows, ways = (
+        _var("tokens", n),
+        _var("rows", q),
+        _var("ways", q, WAYS, dtype="float64"),
+    )
     chosen, masks = _var("chosen", q), _masks()
     cache = _sequences(n, b, c)
     forks, drafts, params = _var("forks", tvm.tirx.Var("f", "int64"), 3), name == "step", _params()
@@ -210,10 +232,11 @@ def _emit_choose(builder: Any, *kernels: Any) -> None:
     """As real libraries have it."""
     import tvm
 
-    from mlcbuild.compiler.kernels.sampling_row import COLUMNS
-
     q, v = (tvm.tirx.Var(name, "int64") for name in "qv")
-    logits, ways = _var("logits", q, v, dtype="float32"), _var("ways", q, COLUMNS, dtype="float64")
+    logits, ways = (
+        _var("logits", q, v, dtype="float32"),
+        _var("ways", q, WAYS, dtype="float64"),
+    )
     given = [logits, ways, _var("tokens", q), _masks()]
     with builder.function("choose", given, pure=False):
         builder.emit_func_output(_chosen(builder, kernels, given, (q, v)))

@@ -17,10 +17,10 @@ def copy(params: Mapping[str, object], inputs: Mapping[str, Path], out: Path) ->
 
 
 def main(verb: str, count: str) -> int:
-    from mlcbuild.execute import Options, execute
-    from mlcbuild.graph import Graph, Input, Node, Source, Step
-    from mlcbuild.plan import plan
-    from mlcbuild.store import Store
+    from mlcbuild.build.execute import Options, execute
+    from mlcbuild.build.graph import Graph, Input, Node, Source, Step
+    from mlcbuild.build.plan import plan
+    from mlcbuild.store.store import Store
 
     nodes: list[Node] = [Source("source", Path("in").absolute(), ("source",))]
     for number in range(int(count)):

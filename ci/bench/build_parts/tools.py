@@ -131,7 +131,7 @@ def ours() -> list[Tool]:
             (*graph, "run", "{count}"),
             (*graph, "plan", "{count}"),
             ("store",),
-            note="the chains through mlcbuild.execute, without receipts; two processes; every result synced",
+            note="the chains through build.execute, without receipts; two processes; every result synced",
         ),
         Tool("python -c pass", lambda area, _: _start(area), (), (python, "-c", "pass"), (), ()),
     ]

@@ -11,14 +11,14 @@ import numpy as np
 from child import prompt
 from numpy.typing import NDArray
 
-from mlcbuild import models
-from mlcbuild.reference import logits
-from mlcbuild.weights import checkpoint as weights_of
+from mlcbuild.bundles.reference import logits
+from mlcbuild.checkpoints.conversion import checkpoint as weights_of
+from mlcbuild.models import parsing
 
 
 def reference(checkpoint: str, count: str, out: str) -> None:
     root = Path(checkpoint)
-    config = models.parse(json.loads((root / "config.json").read_text()))
+    config = parsing.parse(json.loads((root / "config.json").read_text()))
     tokens = prompt(int(count), config.vocab_size)
     logits(config, weights_of(root, config), tokens).astype(np.float32).tofile(out)
 

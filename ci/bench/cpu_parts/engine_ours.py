@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from child import CONTEXT, SEQUENCES, clock, prompt, run, since
-from mlcbuild_runtime.step import Step
-from mlcbuild_runtime.vm import Model
+from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.executor.batch import Step
 
 PAGES = CONTEXT // 16 + 16
 """Pages of each sequence: room for the context and 256 steps."""

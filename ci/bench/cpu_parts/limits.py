@@ -17,13 +17,12 @@ if __name__ == "__main__":
 
 import numpy as np
 import tvm
-from mlcbuild_runtime import machine
+from mlcbuild_runtime.devices import machine
 from tvm.script.ir_builder import tirx as T
 
-from mlcbuild import targets
-from mlcbuild.compiler.kernels import dot
-from mlcbuild.compiler.kernels.isa import ISA, isa_for, tvm_target
-from mlcbuild.compiler.kernels.vectors import (
+from mlcbuild.compiler.cpu.isa import ISA, isa_for, tvm_target
+from mlcbuild.compiler.cpu.kernels import dot
+from mlcbuild.compiler.cpu.kernels.vectors import (
     argument,
     f32,
     fma,
@@ -35,6 +34,7 @@ from mlcbuild.compiler.kernels.vectors import (
     span,
     typed,
 )
+from mlcbuild.targets import target as targets
 
 READ = 256 << 20
 """Bytes read in all: far more than a last cache holds."""

@@ -1,0 +1,199 @@
+"""What is done to a site. Each returns a line on what it did; the script checks the site afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from chaos_parts.site import NAMES, Service, Site, ViolationError
+
+from tests import kills
+
+Disturbance = Callable[[Site, Service], str]
+YEARS = (-57, -1, 1, 12)
+
+
+def _files(site: Site, kind: str) -> list[Path]:
+    return sorted(path for path in (site.store / kind).rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def _rewrite(path: Path, data: bytes, keep_time: bool) -> None:
+    """Changes a file in place, as rotten hardware (its time stays) or another program would."""
+    status = path.stat()
+    path.chmod(0o644)
+    path.write_bytes(data)
+    path.chmod(status.st_mode & 0o777)
+    if keep_time:
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _flipped(site: Site, data: bytes) -> bytes:
+    at = site.random.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ 1 << site.random.randrange(8)]) + data[at + 1 :]
+
+
+def _damage(kind: str, change: str) -> Disturbance:
+    def damage(site: Site, _: Service) -> str:
+        path = site.random.choice(_files(site, kind))
+        data, keep_time = path.read_bytes(), site.random.random() < 0.5
+        if change == "flip":
+            _rewrite(path, _flipped(site, data), keep_time)
+        elif change == "truncate":
+            _rewrite(path, data[: site.random.randrange(len(data))], keep_time)
+        elif change == "remove":
+            path.unlink()
+        else:
+            other = site.random.choice(_files(site, kind))
+            theirs = other.read_bytes()
+            _rewrite(path, theirs, keep_time)
+            _rewrite(other, data, keep_time)
+        if site.random.random() < 0.7:
+            site.forget_bundles()
+        if kind == "cas" and keep_time:  # silent rot: `cache verify` is what reads all bytes
+            code, text = site.finish(site.start("cache", "verify"), f"{change} a blob")
+            if code not in (0, 1):
+                raise ViolationError(f"cache verify ends with {code}: {text[-300:]}")
+        return f"{kind}/{path.name[:12]} ({'time kept' if keep_time else 'new time'})"
+
+    return damage
+
+
+def _damage_remote(change: str) -> Disturbance:
+    """Of the shared cache, from which an empty store is then filled."""
+
+    def damage(site: Site, _: Service) -> str:
+        content, names = site.cache.content, sorted(site.cache.content)
+        name = site.random.choice(names)
+        data = content[name]
+        if change == "flip":
+            content[name] = _flipped(site, data)
+        elif change == "truncate":
+            content[name] = data[: site.random.randrange(len(data))]
+        else:
+            other = site.random.choice([item for item in names if item[:4] == name[:4]])
+            content[name], content[other] = content[other], data
+        site.forget_store()
+        site.forget_bundles()
+        return name[:16]
+
+    return damage
+
+
+def delay_remote(site: Site, _: Service) -> str:
+    """Each answer comes late; a run still ends, and rightly."""
+    site.delay = site.random.choice((0.05, 0.3))
+    site.forget_store()
+    site.forget_bundles()
+    try:
+        if site.run(f"a shared cache that answers after {site.delay} s"):
+            raise ViolationError("a slow shared cache fails a run")
+    finally:
+        site.delay = 0.0
+    return "each answer came late"
+
+
+def kill_run(site: Site, _: Service) -> str:
+    """SIGKILL for a run or one of its workers, at a random moment of a build."""
+    shutil.rmtree(site.store / "ac", ignore_errors=True)
+    site.cache.content.clear()
+    process = site.start("run", "recipe.yaml")
+    time.sleep(site.random.uniform(0.1, 6))
+    victim, what = process.pid, "the run"
+    if site.random.random() < 0.5 and (workers := kills.children(process.pid)):
+        victim, what = site.random.choice(workers), "a worker"
+    try:
+        os.kill(victim, signal.SIGKILL)
+    except ProcessLookupError:
+        what = "nothing: it had ended"
+    code, text = site.finish(process, f"a kill of {what}")
+    if code == 0:
+        site.check(f"a kill of {what}", text)
+    return what
+
+
+def fill_disk(site: Site, _: Service) -> str:
+    """A store on a disk that is too small for what is built, and then is larger."""
+    site.forget_store()
+    site.forget_bundles()
+    site.cache.content.clear()
+    size = site.random.choice((200, 600, 900, 1400))
+    site.store.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}k", "none", str(site.store)], check=True)
+    try:
+        site.run(f"a disk of {size} kB")
+        subprocess.run(["mount", "-o", "remount,size=256m", str(site.store)], check=True)
+        site.must_build(f"a disk of {size} kB that grew")
+    finally:
+        subprocess.run(["umount", "--lazy", str(site.store)], check=True)
+    return f"{size} kB"
+
+
+def other_years(site: Site, _: Service) -> str:
+    """Files of the store, the sources and the bundles come from other years."""
+    places = [*_files(site, "ac"), *_files(site, "cas"), *(site.place / "tiny").iterdir()]
+    places += [path for path in site.dist.rglob("*") if path.is_file()]
+    for path in site.random.sample(places, len(places) // 2):
+        moment = time.time() + site.random.choice(YEARS) * 365 * 86_400
+        os.utime(path, (moment, moment))
+    return f"{len(places) // 2} files"
+
+
+def wrong_clock(site: Site, _: Service) -> str:
+    """A run whose clock is a year off builds everything; the next has the right time."""
+    shutil.rmtree(site.store / "ac", ignore_errors=True)
+    site.cache.content.clear()
+    shift = site.random.choice(("-400d", "+400d"))
+    fake = {"LD_PRELOAD": str(kills.FAKETIME), "FAKETIME": shift, "FAKETIME_NO_CACHE": "1"}
+    if site.run(f"a clock that is off by {shift}", fake):
+        raise ViolationError(f"a clock that is off by {shift} fails a run")
+    return shift
+
+
+def swap_bundles(site: Site, _: Service) -> str:
+    """Two bundles, or one file of them, trade places where runs give them out. A run restores them, or says
+    that somebody changed them and touches nothing; then they are moved away, as it says."""
+    first, second = (site.dist / name for name in NAMES)
+    if site.random.random() < 0.5:
+        file = site.random.choice(sorted(path.name for path in first.iterdir() if path.is_file()))
+        first, second = first / file, second / file
+    aside = site.dist / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    code, text = site.finish(site.start("run", "recipe.yaml"), "swapped bundles")
+    if code == 0:
+        site.check("swapped bundles", text)
+    elif "were changed since" not in text:
+        raise ViolationError(f"swapped bundles: {text[-300:]}")
+    else:
+        site.forget_bundles()
+    return first.name
+
+
+def kill_server(_: Site, service: Service) -> str:
+    service.kill()
+    return "SIGKILL"
+
+
+def can_mount(place: Path) -> bool:
+    return kills.can_mount(place)
+
+
+TABLE: dict[str, Disturbance] = {
+    **{f"{change} a blob": _damage("cas", change) for change in ("flip", "truncate", "remove", "swap")},
+    **{f"{change} a record": _damage("ac", change) for change in ("flip", "truncate", "remove", "swap")},
+    **{f"{change} in the shared cache": _damage_remote(change) for change in ("flip", "truncate", "swap")},
+    "delay the shared cache": delay_remote,
+    "kill a run or a worker": kill_run,
+    "fill the disk": fill_disk,
+    "files of other years": other_years,
+    "a clock of another year": wrong_clock,
+    "swap bundles": swap_bundles,
+    "kill the server": kill_server,
+}
+"""Name -> what is done."""

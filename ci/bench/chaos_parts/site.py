@@ -1,0 +1,217 @@
+"""What chaos happens to: a recipe with its store, a shared cache, and a server with honest clients."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+from tests.caches import Cache, Handler, serving
+from tests.conftest import ROOT, TINY
+
+RECIPE = """\
+version: 1
+name: chaos
+models: {{tiny: ./tiny}}
+quantizations: [q4f16_1, q4a8_1]
+targets: [host]
+compile: {{context_window: 128, prefill_chunk: 64, max_batch: 4}}
+cache: {{remotes: [{{url: "{url}"}}]}}
+"""
+NAMES = ("tiny-q4f16_1-host", "tiny-q4a8_1-host")
+PATIENCE = 280
+"""Seconds after which a run is taken to hang."""
+
+
+class ViolationError(Exception):
+    """Something wrong was given out, or something did not heal."""
+
+
+def tree(directory: Path) -> str:
+    """A digest of the names and bytes of all files below a directory."""
+    found = hashlib.sha256()
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        found.update(f"{path.relative_to(directory)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+class Site:
+    """A recipe built once undisturbed, whose bundles' digests are known from then on."""
+
+    def __init__(self, place: Path, random: Random, cache: Cache) -> None:
+        self.place, self.random, self.cache = place, random, cache
+        self.store, self.dist = place / "store", place / "dist"
+        self.delay = 0.0
+        cache.fault = self._slow
+        shutil.copytree(TINY, place / "tiny")
+        (place / "recipe.yaml").write_text(RECIPE.format(url=cache.url))
+        self.known: dict[str, str] = {}
+        self.must_build("the first run")
+        self.known = {name: tree(self.dist / name) for name in NAMES}
+
+    def _slow(self, handler: Handler) -> bool:
+        time.sleep(self.delay)
+        return False
+
+    def start(self, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """A command of mlcbuild in a process group of its own."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
+        environment |= {"MLCBUILD_STORE": str(self.store), "MLCBUILD_KEY": str(self.place / "none.pem")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "mlcbuild", *arguments],
+            cwd=self.place,
+            env={**environment, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'runtime'}", **(extra or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, process: subprocess.Popen[str], why: str) -> tuple[int, str]:
+        """Waits for a command; checks that it ended by itself and in words."""
+        try:
+            text, _ = process.communicate(timeout=PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            raise ViolationError(f"{why}: no end after {PATIENCE} s") from None
+        if "Traceback" in text or "a defect of mlcbuild" in text:
+            raise ViolationError(f"{why}: {text[-600:]}")
+        return process.returncode, text
+
+    def run(self, why: str, extra: Mapping[str, str] | None = None) -> int:
+        """One run; whatever it gives out with exit code 0 must be right. Returns the exit code."""
+        code, text = self.finish(self.start("run", "recipe.yaml", extra=extra), why)
+        if code == 0:
+            self.check(why, text)
+        return code
+
+    def must_build(self, why: str) -> None:
+        """Everything heals by itself: a second try is all that a user needs."""
+        if self.run(why) and self.run(f"{why}, again"):
+            _, text = self.finish(self.start("run", "recipe.yaml"), why)
+            raise ViolationError(f"{why}: two runs after it fail: {text[-600:]}")
+
+    def check(self, why: str, text: str) -> None:
+        for name in NAMES:
+            code, told = self.finish(self.start("verify", f"dist/{name}"), why)
+            if code:
+                raise ViolationError(f"{why}: the run ends with 0, and {name} does not verify: {told[-300:]}")
+            if self.known and tree(self.dist / name) != self.known[name]:
+                raise ViolationError(
+                    f"{why}: the run ends with 0, and {name} is another bundle\n{text[-600:]}"
+                )
+
+    def forget_bundles(self) -> None:
+        shutil.rmtree(self.dist, ignore_errors=True)
+
+    def forget_store(self) -> None:
+        shutil.rmtree(self.store, ignore_errors=True)
+
+
+@contextmanager
+def site(place: Path, random: Random) -> Iterator[Site]:
+    with serving() as cache:
+        yield Site(place, random, cache)
+
+
+class Service:
+    """A server of a bundle, and clients that compare each answer with the first."""
+
+    def __init__(self, bundle: Path, clients: int) -> None:
+        self.bundle, self.answers, self.wrong = bundle, 0, list[str]()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.lives, self.ready, self.ending = 0, False, threading.Event()
+        self.start()
+        self.expected = {number: self.ask(number) for number in range(8)}
+        self.threads = [threading.Thread(target=self._work, args=(n,), daemon=True) for n in range(clients)]
+        for thread in self.threads:
+            thread.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlcbuild_runtime", str(self.bundle), "--port", str(self.port)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "runtime")}
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, env=environment, **quiet)
+        end = time.monotonic() + PATIENCE
+        while True:
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+                connection.request("GET", "/health/ready")
+                if connection.getresponse().status == 200:
+                    break
+            except OSError:
+                pass
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise ViolationError(f"the server does not start: {self.process.poll()}")
+            time.sleep(0.1)
+        self.lives, self.ready = self.lives + 1, True
+
+    def ask(self, number: int) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        body = {
+            "prompt": [10 + number] * (3 + 7 * number),
+            "max_tokens": 24,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        try:
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            answer = connection.getresponse()
+            data = answer.read()
+            if answer.status != 200:
+                raise ConnectionError(f"status {answer.status}: {data[:200]!r}")
+            return str(json.loads(data)["choices"][0]["text"])
+        except http.client.HTTPException as error:
+            raise ConnectionError(str(error)) from None
+        finally:
+            connection.close()
+
+    def _work(self, number: int) -> None:
+        random = Random(number)
+        while not self.ending.is_set():
+            life, which = self.lives, random.randrange(8)
+            try:
+                text = self.ask(which)
+            except OSError as error:
+                time.sleep(0.2)
+                if life == self.lives and self.ready and not self.ending.is_set():
+                    self.wrong.append(f"{type(error).__name__}: {error}")
+                continue
+            self.answers += 1
+            if text != self.expected[which]:
+                self.wrong.append(f"{text!r} instead of {self.expected[which]!r}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        self.ready = False
+        self.process.kill()
+        self.process.wait()
+        self.start()
+
+    def check(self, why: str) -> None:
+        if self.wrong:
+            raise ViolationError(f"{why}: a client got {self.wrong[0]}")
+
+    def close(self) -> None:
+        self.ending.set()
+        self.process.kill()
+        self.process.wait()
+        for thread in self.threads:
+            thread.join(5)

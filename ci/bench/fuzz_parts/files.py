@@ -1,0 +1,406 @@
+"""Fuzzing targets that are read from disk: recipes, records, stores, bundles, checkpoints, archives."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import yaml
+from fuzz_parts.mutate import dumped, mutated_bytes, mutated_json, mutated_lines
+from mlcbuild_format import bundle
+from mlcbuild_format.errors import ServingError
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+
+from mlcbuild import models
+from mlcbuild.checkpoints import conversion
+from mlcbuild.cli import main
+from mlcbuild.errors import MlcbuildError
+from mlcbuild.models import parsing
+from mlcbuild.quant import SCHEMES
+from mlcbuild.remotes.signing import RefusedError, unseal
+from mlcbuild.store.store import Store
+from mlcbuild.store.upkeep import verify
+from tests import checkpoint_files, product
+from tests.conftest import TINY
+from tests.runtime import toy
+
+
+def command(*arguments: str | Path) -> tuple[int, str]:
+    """Runs the command line in this process; returns its exit code and all that it printed."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = main([str(argument) for argument in arguments])
+    return code, out.buffer.getvalue().decode(errors="replace")
+
+
+def accepted(*arguments: str | Path) -> None:
+    """Runs a command on what was not mutated: were that refused, all mutations would be, for its reason."""
+    code, text = command(*arguments)
+    assert code == 0, text
+
+
+def fault(code: int, text: str, allowed: tuple[int, ...]) -> str | None:
+    """Why an exit code and what was printed are no answer to bad input."""
+    if "a defect of mlcbuild" in text or "Traceback" in text:
+        return next(line for line in text.splitlines() if "defect" in line or "Traceback" in line)
+    if code not in allowed:
+        return f"exit code {code}: {text[-300:]}"
+    if re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text.replace("\r\n", "\n")):
+        return f"control characters on the terminal: {text[-300:]!r}"
+    return None
+
+
+class Files:
+    """A target of the fuzzer: `make` gives a case, and `check` says what is wrong with it."""
+
+    def close(self) -> None:
+        """Ends what runs for the target; files end with their directory."""
+
+
+class Recipes(Files):
+    """A recipe on disk, beside a model."""
+
+    WORDS = (
+        *(
+            "tiny",
+            "q4f16_1",
+            "host",
+            "x86-64-v3",
+            "models/tiny",
+            "hf://a/b@main",
+            "${x}",
+            "${ctx}",
+            "{model}",
+        ),
+        *("~", ".", "..", "[]", "{}", "[a, b]", "{a: b}", "&a", "*a", "<<:", "include:", "exclude:", "1e999"),
+        *("0x10", "no", "2024-01-01", "|-", ">", "#", "!!binary", "dist/a", "dist/../b", "prompts.txt"),
+    )
+    TEXT = """\
+version: 1
+name: fuzzed
+vars: {ctx: 256, x: tiny}
+models:
+  tiny: {source: "./${x}"}
+quantizations:
+  q4: q4f16_1
+  mixed:
+    scheme: q4f32_1
+    overrides: [{match: "lm_head|embed*", scheme: q8f32_1}]
+targets: {v3: x86-64-v3, own: {extends: x86-64-v4, features: [+avx512vnni]}}
+matrix:
+  exclude: [{quantization: mixed, target: own}]
+  include: [{model: tiny, quantization: q4, target: v3, compile: {max_batch: 4}}]
+compile: {context_window: "${ctx}", prefill_chunk: 64, max_batch: 8}
+verify: {prompts: prompts.txt, max_kl: 0.1, min_top1: 0.5}
+bench: {prompt_tokens: 16, generate_tokens: 8}
+bundle: {output: "dist/{model}-{quantization}-{target}"}
+"""
+
+    def __init__(self, place: Path) -> None:
+        shutil.copytree(TINY, place / "tiny")
+        (place / "prompts.txt").write_text("one\ntwo\n")
+        self.recipe, self.store = place / "recipe.yaml", place / "store"
+        os.environ["MLCBUILD_STORE"], os.environ["HF_HUB_OFFLINE"] = str(self.store), "1"
+        self.recipe.write_text(self.TEXT)
+        accepted("validate", self.recipe)
+        accepted("plan", self.recipe)
+
+    def make(self, random: Random) -> bytes:
+        if random.random() < 0.15:
+            return mutated_bytes(random, self.TEXT.encode(), tuple(word.encode() for word in self.WORDS))
+        if random.random() < 0.4:
+            document = mutated_json(random, yaml.safe_load(self.TEXT))
+            return dumped(document)  # JSON is YAML
+        return mutated_lines(random, self.TEXT, self.WORDS)
+
+    def check(self, case: bytes) -> str | None:
+        self.recipe.write_bytes(case)
+        code, text = command("validate", self.recipe)
+        if found := fault(code, text, (0, 2)):
+            return f"validate: {found}"
+        if code == 2 and not re.search(r"recipe\.yaml(:\d+:\d+)?: ", text):
+            return f"validate names no place: {text[:300]}"
+        planned, more = command("plan", self.recipe)
+        if found := fault(planned, more, (0, 2)):
+            return f"plan: {found}"
+        # Only a source that is not locked is found later: its files are not here.
+        if (code, planned) == (0, 2) and "lock" not in more:
+            return f"plan finds what validate does not: {more[:300]}"
+        return None
+
+
+class Records(Files):
+    """What a remote says of a key."""
+
+    def __init__(self, place: Path) -> None:
+        store, _ = built(place)
+        paths = [path for path in (store / "ac").rglob("*") if path.is_file()]
+        self.records = {path.name: path.read_bytes() for path in sorted(paths)}
+
+    def make(self, random: Random) -> bytes:
+        key = random.choice(list(self.records))
+        data = self.records[key]
+        if random.random() < 0.8:
+            lines: list[bytes] = data.split(b"\n")
+            at = random.randrange(2)
+            lines[at] = dumped(mutated_json(random, json.loads(lines[at])))
+            data = b"\n".join(lines)
+        else:
+            data = mutated_bytes(random, data)
+        return key.encode() + b"\n" + data
+
+    def check(self, case: bytes) -> str | None:
+        key, _, data = case.partition(b"\n")
+        try:
+            record = unseal(key.decode(), data)
+        except RefusedError:
+            return None
+        if not record.consistent():
+            return "a record is accepted whose key or tree does not follow from it"
+        if unseal(key.decode(), record.encode()) != record:
+            return "what is accepted is not what is written again"
+        return None
+
+
+class Stores(Records):
+    """The same on disk, in a store that commands read."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        self.store, self.recipe = built(place)
+
+    def check(self, case: bytes) -> str | None:
+        key, _, data = case.partition(b"\n")
+        # A saved case's key changes with the sources: it takes the place of another record then.
+        name = key.decode() if key.decode() in self.records else min(self.records)
+        path = self.store / "ac" / name[:2] / name
+        path.chmod(0o644)
+        path.write_bytes(data)
+        try:
+            for arguments in (("cache", "status"), ("plan", str(self.recipe)), ("cache", "verify")):
+                code, text = command(*arguments)
+                if found := fault(code, text, (0, 1, 2)):
+                    return f"{arguments[0]} {arguments[1] if arguments[0] == 'cache' else ''}: {found}"
+        finally:
+            path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)
+            path.write_bytes(self.records[name])
+        return None
+
+
+class Manifests(Files):
+    """JSON files of a bundle. A case is a file's name, a line break, and its content."""
+
+    FILES = (
+        "bundle.json",
+        "bundle.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+    )
+
+    def __init__(self, place: Path) -> None:
+        self.bundle = place / "toy"
+        toy.write(self.bundle)
+        names = {path.name for path in self.bundle.iterdir()}
+        # The toy is no model of a family; `inspect` describes one.
+        document = json.loads((self.bundle / "bundle.json").read_bytes())
+        config = replace(checkpoint_files.CONFIG, vocab_size=toy.VOCAB)
+        document["model"]["config"] = models.to_json(config)
+        (self.bundle / "bundle.json").write_text(json.dumps(document))
+        self.files = {name: (self.bundle / name).read_bytes() for name in self.FILES if name in names}
+        accepted("inspect", self.bundle)
+        accepted("verify", self.bundle)
+
+    def make(self, random: Random) -> bytes:
+        name = random.choice([name for name in self.FILES if name in self.files])
+        data = self.files[name]
+        if random.random() < 0.85:
+            data = dumped(mutated_json(random, json.loads(data)))
+        else:
+            data = mutated_bytes(random, data)
+        return name.encode() + b"\n" + data
+
+    def check(self, case: bytes) -> str | None:
+        name, _, data = case.partition(b"\n")
+        path = self.bundle / name.decode()
+        try:
+            path.write_bytes(data)
+            if path.name != "bundle.json":
+                self._list(path)
+                if found := self._tokenize():
+                    return found
+            for verb in ("inspect", "verify"):
+                code, text = command(verb, self.bundle)
+                if found := fault(code, text, (0, 1, 2)):
+                    return f"{verb}: {found}"
+        finally:
+            path.write_bytes(self.files[name.decode()])
+            (self.bundle / "bundle.json").write_bytes(self.files["bundle.json"])
+        return None
+
+    def _list(self, path: Path) -> None:
+        """Writes the file's digest into the manifest: its author may have made it so."""
+        document = json.loads(self.files["bundle.json"])
+        entry = toy.describe(path)
+        document["files"][path.name] = {"blake3": entry.blake3, "size": entry.size}
+        (self.bundle / "bundle.json").write_text(json.dumps(document))
+
+    def _tokenize(self) -> str | None:
+        try:
+            Tokenizer.load(self.bundle, bundle.manifest(self.bundle).serving)
+        except ServingError as error:
+            return fault(1, str(error), (1,))
+        return None
+
+
+class Checkpoints(Files):
+    """The header of a safetensors file, and the index of several."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        content = checkpoint_files.tensors()
+        self.single, self.sharded = place / "single", place / "sharded"
+        checkpoint_files.single(self.single, content)
+        checkpoint_files.sharded(self.sharded, content)
+        self.whole = {
+            "model.safetensors": (self.single / "model.safetensors").read_bytes(),
+            "model.safetensors.index.json": (self.sharded / "model.safetensors.index.json").read_bytes(),
+        }
+        checkpoint_files.write(self.single, place / "first", SCHEMES["q4f16_1"])
+        self.names = [param.name for param in models.parameters(checkpoint_files.CONFIG)]
+
+    def make(self, random: Random) -> bytes:
+        name = random.choice(list(self.whole))
+        data = self.whole[name]
+        if name.endswith(".json"):
+            return name.encode() + b"\n" + dumped(mutated_json(random, json.loads(data)))
+        base = 8 + int.from_bytes(data[:8], "little")
+        header, rest = data[8:base], data[base:]
+        if random.random() < 0.75:
+            header = dumped(mutated_json(random, json.loads(header)))
+        else:
+            header = mutated_bytes(random, header)
+        size = len(header)
+        if random.random() < 0.1:
+            size = random.choice((0, 7, 2**31, 2**63, 2**64 - 1, size + 1, size - 1)) % 2**64
+        if random.random() < 0.1:
+            rest = rest[: random.randrange(len(rest))]
+        return name.encode() + b"\n" + size.to_bytes(8, "little") + header + rest
+
+    def check(self, case: bytes) -> str | None:
+        file, _, data = case.partition(b"\n")
+        name = file.decode()
+        root = self.sharded if name.endswith(".json") else self.single
+        out = self.place / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        try:
+            (root / name).write_bytes(data)
+            config = checkpoint_files.CONFIG
+            found = conversion.checkpoint(root, config, parsing.tensor_names(config))
+            if list(found) != self.names:
+                return "a checkpoint is accepted that lacks parameters"
+            checkpoint_files.write(root, out, SCHEMES["q4f16_1"])
+        except MlcbuildError:
+            return None
+        finally:
+            (root / name).write_bytes(self.whole[name])
+        return None
+
+
+class Archives(Files):
+    """A file of `cache export`, taken into an empty store."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        _, recipe = built(place)
+        self.archive = place / "whole.tar"
+        accepted("cache", "export", self.archive, recipe)
+        self.members: list[tuple[tarfile.TarInfo, bytes]] = []
+        with tarfile.open(self.archive) as archive:
+            for item in archive:
+                file = archive.extractfile(item)
+                self.members.append((item, file.read() if file else b""))
+        accepted("cache", "import", self.archive, "--store", place / "taken")
+
+    def make(self, random: Random) -> bytes:
+        if random.random() < 0.3:
+            return mutated_bytes(
+                random, self.archive.read_bytes(), (b"ustar", b"../../x", b"\x80" + b"\xff" * 11)
+            )
+        members = [(item.name, item.type, "", data) for item, data in self.members]
+        for _ in range(random.choice((1, 1, 2))):
+            self._change(random, members)
+        out = io.BytesIO()
+        kind = random.choice((tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT))
+        with tarfile.open(fileobj=out, mode="w", format=kind) as tar:
+            for name, entry, link, data in members:
+                item = tarfile.TarInfo(name)
+                item.type, item.linkname, item.size = entry, link, len(data)
+                tar.addfile(item, io.BytesIO(data))
+        return out.getvalue()
+
+    def _change(self, random: Random, members: list[tuple[str, bytes, str, bytes]]) -> None:
+        at = random.randrange(len(members))
+        name, kind, link, data = members[at]
+        way = random.randrange(6)
+        if way == 0:
+            name = random.choice(
+                ("../x", "/x", "ac/" + "g" * 64, "cas/..", "con", name.upper(), members[0][0])
+            )
+        elif way == 1:
+            kinds = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE)
+            kind, link = random.choice(kinds), "../x"
+        elif way == 2 and data[:1] == b"{":
+            lines = data.split(b"\n")
+            lines[0] = dumped(mutated_json(random, json.loads(lines[0])))
+            data = b"\n".join(lines)
+        elif way == 3:
+            data = mutated_bytes(random, data)
+        elif way == 4:
+            del members[at]
+            return
+        else:
+            other = random.randrange(len(members))
+            members[at], members[other] = members[other], members[at]
+            return
+        members[at] = name, kind, link, data
+
+    def check(self, case: bytes) -> str | None:
+        path, store = self.place / "case.tar", self.place / "taken"
+        shutil.rmtree(store, ignore_errors=True)
+        path.write_bytes(case)
+        beside = {entry.name for entry in self.place.iterdir()}
+        code, text = command("cache", "import", path, "--store", store)
+        if found := fault(code, text, (0, 2)):
+            return found
+        if new := {entry.name for entry in self.place.iterdir()} - beside - {"taken"}:
+            return f"it wrote beside the store: {new}"
+        held = sum(entry.stat().st_size for entry in store.rglob("*") if entry.is_file())
+        if held > len(case) + (1 << 20):
+            return f"{len(case)} bytes became {held} in the store"
+        if (store / "store.json").exists():
+            report = verify(Store(store))
+            if report.damaged or report.missing:
+                return f"the store is damaged: {[*report.damaged, *report.missing][:3]}"
+        return None
+
+
+def built(place: Path) -> tuple[Path, Path]:
+    """A store with the steps of a small recipe, and the recipe; made once for each `place`."""
+    store = place / "store"
+    os.environ["MLCBUILD_STORE"], os.environ["MLCBUILD_KEY"] = str(store), str(place / "no-key.pem")
+    recipe = place / "recipe.yaml"
+    if not recipe.exists():
+        product.make(place, 2, ("q4f16_1", "q0f32"), ("x86-64-v3",))
+        product.replace_work()
+        accepted("run", recipe, "--executor", "inline")
+    return store, recipe

@@ -1,0 +1,365 @@
+"""Targets of the fuzzer that come over a network: answers of a registry, HTTP requests, JSON bodies."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import http.server
+import json
+import re
+import shutil
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+from fuzz_parts.files import command, fault
+from fuzz_parts.mutate import ODD_TEXTS, Json, dumped, mutated_bytes, mutated_json
+
+from tests.runtime import shared, toy
+
+PATIENCE = 20.0
+"""Seconds after which an answer is missing."""
+
+
+class Answers:
+    """What a registry answers to `mlcbuild pull`. A case is a JSON list of [path, status, headers, body]."""
+
+    TITLE = "org.opencontainers.image.title"
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        toy.write(place / "toy")
+        self.blobs = {path.name: path.read_bytes() for path in sorted((place / "toy").iterdir())}
+        self.digests = {
+            name: f"sha256:{hashlib.sha256(data).hexdigest()}" for name, data in self.blobs.items()
+        }
+        layers = [
+            {
+                "mediaType": "application/octet-stream",
+                "digest": self.digests[name],
+                "size": len(data),
+                "annotations": {self.TITLE: name},
+            }
+            for name, data in self.blobs.items()
+        ]
+        self.manifest = {
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "artifactType": "application/vnd.mlcbuild.bundles.assemble.v1",
+            "config": {"mediaType": "application/json", **{k: layers[0][k] for k in ("digest", "size")}},
+            "layers": layers,
+        }
+        self.changes: list[Any] = []
+        answers = self
+
+        class Registry(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                answers.answer(self)
+
+            do_HEAD = do_GET  # noqa: N815 - the base class's name
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        why = self.check(b"[]\n" + dumped(self.manifest))
+        assert why is None and (place / "pulled").exists(), why
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, handler: http.server.BaseHTTPRequestHandler) -> None:
+        part = handler.path.rpartition("/")[2]
+        status, headers, body = 404, {"Content-Type": "application/json"}, b"{}"
+        if "/manifests/" in handler.path:
+            status, body = 200, self.text
+            headers = {"Content-Type": str(self.manifest["mediaType"]), "Docker-Content-Digest": self.digest}
+        elif part in self.digests.values():
+            name = next(name for name, digest in self.digests.items() if digest == part)
+            status, headers, body = 200, {"Content-Type": "application/octet-stream"}, self.blobs[name]
+        for where, changed, more, cut in self.changes:
+            if where in handler.path:
+                status, headers = changed or status, {**headers, **more}
+                body = body[: int(len(body) * cut)]
+        with suppress(OSError, ValueError):
+            handler.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                handler.send_header(name, value)
+            handler.end_headers()
+            if handler.command != "HEAD":
+                handler.wfile.write(body)
+        handler.close_connection = True
+
+    def make(self, random: Random) -> bytes:
+        manifest, changes = self.manifest, []
+        if random.random() < 0.7:
+            manifest = mutated_json(random, manifest)
+        if manifest is self.manifest or random.random() < 0.3:
+            for _ in range(random.choice((1, 2))):
+                changes.append(
+                    [
+                        random.choice(("/manifests/", "/blobs/", "/v2/")),
+                        random.choice((None, 200, 206, 301, 302, 307, 401, 403, 404, 416, 429, 500)),
+                        self._headers(random),
+                        random.choice((1, 1, 0, 0.5)),
+                    ]
+                )
+        return json.dumps(changes).encode() + b"\n" + dumped(manifest)
+
+    def _headers(self, random: Random) -> dict[str, str]:
+        values = {
+            "Location": (
+                "http://[",
+                "http://127.0.0.1:99999/",
+                "http://127.0.0.1:1/x",
+                "/x",
+                "é",
+                "file:///etc/passwd",
+            ),
+            "WWW-Authenticate": (
+                "Basic",
+                'Bearer realm="http://["',
+                'Bearer realm="é"',
+                "Bearer",
+                'Bearer realm=""',
+            ),
+            "Content-Length": ("0", "-1", "x", "9" * 30, "1"),
+            "Content-Range": ("bytes 0-1/2", "bytes */*", "bytes " + "9" * 5000 + "-1/1", "x"),
+            "Docker-Content-Digest": ("sha256:é", "sha256:" + "0" * 64, "", "x"),
+            "Content-Type": ("text/html", "", "é"),
+            "Content-Encoding": ("gzip", "x"),
+            "Retry-After": ("-1", "x", "0"),
+        }
+        chosen = random.sample(list(values), random.choice((0, 1, 2)))
+        return {name: random.choice(values[name]) for name in chosen}
+
+    def check(self, case: bytes) -> str | None:
+        changes, _, self.text = case.partition(b"\n")
+        self.changes, self.digest = json.loads(changes), f"sha256:{hashlib.sha256(self.text).hexdigest()}"
+        out = self.place / "pulled"
+        shutil.rmtree(out, ignore_errors=True)
+        code, text = command("pull", f"oci://127.0.0.1:{self.server.server_port}/team/toy:1", out)
+        if found := fault(code, text, (0, 1, 2)):
+            return found
+        if code == 0:
+            held = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
+            code, text = command("verify", out)
+            if code or not held <= self.blobs.keys():
+                return f"a bundle was installed that is not its manifest: {sorted(held)} {text[-200:]}"
+            return None
+        return f"a refused bundle was left in {out}" if out.exists() and any(out.iterdir()) else None
+
+
+class Served:
+    """A server of the toy bundle, and an honest client of it."""
+
+    def __init__(self, place: Path) -> None:
+        toy.write(place / "toy")
+        self.stack = ExitStack()
+        self.server = self.stack.enter_context(shared.serving(place / "toy"))
+        host, _, port = self.server.url.removeprefix("http://").rpartition(":")
+        self.address = host, int(port)
+        self.text = self._honest()
+        self.start, self.cases = self._resident(), 0
+
+    def close(self) -> None:
+        self.stack.close()
+
+    def _resident(self) -> int:
+        """Bytes; 0 where the system does not tell."""
+        with suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{self.server.process.pid}/status").read_text().splitlines()
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+        return 0
+
+    def _honest(self) -> object:
+        return self._post("/v1/completions", b'{"prompt": [5, 6], "max_tokens": 8}')[1]["choices"][0]["text"]
+
+    def _post(self, path: str, body: bytes) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection(*self.address, timeout=PATIENCE)
+        try:
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            data = answer.read()
+        finally:
+            connection.close()
+        kind = answer.getheader("Content-Type", "")
+        return answer.status, json.loads(data) if kind.startswith("application/json") else data
+
+    def well(self) -> str | None:
+        """Why the server is not as it was; looked at every 20 cases."""
+        if self.server.process.poll() is not None:
+            return f"the server has ended with {self.server.process.returncode}"
+        self.cases += 1
+        if self.cases % 20:
+            return None
+        try:
+            if self._honest() != self.text:
+                return "an honest client gets another answer"
+        except (OSError, http.client.HTTPException) as error:
+            return f"an honest client gets no answer: {type(error).__name__}: {error}"
+        if self._resident() > self.start + (512 << 20):
+            return f"the server grew from {self.start >> 20} to {self._resident() >> 20} MiB"
+        return None
+
+
+class Requests(Served):
+    """Bytes of one connection."""
+
+    BODY = b'{"prompt": [5], "max_tokens": 2}'
+    WHOLE = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(BODY), BODY),
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        b"10\r\n%s\r\n10\r\n%s\r\n0\r\n\r\n" % (BODY[:16], BODY[16:]),
+        b"GET /v1/models?a=%20b HTTP/1.1\r\nHost: x\r\nAccept: */*\r\nAuthorization: Bearer x\r\n\r\n"
+        b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: x\r\nOrigin: http://a\r\nExpect: 100-continue\r\n"
+        b"Access-Control-Request-Method: POST\r\nConnection: close\r\n\r\n",
+        b"DELETE /v1/responses/resp_1 HTTP/1.0\r\nHost: x\r\n\r\n",
+    )
+    WORDS = (
+        *(b"\r\n", b"\n", b"\r", b"\r\n\r\n", b": ", b" ", b"\t", b"\x00", b"\xff", b"HTTP/1.1", b"HTTP/2.0"),
+        *(
+            b"Content-Length: 5\r\n",
+            b"Content-Length: -1\r\n",
+            b"Transfer-Encoding: chunked\r\n",
+            b"ffffffffffffffff",
+        ),
+        *(
+            b"Host: a\r\nHost: b\r\n",
+            b"Upgrade: websocket\r\n",
+            b"Expect: x\r\n",
+            b"%00",
+            b"%zz",
+            b"/../..",
+            b"//",
+        ),
+        *(
+            b"a: " + b"b" * 9000 + b"\r\n",
+            b"x: y\r\n" * 200,
+            b"CONNECT ",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        ),
+    )
+
+    def make(self, random: Random) -> bytes:
+        whole = random.choice(self.WHOLE)
+        return mutated_bytes(random, whole, self.WORDS)
+
+    def check(self, case: bytes) -> str | None:
+        found = b""
+        with (
+            suppress(ConnectionError),
+            socket.create_connection(self.address, timeout=PATIENCE) as connection,
+        ):
+            connection.sendall(case)
+            connection.settimeout(0.05)  # what is not whole is not answered: nothing is waited for
+            with suppress(TimeoutError):
+                while piece := connection.recv(1 << 16):
+                    found += piece
+        statuses = [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3})", found)]
+        if bad := [status for status in statuses if status >= 500 and status not in (501, 503, 505)]:
+            return f"status {bad[0]}: {found[-200:]!r}"
+        if found and not found.startswith(b"HTTP/1."):
+            return f"an answer that is not HTTP: {found[:100]!r}"
+        return self.well()
+
+
+class Bodies(Served):
+    """A path, a line break, and the JSON body of a request to it."""
+
+    TOOL: ClassVar[Json] = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+    }
+    MESSAGES: ClassVar[Json] = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+    ]
+    COMMON: ClassVar[Json] = {"temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["x"], "stream": False}
+    SEEDS: ClassVar[tuple[tuple[str, Json], ...]] = (
+        (
+            "/v1/completions",
+            {"prompt": [5, 6], "max_tokens": 3, "n": 2, "logprobs": 1, "echo": True, **COMMON},
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 3, "logit_bias": {"5": 1}, "min_p": 0.1, "top_k": 3},
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": 9, "response_format": {"type": "regex", "regex": "[a-c]{2}"}},
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": MESSAGES, "max_tokens": 3, "tools": [TOOL], "tool_choice": "auto", **COMMON},
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": MESSAGES,
+                "max_completion_tokens": 3,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "chat_template_kwargs": {"a": 1},
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {
+                        "name": "n",
+                        "schema": {"type": "object", "properties": {"a": {"type": "integer"}}},
+                    },
+                },
+            },
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": MESSAGES,
+                "max_output_tokens": 3,
+                "metadata": {"a": "b"},
+                "instructions": "c",
+                "store": True,
+            },
+        ),
+        ("/v1/embeddings", {"input": ["a", [5, 6]], "encoding_format": "float"}),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}),
+        ("/tokenize", {"prompt": "abc"}),
+        ("/detokenize", {"tokens": [5, 6, 7]}),
+    )
+
+    def make(self, random: Random) -> bytes:
+        path, document = random.choice(self.SEEDS)
+        if random.random() < 0.9:
+            body = dumped(mutated_json(random, document))
+        else:
+            words = tuple(text.encode("utf-8", "surrogatepass") for text in ODD_TEXTS)
+            body = mutated_bytes(random, json.dumps(document).encode(), words)
+        return path.encode() + b"\n" + body
+
+    def check(self, case: bytes) -> str | None:
+        path, _, body = case.partition(b"\n")
+        begun = time.monotonic()
+        try:
+            status, answer = self._post(path.decode(), body)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            return f"no whole answer in {time.monotonic() - begun:.0f} s: {type(error).__name__}: {error}"
+        if status >= 500 and status not in (501, 503):
+            return f"status {status}: {str(answer)[:300]}"
+        if isinstance(answer, bytes) and answer.startswith(b"data: "):
+            ended = (
+                answer.rstrip().endswith(b"data: [DONE]") or b'"error"' in answer or b"response." in answer
+            )
+            return self.well() if ended else f"a stream without an end: {answer[-200:]!r}"
+        if status >= 400 and not (isinstance(answer, dict) and answer.get("error", {}).get("message")):
+            return f"status {status} without a message: {str(answer)[:300]}"
+        return self.well()

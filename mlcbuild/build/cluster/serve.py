@@ -1,0 +1,122 @@
+"""The life of a worker process: it joins a cluster, says what it has, and leaves in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mlcbuild.build.cluster import PLENTY, Address, own, security
+from mlcbuild.build.cluster.site import LEAVE, Site, sites
+from mlcbuild.errors import SetupError
+from mlcbuild.store.store import Store
+
+if TYPE_CHECKING:
+    from distributed import Worker
+
+_CONNECT = 10.0
+"""Seconds that a scheduler gets to answer."""
+_MOMENT = 0.1
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a worker has."""
+
+    name: str
+    cores: int
+    memory: int
+    """Bytes."""
+    labels: Mapping[str, float]
+
+    @property
+    def resources(self) -> dict[str, float]:
+        return {
+            **self.labels,
+            own(): PLENTY,
+            "cores": float(self.cores),
+            "memory": float(self.memory),
+        }
+
+
+def default_name() -> str:
+    """Of a worker: the machine's and the process's."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def serve(address: Address, store: Store, offer: Offer, tell: Callable[[str], None]) -> int:
+    """Works for a scheduler until SIGTERM (0), SIGINT (130) or until the scheduler ends (1); the exit code.
+
+    Raises SetupError when dask is missing or no scheduler answers, StoreError.
+    """
+    encryption = security(address)
+    for name in ("distributed", "distributed.worker", "tornado", "tornado.application"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    site = Site(offer.name, store, store.session())
+    sites[:] = [site]
+    try:
+        return asyncio.run(_serve(address, site, offer, encryption, tell))
+    finally:
+        site.close()
+
+
+async def _serve(
+    address: Address, site: Site, offer: Offer, encryption: object, tell: Callable[[str], None]
+) -> int:
+    from distributed import Worker
+
+    ended: list[int] = []
+    wake = asyncio.Event()
+
+    def end(code: int) -> None:
+        ended.append(code)
+        wake.set()
+
+    loop = asyncio.get_running_loop()
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        loop.add_signal_handler(number, end, code)
+    worker = Worker(
+        address.url,
+        nthreads=offer.cores,
+        name=offer.name,
+        resources=offer.resources,
+        security=encryption,
+        memory_limit=0,
+        dashboard=False,
+        local_directory=str(site.session.directory),
+        death_timeout=_CONNECT,
+    )
+    try:
+        await asyncio.wait_for(worker, _CONNECT)
+    except (TimeoutError, OSError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error.__cause__ or error).split()) or "no answer"
+        raise SetupError(
+            f"no scheduler answers at {address}: {why[:200]}; `dask scheduler` starts one"
+        ) from None
+    tell(f"worker {offer.name}: {worker.address}, ready")
+    gone = asyncio.ensure_future(worker.finished())
+    gone.add_done_callback(lambda _: end(1))
+    await wake.wait()
+    site.stopping.set()
+    if ended[0] == 1:
+        tell(f"worker {offer.name}: the scheduler {address} has ended")
+    with suppress(Exception):  # the scheduler may be gone by now
+        await asyncio.wait_for(_leave(worker, site), LEAVE)
+    site.left.set()
+    with suppress(Exception):
+        await asyncio.wait_for(worker.close(timeout=LEAVE, executor_wait=False, reason="stopped"), 2 * LEAVE)
+    return ended[0]
+
+
+async def _leave(worker: Worker, site: Site) -> None:
+    """Gives back what this worker was doing: not as a worker that died, which counts against the steps."""
+    while site.active:
+        await asyncio.sleep(_MOMENT)
+    await asyncio.sleep(_MOMENT)  # for the last words of the orders
+    await worker.scheduler.retire_workers(workers=[worker.address], close_workers=False, remove=True)

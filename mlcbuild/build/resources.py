@@ -1,0 +1,79 @@
+"""Who runs the steps of a run, and how much of that is free."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlcbuild.build.cluster import address
+from mlcbuild.build.executors import Executor, Inline, Pool
+from mlcbuild.build.graph import Step
+from mlcbuild.build.plan import Planned
+from mlcbuild.build.schedule import Options
+from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.signals import Bell
+from mlcbuild.store.locks import Lock
+from mlcbuild.store.staging import Session
+
+
+def executor(options: Options, sharing: Sharing, session: Session, bell: Bell) -> Executor:
+    """What the options name. Raises SetupError when there is no such cluster, UsageError."""
+    if options.executor == "inline":
+        return Inline()
+    if options.executor == "pool":
+        return Pool(options.jobs)
+    from mlcbuild.build.cluster.client import Cluster
+
+    return Cluster(address(options.executor, options.tls), sharing, session, bell.ring)
+
+
+@dataclass
+class Running:
+    """A step that runs, and what it holds."""
+
+    step: Step
+    planned: Planned
+    lock: Lock
+    cores: int
+    log: Path
+    area: Path | None = None
+    started: float = field(default_factory=time.monotonic)
+
+
+class Capacity:
+    """Cores and memory of an executor, less what running steps hold."""
+
+    def __init__(self, executor: Executor, options: Options) -> None:
+        self._executor = executor
+        self._options = options
+        self._held: dict[str, tuple[int, int]] = {}
+        self._alone = False
+        """One that runs alone is running."""
+
+    def open(self) -> bool:
+        """Whether another step may start, however small."""
+        return not self._held or (self._cores() > 0 and len(self._held) < self._executor.capacity)
+
+    def fits(self, step: Step) -> bool:
+        """Whether the memory for a step is free; a step that is too large for all of it runs alone, and so
+        does one that asks for that."""
+        memory = self._options.memory or self._executor.memory
+        if step.alone or self._alone:
+            return not self._held
+        return not self._held or step.memory <= memory - sum(held for _, held in self._held.values())
+
+    def take(self, step: Step, others: int) -> int:
+        """Reserves a step's share while `others` wait to start: the cores it gets."""
+        wanted = max(1, min(step.cores, self._cores() // (others + 1)))
+        granted = self._executor.grant(step, wanted)
+        self._held[step.name] = granted, step.memory
+        self._alone = step.alone
+        return granted
+
+    def give_back(self, step: Step) -> None:
+        del self._held[step.name]
+        self._alone = False
+
+    def _cores(self) -> int:
+        return (self._options.jobs or self._executor.cores) - sum(cores for cores, _ in self._held.values())

@@ -1,0 +1,183 @@
+"""Downloads and uploads beside a run, in threads that tell what became of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+from mlcbuild.build.events import StepProgress, StepResult, Warned
+from mlcbuild.canon import Entry
+from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.remotes.transport import CancelledError
+from mlcbuild.store.records import Record
+
+_DOWNLOADS, _UPLOADS = 4, 2
+"""Threads for each."""
+_TELL = 0.2
+"""Seconds between two words about a download's progress."""
+_JOIN = 1.0
+"""Seconds that the end of a run waits for threads that were told to stop."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A request for files of a step has ended."""
+
+    request: int
+    why: str
+    """Why a file could not be had; "" when all are there."""
+
+
+Message: TypeAlias = Fetched | StepProgress | Warned
+_Task: TypeAlias = Callable[[], None]
+
+
+@dataclass
+class _Request:
+    """Some files of one step on their way."""
+
+    number: int
+    step: str
+    left: int
+    total: int
+    done: int = 0
+    why: str = ""
+    told: float = field(default_factory=time.monotonic)
+
+
+class Transfers:
+    """`wake` is called from any thread when `messages` has something new."""
+
+    def __init__(self, sharing: Sharing, wake: Callable[[], None]) -> None:
+        self.not_uploaded: dict[str, tuple[str, ...]] = {}
+        """Step -> the remotes that lack its result, once `close` has returned."""
+        self._sharing = sharing
+        self._wake = wake
+        self._stop = threading.Event()
+        self._guard = threading.Lock()
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._count = 0
+        self._pending: dict[str, Record] = {}
+        self._downloads: SimpleQueue[_Task] = SimpleQueue()
+        self._uploads: SimpleQueue[_Task] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def fetch(self, step: str, files: Sequence[Entry]) -> int:
+        """Starts to bring files into the store; the number of the request."""
+        self._count += 1
+        distinct = {entry.digest: entry for entry in files}
+        total = sum(entry.size for entry in distinct.values())
+        request = _Request(self._count, step, len(distinct), total)
+        if not distinct:
+            self._messages.put(Fetched(request.number, ""))
+            self._wake()
+        for entry in distinct.values():
+            self._downloads.put(partial(self._fetch, request, entry))
+        self._start(self._downloads, _DOWNLOADS)
+        return request.number
+
+    def upload(self, step: str, record: Record) -> None:
+        """Sends a result to the remotes that are written to, when there is time."""
+        if not self._sharing.writers:
+            return
+        with self._guard:
+            self._pending[step] = record
+        self._uploads.put(partial(self._send, step, record))
+        self._start(self._uploads, _UPLOADS)
+
+    def resume(self, results: Iterable[StepResult]) -> None:
+        """Sends what an earlier run should have sent, and did not live to."""
+        promised = self._sharing.promised()
+        for result in results:
+            record = result.record if result.key in promised else None
+            if record is not None and not self._sharing.store.lost(record):
+                self.upload(result.name, record)
+
+    @property
+    def uploading(self) -> int:
+        """Results that are not sent yet."""
+        return len(self._pending)
+
+    def messages(self) -> list[Message]:
+        found = []
+        while True:
+            try:
+                found.append(self._messages.get_nowait())
+            except Empty:
+                return found
+
+    def close(self) -> None:
+        """Ends everything at once; what was not sent then counts as not uploaded."""
+        self._stop.set()
+        self._sharing.close()
+        for _ in self._threads:  # each takes one
+            self._downloads.put(_nothing)
+            self._uploads.put(_nothing)
+        end = time.monotonic() + _JOIN
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        with self._guard:
+            self.not_uploaded |= dict.fromkeys(self._pending, self._sharing.writers)
+
+    def _start(self, tasks: SimpleQueue[_Task], most: int) -> None:
+        mine = [thread for thread in self._threads if thread.name == str(id(tasks))]
+        if len(mine) < most:
+            thread = threading.Thread(target=self._work, args=(tasks,), name=str(id(tasks)), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self, tasks: SimpleQueue[_Task]) -> None:
+        while not self._stop.is_set():
+            tasks.get()()
+
+    def _fetch(self, request: _Request, entry: Entry) -> None:
+        why = "the run ends"
+        if not self._stop.is_set() and not request.why:
+            try:
+                why = self._sharing.fetch(entry, self._stop, partial(self._note, request))
+            except CancelledError:
+                pass
+            except Exception as error:  # a defect must not leave the loop waiting
+                why = f"{type(error).__name__}: {error}"
+        with self._guard:
+            request.left -= 1
+            request.why = request.why or why
+            ended = request.left == 0
+        if ended:
+            self._messages.put(Fetched(request.number, request.why))
+            self._wake()
+
+    def _note(self, request: _Request, count: int) -> None:
+        with self._guard:
+            request.done += count
+            now = time.monotonic()
+            if now - request.told < _TELL:
+                return
+            request.told = now
+        self._messages.put(StepProgress(request.step, request.done, request.total, "B"))
+        self._wake()
+
+    def _send(self, step: str, record: Record) -> None:
+        try:
+            missing = self._sharing.send(record, self._stop)
+        except CancelledError:
+            return
+        except Exception as error:  # a defect must not leave the loop waiting
+            missing = self._sharing.writers
+            self._messages.put(Warned(f"{step} was not uploaded: {type(error).__name__}: {error}"))
+        with self._guard:
+            if missing:
+                self.not_uploaded[step] = missing
+            else:
+                self._sharing.kept(record.key)
+            del self._pending[step]
+        self._wake()
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,344 @@
+"""One step's work, from staged inputs to the published record, in whatever process it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlcbuild import progress
+from mlcbuild.canon import Entry, bytes_digest, forget_digests, module_path, note_digest
+from mlcbuild.errors import MlcbuildError, StepError
+from mlcbuild.store.blobs import is_full
+from mlcbuild.store.links import STAMP
+from mlcbuild.store.records import Made, Measured, Preimage, Record
+from mlcbuild.store.staging import remove_tree
+from mlcbuild.store.store import Store
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+RETIRE_BYTES = 1 << 30
+"""A worker that still holds this much after a step is replaced: what it keeps is in nobody's budget."""
+_TAIL_BYTES, _TAIL_LINES = 8192, 20
+
+
+@dataclass(frozen=True)
+class Given:
+    """One argument of the action."""
+
+    argument: str
+    files: tuple[Entry, ...]
+    root: Path | None = None
+    """Where a source lies; None for an artifact, whose files are linked out of the store."""
+    stats: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Source file -> (size, mtime_ns) when it was digested."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a worker must know. It can be pickled."""
+
+    name: str
+    key: str
+    preimage: Preimage
+    inputs: tuple[Given, ...]
+    cores: int
+    store: Path
+    area: Path
+    """A fresh directory of the session, removed afterwards."""
+    log: Path
+    shared: bool = True
+    again: bool = False
+    """It was asked for though its result is known."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: with a record, or with an error."""
+
+    name: str
+    record: Record | None = None
+    fault: str = ""
+    error: MlcbuildError | None = None
+    retire: bool = False
+    """The worker ends after this job."""
+    worker: str = ""
+    """The machine of a cluster that ran it."""
+    origin: str = ""
+    """The remote that has the files; "" when they are in the store."""
+    unsent: tuple[str, ...] = ()
+    """Remotes that should have the files and lack them."""
+
+
+def perform(job: Job) -> Outcome:
+    """Runs the action, publishes what it wrote, cleans up. Errors come back in the outcome."""
+    store = Store(job.store)
+    try:
+        with store.writing(), _logged(job.log, job.area):
+            return _attempt(job, store)
+    except MlcbuildError as error:
+        return Outcome(job.name, error=error)
+    finally:
+        forget_digests()
+        remove_tree(job.area)
+
+
+def _attempt(job: Job, store: Store) -> Outcome:
+    try:
+        published = _build(job, store)
+    except MlcbuildError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return Outcome(job.name, error=_portable(error))
+    except (Exception, SystemExit) as error:
+        if isinstance(error, OSError) and is_full(error):
+            return Outcome(job.name, error=store.explain(error))
+        traceback.print_exc()
+        words = " ".join(str(error).split())[:300]
+        return Outcome(
+            job.name,
+            error=StepError(
+                f"step {job.name} stopped with {type(error).__name__}: {words}; traceback in {job.log}"
+            ),
+        )
+    return published
+
+
+def _build(job: Job, store: Store) -> Outcome:
+    started = time.monotonic()
+    out, temporary = job.area / "out", job.area / "tmp"
+    out.mkdir()
+    temporary.mkdir()
+    arguments, known = _stage(job, store)
+    module, _, function = job.preimage.action.partition(":")
+    cost = _Cost()
+    with _environment(MLCBUILD_CORES=str(job.cores), TMPDIR=str(temporary)):
+        action: Callable[[object, object, Path], None] = getattr(importlib.import_module(module), function)
+        action(dict(job.preimage.params), arguments, out)
+    _check_inputs(job, arguments)
+    _check_code(job)
+    measured = replace(cost.measured(), milliseconds=round((time.monotonic() - started) * 1000))
+    made = Made(job.name, job.preimage, measured, job.shared)
+    published = store.publish(job.key, made, out, known)
+    return Outcome(job.name, published.record, published.fault)
+
+
+def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int], Entry]]:
+    """Directory of each argument, and (device, inode) of every file that was linked out of the store."""
+    arguments: dict[str, Path] = {}
+    known: dict[tuple[int, int], Entry] = {}
+    for given in job.inputs:
+        if given.root is not None:
+            arguments[given.argument] = given.root
+            continue
+        directory = arguments[given.argument] = job.area / "in" / given.argument
+        directory.mkdir(parents=True)
+        store.link_out(given.files, directory)
+        for entry in given.files:
+            found = (directory / entry.path).stat()
+            known[found.st_dev, found.st_ino] = entry
+            note_digest(directory / entry.path, entry.digest)
+    return arguments, known
+
+
+def _check_inputs(job: Job, arguments: dict[str, Path]) -> None:
+    """What was read must be what the key says."""
+    for given in job.inputs:
+        for entry in given.files:
+            path = arguments[given.argument] / entry.path
+            try:
+                found = path.stat()
+                same = (found.st_size, found.st_mtime_ns) == given.stats.get(
+                    entry.path, (entry.size, STAMP * 10**9)
+                )
+            except OSError:
+                same = False
+            if not same:
+                what = path if given.root else f"its input {given.argument}/{entry.path}"
+                raise StepError(
+                    f"step {job.name}: {what} changed while the step ran; nothing was kept, run again"
+                )
+
+
+def _check_code(job: Job) -> None:
+    for name, digest in job.preimage.code.items():
+        dotted = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        path = module_path(dotted)
+        if path is None or not path.is_file() or bytes_digest(path.read_bytes()) != digest:
+            raise StepError(
+                f"step {job.name}: {name} changed while the step ran; nothing was kept, run again"
+            )
+
+
+def _portable(error: MlcbuildError) -> MlcbuildError:
+    """The error as another process can take it."""
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]  # it is what it was
+    except Exception:
+        return StepError(str(error))
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    _forget_temporary_directory()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        _forget_temporary_directory()
+
+
+def _forget_temporary_directory() -> None:
+    if "tempfile" in sys.modules:
+        sys.modules["tempfile"].tempdir = None  # type: ignore[attr-defined]  # it caches TMPDIR there
+
+
+@contextmanager
+def _logged(log: Path, area: Path) -> Iterator[None]:
+    """Sends descriptors 1 and 2 of this process, native output too, to a fresh file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    part = area.with_name(f"{area.name}.log")  # goes with the session when this process is killed
+    target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+    part.replace(log)  # another process that runs a step of this name keeps its own file
+    _flush()
+    saved = os.dup(1), os.dup(2)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    try:
+        # Python's own streams may be something else than descriptors 1 and 2, as under a test runner.
+        with (
+            open(1, "w", closefd=False) as out,
+            open(2, "w", closefd=False) as err,
+            redirect_stdout(out),
+            redirect_stderr(err),
+        ):
+            yield
+    finally:
+        _flush()
+        for descriptor, old in enumerate(saved, start=1):
+            os.dup2(old, descriptor)
+            os.close(old)
+
+
+def tail(log: Path | None) -> str:
+    """The last lines of a log; "" when there is none."""
+    if log is None or not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    _libc().fflush(None)  # what native code printed and libc still holds
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+class _Cost:
+    """CPU time and peak memory of this process and its children from now on."""
+
+    def __init__(self) -> None:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
+        self._cpu = _cpu_seconds()
+        self._children = _child_peak()
+
+    def measured(self) -> Measured:
+        peak, children = _own_peak(), _child_peak()
+        if children > self._children:
+            peak = max(peak, children)
+        return Measured(0, round((_cpu_seconds() - self._cpu) * 1000), peak)
+
+
+def _cpu_seconds() -> float:
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(part.ru_utime + part.ru_stime for part in usage)
+
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+def _child_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * _RSS_UNIT
+
+
+def _own_peak() -> int:
+    return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+
+
+def _status_bytes(field_name: str) -> int:
+    """A size from Linux's /proc/self/status; 0 elsewhere."""
+    with suppress(OSError), Path("/proc/self/status").open() as status:
+        for line in status:
+            if line.startswith(field_name + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def serve(descriptor: int) -> None:
+    """A worker process: takes jobs from the connection until it closes.
+
+    Standard input is a pipe whose other end only the parent holds: when it closes, the parent is gone,
+    and this process ends with all processes it started, whatever it is doing.
+    """
+    from multiprocessing.connection import Connection
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    life = os.dup(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):
+        os.dup2(null, standard)
+    threading.Thread(target=_end_with_parent, args=(life,), daemon=True).start()
+    connection: Connection[object, Job | None] = Connection(descriptor)
+    sending = threading.Lock()
+
+    def send(message: object) -> None:
+        with sending:
+            connection.send(message)
+
+    with suppress(EOFError, ConnectionError):
+        while (job := connection.recv()) is not None:
+            progress.listen(partial(_pass_on, send))
+            outcome = perform(job)
+            progress.listen(None)
+            outcome = replace(outcome, retire=_status_bytes("VmRSS") > RETIRE_BYTES)
+            send(outcome)
+            if outcome.retire:
+                return
+
+
+def _pass_on(send: Callable[[object], None], done: int, total: int, unit: str) -> None:
+    with suppress(OSError):
+        send((done, total, unit))
+
+
+def _end_with_parent(life: int) -> None:
+    os.read(life, 1)
+    os.killpg(0, signal.SIGKILL)  # this process leads its own group

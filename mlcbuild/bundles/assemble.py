@@ -1,0 +1,201 @@
+"""Lays out a bundle: library, weights, tokenizer, manifest. The runtime owns the format."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from mlcbuild.canon import Json, file_digest, note_digest, noted_digest
+from mlcbuild.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mlcbuild_format.bundle import File, Manifest, Serving
+    from mlcbuild_format.fields import Json as FreeJson
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files of a checkpoint that a bundle keeps as they are, where they exist."""
+
+POOLING = "1_Pooling/config.json"
+"""How sentence-transformers makes embeddings of a checkpoint's hidden states."""
+_POOLINGS = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
+SERVING = "serving.json"
+LIBRARY = "library.json"
+"""What the library says of itself, readable where its code cannot run."""
+
+
+def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: the tokenizer's files, and the serving defaults that the checkpoint states.
+
+    `inputs["checkpoint"]` holds TOKENIZER_FILES, POOLING and config.json. Raises CheckpointError.
+    """
+    checkpoint = inputs["checkpoint"]
+    found = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+    if not {"tokenizer.json", "tokenizer.model"} & set(found):
+        raise CheckpointError(
+            f"{checkpoint}: it has neither tokenizer.json nor tokenizer.model, so no text can be read or "
+            "written; add one of them to the checkpoint"
+        )
+    for name in found:
+        # Copied, not linked: the checkpoint may be the user's own directory, where files change in place.
+        shutil.copyfile(checkpoint / name, out / name)
+    (out / SERVING).write_text(json.dumps(_serving(checkpoint), sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _serving(checkpoint: Path) -> dict[str, object]:
+    """generation_config.json over config.json, as transformers reads them."""
+    documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
+    merged = {key: value for document in documents for key, value in document.items() if value is not None}
+    ends = merged.get("eos_token_id", [])
+    serving: dict[str, object] = {"eos_token_ids": ends if isinstance(ends, list) else [ends]}
+    if "bos_token_id" in merged:
+        serving["bos_token_id"] = merged["bos_token_id"]
+    sampled = documents[1].get("do_sample", True)
+    if sampled is False:
+        serving["temperature"] = 0.0
+    for key in ("temperature", "top_p", "top_k"):
+        if sampled is not False and documents[1].get(key) is not None:
+            serving[key] = documents[1][key]
+    if pooling := _pooling(checkpoint / POOLING):
+        serving["pooling"] = pooling
+    return serving
+
+
+def _pooling(path: Path) -> str | None:
+    """None where the checkpoint says nothing. The older form has a truth value for each way."""
+    prefix, document = "pooling_mode_", _object(path)
+    named = document.get("pooling_mode")
+    ways = [key.removeprefix(prefix) for key, value in document.items() if key.startswith(prefix) and value]
+    ways += [named] if isinstance(named, str) else []
+    found = {_POOLINGS.get(way, way) for way in ways}
+    if found - {"mean", "last"} or len(found) > 1:
+        raise CheckpointError(
+            f"{path}: embeddings can be the mean over all tokens or the last token's state, not"
+            f" {' and '.join(sorted(found))}; without the file they are the last token's"
+        )
+    return found.pop() if found else None
+
+
+def _object(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); repair the checkpoint") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: must be a JSON object; repair the checkpoint")
+    return document
+
+
+def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: the bundle without provenance and verification figures.
+
+    params: name, model, scheme and target as they are shown, context_window to max_batch in `limits`.
+    inputs: library, weights, tokenizer, and `runtime` (libtvm_runtime) where the target is this system.
+    """
+    from mlcbuild_format import bundle as form
+
+    library = cast("dict[str, FreeJson]", json.loads((inputs["library"] / LIBRARY).read_bytes()))
+    model = next(path.name for path in inputs["library"].iterdir() if path.name.startswith("model."))
+    weights = sorted(path.name for path in inputs["weights"].iterdir())
+    serving = _serving_defaults(inputs["tokenizer"] / SERVING)
+    for name in (model, LIBRARY):
+        _place(inputs["library"] / name, out / name)
+    for name in weights:
+        _place(inputs["weights"] / name, out / name)
+    for path in sorted(inputs["tokenizer"].iterdir()):
+        if path.name != SERVING:
+            _place(path, out / path.name)
+    for path in sorted(inputs["runtime"].glob("libtvm_runtime.*")) if "runtime" in inputs else ():
+        (out / "lib").mkdir(exist_ok=True)
+        shutil.copyfile(path, out / "lib" / path.name)
+    config = cast("dict[str, FreeJson]", library["config"])
+    memory = cast("dict[str, int]", library["memory"])
+    parts = {key: memory[key] for key in ("weights", "kv_cache", "workspace")}
+    manifest = form.Manifest(
+        name=cast(str, params["name"]),
+        model=form.Model(cast(str, params["model"]), cast(str, config["family"]), config),
+        scheme=cast("dict[str, FreeJson]", params["scheme"]),
+        target=cast("dict[str, FreeJson]", params["target"]),
+        limits=form.Limits(**cast("dict[str, int]", library["limits"])),
+        library=model,
+        weights=tuple(weights),
+        signature=cast(str, library["signature"]),
+        files=_files(out),
+        memory=form.Memory(**parts, total=sum(parts.values())),
+        serving=serving,
+        tools=cast("dict[str, str]", library["tools"]),
+    )
+    _check_serving(manifest)
+    (out / form.MANIFEST).write_bytes(manifest.to_bytes())
+
+
+def _serving_defaults(path: Path) -> Serving:
+    from mlcbuild_format.bundle import Serving
+
+    document = json.loads(path.read_bytes())
+    document["eos_token_ids"] = tuple(document["eos_token_ids"])
+    return Serving(**document)
+
+
+def _check_serving(manifest: Manifest) -> None:
+    """The manifest as a reader would see it: a checkpoint's odd token ids are found here, not on serving."""
+    from mlcbuild_format.bundle import parse
+    from mlcbuild_format.fields import FieldError
+
+    try:
+        parse(manifest.to_json())
+    except FieldError as error:
+        raise CheckpointError(
+            f"{manifest.model.name}: generation_config.json or config.json: {error}; repair the checkpoint"
+        ) from None
+
+
+def _files(root: Path) -> dict[str, File]:
+    from mlcbuild_format.bundle import File
+
+    paths = sorted(path for path in root.rglob("*") if path.is_file())
+    files = {}
+    for path in paths:
+        found = noted_digest(path)
+        if found is None:
+            found = file_digest(path)
+            note_digest(path, found)  # the store takes it as it is
+        files[path.relative_to(root).as_posix()] = File(found, path.stat().st_size)
+    return files
+
+
+def _place(source: Path, destination: Path) -> None:
+    """A hard link to a file of the store, or a copy where links are impossible: weights exist once."""
+    try:
+        os.link(source, destination)
+    except OSError:
+        shutil.copyfile(source, destination)
+
+
+def tvm_runtime(stem: str = "libtvm_runtime") -> Path | None:
+    """A runtime library of the installed compiler, found without importing it."""
+    spec = find_spec("tvm")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    root = Path(spec.submodule_search_locations[0])
+    found = sorted(
+        path
+        for folder in (root, root / "lib")
+        for path in folder.glob(f"{stem}.*")
+        if path.suffix in (".so", ".dylib")
+    )
+    return found[0] if found else None

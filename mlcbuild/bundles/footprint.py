@@ -1,0 +1,62 @@
+"""The memory a bundle really takes, measured in a process of its own with every sequence full."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from mlcbuild.errors import VerificationError
+
+
+def measure(bundle: Path) -> int:
+    """Bytes by which the peak of a process with the bundle loaded grows when it fills its limits.
+
+    max_batch sequences of context_window tokens are run, so this takes as long as that takes. Raises
+    VerificationError with the runtime's own sentence when the bundle cannot be run.
+    """
+    command = [sys.executable, "-m", "mlcbuild.bundles.footprint", str(bundle)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise VerificationError(f"the bundle could not be run: {why}")
+    return int(json.loads(done.stdout))
+
+
+def _peak() -> int:
+    """Bytes. Linux keeps a figure for the program; its ru_maxrss would include that of the parent."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
+
+
+def _main(path: str) -> None:
+    from mlcbuild_format.errors import ServingError
+    from mlcbuild_runtime.devices.cpu import Model
+    from mlcbuild_runtime.executor.batch import Step
+
+    try:
+        model = Model.load(Path(path))
+        # Weights are mapped and the cache is reserved: neither takes memory before it is used.
+        before = _peak()
+        limits = model.limits
+        per_sequence = -(-limits.context_window // limits.page_size)
+        pages = [
+            range(number * per_sequence, (number + 1) * per_sequence) for number in range(limits.max_batch)
+        ]
+        for own in pages:
+            for start in range(0, limits.context_window, limits.prefill_chunk):
+                end = min(start + limits.prefill_chunk, limits.context_window)
+                model.forward(Step.of([([0] * (end - start), end, own)]))
+        model.forward(Step.of([([0], limits.context_window, own) for own in pages]))
+    except ServingError as error:
+        sys.exit(str(error))
+    sys.stdout.write(json.dumps(_peak() - before))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

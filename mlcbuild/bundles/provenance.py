@@ -1,0 +1,165 @@
+"""What a bundle was made from, and who says so.
+
+A bundle holds an in-toto statement with an SLSA predicate, and, where the builder has a key, the same
+statement in a DSSE envelope, one on a line, which is what other tools for attestations read:
+
+    provenance.json            the statement
+    provenance.intoto.jsonl    {"payload": base64, "payloadType": ..., "signatures": [{"keyid", "sig"}]}
+
+Formats: https://slsa.dev/spec/v1.0/provenance, https://github.com/secure-systems-lab/dsse
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import cast
+
+from mlcbuild.canon import Json, canonical
+from mlcbuild.errors import ProvenanceError
+from mlcbuild.keyfile import Signer, is_public, is_right
+
+STATEMENT = "provenance.json"
+ENVELOPE = "provenance.intoto.jsonl"
+_MANIFEST = "bundle.json"
+_TYPE = "https://in-toto.io/Statement/v1"
+_PREDICATE = "https://slsa.dev/provenance/v1"
+_PAYLOAD = "application/vnd.in-toto+json"
+_LARGEST = 64 << 20
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """A statement that was checked."""
+
+    statement: Mapping[str, Json]
+    signers: tuple[str, ...]
+    """Public keys whose signatures are right, sorted. Who they are is for the reader to know."""
+
+
+def statement(
+    manifest: bytes,
+    parameters: Mapping[str, Json],
+    keys: Mapping[str, str],
+    dependencies: Iterable[Mapping[str, Json]],
+    tools: Mapping[str, str],
+) -> bytes:
+    """An in-toto statement with an SLSA v1 predicate about one bundle.
+
+    The subject is bundle.json, which names every other file by BLAKE3 and so vouches for them all: no byte
+    of the weights is read again. `keys` are the steps' keys by name; `dependencies` are the sources, each a
+    resource descriptor. There are no times in it: the same build gives the same statement.
+    """
+    document = {
+        "_type": _TYPE,
+        "subject": [{"name": _MANIFEST, "digest": {"sha256": sha256(manifest).hexdigest()}}],
+        "predicateType": _PREDICATE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": "urn:mlcbuild:run:1",
+                "externalParameters": dict(parameters),
+                "internalParameters": {"steps": dict(keys)},
+                "resolvedDependencies": [dict(item) for item in dependencies],
+            },
+            "runDetails": {"builder": {"id": "urn:mlcbuild", "version": dict(tools)}},
+        },
+    }
+    return json.dumps(document, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+
+
+def envelope(payload: bytes, signer: Signer) -> bytes:
+    """A statement in a DSSE envelope with one signature, as one line."""
+    found = base64.b64encode(signer.sign(_encoded(payload))).decode()
+    document: dict[str, Json] = {
+        "payload": base64.b64encode(payload).decode(),
+        "payloadType": _PAYLOAD,
+        "signatures": [{"keyid": signer.public, "sig": found}],
+    }
+    return canonical(document) + b"\n"
+
+
+def _encoded(payload: bytes) -> bytes:
+    """What is signed: type and payload, each after its length."""
+    return b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
+
+
+def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
+    """The statement of the bundle in a directory, which is about this bundle and, where `trust` has keys, is
+    signed by one of them. The bundle's other files are not read: bundle.json vouches for them.
+
+    Raises ProvenanceError with one sentence.
+    """
+    payload = _bytes(bundle / STATEMENT)
+    document = _document(bundle / STATEMENT, payload)
+    found = sha256(_bytes(bundle / _MANIFEST)).hexdigest()
+    named = _subject(document)
+    if named != found:
+        raise ProvenanceError(
+            f"{bundle / STATEMENT}: it is about a {_MANIFEST} with sha256 {str(named)[:12]}, but this one "
+            f"has {found[:12]}: the bundle was changed after it was built, or the statement is another's"
+        )
+    path = bundle / ENVELOPE
+    signers = tuple(sorted(set(_signers(path, payload)))) if path.exists() else ()
+    if trust and not set(trust) & set(signers):
+        who = f"signed by {', '.join(signers)}" if signers else "not signed"
+        raise ProvenanceError(f"{bundle}: its provenance is {who}, and by no key that is trusted")
+    return Provenance(document, signers)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ProvenanceError(f"{path}: has more than {_LARGEST >> 20} MiB, so it is none of ours")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise ProvenanceError(f"{path}: missing, so nothing says what the bundle was made from") from None
+    except OSError as error:
+        raise ProvenanceError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _document(path: Path, payload: bytes) -> Mapping[str, Json]:
+    try:
+        document = json.loads(payload)
+        json.dumps(document, indent=1)  # what is nested too deeply to be written is none of ours
+        if document["_type"] == _TYPE and document["predicateType"] == _PREDICATE:
+            return cast("Mapping[str, Json]", document)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ProvenanceError(f"{path}: it is no in-toto statement with an SLSA v1 predicate")
+
+
+def _subject(document: Mapping[str, Json]) -> object:
+    """The digest of the manifest that a statement is about."""
+    try:
+        subjects = cast("list[dict[str, dict[str, str]]]", document["subject"])
+        return next(item["digest"]["sha256"] for item in subjects if item["name"] == cast(object, _MANIFEST))
+    except (KeyError, TypeError, StopIteration):
+        return None
+
+
+def _signers(path: Path, payload: bytes) -> Iterator[str]:
+    """The public keys that signed exactly this statement. Raises ProvenanceError when the file is no list of
+    envelopes, is about another statement, or has a signature that is wrong: nobody writes such a file."""
+    for line in _bytes(path).splitlines():
+        try:
+            document = json.loads(line)
+            inside = base64.b64decode(document["payload"], validate=True)
+            typed = document["payloadType"] == _PAYLOAD
+            signatures = [
+                (str(item["keyid"]), base64.b64decode(item["sig"], validate=True))
+                for item in document["signatures"]
+            ]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ProvenanceError(f"{path}: it holds a line that is no DSSE envelope") from None
+        if not typed or inside != payload:
+            raise ProvenanceError(f"{path}: it is about another statement than {STATEMENT}")
+        for public, signature in signatures:
+            if not is_public(public):
+                continue  # of a kind that this version does not know; it counts for nothing
+            if not is_right(public, signature, _encoded(payload)):
+                raise ProvenanceError(f"{path}: the signature by {public} is wrong")
+            yield public

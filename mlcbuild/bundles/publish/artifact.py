@@ -1,0 +1,188 @@
+"""A bundle as an artifact of an OCI registry, one layer for each file, so that `oras pull` gives the bundle.
+
+    artifactType  application/vnd.mlcbuild.bundles.assemble.v1
+    config        bundle.json
+    layers        one for each file; annotations: its path (org.opencontainers.image.title), its BLAKE3
+
+Nothing in it depends on time: one bundle is one digest. A file that a registry has is not sent again: it is
+known by its BLAKE3 from the tag's manifest or from another bundle of the run, and mounted where it is in
+another repository. Format: https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from mlcbuild_format.bundle import MANIFEST, Manifest
+
+from mlcbuild.bundles.publish.names import check_names
+from mlcbuild.canon import file_digest
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes.background import Background
+from mlcbuild.remotes.reference import Descriptor, Place, layers_of, parse
+from mlcbuild.remotes.registry import MANIFEST as MEDIA_TYPE
+from mlcbuild.remotes.registry import Registry
+from mlcbuild.remotes.transport import Attempts
+
+TYPE = "application/vnd.mlcbuild.bundles.assemble.v1"
+CONFIG_TYPE = "application/vnd.mlcbuild.bundles.assemble.config.v1+json"
+TITLE = "org.opencontainers.image.title"
+BLAKE3 = "dev.mlcbuild.blake3"
+_AT_ONCE = 4
+"""Files on their way."""
+
+Seen = dict[tuple[str, str], tuple[str, str]]
+"""(registry, BLAKE3) -> (SHA-256, a repository that has it)."""
+
+
+def push(bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, seen: Seen) -> tuple[str, int]:
+    """The artifact's address by digest, and the bytes that were sent. Raises RemoteError."""
+    place = parse(to)
+    with Background(_AT_ONCE) as pool, Registry(place) as target:
+        before = target.manifest(place.reference)
+        known = _known(before[1]) if before is not None else {}
+        digests = {name: file.blake3 for name, file in manifest.files.items()}
+        digests |= {name: file_digest(bundle / name) for name in files if name not in digests}
+        for layer in known.values():
+            if BLAKE3 in layer.annotations:
+                seen.setdefault((place.host, layer.annotations[BLAKE3]), (layer.digest, place.repository))
+        send = partial(_send, target, bundle, digests, seen)
+        # Each content once: two files may be alike.
+        first = {digests[name]: name for name in reversed(list(files))}
+        sent = dict(zip(first, pool.all(partial(send, name) for name in first.values()), strict=True))
+        layers = [
+            Descriptor(_media(name), sent[digests[name]][0], size, {TITLE: name, BLAKE3: digests[name]})
+            for name, size in files.items()
+        ]
+        document = _document(manifest, layers)
+        if before is not None and before[1] == document:
+            return _address(place, before[0]), 0
+        return _address(place, target.tag(place.reference, document)), sum(
+            count for _, count in sent.values()
+        )
+
+
+def _send(
+    target: Registry, bundle: Path, digests: Mapping[str, str], seen: Seen, name: str
+) -> tuple[str, int]:
+    """SHA-256 of a file that the repository now has, and how many bytes that took."""
+    place, key = target.place, (target.place.host, digests[name])
+    if key in seen:
+        digest, repository = seen[key]
+        if target.has(digest) or (repository != place.repository and target.mount(digest, repository)):
+            return digest, 0
+    path = bundle / name
+    with path.open("rb") as file:
+        digest = target.send(file, path.stat().st_size)
+    seen[key] = (digest, place.repository)
+    return digest, path.stat().st_size
+
+
+def _document(manifest: Manifest, layers: list[Descriptor]) -> bytes:
+    config = next(layer for layer in layers if layer.annotations[TITLE] == MANIFEST)
+    facts = {
+        TITLE: manifest.name,
+        "dev.mlcbuild.model": manifest.model.name,
+        "dev.mlcbuild.scheme": str(manifest.scheme["name"]),
+        "dev.mlcbuild.target": str(manifest.target.get("name", manifest.machine.triple)),
+    }
+    document = {
+        "schemaVersion": 2,
+        "mediaType": MEDIA_TYPE,
+        "artifactType": TYPE,
+        "config": Descriptor(CONFIG_TYPE, config.digest, config.size).to_json(),
+        "layers": [layer.to_json() for layer in layers],
+        "annotations": facts,
+    }
+    return json.dumps(document, indent=2).encode()
+
+
+def _media(name: str) -> str:
+    return "application/json" if name.endswith(".json") else "application/octet-stream"
+
+
+def _address(place: Place, digest: str) -> str:
+    return str(Place(place.host, place.repository, digest, place.plain))
+
+
+def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
+    """Brings an artifact's files into a directory, each right by its SHA-256; its address by digest, and
+    the paths. Raises RemoteError, OSError.
+    """
+    place = parse(source)
+    with Background(_AT_ONCE) as pool, Registry(place) as origin:
+        found = origin.manifest(place.reference)
+        if found is None:
+            raise RemoteError("there is nothing under this name")
+        layers = _layers(found[1])
+        if MANIFEST not in layers:
+            raise RemoteError(f"it is no bundle: it holds no {MANIFEST}")
+        check_names(layers)
+        size, free = sum(layer.size for layer in layers.values()), shutil.disk_usage(directory).free
+        if size > free + sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()):
+            raise RemoteError(f"its manifest states {size} bytes, and {directory.parent} has room for {free}")
+        pool.all(partial(_fetch, origin, layer, directory / name) for name, layer in layers.items())
+        return _address(place, found[0]), frozenset(layers)
+
+
+def _layers(data: bytes) -> dict[str, Descriptor]:
+    """Returns the layers with a title, by it. Raises RemoteError for what is no manifest of files."""
+    try:
+        layers = [layer for layer in layers_of(data) if TITLE in layer.annotations]
+    except ValueError:
+        raise RemoteError("its manifest cannot be understood") from None
+    found = {layer.annotations[TITLE]: layer for layer in layers}
+    if len(found) < len(layers):
+        raise RemoteError("its manifest names a file twice")
+    return found
+
+
+def _known(data: bytes) -> dict[str, Descriptor]:
+    """Returns the layers of what a tag stands for now; none of what is no manifest of files."""
+    try:
+        return _layers(data)
+    except RemoteError:
+        return {}
+
+
+def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
+    """Goes on where an earlier transfer broke off; a whole that is wrong is fetched once more."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    for _ in range(2):
+        _append(origin, layer, path)
+        with path.open("rb") as file:
+            found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        if found == layer.digest:
+            break
+        path.write_bytes(b"")
+    else:
+        raise RemoteError(f"{path.name} has other bytes than its digest says")
+    if (size := path.stat().st_size) != layer.size:
+        raise RemoteError(f"{path.name} has {size} bytes where its manifest states {layer.size}")
+
+
+def _append(origin: Registry, layer: Descriptor, path: Path) -> None:
+    attempts = Attempts()
+    while (have := path.stat().st_size) < layer.size:
+        began = time.monotonic()
+        try:
+            body = origin.blob(layer.digest, have)
+            if body is None:
+                raise RemoteError(f"{path.name} is missing")
+            with body, path.open("r+b") as file:
+                file.seek(body.start)
+                file.truncate()
+                while (data := body.read()) and file.tell() <= layer.size:
+                    file.write(data)
+        except RemoteError as error:
+            attempts.failed(error, path.stat().st_size - have, began)
+        else:
+            if path.stat().st_size < layer.size:
+                return  # shorter than it should be: its digest will tell

@@ -1,0 +1,23 @@
+"""The names of a published bundle's files: a tree that can be written below one directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlcbuild.checkpoints.hub import check_name
+from mlcbuild.errors import RemoteError, SourceError
+from mlcbuild.remotes.transport import quoted
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises RemoteError unless all names are plain paths, of which none is both a file and a directory."""
+    files, directories = set(names), set[str]()
+    for name in files:
+        try:
+            check_name(name)
+        except SourceError as error:
+            raise RemoteError(str(error)) from None
+        parts = name.split("/")
+        directories |= {"/".join(parts[:end]) for end in range(1, len(parts))}
+    if clash := files & directories:
+        raise RemoteError(f"it names {quoted(min(clash))} as a file and as a directory")

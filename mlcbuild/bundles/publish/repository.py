@@ -1,0 +1,108 @@
+"""A bundle as a model repository of a Hugging Face hub: its files, and a model card made of its manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from mlcbuild_format.bundle import MANIFEST, Manifest
+
+from mlcbuild.bundles.provenance import STATEMENT
+from mlcbuild.bundles.publish.card import card
+from mlcbuild.bundles.publish.names import check_names
+from mlcbuild.checkpoints import hub
+from mlcbuild.checkpoints.hub import HubFile, HubSource
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes.background import Background
+
+CARD = "README.md"
+_OWN = (CARD, ".gitattributes")
+"""Files of a repository that are not of the bundle."""
+_AT_ONCE = 4
+
+
+def push(
+    bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, seen: object
+) -> tuple[str, int]:
+    """The repository's address at the commit that holds the bundle, and the bytes that it lacked.
+
+    The repository is made when it is not there, and private then. Files of an earlier bundle go.
+    Raises SourceError.
+    """
+    source = cast(HubSource, hub.parse_source(to))
+    text = card(manifest, list(_sources(bundle)), to).encode()
+    there = _there(source)
+    same = {
+        name for name in files if (known := there.get(name)) and _is_same(bundle / name, files[name], known)
+    }
+    card_there = CARD in there and there[CARD].git_oid == _git_oid(text)
+    stale = there.keys() - files.keys() - set(_OWN)
+    lacking = {name: bundle / name for name in files if name not in same}
+    if not lacking and not stale and card_there:
+        return str(HubSource(source.repo, hub.current_commit(source))), 0
+    sources: dict[str, Path | bytes] = {**lacking, CARD: text}
+    commit = hub.commit(source, sources, stale, f"{manifest.name}, built by mlcbuild")
+    return str(HubSource(source.repo, commit)), sum(files[name] for name in lacking)
+
+
+def _there(source: HubSource) -> dict[str, HubFile]:
+    """What the branch holds; nothing when there is no such repository or branch yet."""
+    with suppress(hub.AbsentError):
+        return hub.list_files(source)[1]
+    return {}
+
+
+def _is_same(path: Path, size: int, known: HubFile) -> bool:
+    if known.size != size:
+        return False
+    if known.sha256 is not None:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == known.sha256
+    return _git_oid(path.read_bytes()) == known.git_oid
+
+
+def _git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _sources(bundle: Path) -> Iterator[str]:
+    """The hub's repositories that a bundle's provenance names, at their commits."""
+    try:
+        document = json.loads((bundle / STATEMENT).read_bytes())
+        items = document["predicate"]["buildDefinition"]["resolvedDependencies"]
+        uris = [str(item.get("uri", "")) for item in items]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    yield from dict.fromkeys(uri.rpartition("/")[0] for uri in uris if uri.startswith("hf://"))
+
+
+def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
+    """Brings a repository's bundle into a directory; its address at a commit, and the paths of its files.
+
+    The hub's cache keeps what has come, and goes on where a transfer broke off. Raises SourceError,
+    RemoteError, OSError.
+    """
+    asked = cast(HubSource, hub.parse_source(source))
+    commit, listed = hub.list_files(asked)
+    exact = HubSource(asked.repo, commit)
+    names = [name for name in listed if name not in _OWN]
+    if MANIFEST not in names:
+        raise RemoteError(f"it is no bundle: it holds no {MANIFEST}")
+    check_names(names)
+    hub.reach(exact, names)
+    with Background(_AT_ONCE) as pool:
+        pool.all(partial(_fetch, exact, directory, name) for name in names)
+    return str(exact), frozenset(names)
+
+
+def _fetch(source: HubSource, directory: Path, name: str) -> None:
+    place = directory / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    # Copied: a file of the hub's cache may be changed by others who use that cache.
+    shutil.copyfile(hub.download(source, name), place)

@@ -1,0 +1,73 @@
+"""The step that computes a model's reference logits: the original weights in NumPy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+from mlcbuild.canon import Json
+from mlcbuild.errors import UsageError
+
+PROMPTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "Water boils at 100 degrees Celsius at sea level, and it freezes at zero.",
+    "def add(a, b):\n    return a + b\n",
+    '{"name": "Ann", "age": 7, "likes": ["maps", "trains"]}',
+    "Once upon a time there was a small village at the edge of a great forest. Every morning",
+    "Question: what is 12 + 30?\nAnswer: 42\nQuestion: what is 7 + 8?\nAnswer:",
+)
+"""What a recipe without prompts is verified on."""
+MAX_TOKENS = 512
+"""Tokens of one prompt that are compared: the reference is exact, not fast."""
+
+
+def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: tokens and reference logits of every prompt.
+
+    params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]`, one a line), and
+    `context_window` of the libraries it is for (LongRoPE depends on it). Prompts are cut at MAX_TOKENS.
+    out: tokens.json, and logits-<i>.npy float32 [n, vocab].
+    Raises UsageError when no prompt is left.
+    """
+    import numpy as np
+    from mlcbuild_runtime.text.tokenizer import Tokenizer
+
+    from mlcbuild import models
+    from mlcbuild.bundles.reference import logits
+    from mlcbuild.checkpoints import conversion
+
+    config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
+    tokenizer = Tokenizer.load(inputs["tokenizer"])
+    window = models.context_window(config, cast("int | None", params["context_window"]))
+    limit = min(window, MAX_TOKENS)
+    sequences = [list(tokenizer.encode(text))[:limit] for text in _prompts(params, inputs)]
+    sequences = [tokens for tokens in sequences if len(tokens) > 1]
+    if not sequences:
+        raise UsageError("verify.prompts: no prompt has more than one token; give at least one line of text")
+    names = conversion.read_tensor_names(inputs["config"])
+    parameters = conversion.checkpoint(inputs["checkpoint"], config, names)
+
+    def compute(item: tuple[int, list[int]]) -> None:
+        i, tokens = item
+        np.save(out / f"logits-{i:04}.npy", logits(config, parameters, tokens, context_window=window))
+
+    # Prompts side by side, each on one core: so no figure depends on how many cores there are.
+    with ThreadPoolExecutor(_cores()) as pool:
+        list(pool.map(compute, enumerate(sequences)))
+    (out / "tokens.json").write_text(json.dumps(sequences) + "\n", encoding="utf-8")
+
+
+def _cores() -> int:
+    return int(os.environ.get("MLCBUILD_CORES", "1"))
+
+
+def _prompts(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Sequence[str]:
+    inline = params["prompts"]
+    if isinstance(inline, list):
+        return [str(prompt) for prompt in inline]
+    path = inputs["prompts"] / str(inline)  # the directory is the user's, and may hold other files
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,0 +1,197 @@
+"""Proves a bundle against its model: the NumPy reference's logits against the bundle's own.
+
+Two steps share the work. `reference` runs once for a model and its prompts; `verify` runs for each bundle,
+loading it through the runtime in a fresh process, as a server would.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, cast
+
+from mlcbuild.canon import Json
+from mlcbuild.errors import VerificationError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Logits = NDArray[np.float32]
+
+
+DECODED = 16
+"""Tokens of each prompt that are also run one at a time, so that decoding is proven and not only prefill."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """One line that a recipe may draw."""
+
+    words: str
+    is_maximum: bool
+    value: Callable[[Mapping[str, float]], float]
+
+
+THRESHOLDS: Mapping[str, Threshold] = {
+    "max_kl": Threshold("the mean KL divergence", True, lambda found: found["kl_mean"]),
+    "min_top1": Threshold("top-1 agreement", False, lambda found: found["top1_agreement"]),
+    "max_perplexity_increase": Threshold(
+        "the relative increase of perplexity",
+        True,
+        lambda found: found["perplexity"] / found["reference_perplexity"] - 1,
+    ),
+}
+
+
+def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: bundle.json with its verification figures. Raises VerificationError beyond a threshold.
+
+    params: for each of THRESHOLDS a number as a string, or null. inputs: bundle, reference.
+    """
+    from mlcbuild_format.bundle import MANIFEST
+
+    figures = measure(inputs["bundle"], inputs["reference"])
+    faults = _faults(figures, params)
+    if faults:
+        raise VerificationError(
+            f"{'; '.join(faults)} over {figures['tokens']} tokens: use a scheme that keeps more, "
+            "or relax `verify` in the recipe if the loss is acceptable"
+        )
+    document = json.loads((inputs["bundle"] / MANIFEST).read_bytes())
+    document["verification"] = figures
+    text = json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    (out / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def _faults(figures: Mapping[str, float], params: Mapping[str, Json]) -> list[str]:
+    faults = []
+    for name, threshold in THRESHOLDS.items():
+        given = params[name]
+        if given is None:
+            continue
+        value, allowed = threshold.value(figures), float(cast(str, given))
+        # Written so that a value that is not a number is a fault.
+        if not (value <= allowed if threshold.is_maximum else value >= allowed):
+            faults.append(f"{threshold.words} is {value:.4g}, {name} is {allowed:g}")
+    return faults
+
+
+def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
+    """Figures of a bundle against reference logits, computed in a fresh process.
+
+    kl_mean and kl_max: KL(reference || bundle) of the next-token distributions, in nats, mean and maximum
+    over positions. top1_agreement: share of positions with the same most likely token. perplexity and
+    reference_perplexity of the prompts. decode_error: largest difference, in logits, between running
+    tokens one at a time and all at once. Raises VerificationError when the process fails.
+    """
+    with TemporaryDirectory() as directory:
+        result = Path(directory, "figures.json")
+        command = [
+            sys.executable,
+            "-m",
+            "mlcbuild.bundles.verify",
+            str(bundle),
+            str(reference_dir),
+            str(result),
+        ]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode == 0:
+            return cast("dict[str, float]", json.loads(result.read_bytes()))
+    if done.returncode < 0:
+        why = f"the process was ended by {signal.Signals(-done.returncode).name}"
+    else:
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    raise VerificationError(f"the bundle could not be run: {why}")
+
+
+@dataclass
+class _Sums:
+    """Running sums over positions, in float64."""
+
+    tokens: int = 0
+    predicted: int = 0
+    kl: float = 0.0
+    kl_max: float = 0.0
+    agree: int = 0
+    loss: float = 0.0
+    reference_loss: float = 0.0
+    decode_errors: list[float] = field(default_factory=list)
+
+    def add(self, tokens: Sequence[int], expected: Logits, found: Logits) -> None:
+        """Positions of one prompt: logits [n, vocab] each."""
+        import numpy as np
+
+        p, q = _log_softmax(expected), _log_softmax(found)
+        kl = np.maximum((np.exp(p) * (p - q)).sum(axis=-1), 0.0)
+        self.tokens += len(tokens)
+        self.kl += float(kl.sum())
+        self.kl_max = max(self.kl_max, float(kl.max()))
+        self.agree += int((p.argmax(axis=-1) == q.argmax(axis=-1)).sum())
+        following = np.asarray(tokens[1:])
+        rows = np.arange(len(following))
+        self.predicted += len(following)
+        self.loss -= float(q[rows, following].sum())
+        self.reference_loss -= float(p[rows, following].sum())
+
+    def figures(self) -> dict[str, float]:
+        found = {
+            "kl_mean": self.kl / self.tokens,
+            "kl_max": self.kl_max,
+            "top1_agreement": self.agree / self.tokens,
+            "perplexity": _exp(self.loss / self.predicted),
+            "reference_perplexity": _exp(self.reference_loss / self.predicted),
+            "decode_error": max(self.decode_errors),
+        }
+        # Four digits: the last ones depend on the order of sums in the machine's linear algebra.
+        return {**{key: float(f"{value:.4g}") for key, value in found.items()}, "tokens": self.tokens}
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
+
+
+def _log_softmax(logits: Logits) -> NDArray[np.float64]:
+    import numpy as np
+
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    return wide
+
+
+def _main(bundle: str, reference_dir: str, result: str) -> None:
+    """The fresh process: loads the bundle as a server does, and nothing of the compiler."""
+    import numpy as np
+    from mlcbuild_format.errors import ServingError
+    from mlcbuild_runtime.devices.cpu import Model
+
+    try:
+        model = Model.load(Path(bundle), threads=int(os.environ.get("MLCBUILD_CORES", "1")))
+        sums = _Sums()
+        for i, tokens in enumerate(json.loads(Path(reference_dir, "tokens.json").read_bytes())):
+            expected = np.load(Path(reference_dir, f"logits-{i:04}.npy"))
+            found = model.score(tokens)
+            if not np.isfinite(found).all():
+                sys.exit(f"prompt {i + 1}: the bundle's logits are not finite")
+            sums.add(tokens, expected, found)
+            head = tokens[:DECODED]
+            stepped = model.score(head, chunk=1)
+            sums.decode_errors.append(float(np.abs(stepped - found[: len(head)]).max()))
+    except ServingError as error:
+        sys.exit(str(error))
+    Path(result).write_text(json.dumps(sums.figures()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,382 @@
+"""A checkpoint's weights in a scheme: written as weights files, and read back.
+
+Writing streams: workers take row ranges of parameters, read them, pack them, and write them where they
+belong, so memory does not grow with the model and the bytes do not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from mlcbuild_format.signature import signature
+from mlcbuild_format.versions import WEIGHTS as FORMAT
+from numpy.typing import NDArray
+
+from mlcbuild import models, progress
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints.mapping import Rows, Source, fail, locate
+from mlcbuild.checkpoints.shards import ALIGNMENT, CODES, Shard, Tensor, lay_out, read_header
+from mlcbuild.errors import CheckpointError, StepError, UsageError
+from mlcbuild.models import ModelConfig, TensorNames, parameters
+from mlcbuild.quant import (
+    Scheme,
+    StoredTensor,
+    check_overrides,
+    from_json,
+    scheme_for,
+    stored,
+    stored_parameters,
+)
+from mlcbuild.quant.packing import TILE, Array, Packer, narrow, unpack
+
+SHARD_BYTES = 2_000_000_000
+"""Data in one weights file, where tensors allow it."""
+CHUNK_BYTES = 4 << 20
+"""Of the checkpoint, read at once by one worker."""
+BLOCK_BYTES = 2 << 20
+"""What is written of a file at once, from a multiple of it on. The system then keeps the file in large pages,
+where it has them, and maps these for who computes with the weights: looking up small ones takes a tenth of
+the time of a decoding step."""
+
+T = TypeVar("T")
+
+
+def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: the checkpoint in inputs["checkpoint"], in params["scheme"], as weights files in `out`.
+
+    inputs["config"] holds our config.json. Uses the cores that MLCBUILD_CORES grants, else all.
+    Raises CheckpointError with all problems, UsageError for overrides that do not fit the model and for a
+    params["layout"] that is not the scheme's, and StepError when the disk is full.
+    """
+    scheme = from_json(params["scheme"])
+    layout = params.get("layout", scheme.layout)
+    if layout != scheme.layout:
+        raise UsageError(
+            f"scheme {scheme.name} is stored in layout '{scheme.layout}', but the backend of the target needs"
+            f" layout '{layout}', which mlcbuild cannot write: choose a scheme that the device supports"
+        )
+    config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
+    problems = check_overrides(scheme, parameters(config))
+    if problems:
+        raise UsageError("\n".join(problems))
+    found = locate(inputs["checkpoint"], config, read_tensor_names(inputs["config"]))
+    cores = int(os.environ.get("MLCBUILD_CORES") or os.cpu_count() or 1)
+    write(found, scheme, out, cores)
+
+
+def write(found: Sequence[Source], scheme: Scheme, out: Path, cores: int = 1) -> None:
+    """Writes every parameter in a scheme: weights-0000i-of-0000N.safetensors. See convert for errors."""
+    tensors = stored_parameters([source.param for source in found], scheme)
+    tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
+    shards = lay_out(tensors, {"format": FORMAT, "signature": tied, "scheme": scheme.name}, SHARD_BYTES)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            files = [_Blocks(stack.enter_context(FileIO(out / s.name, "wb")), s.size) for s in shards]
+            for shard, file in zip(shards, files, strict=True):
+                file.put(0, np.frombuffer(shard.header, np.uint8))
+            _work(_Plan(tuple(found), scheme, _places(tensors, shards, files)), cores)
+    except OSError as error:
+        size = sum(shard.size for shard in shards)
+        raise StepError(
+            f"{out}: the weights cannot be written ({error.strerror}); they need {size} bytes: "
+            "free space there, check its permissions, and run again"
+        ) from None
+
+
+class _Blocks:
+    """A file of `size` bytes, of which workers bring every byte once, in any order. A block is written when
+    it is whole."""
+
+    def __init__(self, file: FileIO, size: int) -> None:
+        self._file, self._size = file, size
+        self._lock = threading.Lock()
+        self._begun: dict[int, tuple[NDArray[np.uint8], int]] = {}
+        """The bytes of a block, and how many of them are still to come."""
+        self._spare: list[NDArray[np.uint8]] = []
+
+    def put(self, start: int, part: NDArray[np.uint8]) -> None:
+        """Raises OSError."""
+        while part.size:
+            number, offset = divmod(start, BLOCK_BYTES)
+            piece = part[: BLOCK_BYTES - offset]
+            self._fill(number, offset, piece)
+            start, part = start + piece.size, part[piece.size :]
+
+    def _fill(self, number: int, offset: int, piece: NDArray[np.uint8]) -> None:
+        at = number * BLOCK_BYTES
+        with self._lock:
+            if number not in self._begun:
+                block = self._spare.pop() if self._spare else np.empty(BLOCK_BYTES, np.uint8)
+                self._begun[number] = block, min(BLOCK_BYTES, self._size - at)
+            block = self._begun[number][0]
+        block[offset : offset + piece.size] = piece
+        with self._lock:
+            left = self._begun[number][1] - piece.size
+            self._begun[number] = block, left
+            if left:
+                return
+            del self._begun[number]
+        view = block[: self._size - at].data
+        while view:
+            written = os.pwrite(self._file.fileno(), view, at)
+            view, at = view[written:], at + written
+        with self._lock:
+            self._spare.append(block)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a stored tensor goes."""
+
+    file: _Blocks
+    start: int
+    """Offset in the file."""
+    stride: int
+    """Bytes of one index of axis 0: a row, a tile of rows, or an element of a vector."""
+
+
+def _places(
+    tensors: Sequence[StoredTensor], shards: Sequence[Shard], files: Sequence[_Blocks]
+) -> dict[str, _Place]:
+    pairs = list(zip(shards, files, strict=True))
+    places = {name: (file, start) for shard, file in pairs for name, start in shard.starts.items()}
+    return {tensor.name: _Place(*places[tensor.name], tensor.size // tensor.shape[0]) for tensor in tensors}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    sources: tuple[Source, ...]
+    scheme: Scheme
+    places: Mapping[str, _Place]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Rows start..stop-1 of one parameter."""
+
+    source: Source
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes to read."""
+        return (self.stop - self.start) * math.prod(self.source.param.shape[1:]) * self.source.dtype.itemsize
+
+
+def _jobs(sources: Sequence[Source]) -> Iterator[_Job]:
+    """Row ranges of about CHUNK_BYTES that begin at whole tiles."""
+    for source in sources:
+        rows, *rest = source.param.shape
+        step = max(1, CHUNK_BYTES // (math.prod(rest) * source.dtype.itemsize * TILE)) * TILE
+        for start in range(0, rows, step):
+            yield _Job(source, start, min(start + step, rows))
+
+
+class _Queue:
+    """What workers share: the jobs that are left, what was done, and what was wrong."""
+
+    def __init__(self, jobs: Sequence[_Job]) -> None:
+        self._left = iter(jobs)
+        self._total = sum(job.size for job in jobs)
+        self._done = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._problems: dict[str, tuple[int, str]] = {}
+
+    def take(self) -> _Job | None:
+        with self._lock:
+            return None if self._stopped else next(self._left, None)
+
+    def finish(self, job: _Job, problem: str | None) -> None:
+        """Counts a job. Of a parameter's problems the first by row is kept, whoever finds it."""
+        with self._lock:
+            self._done += job.size
+            if problem is not None:
+                name = job.source.param.name
+                self._problems[name] = min((job.start, problem), self._problems.get(name, (job.stop, "")))
+            progress.report(self._done, self._total, "B")
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+
+    def problems(self, sources: Sequence[Source]) -> list[str]:
+        """In the order of the parameters."""
+        names = [source.param.name for source in sources]
+        return [self._problems[name][1] for name in names if name in self._problems]
+
+
+def _work(plan: _Plan, cores: int) -> None:
+    """Runs all jobs on `cores` threads: NumPy and the file calls release the interpreter."""
+    queue = _Queue(tuple(_jobs(plan.sources)))
+    with ThreadPoolExecutor(cores, thread_name_prefix="weights") as pool:
+        futures = [pool.submit(_drain, queue, plan) for _ in range(cores)]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            queue.stop()
+    fail(queue.problems(plan.sources))
+
+
+def _drain(queue: _Queue, plan: _Plan) -> None:
+    try:
+        with _Worker(plan) as worker:
+            while (job := queue.take()) is not None:
+                problem = None
+                try:
+                    worker.run(job)
+                except CheckpointError as error:
+                    problem = str(error)
+                queue.finish(job, problem)
+    except BaseException:
+        queue.stop()
+        raise
+
+
+class _Worker:
+    """Reads, packs and writes jobs, in memory that it keeps from one to the next."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._plan = plan
+        self._stack = ExitStack()
+        self._rows = self._stack.enter_context(Rows())
+        self._memory: dict[str, NDArray[np.uint8]] = {}
+        self._packers: dict[tuple[Scheme, int], Packer] = {}
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stack.close()
+
+    def run(self, job: _Job) -> None:
+        """Raises CheckpointError for weights that the scheme cannot hold, OSError for the output."""
+        param = job.source.param
+        scheme = scheme_for(self._plan.scheme, param.name)
+        tensors = stored(param, scheme)
+        rows = job.stop - job.start
+        raw = self._array("raw", (rows, *param.shape[1:]), job.source.dtype)
+        self._rows.read(job.source, job.start, raw)
+        if len(tensors) == 1:
+            narrowed = self._array("plain", raw.shape, np.dtype(scheme.dtype))
+            self._write(tensors[0].name, job.start, narrow(raw, narrowed, str(job.source)))
+            return
+        packer = self._packers.get((scheme, param.shape[1]))
+        if packer is None:
+            packer = self._packers[scheme, param.shape[1]] = Packer(scheme, param.shape[1])
+        count = -(-rows // packer.step)
+        parts = [
+            self._array(t.name.rpartition(".")[2], (count, *t.shape[1:]), np.dtype(t.dtype)) for t in tensors
+        ]
+        packer.pack(raw, parts[0], parts[1], str(job.source))
+        for tensor, part in zip(tensors, parts, strict=True):
+            self._write(tensor.name, job.start // packer.step, part)
+
+    def _array(self, use: str, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
+        """Memory for one use; it grows to the largest ever asked for."""
+        size = math.prod(shape) * dtype.itemsize
+        if use not in self._memory or self._memory[use].size < size:
+            self._memory[use] = np.empty(size, np.uint8)
+        found: Array = self._memory[use][:size].view(dtype).reshape(shape)
+        return found
+
+    def _write(self, name: str, index: int, part: Array) -> None:
+        place = self._plan.places[name]
+        place.file.put(place.start + index * place.stride, part.reshape(-1).view(np.uint8))
+
+
+class _Lazy(Mapping[str, T]):
+    """Names known at once, arrays made when they are asked for."""
+
+    def __init__(self, names: Iterable[str], load: Callable[[str], T]) -> None:
+        self._names = dict.fromkeys(names)
+        self._load = load
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._load(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read_tensor_names(directory: Path) -> TensorNames:
+    """Reads what the config step wrote beside the config."""
+    return TensorNames.from_json(json.loads((directory / "tensors.json").read_bytes()))
+
+
+def read(path: Path) -> Mapping[str, Array]:
+    """The tensors of a weights file, or of all weights files in a directory, mapped into memory, read-only.
+    The few that do not begin at a multiple of 64 bytes are copied.
+
+    Raises CheckpointError when a file is no weights file of ours, is damaged, or one of a set is absent.
+    """
+    paths = sorted(path.glob("weights-*.safetensors")) if path.is_dir() else [path]
+    if not paths:
+        raise CheckpointError(f"{path}: it holds no weights files (weights-*.safetensors); build them again")
+    tensors: dict[str, Tensor] = {}
+    for file in paths:
+        header = read_header(file)
+        if header.metadata.get("format") != FORMAT:
+            found = header.metadata.get("format")
+            raise CheckpointError(f"{file}: its format must be {FORMAT}, found {found!r}; build it again")
+        tensors |= {tensor.name: tensor for tensor in header.tensors}
+    if path.is_dir() and not paths[-1].name.endswith(f"-of-{len(paths):05}.safetensors"):
+        raise CheckpointError(f"{path}: of its weights files only {len(paths)} are there; build them again")
+    dtypes = {code: np.dtype(name) for name, code in CODES.items()}
+
+    def load(name: str) -> Array:
+        tensor = tensors[name]
+        mapped = np.memmap(tensor.path, np.uint8, "r", tensor.start, (tensor.size,))
+        found: Array = mapped.view(np.ndarray).view(dtypes[tensor.dtype]).reshape(tensor.shape)
+        return found if tensor.start % ALIGNMENT == 0 else found.copy()
+
+    return _Lazy(tensors, load)
+
+
+def unpacked(path: Path, config: ModelConfig, scheme: Scheme) -> Mapping[str, NDArray[np.float32]]:
+    """Our parameters in float32 as the weights files of a directory hold them; each access computes anew."""
+    tensors = read(path)
+    params = {param.name: param for param in parameters(config)}
+
+    def load(name: str) -> NDArray[np.float32]:
+        param = params[name]
+        parts = [tensors[tensor.name] for tensor in stored(param, scheme)]
+        if len(parts) == 1:
+            return parts[0].astype(np.float32)
+        rows, columns = param.shape
+        return unpack(parts[0], parts[1], scheme_for(scheme, name), (rows, columns))
+
+    return _Lazy(params, load)
+
+
+def checkpoint(path: Path, config: ModelConfig, names: TensorNames) -> Mapping[str, NDArray[np.float32]]:
+    """Returns parameter -> its values in float32 as a checkpoint holds them, exact; each access reads anew.
+
+    Raises CheckpointError as locate does.
+    """
+    found = {source.param.name: source for source in locate(path, config, names)}
+
+    def load(name: str) -> NDArray[np.float32]:
+        with Rows() as rows:
+            return rows.wide(found[name], 0, found[name].param.shape[0])
+
+    return _Lazy(found, load)

@@ -1,0 +1,267 @@
+"""Where a checkpoint comes from: a directory, or a repository of a Hugging Face hub.
+
+`needed_files` says which files of a checkpoint matter, `fetch` is the action that brings the pinned files
+of a repository here. What arrives is believed only when its size and sha256 are those of the lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from blake3 import blake3
+from mlcbuild_format import regular
+
+from mlcbuild import progress
+from mlcbuild.canon import Json, note_digest
+from mlcbuild.checkpoints.hub import HubSource, check_name, download, explained, reach
+from mlcbuild.errors import SourceError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+WANTED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.*",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""Files beside the weights that some step reads."""
+
+LARGEST_INDEX = 64 << 20
+"""Bytes of INDEX, as in checkpoint.py."""
+_BLOCK = 1 << 20
+
+POOLING = "1_Pooling/config.json"
+"""What sentence-transformers knows of a model's embeddings; the only file that is wanted below the top."""
+
+_MOST = 8
+"""How often a file's bytes may come, over all attempts: what sends without an end is given up."""
+STREAMS = 4
+"""Files downloaded at the same time: one HTTP stream rarely fills a fast line."""
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """What a file must be."""
+
+    size: int
+    sha256: str
+
+
+def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str, ...]:
+    """Which files of a checkpoint the steps read, sorted: of all `names`, the configuration, tokenizer,
+    template and safetensors files at the top level, and POOLING.
+
+    `shards` are the files that INDEX names; they are used only where there is no single-file checkpoint.
+    Raises SourceError (without naming the source) when what is there is no usable checkpoint.
+    """
+    names = set(names)
+    top = {name for name in names if "/" not in name}
+    if "config.json" not in top:
+        raise SourceError("it has no config.json, so it is no checkpoint in Hugging Face format")
+    found = {name for name in top if any(fnmatchcase(name, pattern) for pattern in WANTED)}
+    found |= {POOLING} & names
+    if SINGLE in top:
+        return tuple(sorted(found | {SINGLE}))
+    if INDEX in top:
+        missing = sorted(set(shards) - top)
+        if missing:
+            raise SourceError(f"{INDEX} names files that are not there: {', '.join(missing)}")
+        if shards := set(shards):
+            return tuple(sorted(found | {INDEX} | shards))
+    weights = {
+        name
+        for name in top
+        if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter"))
+    }
+    if not weights:
+        others = sorted(
+            name for name in top if name.endswith((".bin", ".gguf", ".pt", ".pth", ".onnx", ".h5"))
+        )
+        seen = f"; it has {', '.join(others[:3])}" if others else ""
+        raise SourceError(f"it has no safetensors weights{seen}: only *.safetensors checkpoints can be built")
+    return tuple(sorted(found | weights))
+
+
+def index_shards(data: bytes) -> frozenset[str]:
+    """The weights files that the text of INDEX names. Raises SourceError (without naming the source)."""
+    try:
+        places = json.loads(data)["weight_map"]
+        shards = frozenset(places.values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise SourceError(f"{INDEX} is damaged: it has no 'weight_map' of file names") from None
+    for name in shards:
+        if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):
+            raise SourceError(f"{INDEX} names {name!r}, which is no safetensors file beside it")
+    return shards
+
+
+def local_files(root: Path) -> tuple[str, ...]:
+    """What `needed_files` selects in a directory. Raises SourceError."""
+    try:
+        names = [entry.name for entry in root.iterdir() if _is_regular(entry)]
+        names += [POOLING] if (root / POOLING).is_file() else []
+        shards = index_shards(regular.read(root / INDEX, LARGEST_INDEX)) if INDEX in names else frozenset()
+        return needed_files(names, shards)
+    except NotADirectoryError:
+        raise SourceError(f"{root}: not a directory; a local source is a checkpoint's directory") from None
+    except FileNotFoundError:
+        raise SourceError(f"{root}: no such directory; a local source is a checkpoint's directory") from None
+    except OSError as error:
+        raise SourceError(f"{root}: cannot be read: {error.strerror}") from None
+    except SourceError as error:
+        raise SourceError(f"{root}: {error}") from None
+
+
+def _is_regular(path: Path) -> bool:
+    """Raises SourceError for something else under a name that a step would read."""
+    try:
+        found = regular.kind(path)
+    except OSError as error:
+        found = f"a broken link ({error.strerror})"
+    matters = any(fnmatchcase(path.name, pattern) for pattern in (*WANTED, "*.safetensors", INDEX))
+    if matters and found != "a regular file":
+        raise SourceError(f"{path.name} is {found}; a checkpoint has regular files only")
+    return found == "a regular file"
+
+
+def fetch(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action. Puts the pinned files of one repository below `out`, verified.
+
+    params: {"repo": str, "commit": 40 hex digits, "files": {name: {"size": int, "sha256": hex}}}; no inputs.
+    Files are hard links into the hub's cache where the file system allows, copies elsewhere.
+    Raises SourceError, with one line for each file that failed.
+    """
+    source = HubSource(str(params["repo"]), str(params["commit"]))
+    files = _pinned(params["files"])
+    for name in files:
+        _named(source, name)
+    reach(source, files)
+    count = _counter(sum(pinned.size for pinned in files.values()))
+    problems: set[str] = set()
+    with ThreadPoolExecutor(STREAMS) as pool:
+        started: list[Future[None]] = [
+            pool.submit(_bring, source, name, pinned, out, count) for name, pinned in files.items()
+        ]
+        for future in as_completed(started):
+            error = None if future.cancelled() else future.exception()
+            if error is None:
+                continue
+            if not isinstance(error, SourceError):
+                raise error
+            problems.add(str(error))
+            # What is under way is kept, for the cache; what has not begun would fail for the same reason.
+            pool.shutdown(wait=False, cancel_futures=True)
+    if problems:
+        raise SourceError("\n".join(sorted(problems)))
+
+
+def _pinned(files: Json) -> dict[str, Pinned]:
+    if not isinstance(files, dict):
+        raise TypeError("params['files'] must be an object")
+    found = {}
+    for name, entry in sorted(files.items()):
+        if not isinstance(entry, dict) or not isinstance(entry["size"], int):
+            raise TypeError(f"params['files'][{name!r}] must be {{'size', 'sha256'}}")
+        found[name] = Pinned(entry["size"], str(entry["sha256"]))
+    return found
+
+
+def _named(source: HubSource, name: str) -> None:
+    try:
+        check_name(name)
+    except SourceError as error:
+        raise SourceError(f"{source}: {error}") from None
+
+
+def _counter(total: int) -> Callable[[int], None]:
+    """A function that adds up the bytes of all streams and reports them."""
+    done = 0
+    lock = threading.Lock()
+
+    def count(size: int) -> None:
+        nonlocal done
+        with lock:
+            done += size
+            progress.report(min(done, total), total, "B")
+
+    return count
+
+
+def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Callable[[int], None]) -> None:
+    """One file: download or find in the cache, place, verify. A damaged cached copy is replaced once."""
+    target = out / name
+    fault = ""
+    heard = 0
+
+    def hear(size: int) -> None:
+        nonlocal heard
+        heard += size
+        count(size)
+        if heard > _MOST * (pinned.size + (1 << 20)):
+            raise SourceError(
+                f"{source}: {name}: {heard} bytes have come of a file that has {pinned.size}: what answers "
+                "is no hub; check HF_ENDPOINT and the proxy"
+            )
+
+    for again in (False, True):
+        try:
+            cached = download(source, name, again=again, count=hear)
+        except SourceError:
+            if not again:
+                raise
+            break  # the copy in the cache is wrong, and there is no other now
+        with explained(source, name):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)
+            _place(cached, target)
+            fault = _difference(target, pinned)
+        if not fault:
+            count(pinned.size - heard)  # what was cached, less what came twice
+            return
+    target.unlink()
+    raise SourceError(
+        f"{source}: {name}: {fault}; what the hub or its cache holds is not what was pinned. "
+        "Try again, or pin what is there now with `mlcbuild lock`"
+    )
+
+
+def _place(cached: Path, target: Path) -> None:
+    """Hard link, or a copy where the cache is on another file system or links are not allowed."""
+    try:
+        target.hardlink_to(cached)
+    except OSError:
+        shutil.copyfile(cached, target)
+
+
+def _difference(path: Path, pinned: Pinned) -> str:
+    size = path.stat().st_size
+    if size != pinned.size:
+        return f"it has {size} bytes, the lock says {pinned.size}"
+    sha256, own = hashlib.sha256(), blake3()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            sha256.update(block)
+            own.update(block)
+    if sha256.hexdigest() != pinned.sha256:
+        return f"its sha256 is {sha256.hexdigest()}, the lock says {pinned.sha256}"
+    note_digest(path, own.hexdigest())  # one pass for both: the store does not read it again
+    return ""
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,275 @@
+"""recipe.lock: the exact files of every source that is not on this machine.
+
+    version: 1
+    sources:
+      "hf://organisation/name@main":
+        commit: 0123456789abcdef0123456789abcdef01234567
+        files:
+          config.json: {size: 649, sha256: 4a5f...}
+
+Users commit it. `resolve` asks the hub and is the only function here that needs a network; a run uses
+`read` and `check`, and keeps to the pinned commits even when a branch has moved on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints import hub
+from mlcbuild.checkpoints.fetch import INDEX, SINGLE, Pinned, file_sha256, index_shards, needed_files
+from mlcbuild.checkpoints.hub import HubFile, HubSource
+from mlcbuild.documents import document
+from mlcbuild.documents.document import Data, Document, Where
+from mlcbuild.errors import InputError, Problem, SourceError, UsageError
+
+NAME = "recipe.lock"
+VERSION = 1
+_HEAD = "# Pins what the recipe's sources are. Written by `mlcbuild lock`; commit it, do not edit it.\n"
+
+
+@dataclass(frozen=True)
+class Locked:
+    """One source, pinned."""
+
+    commit: str
+    """40 hex digits."""
+    files: Mapping[str, Pinned]
+
+    def params(self, source: HubSource) -> dict[str, Json]:
+        """The parameters of the fetch action. The branch or tag is not among them, so it is in no key."""
+        files: dict[str, Json] = {
+            name: {"size": pinned.size, "sha256": pinned.sha256} for name, pinned in self.files.items()
+        }
+        return {"repo": source.repo, "commit": self.commit, "files": files}
+
+
+@dataclass(frozen=True)
+class Lock:
+    sources: Mapping[HubSource, Locked] = field(default_factory=dict)
+
+
+def text(lock: Lock) -> str:
+    """The one text of a lock: sorted, a line for each file, so that version control shows what changed."""
+    lines = [_HEAD, f"version: {VERSION}\n", "sources:\n" if lock.sources else "sources: {}\n"]
+    for source, locked in sorted(lock.sources.items()):
+        lines += [f'  "{source}":\n', f'    commit: "{locked.commit}"\n', "    files:\n"]
+        for name, pinned in sorted(locked.files.items()):
+            quoted = json.dumps(name, ensure_ascii=False)
+            lines.append(f'      {quoted}: {{size: {pinned.size}, sha256: "{pinned.sha256}"}}\n')
+    return "".join(lines)
+
+
+def write(path: Path, lock: Lock) -> bool:
+    """Writes the lock unless the file already says so; returns whether it wrote. Raises UsageError."""
+    new = text(lock).encode()
+    try:
+        if path.is_file() and path.read_bytes() == new:
+            return False
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(new)
+        partial.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+    return True
+
+
+def read(path: Path) -> Lock:
+    """Raises InputError with every fault and its place; UsageError when there is no file."""
+    if not path.exists():
+        raise UsageError(f"{path}: not found; run `mlcbuild lock` to pin the recipe's hf:// sources")
+    try:
+        found = document.read(path)
+    except InputError as error:
+        raise InputError(_advised(error.problems)) from None
+    problems = list(found.problems)
+    lock = _Reader(found, problems).lock()
+    if problems:
+        raise InputError(_advised(problems))
+    return lock
+
+
+def _advised(problems: Iterable[Problem]) -> list[Problem]:
+    """A lock is not for editing: the remedy is the same for every fault."""
+    advice = "; restore the file from version control, or delete it and run `mlcbuild lock`"
+    return [Problem(p.file, p.line, p.column, p.message + advice) for p in problems]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Checks the data of a lock file; collects problems instead of stopping at the first."""
+
+    document: Document
+    problems: list[Problem]
+
+    def lock(self) -> Lock:
+        top = self.mapping((), {"version", "sources"})
+        if "version" in top and top["version"] != VERSION:
+            self.fault(("version",), f"version {top['version']} is not known; this mlcbuild reads {VERSION}")
+            return Lock()
+        sources: dict[HubSource, Locked] = {}
+        for name in self.mapping(("sources",)):
+            source, locked = self.source(("sources", name), name)
+            if source is not None:
+                sources[source] = locked
+        return Lock(sources)
+
+    def source(self, where: Where, name: str) -> tuple[HubSource | None, Locked]:
+        entry = self.mapping(where, {"commit", "files"})
+        try:
+            source = hub.parse_source(name)
+        except UsageError as error:
+            source = None
+            self.fault(where, str(error))
+        else:
+            if source is None:
+                self.fault(where, f"'{name}' is a directory; only hf:// sources are locked")
+        commit = entry.get("commit")
+        if "commit" in entry and not (isinstance(commit, str) and hub.is_commit(commit)):
+            self.fault((*where, "commit"), "a commit is 40 hex digits")
+        elif source is not None and source.is_pinned and commit != source.revision:
+            self.fault(
+                (*where, "commit"), f"the source is at commit {source.revision}, but {commit} is pinned"
+            )
+        files = {
+            file: self.file((*where, "files", file), file)
+            for file in (self.mapping((*where, "files")) if "files" in entry else {})
+        }
+        if "files" in entry and "config.json" not in files:
+            self.fault((*where, "files"), "there is no config.json among the files")
+        return source, Locked(str(commit), files)
+
+    def file(self, where: Where, name: str) -> Pinned:
+        entry = self.mapping(where, {"size", "sha256"})
+        size, sha256 = entry.get("size"), entry.get("sha256")
+        try:
+            hub.check_name(name)
+        except SourceError as error:
+            self.fault(where, str(error))
+        if "size" in entry and (type(size) is not int or size < 0):
+            self.fault((*where, "size"), "a size is a number of bytes")
+        if "sha256" in entry and not (isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256)):
+            self.fault((*where, "sha256"), "a sha256 is 64 hex digits")
+        return Pinned(size if type(size) is int else 0, str(sha256))
+
+    def mapping(self, where: Where, keys: set[str] | None = None) -> dict[str, Data]:
+        """The mapping at a place; with exactly `keys` where they are given."""
+        found = self.document.get(where)
+        name = f"'{where[-1]}'" if where else "the file"
+        if not isinstance(found, dict):
+            self.fault(where, f"{name} must be a mapping")
+            return {}
+        if keys is not None:
+            for key in sorted(keys - set(found)):
+                self.fault(where, f"{name} lacks '{key}'")
+            for key in sorted(set(found) - keys):
+                self.fault((*where, key), f"'{key}' is not known here")
+        return found
+
+    def fault(self, where: Where, message: str) -> None:
+        self.problems.append(self.document.key_place(where).problem(message))
+
+
+def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
+    """Raises UsageError when the recipe has a source that the lock does not pin, naming all of them.
+
+    Entries that no source needs are harmless here; `mlcbuild lock` removes them.
+    """
+    missing = sorted(set(sources) - set(lock.sources))
+    if not missing:
+        return
+    known = {source.repo: source for source in lock.sources}
+    lines = []
+    for source in missing:
+        other = known.get(source.repo)
+        seen = f" (it pins {other})" if other else ""
+        lines.append(f"{path}: {source} is not pinned{seen}")
+    raise UsageError("\n".join(lines) + "\nthe recipe has changed since it was locked: run `mlcbuild lock`")
+
+
+def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
+    """Asks the hub what each source is now. Entries of `keep` stay as they are, those no longer used go.
+
+    Raises SourceError with one line for each source that failed.
+    """
+    found: dict[HubSource, Locked] = {}
+    problems = []
+    for source in sorted(set(sources)):
+        if keep is not None and source in keep.sources:
+            found[source] = keep.sources[source]
+            continue
+        try:
+            found[source] = _pin(source)
+        except SourceError as error:
+            problems.append(str(error))
+    if problems:
+        raise SourceError("\n".join(problems))
+    return Lock(found)
+
+
+def moved(lock: Lock) -> dict[HubSource, str]:
+    """The branches and tags that stand for another commit than the pinned one, with that commit.
+
+    Raises SourceError with one line for each source that cannot be asked.
+    """
+    found: dict[HubSource, str] = {}
+    problems = []
+    for source, locked in sorted(lock.sources.items()):
+        if source.is_pinned:
+            continue
+        try:
+            commit = hub.current_commit(source)
+        except SourceError as error:
+            problems.append(str(error))
+            continue
+        if commit != locked.commit:
+            found[source] = commit
+    if problems:
+        raise SourceError("\n".join(problems))
+    return found
+
+
+def _pin(source: HubSource) -> Locked:
+    commit, files = hub.list_files(source)
+    at = HubSource(source.repo, commit)
+    split = INDEX in files and SINGLE not in files
+    index = _small_file(at, INDEX, files[INDEX])[0] if split else b""
+    try:
+        names = needed_files(files, index_shards(index) if split else ())
+        for name in names:
+            hub.check_name(name)
+    except SourceError as error:
+        raise SourceError(f"{source}: {error}") from None
+    return Locked(commit, {name: _pin_file(at, name, files[name]) for name in names})
+
+
+def _pin_file(source: HubSource, name: str, file: HubFile) -> Pinned:
+    if file.sha256 is not None:
+        return Pinned(file.size, file.sha256)
+    return _small_file(source, name, file)[1]
+
+
+def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pinned]:
+    """A file that the hub keeps in git proper: its sha256 is known only from its bytes.
+
+    They are checked against the size and the git object id that the hub states. Raises SourceError.
+    """
+    data = b""
+    for again in (False, True):
+        path = hub.download(source, name, again=again)
+        data = path.read_bytes()
+        if len(data) == file.size and _git_oid(data) == file.git_oid:
+            return data, Pinned(file.size, file_sha256(path))
+    raise SourceError(
+        f"{source}: {name}: the {len(data)} bytes that came are not the {file.size} bytes the hub lists; "
+        "try again, and clear the cache in HF_HOME if that does not help"
+    )
+
+
+def _git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

@@ -1,0 +1,296 @@
+"""A Hugging Face checkpoint on disk: which tensors make up each of our parameters, and their rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from mlcbuild_format import regular
+from numpy.typing import NDArray
+
+from mlcbuild.checkpoints.shards import Tensor, read_header
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models import ModelConfig, Param, TensorNames, parameters, piece_rows, surplus
+from mlcbuild.models.fields import no_duplicates
+from mlcbuild.quant.packing import Array, widen
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_INDEX = 64 << 20
+"""Bytes of INDEX: a line for each tensor, of which the largest checkpoints have some 100,000."""
+OTHER_KINDS = ("adapter", "consolidated")
+"""How files begin that hold something else, or the same weights in another naming."""
+HEAD = "lm_head.weight"
+LINES = 60
+"""Problems that one error shows; the rest are counted."""
+
+DTYPES: Mapping[str, np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(np.uint16),
+}
+"""The dtypes that weights may have. NumPy has no bfloat16: its bits are held in uint16."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of our parameters in a checkpoint: tensors stacked along axis 0."""
+
+    param: Param
+    pieces: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]:
+        """What its rows are read as: the dtype of all pieces, or float32 when they differ."""
+        found = {piece.dtype for piece in self.pieces}
+        return DTYPES[found.pop() if len(found) == 1 else "F32"]
+
+    def __str__(self) -> str:
+        return f"{self.param.name} ({', '.join(piece.name for piece in self.pieces)})"
+
+
+def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source, ...]:
+    """Finds the tensors of every parameter, in the order of `parameters(config)`.
+
+    root: a directory with model.safetensors or, when that is absent, model.safetensors.index.json and the
+    files it names (the order in which transformers looks), or else safetensors files of any other names.
+    It is only read.
+
+    Raises CheckpointError that lists every problem of every file and tensor.
+    """
+    files, index = _files(root)
+    tensors, problems = _tensors(root, files)
+    complete = not problems
+    found = []
+    table = _table(config, names, tensors)
+    for param in parameters(config):
+        parts = table[param.name]
+        pieces = tuple(tensors[name] for name in parts if name in tensors)
+        if len(pieces) == len(parts):
+            found.append(Source(param, pieces))
+            problems += _misfits(config, found[-1])
+    wanted = {name: param for param, parts in table.items() for name in parts}
+    if complete:  # else a file that could not be read may hold them
+        problems += _index_faults(root / INDEX, index, tensors, config)
+        problems += [
+            f"{root}: tensor '{name}' is missing ({param} needs it); fetch the whole checkpoint"
+            for name, param in wanted.items()
+            if name not in tensors
+        ]
+    problems += [
+        f"{tensors[name].path}: tensor '{name}' belongs to no parameter of family '{config.family}'; is "
+        "config.json of this checkpoint?"
+        for name in tensors
+        if name not in wanted and surplus(config, name) is None
+    ]
+    if not problems and config.tie_embeddings and HEAD in tensors and HEAD not in wanted:
+        problems += _untied(config, found[0], tensors[HEAD])
+    fail(problems)
+    return tuple(found)
+
+
+def _table(
+    config: ModelConfig, names: TensorNames, tensors: Mapping[str, Tensor]
+) -> dict[str, tuple[str, ...]]:
+    """The names of the tensors that make up each parameter."""
+    table = dict(names.sources)
+    embedding = parameters(config)[0].name
+    if config.tie_embeddings and HEAD in tensors and not tensors.keys() & table[embedding]:
+        # A writer that drops shared tensors keeps one name of them, and it may be the other one.
+        table[embedding] = (HEAD,)
+    return table
+
+
+def fail(problems: list[str]) -> None:
+    """Raises CheckpointError with the problems, one a line, when there are any."""
+    if len(problems) > LINES:
+        problems = [*problems[:LINES], f"... and {len(problems) - LINES} more problems of these kinds"]
+    if problems:
+        raise CheckpointError("\n".join(problems))
+
+
+def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The names of a checkpoint's files, and its index where it has one."""
+    if (root / SINGLE).is_file():
+        return [SINGLE], None
+    if (root / INDEX).is_file():
+        index = _index(root / INDEX)
+        return sorted(set(index.values())), index
+    others = sorted(path.name for path in root.glob("*.safetensors") if not path.name.startswith(OTHER_KINDS))
+    if not others:
+        hint = "convert its .bin files to safetensors" if list(root.glob("*.bin")) else "fetch the checkpoint"
+        raise CheckpointError(f"{root}: it has no {SINGLE}, no {INDEX} and no other weights; {hint}")
+    return others, None
+
+
+def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """All tensors of the files by name, and what is wrong with the files."""
+    tensors: dict[str, Tensor] = {}
+    problems = []
+    for name in names:
+        if not (root / name).is_file():
+            problems.append(
+                f"{root / INDEX}: it names '{name}', which is not there; fetch the whole checkpoint"
+            )
+            continue
+        try:
+            header = read_header(root / name)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                problems.append(
+                    f"{tensor.path}: tensor '{tensor.name}' is also in {tensors[tensor.name].path.name}; "
+                    "fetch the checkpoint again"
+                )
+            tensors.setdefault(tensor.name, tensor)
+    return tensors, problems
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Tensor -> file name."""
+    try:
+        document = json.loads(regular.read(path, LARGEST_INDEX).decode(), object_pairs_hook=no_duplicates)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not valid JSON ({error}); fetch the file again") from None
+    found = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(
+            f"{path}: it must hold a 'weight_map' of tensors to files; fetch the file again"
+        )
+    for name, file in found.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path}: it puts tensor '{name}' in {file!r}; it must name a .safetensors file beside itself"
+            )
+    return found
+
+
+def _index_faults(
+    path: Path, index: Mapping[str, str] | None, tensors: Mapping[str, Tensor], config: ModelConfig
+) -> list[str]:
+    if index is None:
+        return []
+    problems = [
+        f"{path}: it puts tensor '{name}' in {file}, which does not hold it; fetch the checkpoint again"
+        for name, file in index.items()
+        if name not in tensors or tensors[name].path.name != file
+    ]
+    problems += [
+        f"{path}: it does not list tensor '{name}', which {tensor.path.name} holds; fetch it again"
+        for name, tensor in tensors.items()
+        if name not in index and surplus(config, name) is None
+    ]
+    return problems
+
+
+def _misfits(config: ModelConfig, source: Source) -> list[str]:
+    """Pieces of a wrong dtype or shape."""
+    expected = piece_rows(config, source.param, len(source.pieces))
+    problems = []
+    for piece, height in zip(source.pieces, expected, strict=True):
+        shape = (height, *source.param.shape[1:])
+        if piece.shape != shape:
+            problems.append(
+                f"{piece.path}: tensor '{piece.name}' must have the shape {list(shape)}, as config.json "
+                f"says; found {list(piece.shape)}"
+            )
+        if piece.dtype not in DTYPES:
+            problems.append(
+                f"{piece.path}: tensor '{piece.name}' is {piece.dtype}; weights must be {', '.join(DTYPES)}: "
+                "use the original, unquantized checkpoint"
+            )
+    return problems
+
+
+def _untied(config: ModelConfig, embedding: Source, head: Tensor) -> list[str]:
+    """A checkpoint may store a tied output matrix, but only as a copy of the embedding.
+
+    Releases of transformers disagree on what a different one means (older ones overwrite it, version 5
+    unties it), so it is refused.
+    """
+    other = Source(Param(HEAD, embedding.param.shape), (head,))
+    if not _misfits(config, other):
+        step = max(1, (1 << 20) // embedding.param.shape[1])
+        with Rows() as rows:
+            spans = [(start, start + step) for start in range(0, embedding.param.shape[0], step)]
+            if all(np.array_equal(rows.wide(embedding, *span), rows.wide(other, *span)) for span in spans):
+                return []
+    return [
+        f"{head.path}: tensor '{HEAD}' differs from '{embedding.pieces[0].name}', but config.json ties them; "
+        f"set tie_word_embeddings to false in config.json if '{HEAD}' is meant, else remove the tensor"
+    ]
+
+
+class Rows:
+    """Reads rows of parameters into given memory. Holds files open; one for each thread."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, FileIO] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def read(self, source: Source, start: int, out: Array) -> None:
+        """Rows from `start` on, as many as `out` [rows, ...] has; out.dtype is source.dtype.
+
+        Raises CheckpointError when a file cannot be read or has become shorter.
+        """
+        for piece, first, part in _spans(source, start, out):
+            if DTYPES[piece.dtype] == part.dtype:
+                self._fill(piece, first, part)
+            else:
+                raw = np.empty(part.shape, DTYPES[piece.dtype])
+                self._fill(piece, first, raw)
+                widen(raw, part.view(np.float32))
+
+    def wide(self, source: Source, start: int, stop: int) -> NDArray[np.float32]:
+        """Rows start..stop-1 (cut at the end) in float32, in new memory."""
+        stop = min(stop, source.param.shape[0])
+        raw = np.empty((stop - start, *source.param.shape[1:]), source.dtype)
+        self.read(source, start, raw)
+        out = np.empty(raw.shape, np.float32)
+        widen(raw, out)
+        return out
+
+    def _fill(self, piece: Tensor, row: int, out: Array) -> None:
+        view = out.reshape(-1).view(np.uint8).data
+        try:
+            file = self._files.get(piece.path)
+            if file is None:
+                file = self._stack.enter_context(FileIO(piece.path, "rb"))
+                self._files[piece.path] = file
+            file.seek(piece.start + row * (piece.size // piece.shape[0]))
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise CheckpointError(f"{piece.path}: it became shorter while it was read; run again")
+                view = view[count:]
+        except OSError as error:
+            raise CheckpointError(f"{piece.path}: cannot be read ({error.strerror}); run again") from None
+
+
+def _spans(source: Source, start: int, out: Array) -> Iterator[tuple[Tensor, int, Array]]:
+    """(piece, its first row, the part of `out` that it fills) for each piece that the rows touch."""
+    stop, base = start + out.shape[0], 0
+    for piece in source.pieces:
+        first, last = max(start, base), min(stop, base + piece.shape[0])
+        if first < last:
+            yield piece, first - base, out[first - start : last - start]
+        base += piece.shape[0]

@@ -1,0 +1,189 @@
+"""Verbs that print what this mlcbuild knows: targets, families, schemes, schemas, this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mlcbuild import machine
+from mlcbuild.errors import MlcbuildError, StoreError
+
+
+def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
+    """One JSON document, or the lines for people. What a terminal might obey is escaped in the document."""
+    if not as_json:
+        print("\n".join(lines))
+        return
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    print("\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n")))
+
+
+def _escaped(line: str) -> str:
+    """A line of JSON, where only strings can hold what is not printable."""
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in line)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with their columns aligned; the last column is left as it is."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def targets(arguments: argparse.Namespace) -> int:
+    from mlcbuild.targets.target import HOST, presets, resolve, to_json
+
+    host = resolve(HOST)
+    known = {**presets(), HOST: host}
+    rows = [("name", "triple", "cpu", "features")]
+    rows += [(name, t.triple, t.cpu, " ".join(t.features)) for name, t in known.items()]
+    show(arguments.json, {name: to_json(target) for name, target in known.items()}, table(rows))
+    return 0
+
+
+def models(arguments: argparse.Namespace) -> int:
+    from mlcbuild.models.parsing import family_names, load_family
+
+    rows = [(name, load_family(name).architecture) for name in family_names()]
+    show(
+        arguments.json,
+        {name: {"architecture": text} for name, text in rows},
+        table([("model_type", "architecture"), *rows]),
+    )
+    return 0
+
+
+def schemes(arguments: argparse.Namespace) -> int:
+    from mlcbuild.quant import SCHEMES, to_json
+
+    rows = [("name", "weights", "group", "storage", "activations", "layout")]
+    rows += [
+        (
+            name,
+            f"{scheme.bits} bits" if scheme.bits else scheme.dtype,
+            str(scheme.group_size) if scheme.bits else "-",
+            scheme.dtype,
+            f"int{scheme.activation_bits}" if scheme.activation_bits else "float",
+            scheme.layout,
+        )
+        for name, scheme in SCHEMES.items()
+    ]
+    show(arguments.json, {name: to_json(scheme) for name, scheme in SCHEMES.items()}, table(rows))
+    return 0
+
+
+def schema(arguments: argparse.Namespace) -> int:
+    from mlcbuild.documents.schema import schema as published
+
+    print(json.dumps(published(arguments.kind), indent=2, ensure_ascii=False))
+    return 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `doctor`."""
+
+    name: str
+    ok: bool
+    found: str
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Exit code 3 when something needed is missing."""
+    findings = [_attempt(name, check, arguments) for name, check in CHECKS.items()]
+    rows = [("ok  " if finding.ok else "FAIL", finding.name, finding.found) for finding in findings]
+    show(arguments.json, [vars(finding) for finding in findings], table(rows))
+    return 0 if all(finding.ok for finding in findings) else 3
+
+
+def _attempt(name: str, check: Callable[[argparse.Namespace], str], arguments: argparse.Namespace) -> Finding:
+    try:
+        return Finding(name, True, check(arguments))
+    except (MlcbuildError, OSError, PackageNotFoundError) as error:
+        return Finding(name, False, str(error))
+
+
+def _python(_: argparse.Namespace) -> str:
+    return f"{platform.python_version()} at {sys.executable}"
+
+
+def _machine(_: argparse.Namespace) -> str:
+    return f"{machine.cores()} cores, {machine.memory() / 2**30:.1f} GiB to share among steps"
+
+
+def _host(_: argparse.Namespace) -> str:
+    from mlcbuild.targets.target import HOST, resolve
+
+    host = resolve(HOST)
+    return f"{host.triple} {host.cpu} {' '.join(host.features)}".rstrip()
+
+
+def _compiler(_: argparse.Namespace) -> str:
+    return f"apache-tvm {version('apache-tvm')}"
+
+
+def _linker(_: argparse.Namespace) -> str:
+    from mlcbuild.compiler.cpu.toolchain import linker_identity
+    from mlcbuild.targets.target import HOST, resolve
+
+    return linker_identity(resolve(HOST))
+
+
+def _crosses(_: argparse.Namespace) -> str:
+    """Which presets can be linked here; none of them is needed."""
+    from mlcbuild.compiler.cpu.toolchain import linker_identity
+    from mlcbuild.errors import SetupError
+    from mlcbuild.targets.target import presets
+
+    def linkable(name: str) -> bool:
+        try:
+            linker_identity(presets()[name])
+        except SetupError:
+            return False
+        return True
+
+    names: Mapping[bool, list[str]] = {True: [], False: []}
+    for name in presets():
+        names[linkable(name)].append(name)
+    without = f"; no linker for {', '.join(names[False])}" if names[False] else ""
+    return f"can link {', '.join(names[True])}{without}"
+
+
+def _store(arguments: argparse.Namespace) -> str:
+    from mlcbuild.store.store import default_root
+
+    root = Path(arguments.store).absolute() if arguments.store else default_root()
+    place = root
+    while not place.exists():
+        place = place.parent
+    try:
+        # Tried and not asked: a file system may refuse what permissions allow.
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        why = f"{root}: cannot be written ({error.strerror})"
+        raise StoreError(f"{why}; set MLCBUILD_STORE to a directory of yours") from None
+    return f"{root} ({shutil.disk_usage(place).free / 2**30:.1f} GiB free)"
+
+
+CHECKS: Mapping[str, Callable[[argparse.Namespace], str]] = {
+    "python": _python,
+    "machine": _machine,
+    "host target": _host,
+    "compiler": _compiler,
+    "linker": _linker,
+    "presets": _crosses,
+    "store": _store,
+}

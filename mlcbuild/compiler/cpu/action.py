@@ -1,0 +1,26 @@
+"""The step action that compiles a library for a CPU; its import closure holds no other backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlcbuild.canon import Json
+from mlcbuild.compiler import action, versions
+from mlcbuild.compiler.cpu import child, toolchain
+from mlcbuild.targets.target import Target
+
+TOOLCHAIN = action.Toolchain(child.__name__, toolchain.linker_identity, toolchain.link)
+
+
+def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: see mlcbuild.compiler.action.compile_library."""
+    action.compile_library(params, inputs, out, TOOLCHAIN)
+
+
+def tools(target: Target) -> dict[str, str]:
+    """Returns the versions of everything that makes a library for a target, for its key.
+
+    Raises SetupError.
+    """
+    return {**versions.compiler(), "linker": toolchain.linker_identity(target)}

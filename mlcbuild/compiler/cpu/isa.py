@@ -1,0 +1,141 @@
+"""Instruction sets: the one table from which every kernel takes vector lengths, tiles and instructions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tvm.target import Target as TvmTarget
+from tvm.target.codegen import llvm_get_cpu_features
+
+from mlcbuild.targets.target import Target
+
+Dot = Literal["vpdpbusd", "pmaddubsw", "sdot", "mul16"]
+"""How four (or two) products of an unsigned 4-bit weight and a signed 8-bit activation are added up; for
+8-bit weights see dot.Products.way:
+
+vpdpbusd   x86 VNNI: four bytes into each int32 lane.
+pmaddubsw  x86: pairs of bytes into int16 lanes, which hold a whole group of 32; widened once a group.
+sdot       Arm: four bytes into each int32 lane.
+mul16      no special instruction: activations are stored as int16, int16 lanes hold a whole group.
+"""
+
+
+@dataclass(frozen=True)
+class ISA:
+    """What the kernels need to know of an instruction set. A register tile is rows of x times weights."""
+
+    name: str
+    features: tuple[str, ...]
+    """LLVM features that a processor must have; () fits every processor."""
+    lanes: int
+    """float32 values in one vector."""
+    half: bool
+    """Float16 is converted by an instruction; without, by integer operations (no library call)."""
+    dot: Dot
+    tile_rows: int
+    """Rows of x in the register tile of a float32 product; it is four weight rows wide."""
+    stream_rows: int
+    """Weight rows that a matrix-vector product reads at a time."""
+    batch: int
+    """Rows of x that share one pass over streamed weights when there are only a few: plain ones; weights with
+    scales need more registers."""
+    dot_batch: int
+    """The same for int8 products."""
+    dot_tile: tuple[int, int] | None
+    """Rows of x, and vectors of weight rows, in the register tile of an int8 product that unpacks weights
+    into a buffer first, for many rows; None: they are unpacked again for each batch, beside its products."""
+    amx: bool = False
+    """Tile registers with bfloat16 products, for many rows of x."""
+
+
+_X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
+
+ISAS: tuple[ISA, ...] = (
+    ISA(
+        "avx512amx",
+        (*_X86_512, "avx512vnni", "avx512vbmi", "avx512fp16", "amx-tile", "amx-bf16"),
+        lanes=16,
+        half=True,
+        dot="vpdpbusd",
+        tile_rows=6,
+        stream_rows=4,
+        batch=4,
+        dot_batch=8,
+        dot_tile=None,
+        amx=True,
+    ),
+    ISA(
+        "avx512vnni",
+        (*_X86_512, "avx512vnni"),
+        lanes=16,
+        half=True,
+        dot="vpdpbusd",
+        tile_rows=6,
+        stream_rows=4,
+        batch=4,
+        dot_batch=8,
+        dot_tile=None,
+    ),
+    ISA(
+        "avx512",
+        _X86_512,
+        lanes=16,
+        half=True,
+        dot="pmaddubsw",
+        tile_rows=6,
+        stream_rows=4,
+        batch=4,
+        dot_batch=8,
+        dot_tile=None,
+    ),
+    ISA(
+        "avx2",
+        ("avx2", "fma", "f16c"),
+        lanes=8,
+        half=True,
+        dot="pmaddubsw",
+        tile_rows=3,
+        stream_rows=2,
+        batch=4,
+        dot_batch=4,
+        dot_tile=(2, 2),
+    ),
+    ISA(
+        "neon",
+        ("neon", "dotprod"),
+        lanes=4,
+        half=True,
+        dot="sdot",
+        tile_rows=6,
+        stream_rows=4,
+        batch=4,
+        dot_batch=4,
+        dot_tile=(3, 4),
+    ),
+    ISA(
+        "portable",
+        (),
+        lanes=4,
+        half=False,
+        dot="mul16",
+        tile_rows=2,
+        stream_rows=2,
+        batch=4,
+        dot_batch=4,
+        dot_tile=(2, 2),
+    ),
+)
+"""Best first: a target gets the first whose features it has."""
+
+
+def tvm_target(target: Target) -> TvmTarget:
+    """The target as TVM spells it, for one core: nothing of this machine enters it."""
+    options = {"kind": "llvm", "mtriple": target.triple, "mcpu": target.cpu, "mattr": list(target.features)}
+    return TvmTarget(options)
+
+
+def isa_for(target: Target) -> ISA:
+    """The best instruction set that LLVM says the target's processor and features have."""
+    present = {str(feature) for feature in llvm_get_cpu_features(tvm_target(target))}
+    return next(isa for isa in ISAS if present.issuperset(isa.features))

@@ -1,0 +1,369 @@
+"""x @ W.T for many rows of x on x86 tile registers (AMX), with products of bfloat16 summed in float32.
+
+A tile register holds 16 rows of 64 bytes. One instruction multiplies a tile of x (16 rows, 32 values of k)
+with a tile of weights (32 values of k, 16 columns) in 16 cycles, which is four times what int8 dot products
+do on vectors, and there is no work for scales: they are part of the weights. x and the weights are brought
+into bfloat16 tiles first, x once, the weights 32 columns at a time, to be used for all rows.
+
+Two tiles of columns, with as much of k as fits, stay in the first-level cache while they are multiplied with
+all rows of a task; tiles of x are loaded past it (tileloaddt1) from the second, where a task's rows stay.
+Threads share out rows before columns: rows of x then come from a thread's own cache, because whoever made
+them shared them out alike, and weights are brought into tiles anew for each chunk of rows, which costs less.
+What vectors do is done between tile instructions, which leave most of a core idle: weights of a step become
+tiles while the step before is multiplied, and results of a block of rows are written during the next block.
+Of a matrix of gates and ups, only what the gate makes of them is written, as tiles of x for the product after
+it: a quarter of the bytes.
+
+Order of k: value i of a step of 32 shares a lane with value 16 + i, as the nibbles of the x16 layout do.
+Weights of that layout become tiles in amx_weights.py.
+Instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr
+
+from mlcbuild.compiler.cpu.kernels.epilogue import Output
+from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, i64, span, splat, typed
+
+LANES = 16
+"""Rows of a tile, and int32 or float32 values in one."""
+STEP = 32
+"""Values of k in a tile."""
+BLOCK = 32
+"""Rows and columns that are computed together: four tiles of sums, two of x, two of weights."""
+PANEL = 576
+"""Columns of a task whose sums wait in memory, at most."""
+CHUNK = 512
+"""Rows of a task, at most: a pass over x then takes half a MiB, and sums that wait a MiB."""
+SHARE = 128
+"""Rows of a task that are worth bringing weights into tiles."""
+PASS_STEPS = 18
+"""Steps of k of a pass, at most: two tiles of weights then take 36 KiB of a first-level cache of 48."""
+X_EXPONENT = 104
+"""Power of two that x is multiplied by; see amx_weights."""
+
+Ready = Callable[[Expr], tuple[Buffer, Expr]]
+"""ready(row) emits what makes a row of x: the buffer where it is float32, and its row there."""
+Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
+"""unpack(buffer, place, tile, step) emits the stores of a tile of weights, 2**-X_EXPONENT of them: for each
+line an int32x16, one lane for each of 16 columns, at buffer[(*place, line, lanes)]."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a matrix [n, k], and how it is cut."""
+
+    n: int
+    k: int
+    gated: bool = False
+    """The matrix is gates, then as many ups: tiles of both are computed together."""
+
+    @property
+    def steps(self) -> int:
+        return -(-self.k // STEP)
+
+    @property
+    def passes(self) -> int:
+        """Parts of k whose weights are at hand one after the other. Sums wait in memory meanwhile."""
+        return -(-self.steps // PASS_STEPS)
+
+    @property
+    def pass_steps(self) -> int:
+        """Steps of the longest pass."""
+        return -(-self.steps // self.passes)
+
+    @property
+    def lines(self) -> int:
+        """Lines of results that are written at a step: a block's in the shortest pass."""
+        return -(-BLOCK // (self.steps // self.passes))
+
+    @property
+    def unit(self) -> int:
+        """Columns that stay together, as they make a block of results, or a step of the next product."""
+        return 2 * STEP if self.gated else BLOCK
+
+    @property
+    def units(self) -> int:
+        return -(-self.n // self.unit)
+
+    @property
+    def width(self) -> int:
+        """Columns of the widest panel."""
+        return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
+
+    def panels(self, threads: Expr) -> Expr:
+        """As many panels for each thread as are needed: x is read once for each."""
+        each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
+        return T.bind(T.min(T.bind(threads * each), i64(self.units)))
+
+    def sums_at(self, pair: Expr, block: Expr) -> Expr:
+        """First line of the sums of a pair of tiles and a block of rows. Those of a whole k are written while
+        the next block's come to be, so there is room for two."""
+        if self.passes == 1:
+            return T.truncmod(block, i64(2)) * BLOCK
+        return (pair * (CHUNK // BLOCK) + block) * BLOCK
+
+    @property
+    def sums(self) -> int:
+        """Lines of 32 sums that a task has room for."""
+        return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
+
+    def tile(self, column: Expr, number: Expr) -> Expr:
+        """The tile of the matrix that is the `number`-th from `column` on."""
+        if not self.gated:
+            return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
+        up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
+        return up * (self.n // (2 * LANES)) + T.truncdiv(column, i64(2 * LANES)) + place
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows of x as tiles of bfloat16 pairs, lines of 64 bytes: of its own, int32 [rows / 16, steps, 16, 16],
+    or inside of a float32 tensor, from its start."""
+
+    buffer: Buffer
+    strides: tuple[Expr, Expr] | None = None
+    """Lines from 16 rows to the next 16, and from a step to the next."""
+
+    @classmethod
+    def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
+        """What is made of gate and up, kept where these would be, float32 [m, 2 * k]: tile after tile, or
+        step after step where there is no room for whole tiles."""
+        tiles = m >= BLOCK // 4
+        strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
+        return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))
+
+    @staticmethod
+    def fits(k: int) -> bool:
+        """There is room, for any number of rows, and for reading a block from the last row on."""
+        return k % STEP == 0 and k >= 352
+
+    def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
+        """Where the line of a row starts."""
+        tile, line = T.truncdiv(row, i64(LANES)), T.truncmod(row, i64(LANES))
+        if self.strides is None:
+            return tile, step, line, i64(0)
+        return i64(0), (tile * self.strides[0] + step * self.strides[1] + line) * LANES
+
+    def put(self, row: Expr, step: Expr, low: Expr, high: Expr) -> None:
+        """Store the two halves of a line, float32x16."""
+        factor = f32(2.0**X_EXPONENT, LANES)
+        *place, start = self.line(row, step)
+        bits = rounded(low * factor, high * factor)
+        if self.strides is not None:
+            bits = T.reinterpret(typed("float32", LANES), bits)
+        T.buffer_store(self.buffer, bits, [*place, span(start, LANES)])
+
+
+@dataclass(frozen=True)
+class GatedOutput:
+    """Takes the results of a gated shape: what `gate` makes of a gate and an up, as rows of x."""
+
+    gate: Callable[[Expr, Expr], Expr]
+    out: Packed
+
+
+def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | GatedOutput) -> None:
+    """Emit: output = x [m, k] @ W.T, in chunks of rows and panels of columns that threads share out."""
+    if isinstance(output, Output):
+        output = replace(output, step=BLOCK)
+    all_blocks = T.bind(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
+    threads = T.bind(T.Cast("int64", T.call_packed("runtime.NumThreads")))
+    chunks = T.bind(T.min(threads, T.truncdiv(all_blocks, i64(SHARE // BLOCK))))
+    chunks = T.bind(T.max(chunks, T.truncdiv(all_blocks + (CHUNK // BLOCK - 1), i64(CHUNK // BLOCK))))
+    panels = shape.panels(threads)
+    with T.parallel(0, chunks * panels) as index:
+        chunk, panel = (T.bind(part(index, panels)) for part in (T.truncdiv, T.truncmod))
+        first, blocks = _part(chunk, chunks, all_blocks)
+        start, units = _part(panel, panels, i64(shape.units))
+        configure()
+        task = _Task(
+            shape,
+            x,
+            output,
+            unpack,
+            rows=(first * BLOCK, T.bind(T.min(m - first * BLOCK, blocks * BLOCK))),
+            column=T.bind(start * shape.unit),
+            weights=T.alloc_buffer((2, shape.pass_steps, LANES, LANES), "int32"),
+            sums=T.alloc_buffer((shape.sums, BLOCK), "float32"),
+            halves=T.alloc_buffer((CHUNK if shape.gated else 1, LANES), "float32"),
+        )
+        with T.serial(0, i64(shape.passes)) as number, T.serial(0, units * (shape.unit // BLOCK)) as pair:
+            _pair(task, number, pair, blocks)
+        instruction("tilerelease")
+
+
+def _part(number: Expr, parts: Expr, whole: Expr) -> tuple[Expr, Expr]:
+    """First and count of a part of `whole` things; parts are of nearly equal size."""
+    first, after = (T.truncdiv((number + i) * whole, parts) for i in range(2))
+    return T.bind(first), T.bind(after - first)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Rows and columns that one thread computes, and its memory."""
+
+    shape: Shape
+    x: Packed
+    output: Output | GatedOutput
+    unpack: Unpack
+    rows: tuple[Expr, Expr]
+    """First and count."""
+    column: Expr
+    """The first."""
+    weights: Buffer  # int32 [2, pass_steps, 16, 16]
+    sums: Buffer  # float32 [shape.sums, 32]
+    halves: Buffer  # float32 [CHUNK, 16], what a gate makes of the first half of a step of the next product
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two tiles of columns in a pass over k."""
+
+    task: _Task
+    number: Expr
+    first: Expr
+    """Of its steps."""
+    count: Expr
+    last: Expr
+    """Sums are done after this pass."""
+    tiles: tuple[Expr, Expr]
+    """Their numbers in the matrix."""
+
+    def bring(self, step: Expr) -> None:
+        """Make tiles of the weights of a step."""
+        task = self.task
+        with T.serial(0, i64(2)) as j:
+            tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
+            task.unpack(task.weights, (j, step), tile, self.first + step)
+
+
+def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
+    """A pass over k: sums of all rows."""
+    shape = task.shape
+    first, count = _part(part, i64(shape.passes), i64(shape.steps))
+    low, high = (T.bind(shape.tile(task.column, number * 2 + j)) for j in range(2))
+    pair = _Pair(task, number, first, count, T.bind(part == shape.passes - 1), (low, high))
+    pair.bring(i64(0))
+    with T.serial(0, blocks) as block:
+        _block(pair, block, None if shape.passes == 1 else part == 0)
+    with T.If(pair.last), T.Then(), T.serial(0, task.rows[1] - (blocks - 1) * BLOCK) as line:
+        _finish(pair, blocks - 1, line)
+
+
+def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
+    """sums += x . weights, for a block of rows. Sums start with zero if `fresh`, or always where it is None.
+    With the first block, weights become tiles; with each other one, results of the block before are written,
+    of which there are 32 rows."""
+    task = pair.task
+    row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
+    ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))
+    brought = T.bind(T.Select(block == 0, pair.count - 1, i64(0)))
+    _start(task.sums, held, fresh)
+    with T.serial(0, pair.count) as step:
+        with T.If(step < brought), T.Then():
+            pair.bring(step + 1)
+        for j in range(2):
+            move("tileloadd64", 6 + j, task.weights, (i64(j), step, 0, 0), 64)
+        for i in range(2):
+            move("tileloaddt164", 4 + i, task.x.buffer, task.x.line(row + i * LANES, pair.first + step), 64)
+            for j in range(2):
+                instruction("tdpbf16ps", T.int8(2 * i + j), T.int8(4 + i), T.int8(6 + j))
+        with T.serial(0, i64(task.shape.lines)) as i:
+            line = T.bind(step * task.shape.lines + i)
+            with T.If(line < ready), T.Then():
+                _finish(pair, block - 1, line)
+    for number, corner in enumerate(_corners(held)):
+        move("tilestored64", number, task.sums, corner, 4 * BLOCK)
+
+
+def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
+    """Four tiles of sums, from memory unless they are fresh."""
+
+    def zero() -> None:
+        for number in range(4):
+            instruction("tilezero", T.int8(number))
+
+    if fresh is None:
+        zero()
+        return
+    with T.If(fresh):
+        with T.Then():
+            zero()
+        with T.Else():
+            for number, corner in enumerate(_corners(held)):
+                move("tileloadd64", number, sums, corner, 4 * BLOCK)
+
+
+def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
+    """Where the four tiles of a block of sums start."""
+    return [(line + i * LANES, i64(j * LANES)) for i in range(2) for j in range(2)]
+
+
+def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
+    """Write the results of a line of a block."""
+    task, output = pair.task, pair.task.output
+    column, place = task.column + pair.number * BLOCK, block * BLOCK + line
+    held = T.bind(task.shape.sums_at(pair.number, block) + line)
+    values = [T.bind(task.sums[held, span(i * LANES, LANES)]) for i in range(2)]
+    if isinstance(output, Output):
+        for i, value in enumerate(values):
+            output.store(task.rows[0] + place, column + i * LANES, value, LANES, True)
+        return
+    gated = T.bind(output.gate(*values))
+    with T.If(T.truncmod(pair.number, i64(2)) == 0):
+        with T.Then():
+            T.buffer_store(task.halves, gated, [place, span(0, LANES)])
+        with T.Else():
+            step = T.truncdiv(column, i64(2 * STEP))
+            output.out.put(task.rows[0] + place, step, task.halves[place, span(0, LANES)], gated)
+
+
+def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
+    """Emit x float32 [m, k] as tiles. Rows after the last repeat it, and nothing of theirs is kept."""
+    rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
+    packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
+    with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:
+        place = T.bind(tile * LANES + line)
+        x, row = ready(T.bind(T.min(place, m - 1)))
+        with T.serial(0, i64(shape.k // STEP)) as step:
+            packed.put(place, step, *(x[row, span(step * STEP + half, LANES)] for half in (0, LANES)))
+        if shape.k % STEP:
+            start, tail = shape.k // STEP * STEP, T.alloc_buffer((STEP,), "float32")
+            for half in (0, LANES):
+                T.buffer_store(tail, f32(0, LANES), [span(half, LANES)])
+            with T.serial(0, i64(shape.k % STEP)) as i:
+                T.buffer_store(tail, x[row, start + i], [i])
+            packed.put(place, i64(shape.steps - 1), *(tail[span(half, LANES)] for half in (0, LANES)))
+    return packed
+
+
+def rounded(low: Expr, high: Expr) -> Expr:
+    """Two vectors of float32 rounded to bfloat16, as the low and high halves of int32 lanes."""
+    ints = typed("int32", LANES)
+    first, second = (T.reinterpret(ints, half) + i32(0x8000, LANES) for half in (low, high))
+    first = T.reinterpret(ints, T.reinterpret(typed("uint32", LANES), first) >> splat(T.uint32(16), LANES))
+    return first | (second & i32(0xFFFF0000, LANES))
+
+
+def configure() -> None:
+    """Eight tiles of 16 rows of 64 bytes, for the thread that runs this."""
+    config = T.alloc_buffer((16,), "int32")
+    words = {0: 1, **dict.fromkeys(range(4, 8), 0x00400040), **dict.fromkeys((12, 13), 0x10101010)}
+    for word in range(16):
+        T.buffer_store(config, i32(words.get(word, 0)), [word])
+    instruction("ldtilecfg", T.address_of(config[0]))
+
+
+def move(name: str, number: int, buffer: Buffer, place: tuple[Expr | int, ...], stride: int) -> None:
+    """Load or store a tile whose rows are `stride` bytes apart in memory."""
+    instruction(name, T.int8(number), T.address_of(buffer[place]), i64(stride))
+
+
+def instruction(name: str, *arguments: Expr) -> None:
+    T.evaluate(T.call_llvm_intrin("void", f"llvm.x86.{name}", *arguments))

@@ -1,0 +1,330 @@
+"""Causal attention over the paged cache: one kernel for decoding, prefilling, and both in one batch.
+
+The rows of a sequence are cut into blocks; a task is (block, kv head) and handles the block's rows for every
+query head of the group, so that a key or value is read once for all of them. Pages are visited once, with the
+running maximum and denominator of Milakov and Gimelshein (2018). Nothing depends on the number of sequences,
+pages or rows at compile time.
+
+A sequence with few rows, as in decoding, is cut along its pages, too: there are too few heads to keep all
+cores busy. Parts lie at fixed places, so what a row gets depends on nothing but its own sequence; their sums
+are put together at the end, as in flash decoding (Dao et al., 2023).
+
+Prompts may take tile registers instead (attention_amx.py), which round to bfloat16: the caller says whether
+rows are prompts', as for products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+from mlcbuild_format.abi import PAGE
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc
+
+from mlcbuild.compiler.cpu.kernels import attention_amx
+from mlcbuild.compiler.cpu.kernels.attention_plan import (
+    FEW,
+    HIDDEN,
+    LOWEST,
+    PART,
+    Attention,
+    Call,
+    join,
+    plan,
+)
+from mlcbuild.compiler.cpu.kernels.cores import before_others, counter, one_launch, shared
+from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, registers, scratch, size_var
+from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
+
+MANY_TASKS = 16
+"""Tasks for one head that keep all cores equally busy in any order."""
+SHORT = 4
+"""Rows of a sequence that are read for rather than computed with."""
+
+_Place = tuple[Buffer, Expr, Expr, Expr]
+"""(pages, layer, page, kv head)."""
+_Ahead = tuple[Expr, Expr]
+"""(whether to prefetch, page)."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the code of one task works on. A vector is one query head of one row."""
+
+    spec: Attention
+    query: Buffer  # [capacity, dim], scaled
+    total: Buffer  # [capacity, dim], weighted sum of values so far
+    weight: Buffer  # [capacity, PAGE], of the page at hand
+    denominator: Buffer  # [capacity, PAGE], one partial sum for each lane
+    highest: Buffer  # [capacity], maximum so far
+    shrink: Buffer  # [capacity], what older sums are multiplied by
+    position: Buffer  # int32 [capacity]
+
+
+def attention(spec: Attention) -> PrimFunc:
+    """(qkv float32 [n, width] with rotated queries, pages, q_indptr int32 [b+1], page_indptr int32 [b+1],
+    page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt
+    int64 if the spec asks: all rows are prompts' unless it is 0) -> float32 [n, heads * dim], or what
+    Attention.columns says.
+    """
+    heads = spec.heads
+    with kernel("paged_attention") as made:
+        rows, batch, table = size_var("n"), size_var("b"), size_var("p")
+        tensors = (
+            made.tensor("qkv", (rows, heads.width)),
+            made.tensor("pages", heads.cache_shape(size_var("num_pages")), heads.dtype),
+            made.tensor("q_indptr", (batch + 1,), "int32"),
+            made.tensor("page_indptr", (batch + 1,), "int32"),
+            made.tensor("page_table", (table,), "int32"),
+            made.tensor("kv_lengths", (batch,), "int32"),
+            made.tensor("positions", (rows,), "int32"),
+        )
+        layer, window = made.number("layer"), made.number("window")
+        prompt = made.number("prompt") if spec.asks else None
+        out = made.tensor("out", (rows, spec.columns or heads.query * heads.dim))
+        with made.body():
+            # A sequence of p pages has at most p // PART + 1 parts.
+            parts = table // PART + batch
+            lines, tasks = (
+                parts * FEW * heads.query,
+                parts * -(-FEW // spec.block) + rows // spec.block + batch,
+            )
+            room = [T.alloc_buffer(shape, "float32") for shape in ((lines, heads.dim), (lines,), (lines,))]
+            tables = [T.alloc_buffer(shape, "int32") for shape in ((tasks, 7), (batch, 2))]
+            call = Call(spec, *tensors, batch, layer, window, prompt, out, *room, *tables)
+            total = plan(call)
+            if prompt is None:
+                _any_rows(call, rows, total)
+            else:
+                with T.If(prompt == 0):
+                    with T.Then():
+                        _any_rows(call, rows, total)
+                    with T.Else():
+                        _prompts(call, total)
+    return made.func
+
+
+def _any_rows(call: Call, rows: Expr, total: Expr) -> None:
+    tasks, number = counter(), total * call.spec.heads.kv
+    with one_launch():
+        with before_others():
+            shared(number, tasks, lambda index: _task(call, *_place(call, rows, total, index)))
+        with T.parallel(call.batch) as sequence:
+            join(call, T.Cast("int32", sequence))
+
+
+def _prompts(call: Call, total: Expr) -> None:
+    with T.parallel(total * call.spec.heads.kv) as index:
+        number = T.bind(_folded(T.bind(T.truncmod(index, total)), total))
+        attention_amx.task(call, number, T.bind(T.truncdiv(index, total)))
+
+
+def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
+    """(line of the plan, kv head) of a task. With many parts of sequences that have few rows, all heads of a
+    part follow each other, as their keys and values do in a page; otherwise a head's tasks do, folded."""
+    heads = i64(call.spec.heads.kv)
+    streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
+    number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
+    return T.bind(number), T.bind(T.Select(streamed, T.truncmod(index, heads), T.truncdiv(index, total)))
+
+
+def _folded(index: Expr, blocks: Expr) -> Expr:
+    """0, last, 1, last - 1, ...: late blocks of a sequence see more keys, so any run of indexes that one core
+    takes has early and late ones."""
+    half = T.bind(T.truncdiv(index, T.int64(2)))
+    return T.Select(half * 2 == index, half, blocks - 1 - half)
+
+
+def _task(call: Call, number: Expr, head: Expr) -> None:
+    """One block of rows over one part of the pages they see, or over all of them where rows are many."""
+    spec = call.spec
+    sequence, first, count, begin, stop, end, line = (T.bind(call.plan[number, i]) for i in range(7))
+    task = _start(spec, (call.qkv, call.positions), (first, count, head))
+    with T.serial(stop - begin + 1) as step:
+        base = T.bind((begin + step) * PAGE)
+        listed = T.bind(call.page_indptr[sequence] + begin + step)
+        page = T.bind(T.Cast("int64", call.page_table[listed]))
+        following = T.min(listed + 1, call.page_indptr[call.batch] - 1)
+        after = T.bind(T.Cast("int64", call.page_table[following]))
+        seen = T.bind(T.min(PAGE, end - base))
+        with T.serial(_tiles(spec, count)) as tile:
+            _scores(task, (call.pages, call.layer, page, head), tile, (tile == 0, after))
+            _weights(task, tile, base, call.window)
+            _values(task, (call.pages, call.layer, page, head), tile, seen, (tile == 0, after))
+    with T.If(line < 0):
+        with T.Then():
+            _finish(task, call.out, (first, count, head))
+        with T.Else():
+            _keep(task, call, line, (count, head))
+
+
+def _tiles(spec: Attention, count: Expr) -> Expr:
+    return (count * spec.heads.group + spec.tile - 1) // spec.tile
+
+
+def _start(spec: Attention, given: tuple[Buffer, Buffer], block: tuple[Expr, Expr, Expr]) -> _Task:
+    """Room for a task, filled with the scaled queries of its rows. Vectors that pad the last tile repeat the
+    last one; nothing of theirs is stored."""
+    (qkv, positions), (first, count, head) = given, block
+    heads, wide, narrow, room = spec.heads, spec.values, spec.scores, spec.capacity
+    task = _Task(
+        spec,
+        query=scratch((room, heads.dim)),
+        total=scratch((room, heads.dim)),
+        weight=scratch((room, PAGE)),
+        denominator=scratch((room, PAGE)),
+        highest=scratch((room,)),
+        shrink=scratch((room,)),
+        position=scratch((room,), "int32"),
+    )
+    with T.serial(_tiles(spec, count) * spec.tile) as vector:
+        known = T.bind(T.min(vector, count * heads.group - 1))
+        row = T.bind(first + known // heads.group)
+        column = T.bind((head * heads.group + known % heads.group) * heads.dim)
+        with T.serial(heads.dim // wide.lanes) as k:
+            value = wide.load(qkv, row, column + k * wide.lanes)
+            wide.store(task.query, value * wide.constant(spec.scale), vector, k * wide.lanes)
+            wide.store(task.total, wide.constant(0.0), vector, k * wide.lanes)
+        for part in range(0, PAGE, narrow.lanes):
+            narrow.store(task.denominator, narrow.constant(0.0), vector, part)
+        T.buffer_store(task.highest, T.float32(LOWEST), [vector])
+        T.buffer_store(task.position, positions[row], [vector])
+    return task
+
+
+def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Expr, int]) -> None:
+    """Ask for elements [start, start + count) of the page that comes next. Pages lie anywhere, so the
+    hardware cannot guess; the first tile asks for all that follow it."""
+    pages, layer, _, head = place
+    wanted, page = ahead
+    start, count = span
+    line = 64 // (2 if task.spec.heads.dtype == "float16" else 4)
+    with T.If(wanted), T.Then():
+        for at in range(0, count, line):
+            prefetch(pages, (layer, page, kind, head, start + at), locality=2)
+
+
+def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
+    """weight[vectors of the tile] = query . key for the 16 tokens of a page."""
+    spec, floats = task.spec, task.spec.scores
+    pages, layer, page, head = place
+    dim, parts = spec.heads.dim, PAGE // floats.lanes
+    # At least eight independent sums, to hide the latency of multiply-add.
+    split = 2 if parts * spec.tile < 8 and dim % 2 == 0 else 1
+    unroll = 4 if dim % 4 == 0 else split
+    sums = [[registers(parts, floats.lanes) for _ in range(spec.tile)] for _ in range(split)]
+    for total in (total for bank in sums for row in bank for total in row):
+        floats.store(total, floats.constant(0.0), 0)
+    with T.serial(dim // unroll) as outer:
+        _fetch(task, place, ahead, 0, (outer * unroll * PAGE, unroll * PAGE))
+        for inner in range(unroll):
+            d = outer * unroll + inner
+            keys = [
+                T.bind(floats.load(pages, layer, page, 0, head, d * PAGE + part * floats.lanes))
+                for part in range(parts)
+            ]
+            for row in range(spec.tile):
+                query = floats.spread(T.bind(task.query[tile * spec.tile + row, d]))
+                for total, key in zip(sums[inner % split][row], keys, strict=True):
+                    floats.store(total, floats.fma(query, key, floats.load(total, 0)), 0)
+    for row in range(spec.tile):
+        for part in range(parts):
+            value = floats.load(sums[0][row][part], 0)
+            if split == 2:
+                value = value + floats.load(sums[1][row][part], 0)
+            floats.store(task.weight, value, tile * spec.tile + row, part * floats.lanes)
+
+
+def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
+    """Scores become exp(score - maximum); the maximum, the denominator and the shrink factor move on."""
+    spec, floats = task.spec, task.spec.scores
+    with T.serial(spec.tile) as inner:
+        row = T.bind(tile * spec.tile + inner)
+        scores = [_visible_scores(task, row, (base, part), window) for part in range(0, PAGE, floats.lanes)]
+        highest = T.bind(T.max(task.highest[row], floats.fold(reduce(T.max, scores), T.max)))
+        shrink = floats.scalar.exp(task.highest[row] - highest)
+        T.buffer_store(task.highest, highest, [row])
+        T.buffer_store(task.shrink, shrink, [row])
+        for part, score in zip(range(0, PAGE, floats.lanes), scores, strict=True):
+            weight = floats.exp(score - floats.spread(highest))
+            floats.store(task.weight, weight, row, part)
+            older = floats.load(task.denominator, row, part)
+            floats.store(task.denominator, floats.fma(older, floats.spread(shrink), weight), row, part)
+
+
+def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Expr) -> Expr:
+    """Scores of the tokens from base + part on, soft-capped; hidden where the token is later than the query
+    or has left its window."""
+    spec, floats, (base, part) = task.spec, task.spec.scores, tokens
+    score = T.bind(floats.load(task.weight, row, part))
+    if spec.softcap is not None:
+        score = T.bind(floats.soft_cap(score, spec.softcap))
+    newest = T.bind(task.position[row])
+    oldest = T.bind(T.Cast("int32", T.max(T.Cast("int64", newest) - window, T.int64(-1))))
+    token = T.bind(T.ramp(base + part, 1, floats.lanes) if floats.lanes > 1 else base + part)
+    late = T.Select(token <= floats.spread(newest), score, floats.constant(HIDDEN))
+    return T.bind(T.Select(token > floats.spread(oldest), late, floats.constant(HIDDEN)))
+
+
+def _values(task: _Task, place: _Place, tile: Expr, seen: Expr, ahead: _Ahead) -> None:
+    """total = total * shrink + weight . values, for the `seen` first tokens of a page. Later ones may never
+    have been written: even a weight of zero would let a NaN through."""
+    spec, floats = task.spec, task.spec.values
+    pages, layer, page, head = place
+    vectors, dim = range(spec.value_vectors), spec.heads.dim
+    rows = [tile * spec.tile + row for row in range(spec.tile)]
+    with T.serial(dim // (floats.lanes * spec.value_vectors)) as outer:
+        start = T.bind(outer * floats.lanes * spec.value_vectors)
+        sums = [registers(spec.value_vectors, floats.lanes) for _ in rows]
+        for row, bank in zip(rows, sums, strict=True):
+            shrink = floats.spread(T.bind(task.shrink[row]))
+            for v in vectors:
+                floats.store(bank[v], floats.load(task.total, row, start + v * floats.lanes) * shrink, 0)
+        with T.serial(seen) as token:
+            at = token * dim + start
+            _fetch(task, place, ahead, 1, (at, floats.lanes * spec.value_vectors))
+            values = [
+                T.bind(floats.load(pages, layer, page, 1, head, at + v * floats.lanes)) for v in vectors
+            ]
+            for row, bank in zip(rows, sums, strict=True):
+                weight = floats.spread(T.bind(task.weight[row, token]))
+                for v in vectors:
+                    floats.store(bank[v], floats.fma(weight, values[v], floats.load(bank[v], 0)), 0)
+        for row, bank in zip(rows, sums, strict=True):
+            for v in vectors:
+                floats.store(task.total, floats.load(bank[v], 0), row, start + v * floats.lanes)
+
+
+def _denominator(task: _Task, vector: Expr) -> Expr:
+    narrow = task.spec.scores
+    sums = registers(1, PAGE)[0]
+    for part in range(0, PAGE, narrow.lanes):
+        narrow.store(sums, narrow.load(task.denominator, vector, part), part)
+    whole = Floats(task.spec.isa, PAGE)
+    return whole.fold(whole.load(sums, 0), lambda a, b: a + b)
+
+
+def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
+    """What one part of a sequence has found, for all its rows, from `line` on."""
+    (count, head), heads, wide = part, task.spec.heads, task.spec.values
+    with T.serial(count * heads.group) as vector:
+        row, column = vector // heads.group, head * heads.group + vector % heads.group
+        at = T.bind(T.Cast("int64", line + row) * heads.query + column)
+        T.buffer_store(call.denominator, _denominator(task, vector), [at])
+        T.buffer_store(call.highest, task.highest[vector], [at])
+        with T.serial(heads.dim // wide.lanes) as k:
+            wide.store(call.total, wide.load(task.total, vector, k * wide.lanes), at, k * wide.lanes)
+
+
+def _finish(task: _Task, out: Buffer, block: tuple[Expr, Expr, Expr]) -> None:
+    """out = total / denominator for the rows of the block."""
+    first, count, head = block
+    spec, wide = task.spec, task.spec.values
+    heads = spec.heads
+    with T.serial(count * heads.group) as vector:
+        share = T.bind(T.float32(1.0) / _denominator(task, vector))
+        column = T.bind((head * heads.group + vector % heads.group) * heads.dim)
+        with T.serial(heads.dim // wide.lanes) as k:
+            value = wide.load(task.total, vector, k * wide.lanes) * wide.spread(share)
+            wide.store(out, value, first + vector // heads.group, column + k * wide.lanes)

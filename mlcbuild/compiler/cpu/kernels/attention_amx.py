@@ -1,0 +1,346 @@
+"""Attention of prompts on x86 tile registers (see amx.py): the task that attention.py runs for their rows.
+
+Four pages, 64 tokens, are one step. Their keys and values are turned into tiles of bfloat16 once for all
+query vectors of the task. Then 32 vectors at a time: scores by tiles, their exponentials on vectors, and
+weights times values by tiles again, added to totals in float32. Steps lie at fixed places, and what is hidden
+weighs exactly nothing, so what a row gets depends on nothing but its own sequence.
+
+Tiles pair element i of a step of 32 with element 16 + i, as in amx.py: for scores along the head dimension,
+for values along the tokens of two pages. A float16 becomes a bfloat16 of 2**-112 of its value by a shift of
+its bits; X_EXPONENT of these powers of two are made up for by queries and weights, the rest by factors that
+are there anyway. A shift makes no NaN of what was never written.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from mlcbuild_format.abi import PAGE
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr
+
+from mlcbuild.compiler.cpu.kernels import amx
+from mlcbuild.compiler.cpu.kernels.amx import LANES, STEP
+from mlcbuild.compiler.cpu.kernels.attention_plan import HIDDEN, LOWEST, PAIR, Call
+from mlcbuild.compiler.cpu.kernels.bf16_math import Rough
+from mlcbuild.compiler.cpu.kernels.floats import scratch
+from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, lane_sums, prefetch, span, splat, typed
+
+AHEAD = 4
+"""Rows of queries that are fetched ahead: they are too far apart for the processor to see."""
+PAGES = 4
+"""Pages of a step."""
+TOKENS = PAGES * PAGE
+SLACK = 4.0
+"""Power of two of the largest weight: 2**(104 + SLACK) of each of 2**18 tokens still is a float32."""
+_SLACK_BITS = int(np.float32(SLACK).view(np.int32))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What a task works on. A vector is one query head of one row."""
+
+    call: Call
+    head: Expr
+    query: Buffer  # int32 [capacity / 16, dim / 32, 16, 16], pairs of bfloat16
+    total: Buffer  # float32 [capacity, dim], weighted sums of values so far
+    denominator: Buffer  # float32 [capacity, 16], one partial sum for each lane
+    highest: Buffer  # float32 [capacity], what scores are compared with: about the maximum so far
+    position: Buffer  # int32 [capacity]
+    keys: Buffer  # int32 [PAGES, dim / 32, 16, 16], of the step at hand
+    values: Buffer  # int32 [PAGES / 2, dim / 16, 16, 16]
+    scores: Buffer  # float32 [PAIR, TOKENS], of the vectors at hand
+    weights: Buffer  # int32 [2, PAGES / 2, 16, 16]
+    start: Buffer  # float32 [16], of each vector at hand: where exponents start, or what sums shrink to
+
+    packed: amx.Packed | None  # where results go as tiles
+
+    @property
+    def floats(self) -> Rough:
+        return Rough(self.call.spec.isa, LANES)
+
+    @property
+    def dim(self) -> int:
+        return self.call.spec.heads.dim
+
+    @property
+    def shifted(self) -> bool:
+        return self.call.spec.heads.dtype == "float16"
+
+    @property
+    def raised(self) -> int:
+        """Power of two of queries and weights."""
+        return amx.X_EXPONENT if self.shifted else 0
+
+    @property
+    def unit(self) -> float:
+        """What scores are divided by as tiles give them."""
+        return 2.0 ** (112 - self.raised) if self.shifted else 1.0
+
+    @property
+    def capped_unit(self) -> float:
+        """The same once they are soft-capped, if they are."""
+        return self.unit if self.call.spec.softcap is None else 1.0
+
+
+@dataclass(frozen=True)
+class _Step:
+    """64 tokens from `number` * 64 on. Pages before `begin` and after `stop` are not looked at, and stand for
+    nothing: these are read in their place, and hidden."""
+
+    number: Expr
+    begin: Expr
+    stop: Expr
+    end: Expr
+    """No token from here on was written."""
+    entries: Expr
+    """Where the pages of the sequence are in the page table."""
+
+    def page(self, call: Call, i: Expr | int) -> Expr:
+        wanted = T.max(self.begin, T.min(self.stop, self.number * PAGES + i))
+        return T.bind(T.Cast("int64", call.page_table[self.entries + wanted]))
+
+
+def task(call: Call, number: Expr, head: Expr) -> None:
+    """One block of rows over all pages they see."""
+    sequence, first, count, begin, stop, end = (T.bind(call.plan[number, i]) for i in range(6))
+    entries = T.bind(call.page_indptr[sequence])
+    made = _start(call, (first, count, head))
+    pairs = T.bind(T.truncdiv(count * call.spec.heads.group + (PAIR - 1), PAIR))
+    amx.configure()
+    oldest = T.bind(T.truncdiv(begin, PAGES))
+    with T.serial(T.truncdiv(stop, PAGES) - oldest + 1) as index:
+        step = _Step(T.bind(oldest + index), begin, stop, end, entries)
+        _read_keys(made, step)
+        _read_values(made, step)
+        with T.serial(pairs) as pair:
+            last = T.bind(made.position[pair * PAIR + (PAIR - 1)])
+            with T.If(step.number * TOKENS <= last), T.Then():
+                _scores(made, pair)
+                _hide(made, pair, step.number * TOKENS, last)
+                _weigh(made, pair)
+                _add_values(made, pair)
+    amx.instruction("tilerelease")
+    _finish(made, (first, count))
+
+
+def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
+    """Room for a task, filled with the queries of its rows. Vectors that pad the last pair repeat the last
+    one; nothing of theirs is stored."""
+    (first, count, head), spec, heads = block, call.spec, call.spec.heads
+    room, dim = spec.prompt_capacity, heads.dim
+    made = _Task(
+        call,
+        head,
+        query=scratch((room // LANES, dim // STEP, LANES, LANES), "int32"),
+        total=scratch((room, dim)),
+        denominator=scratch((room, LANES)),
+        highest=scratch((room,)),
+        position=scratch((room,), "int32"),
+        keys=scratch((PAGES, dim // STEP, LANES, LANES), "int32"),
+        values=scratch((PAGES // 2, dim // LANES, LANES, LANES), "int32"),
+        scores=scratch((PAIR, TOKENS)),
+        weights=scratch((2, PAGES // 2, LANES, LANES), "int32"),
+        start=scratch((LANES,)),
+        packed=_packed(call),
+    )
+    factor, floats = f32(spec.scale * 2.0**made.raised, LANES), made.floats
+    with T.serial(room) as vector:
+        known = T.bind(T.min(vector, count * heads.group - 1))
+        row = T.bind(first + T.truncdiv(known, heads.group))
+        column = T.bind((head * heads.group + T.truncmod(known, heads.group)) * dim)
+        for at in range(0, dim, LANES):
+            prefetch(call.qkv, (row + AHEAD, column + at))
+            if made.packed is None:
+                prefetch(call.out, (row, column + at), locality=2, write=True)
+        with T.serial(dim // STEP) as part:
+            halves = [floats.load(call.qkv, row, column + part * STEP + h) * factor for h in (0, LANES)]
+            place = T.truncdiv(vector, LANES), part, T.truncmod(vector, LANES)
+            T.buffer_store(made.query, amx.rounded(*halves), [*place, span(0, LANES)])
+            for half in (0, LANES):
+                floats.store(made.total, f32(0, LANES), vector, part * STEP + half)
+        floats.store(made.denominator, f32(0, LANES), vector, 0)
+        T.buffer_store(made.highest, T.float32(LOWEST), [vector])
+        T.buffer_store(made.position, call.positions[row], [vector])
+    return made
+
+
+def _packed(call: Call) -> amx.Packed | None:
+    heads = call.spec.heads
+    if not call.spec.columns:
+        return None
+    return amx.Packed.inside(call.out, heads.query * heads.dim, call.out.shape[0])
+
+
+def _read_keys(task: _Task, step: _Step) -> None:
+    """The keys of a step as tiles: a column for each token."""
+    call = task.call
+    with T.serial(PAGES) as i:
+        page, after = step.page(call, i), step.page(call, i + PAGES)
+        with T.serial(task.dim // STEP) as part, T.serial(LANES) as line:
+            low, high = (T.bind((part * STEP + half + line) * PAGE) for half in (0, LANES))
+            for at in (low, high):
+                prefetch(call.pages, (call.layer, after, 0, task.head, at))
+            halves = [(call.layer, page, 0, task.head, span(at, LANES)) for at in (low, high)]
+            T.buffer_store(task.keys, _paired(task, halves, None), [i, part, line, span(0, LANES)])
+
+
+def _read_values(task: _Task, step: _Step) -> None:
+    """The values of a step as tiles: a column for each element. Of tokens that were never written they may be
+    anything, of which even a weight of zero would let a NaN through."""
+    call = task.call
+    with T.serial(PAGES // 2) as pair:
+        pages = [step.page(call, pair * 2 + i) for i in range(2)]
+        ahead = [step.page(call, pair * 2 + i + PAGES) for i in range(2)]
+        with T.serial(LANES) as token, T.serial(task.dim // LANES) as column:
+            at = T.bind(token * task.dim + column * LANES)
+            for page in ahead:
+                prefetch(call.pages, (call.layer, page, 1, task.head, at))
+            halves = [(call.layer, page, 1, task.head, span(at, LANES)) for page in pages]
+            start = step.number * TOKENS + pair * (2 * PAGE) + token
+            known = None if task.shifted else [start + i * PAGE < step.end for i in range(2)]
+            T.buffer_store(task.values, _paired(task, halves, known), [pair, column, token, span(0, LANES)])
+
+
+def _paired(task: _Task, places: list[tuple[Expr, ...]], known: list[Expr] | None) -> Expr:
+    """Two vectors of the cache as the low and high halves of int32 lanes; zero where not `known`."""
+    low, high = (task.call.pages[place] for place in places)
+    if not task.shifted:
+        if known is not None:
+            low, high = (
+                T.Select(splat(k, LANES), v, f32(0, LANES)) for k, v in zip(known, (low, high), strict=True)
+            )
+        return amx.rounded(low, high)
+    wide = [T.Cast(typed("int32", LANES), T.reinterpret("uint16x16", half)) for half in (low, high)]
+    bits = T.reinterpret("int16x32", wide[0] | (wide[1] << i32(16, LANES))) + splat(T.int16(4), 32)
+    cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)
+    return T.reinterpret(typed("int32", LANES), cut)
+
+
+def _scores(task: _Task, pair: Expr) -> None:
+    """scores = queries . keys."""
+    with T.serial(PAGES // 2) as pages:
+        for number in range(4):
+            amx.instruction("tilezero", T.int8(number))
+        for part in range(task.dim // STEP):
+            for j in range(2):
+                amx.move("tileloadd64", 6 + j, task.keys, (pages * 2 + j, part, 0, 0), 64)
+            for i in range(2):
+                amx.move("tileloadd64", 4 + i, task.query, (pair * 2 + i, part, 0, 0), 64)
+                for j in range(2):
+                    amx.instruction("tdpbf16ps", T.int8(2 * i + j), T.int8(4 + i), T.int8(6 + j))
+        for i in range(2):
+            for j in range(2):
+                place = (i * LANES, (pages * 2 + j) * PAGE)
+                amx.move("tilestored64", 2 * i + j, task.scores, place, 4 * TOKENS)
+
+
+def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
+    """Soft-cap scores, and hide those of tokens, from `first` on, that are later than the query or have left
+    its window; `last` is the latest query's position."""
+    floats, softcap, window = task.floats, task.call.spec.softcap, task.call.window
+    if softcap is not None:
+        with T.serial(PAIR) as row, T.serial(PAGES) as i:
+            score = T.bind(floats.load(task.scores, row, i * PAGE) * f32(task.unit, LANES))
+            floats.store(task.scores, floats.soft_cap(score, softcap), row, i * PAGE)
+    late = first + (TOKENS - 1) > task.position[pair * PAIR]
+    hides = T.Or(late, T.Cast("int64", last) - T.Cast("int64", first) >= window)
+    with T.If(hides), T.Then(), T.serial(PAIR) as row:
+        newest = T.bind(task.position[pair * PAIR + row])
+        oldest = T.bind(T.Cast("int32", T.max(T.Cast("int64", newest) - window, T.int64(-1))))
+        for i in range(PAGES):
+            token = T.bind(T.ramp(first + i * PAGE, 1, LANES))
+            score = T.bind(floats.load(task.scores, row, i * PAGE))
+            score = T.Select(token <= splat(newest, LANES), score, f32(HIDDEN, LANES))
+            score = T.Select(token > splat(oldest, LANES), T.bind(score), f32(HIDDEN, LANES))
+            floats.store(task.scores, score, row, i * PAGE)
+
+
+def _weigh(task: _Task, pair: Expr) -> None:
+    """Weights, exp(score - highest), of 32 vectors; what is highest, denominators and totals move on."""
+    floats = task.floats
+    slope = f32(math.log2(math.e) * task.capped_unit, LANES)
+    with T.serial(PAIR // LANES) as half:
+        first = T.bind(pair * PAIR + half * LANES)
+        _raise(task, half, first, slope)
+        highest = floats.load(task.highest, first)
+        start = T.bind(f32(task.raised, LANES) - highest * slope)
+        floats.store(task.start, start, 0)
+        with T.serial(LANES) as row:
+            start = T.bind(floats.spread(task.start[row]))
+            scores = [floats.load(task.scores, half * LANES + row, i * PAGE) for i in range(PAGES)]
+            parts = [floats.exp2(floats.fma(score, slope, start)) for score in scores]
+            sums = (parts[0] + parts[1]) + (parts[2] + parts[3])
+            floats.store(
+                task.denominator, floats.load(task.denominator, first + row, 0) + sums, first + row, 0
+            )
+            for i in range(PAGES // 2):
+                line = amx.rounded(parts[2 * i], parts[2 * i + 1])
+                T.buffer_store(task.weights, line, [half, T.int32(i), row, span(0, LANES)])
+
+
+def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
+    """Set what is highest anew for those of 16 vectors that found scores far above it. Sums are of weights up
+    to 2**SLACK, so that this is rare; whether it happens depends on nothing but a vector's own scores."""
+    floats = task.floats
+    tops = []
+    for row in range(LANES):
+        scores = [T.bind(floats.load(task.scores, half * LANES + row, i * PAGE)) for i in range(PAGES)]
+        tops.append(T.bind(T.max(T.max(scores[0], scores[1]), T.max(scores[2], scores[3]))))
+    found = T.bind(lane_sums(tops, LANES, T.max))
+    highest = T.bind(floats.load(task.highest, first))
+    above = T.bind((found - highest) * slope)
+    # As integers, the bits of positive floats are in their order; a maximum of floats is a chain of scalars.
+    bits = T.reinterpret(typed("int32", LANES), above)
+    rises = intrinsic("int32", "llvm.vector.reduce.smax", bits) > T.int32(_SLACK_BITS)
+    with T.If(rises), T.Then():
+        far = above > f32(SLACK, LANES)
+        shrink = floats.exp2(T.bind(f32(0, LANES) - above))
+        floats.store(task.highest, T.Select(far, found, highest), first)
+        floats.store(task.start, T.Select(far, shrink, f32(1, LANES)), 0)
+        with T.serial(LANES) as row:
+            share, vector = T.bind(floats.spread(task.start[row])), T.bind(first + row)
+            floats.store(task.denominator, floats.load(task.denominator, vector, 0) * share, vector, 0)
+            with T.serial(task.dim // LANES) as k:
+                total = floats.load(task.total, vector, k * LANES) * share
+                floats.store(task.total, total, vector, k * LANES)
+
+
+def _add_values(task: _Task, pair: Expr) -> None:
+    """totals += weights . values."""
+    with T.serial(task.dim // STEP) as part:
+        corners = [(pair * PAIR + i * LANES, part * STEP + j * LANES) for i in range(2) for j in range(2)]
+        for number, corner in enumerate(corners):
+            amx.move("tileloadd64", number, task.total, corner, 4 * task.dim)
+        for k in range(PAGES // 2):
+            for j in range(2):
+                amx.move("tileloadd64", 6 + j, task.values, (k, part * 2 + j, 0, 0), 64)
+            for i in range(2):
+                amx.move("tileloadd64", 4 + i, task.weights, (i, k, 0, 0), 64)
+                for j in range(2):
+                    amx.instruction("tdpbf16ps", T.int8(2 * i + j), T.int8(4 + i), T.int8(6 + j))
+        for number, corner in enumerate(corners):
+            amx.move("tilestored64", number, task.total, corner, 4 * task.dim)
+
+
+def _finish(task: _Task, block: tuple[Expr, Expr]) -> None:
+    """out = total / denominator for the rows of the block."""
+    (first, count), heads, floats = block, task.call.spec.heads, task.floats
+    factor = T.float32(2.0**112 if task.shifted else 1.0)
+    with T.serial(count * heads.group) as vector:
+        sums = floats.load(task.denominator, vector, 0)
+        share = T.bind(factor / floats.fold(sums, lambda a, b: a + b))
+        column = T.bind((task.head * heads.group + T.truncmod(vector, heads.group)) * heads.dim)
+        row = T.bind(first + T.truncdiv(vector, heads.group))
+        with T.serial(heads.dim // STEP) as part:
+            at = part * STEP
+            low, high = (
+                floats.load(task.total, vector, at + half) * floats.spread(share) for half in (0, LANES)
+            )
+            if task.packed is not None:
+                task.packed.put(T.Cast("int64", row), T.Cast("int64", column // STEP + part), low, high)
+            else:
+                floats.store(task.call.out, low, row, column + at)
+                floats.store(task.call.out, high, row, column + at + LANES)

@@ -1,0 +1,142 @@
+"""Rows of an embedding table by token, dequantised, from every stored format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from tvm.relax.frontend.nn import Tensor
+from tvm.relax.frontend.nn.op import tensor_ir_op
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc
+
+from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.vectors import (
+    argument,
+    i32,
+    i64,
+    load_f32,
+    prim_func,
+    shuffle,
+    span,
+    splat,
+    typed,
+)
+from mlcbuild.models.config import Param
+from mlcbuild.quant import Scheme, stored
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """table[tokens] for one stored table [vocab, hidden]."""
+
+    isa: ISA
+    scheme: Scheme
+    vocab: int
+    hidden: int
+
+    @property
+    def name(self) -> str:
+        return f"embedding.{self.scheme.layout}{self.scheme.bits or ''}.{self.isa.name}"
+
+    def apply(self, tokens: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """tokens int32 [n], each in 0 .. vocab - 1 (not checked), the table's tensors in stored order ->
+        float32 [n, hidden]."""
+        out = Tensor.placeholder([tokens.shape[0], self.hidden], "float32")
+        made = kernel(self)
+        return tensor_ir_op(made, str(made.attrs["global_symbol"]), [tokens, *weights], out)
+
+
+def embedding(isa: ISA, scheme: Scheme, vocab: int, hidden: int) -> Embedding:
+    """The lookup in a table [vocab, hidden] stored under a scheme (that of the parameter)."""
+    return Embedding(isa, scheme, vocab, hidden)
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """One row of the table on its way into one row of the output."""
+
+    of: Embedding
+    weights: tuple[Buffer, ...]
+    out: Buffer
+    token: Expr
+    row: Expr
+
+    def write(self, column: Expr, values: Expr, lanes: int) -> None:
+        """Store some columns, leaving out those beyond the table's width."""
+        if self.of.hidden % 32 == 0:
+            T.buffer_store(self.out, values, [self.row, span(column, lanes)])
+            return
+        for lane in range(lanes):
+            with T.If(column + lane < self.of.hidden), T.Then():
+                value = shuffle([values], [lane]) if lanes > 1 else values
+                T.buffer_store(self.out, value, [self.row, column + lane])
+
+
+@cache
+def kernel(of: Embedding) -> PrimFunc:
+    """The function (tokens, stored tensors, out) behind a lookup; one object for equal ones."""
+    scheme = of.scheme
+    copy = {"plain": _copy_plain, "row": _copy_row, "x16": _copy_x16}[scheme.layout]
+    kind = scheme.dtype if scheme.bits == 0 else f"{scheme.layout}{scheme.bits}_{scheme.dtype}"
+    name = f"embedding_{kind}_{of.vocab}x{of.hidden}"
+
+    def body() -> None:
+        n = T.int64()
+        tokens = argument("tokens", (n,), "int32")
+        tensors = stored(Param("table", (of.vocab, of.hidden)), scheme)
+        weights = tuple(argument("table", tensor.shape, tensor.dtype) for tensor in tensors)
+        out = argument("out", (n, of.hidden), "float32")
+        with T.sblock(name), T.serial(0, n) as row:
+            token = T.bind(T.Cast("int64", tokens[row]))
+            copy(_Lookup(of, weights, out, token, row))
+
+    return prim_func(name, body)
+
+
+def _copy_plain(of: _Lookup) -> None:
+    with T.serial(0, i64(of.of.hidden)) as k:
+        T.buffer_store(of.out, load_f32(of.of.isa, of.weights[0], (of.token, k), 1), [of.row, k])
+
+
+def _copy_row(of: _Lookup) -> None:
+    """One word at a time: its 8 (4 bits) or 4 (8 bits) values are the lanes of one vector."""
+    words, scales = of.weights
+    bits = of.of.scheme.bits
+    lanes = 32 // bits
+    offset = 2 ** (bits - 1) - 1
+    shifts = T.ramp(T.int32(0), T.int32(bits), lanes)
+    with T.serial(0, words.shape[1]) as word:
+        spread = splat(T.reinterpret("int32", words[of.token, word]), lanes)
+        values = ((spread >> shifts) & i32(2**bits - 1, lanes)) - i32(offset, lanes)
+        scale = load_f32(of.of.isa, scales, (of.token, word // bits), 1)
+        of.write(word * lanes, T.Cast(typed("float32", lanes), values) * splat(scale, lanes), lanes)
+
+
+def _copy_x16(of: _Lookup) -> None:
+    """Four bytes of a row's group at a time: values 4j.. with 8 bits; with fewer 4j.. in the low halves and
+    16 + 4j.. in the high ones, and fifth bits in the bytes that follow."""
+    bits = of.of.scheme.bits
+    width, halves = (8, 1) if bits == 8 else (4, 2)
+    words, scales = of.weights
+    tile, r = of.token // 16, of.token % 16
+    shifts = T.ramp(T.int32(0), T.int32(8), 4)
+
+    def quad(group: Expr, line: Expr | int) -> Expr:
+        found = words[tile, group, T.ramp(line * 64 + r * 4, 1, 4)]
+        return T.bind(splat(T.reinterpret("int32", found), 4))
+
+    with T.serial(0, words.shape[1]) as group:
+        scale = T.bind(load_f32(of.of.isa, scales, (tile, group, r), 1))
+        fifth = quad(group, 4) if bits == 5 else None
+        with T.serial(0, i64(8 // halves)) as j:
+            spread = quad(group, j)
+            for high in range(halves):
+                field = (spread >> (shifts + i32(width * high, 4))) & i32(2**width - 1, 4)
+                if fifth is not None:
+                    place = shifts + splat(T.Cast("int32", j) + 4 * high, 4)
+                    field = field | (((fifth >> place) & i32(1, 4)) << i32(4, 4))
+                values = field - i32(2 ** (bits - 1), 4)
+                column = group * 32 + high * 16 + j * 4
+                of.write(column, T.Cast("float32x4", values) * splat(scale, 4), 4)

@@ -1,0 +1,367 @@
+"""x @ W.T in float32 over weights stored row by row, for any way of storing a row.
+
+Vectors run along K, so neither x nor the weights are transposed: lane sums are taken once at the end of a
+row. A row is read in blocks of `planes` vectors. x is first packed into the order in which a block's
+vectors appear; where K is no multiple of a block, the last block starts early and overlaps the one
+before it, and x is zero in the lanes already covered. So no kernel has a tail along K.
+
+Expressions are nested rather than bound to variables: a pass of TVM takes time that grows with the square
+of their number, and LLVM finds common ones by itself.
+
+Three paths by the number of rows m of x:
+    1       weights stream through registers once;
+    2 .. 16 the same with some rows of x for each pass over a few weight rows, which stay in L1; each row's
+            sums are added up in the order of a single one, so that they are the same bit by bit;
+    more    a block of weights is turned into float32 in an L2-sized buffer, and register tiles run over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc
+
+from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.epilogue import Output, once
+from mlcbuild.compiler.cpu.kernels.floats import over_rows
+from mlcbuild.compiler.cpu.kernels.prologue import SERIAL_ROWS, Fusion
+from mlcbuild.compiler.cpu.kernels.vectors import (
+    Register,
+    argument,
+    f32,
+    fma,
+    i64,
+    lane_sums,
+    odd_lines,
+    prim_func,
+    register,
+    registers,
+    span,
+)
+
+COLUMNS = 4
+"""Weight rows in a register tile; their lane sums make one vector of the output."""
+STREAMED_ROWS = 16
+"""Up to this many rows of x, weights are not unpacked into a buffer first."""
+BLOCK_VALUES = 1024
+"""Most weights of one row unpacked at a time."""
+SERIAL_BYTES = 48 << 10
+"""A matrix smaller than this is not split over threads for one row of x: waking them costs more."""
+
+
+class RowFormat(Protocol):
+    """How one stored matrix [n, k] is read. A loaded block is whatever `load` says."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def isa(self) -> ISA: ...
+    @property
+    def lanes(self) -> int: ...
+    @property
+    def planes(self) -> int:
+        """Vectors in a block; vector p, lane l is at k = start + l * lane_step + p * plane_step."""
+        ...
+
+    @property
+    def lane_step(self) -> int: ...
+    @property
+    def plane_step(self) -> int: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
+    @property
+    def offset(self) -> float:
+        """Streamed values are this much too large (before their scale); 0 where they are exact."""
+        ...
+
+    def factor(self, plane: int) -> float:
+        """Streamed values of a plane are this much too large, a power of two; x is divided by it."""
+        ...
+
+    def arguments(self) -> tuple[Buffer, ...]:
+        """Declare the stored tensors as the next arguments of the kernel."""
+        ...
+
+    def start(self, block: Expr) -> Expr:
+        """The first k of a block."""
+        ...
+
+    def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
+    def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
+        """One vector of a block times its plane's factor, before offset and scale."""
+        ...
+
+    def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
+    def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
+        """One vector of a block times its plane's factor: offset and scale applied."""
+        ...
+
+    def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
+        """Ask for the cache lines that will be read after this block."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The order of a packed row of x: for each block `planes` vectors, then, if values have an offset, one
+    vector of minus that offset times the sum of x over the planes."""
+
+    lanes: int
+    planes: int
+    blocks: int
+    offset: bool
+
+    @property
+    def step(self) -> int:
+        """Floats of one block."""
+        return (self.planes + self.offset) * self.lanes
+
+    @property
+    def stride(self) -> int:
+        """Floats from row to row: an odd number of cache lines, so that rows do not share cache sets."""
+        return odd_lines(self.blocks * self.step)
+
+
+def packed(form: RowFormat) -> Packed:
+    return Packed(form.lanes, form.planes, form.blocks, form.offset != 0)
+
+
+def block_rows(n: int) -> int:
+    """Weight rows unpacked at a time: 256 KiB, which an L2 holds, but enough blocks for a few threads."""
+    return 64 if n >= 1024 else 32
+
+
+def streamed_batch(form: RowFormat) -> int:
+    """Rows of x that share a pass over streamed weights. Where values have offset and scale, each sum takes
+    two registers, so that there is room for fewer."""
+    return 2 if form.offset else form.isa.batch
+
+
+def product(form: RowFormat, fusion: Fusion) -> PrimFunc:
+    """The kernel (what the source of x takes, stored tensors, bias f32[n] if asked for, out f32[m, n])."""
+    name = fusion.named(f"{form.name}_{form.n}x{form.k}")
+
+    def body() -> None:
+        m = T.int64()
+        given = fusion.source.arguments(m, form.k)
+        weights = form.arguments()
+        added = argument("bias", (form.n,), "float32") if fusion.bias else None
+        out = argument("out", (m, form.n), "float32")
+        call = _Call(form, weights, Output(out, form.n, added, COLUMNS, fusion.residual), m)
+        with T.sblock(name):
+            # Said, because finding out takes TVM a second.
+            T.reads()
+            T.writes()
+            lines = T.alloc_buffer((m, packed(form).stride), "float32")
+            over_rows(m, SERIAL_ROWS, lambda row: _pack_row(form, fusion.source.row(given, row), lines, row))
+            with T.If(m == 1):
+                with T.Then():
+                    _one_row(call, lines)
+                with T.Else():
+                    _several_rows(call, lines)
+
+    return prim_func(name, body)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What all paths of one kernel share."""
+
+    form: RowFormat
+    weights: tuple[Buffer, ...]
+    output: Output
+    m: Expr
+
+    def row(self, row: Expr) -> Expr:
+        """A weight row; beyond the end the last one, whose results nobody stores."""
+        return T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
+
+
+def _one_row(call: _Call, lines: Buffer) -> None:
+    form = call.form
+    tiles = -(-form.n // form.isa.stream_rows)
+    small = form.n * form.row_bytes < SERIAL_BYTES
+    with (T.serial if small else T.parallel)(0, i64(tiles)) as tile:
+        _stream_tile(call, lines, tile, [i64(0)])
+
+
+def _several_rows(call: _Call, lines: Buffer) -> None:
+    form, m = call.form, call.m
+    batch = streamed_batch(form)
+    with T.If(m <= STREAMED_ROWS):
+        tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
+        with T.Then(), T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
+            _stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
+        with T.Else(), T.parallel(0, i64(-(-form.n // block_rows(form.n)))) as block:
+            _block_product(call, lines, block)
+
+
+def _pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
+    """A row of x, source = (buffer, row), into the order of `Packed`."""
+    x, line = source
+    order = packed(form)
+    whole = form.k // (form.lanes * form.planes)
+
+    def pack_lane(block: Expr, lane: Expr, checked: bool) -> None:
+        total: Expr = f32(0)
+        for plane in range(form.planes):
+            k = form.start(block) + lane * form.lane_step + plane * form.plane_step
+            value = x[line, k]
+            if checked:
+                fresh = T.And(k >= whole * form.lanes * form.planes, k < form.k)
+                value = T.if_then_else(fresh, value, f32(0))
+
+            total = total + value
+            place = block * order.step + plane * form.lanes + lane
+            T.buffer_store(lines, value * f32(1 / form.factor(plane)), [row, place])
+        if order.offset:
+            place = block * order.step + form.planes * form.lanes + lane
+            T.buffer_store(lines, total * f32(-form.offset), [row, place])
+
+    if whole:
+        with T.serial(0, i64(whole)) as block, T.serial(0, i64(form.lanes)) as lane:
+            pack_lane(block, lane, False)
+    if whole < form.blocks:
+        with T.serial(i64(whole), i64(form.blocks)) as block, T.serial(0, i64(form.lanes)) as lane:
+            pack_lane(block, lane, True)
+
+
+def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -> None:
+    """A few outputs of a few rows of x, weights going through registers straight from memory."""
+    form = call.form
+    wide = form.isa.stream_rows
+    acc = registers(len(rows), wide, form.lanes)
+    columns = [call.row(tile * wide + c) for c in range(wide)]
+    with T.serial(0, i64(form.blocks)) as block:
+        for column in columns:
+            form.fetch(call.weights, column, block)
+        loaded = [form.load(call.weights, column, block) for column in columns]
+        _stream_block(form, _XBlock(lines, rows, block), loaded, acc)
+    for i, line in enumerate(acc):
+        sums = lane_sums([cell.value for cell in line], form.lanes)
+        with once(rows, i):
+            call.output.store(rows[i], tile * wide, sums, wide, True)
+
+
+@dataclass(frozen=True)
+class _XBlock:
+    """One block of some packed rows of x."""
+
+    lines: Buffer
+    rows: Sequence[Expr]
+    block: Expr
+
+    def vector(self, order: Packed, i: int, plane: int) -> Expr:
+        return self.lines[self.rows[i], span(self.block * order.step + plane * order.lanes, order.lanes)]
+
+
+def _stream_block(
+    form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
+) -> None:
+    """acc[i][c] += one block of row i of x times that of weight row c. Scales and offsets are applied to the
+    block's sum: that takes the fewest instructions for each weight, but twice the registers."""
+    order, lanes = packed(form), form.lanes
+    scales = [form.scale(block) for block in loaded]
+    totals = acc
+    if scales[0] is not None:
+        totals = [[register(_start(x, order, i), lanes) for _ in loaded] for i in range(len(acc))]
+    for plane in range(form.planes):
+        values = [form.streamed(block, plane) for block in loaded]
+        for i, line in enumerate(totals):
+            for total, value in zip(line, values, strict=True):
+                total.set(fma(value, x.vector(order, i, plane), total.value, lanes))
+    if scales[0] is not None:
+        for cells, line in zip(acc, totals, strict=True):
+            for cell, total, scale in zip(cells, line, scales, strict=True):
+                cell.set(fma(total.value, scale, cell.value, lanes))
+
+
+def _start(x: _XBlock, order: Packed, i: int) -> Expr:
+    """What the sum of a block begins with."""
+    return x.vector(order, i, order.planes) if order.offset else f32(0, order.lanes)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of K that is unpacked at a time, in blocks."""
+
+    first: Expr
+    count: Expr
+
+
+def _blocks_at_once(form: RowFormat) -> int:
+    """Blocks of one row in a chunk, chunks being of nearly equal size."""
+    most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
+    chunks = -(-form.blocks // most)
+    return -(-form.blocks // chunks)
+
+
+def _scratch_stride(form: RowFormat) -> int:
+    return odd_lines(_blocks_at_once(form) * form.planes * form.lanes)
+
+
+def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
+    """A block of weight rows times all rows of x."""
+    form, m, high = call.form, call.m, block_rows(call.form.n)
+    tiles = (T.min(i64(high), form.n - index * high) + (COLUMNS - 1)) // COLUMNS
+    scratch = T.alloc_buffer((high, _scratch_stride(form)), "float32")
+    size = _blocks_at_once(form)
+    with T.serial(0, i64(-(-form.blocks // size))) as number:
+        chunk = _Chunk(number * size, T.min(i64(size), form.blocks - number * size))
+        with T.serial(0, tiles * COLUMNS) as r:
+            _unpack_row(call, scratch, index, r, chunk)
+        tall = form.isa.tile_rows
+        with T.serial(0, (m + (tall - 1)) // tall) as group, T.serial(0, tiles) as tile:
+            acc = _tile_product(call, lines, scratch, (group * tall, tile * COLUMNS), chunk)
+            sums = [lane_sums([cell.value for cell in line], form.lanes) for line in acc]
+            column = index * high + tile * COLUMNS
+            with T.If(number == 0):
+                with T.Then():
+                    _store_rows(call, group * tall, column, sums, True)
+                with T.Else():
+                    _store_rows(call, group * tall, column, sums, False)
+
+
+def _unpack_row(call: _Call, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
+    """A chunk of weight row r of block `index` as float32, in the order of packed x without offsets."""
+    form = call.form
+    row = call.row(index * block_rows(form.n) + r)
+    with T.serial(0, chunk.count) as b:
+        loaded = form.load(call.weights, row, chunk.first + b)
+        for plane in range(form.planes):
+            place = span((b * form.planes + plane) * form.lanes, form.lanes)
+            T.buffer_store(scratch, form.unpacked(loaded, plane), [r, place])
+
+
+def _tile_product(
+    call: _Call, lines: Buffer, scratch: Buffer, corner: tuple[Expr, Expr], chunk: _Chunk
+) -> list[list[Register]]:
+    """A register tile over one chunk: rows of x from corner[0], unpacked weight rows from corner[1]."""
+    form, lanes = call.form, call.form.lanes
+    acc = registers(form.isa.tile_rows, COLUMNS, lanes)
+    rows = [T.min(corner[0] + i, call.m - 1) for i in range(form.isa.tile_rows)]
+    with T.serial(0, chunk.count) as b:
+        x = _XBlock(lines, rows, chunk.first + b)
+        for plane in range(form.planes):
+            place = span((b * form.planes + plane) * lanes, lanes)
+            columns = [scratch[corner[1] + c, place] for c in range(COLUMNS)]
+            for i, line in enumerate(acc):
+                vector = x.vector(packed(form), i, plane)
+                for cell, column in zip(line, columns, strict=True):
+                    cell.set(fma(column, vector, cell.value, lanes))
+    return acc
+
+
+def _store_rows(call: _Call, row: Expr, column: Expr, sums: Sequence[Expr], first: bool) -> None:
+    for i, total in enumerate(sums):
+        with T.If(row + i < call.m), T.Then():
+            call.output.store(row + i, column, total, COLUMNS, first)

@@ -1,0 +1,389 @@
+"""x @ W.T with 4-, 5- or 8-bit weights in the x16 layout and activations quantized to 8 bits.
+
+Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. Three paths
+by the number of rows m of x: one row streams the weights; more go over a tile of them in batches, the first
+of which brings it from memory while it computes; where registers are few, many rows run register tiles over
+a block that is unpacked into an L1-sized buffer first. A fourth is for prompts, where the processor has tile
+registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc
+
+from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels import amx, amx_weights, dot
+from mlcbuild.compiler.cpu.kernels.activation import activate
+from mlcbuild.compiler.cpu.kernels.bf16_math import Rough
+from mlcbuild.compiler.cpu.kernels.cores import FIXED, before_others, counter, one_launch, shared
+from mlcbuild.compiler.cpu.kernels.epilogue import Output, once
+from mlcbuild.compiler.cpu.kernels.prologue import Fusion
+from mlcbuild.compiler.cpu.kernels.quantize_activations import Records, quantize_row
+from mlcbuild.compiler.cpu.kernels.vectors import (
+    Register,
+    argument,
+    fma,
+    i64,
+    load_f32,
+    prefetch,
+    prim_func,
+    register,
+    span,
+    splat,
+    typed,
+)
+
+TILE = 16
+"""Rows in a tile of the layout."""
+FETCH_BYTES = 3072
+"""How far ahead of the reader weights are prefetched: less than a page of 4 KiB, or the second level's own
+prefetcher, which follows the reader within a page, finds nothing left to do."""
+FAR_BYTES = 8192
+"""How far ahead one line of each group is asked for, too, while several rows of x are multiplied: this
+prefetcher then has begun with a page before products need it, and memory does not idle while they compute."""
+STREAMED_BATCHES = 6
+"""Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
+BLOCK_GROUPS = 16
+"""Groups unpacked at a time: with two tiles 16 KiB, half of a small L1."""
+FEW, FEW_FIXED = 32, 92
+"""Up to so many rows of x, the percentage of tiles that have their core beforehand: memory must deliver
+weights in time, so they are to be fetched by the core that wants them."""
+SERIAL_BYTES = 48 << 10
+"""A matrix smaller than this is not split over threads for one row of x: waking them costs more."""
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A stored matrix [n, k]."""
+
+    isa: ISA
+    bits: int
+    n: int
+    k: int
+
+    @property
+    def dot(self) -> dot.Products:
+        return dot.Products(self.isa, self.bits)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile's weights in one group."""
+        return 64 * self.bits
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.n // TILE)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors that the rows of a tile take."""
+        return TILE // self.isa.lanes
+
+    @property
+    def records(self) -> Records:
+        return Records(self.dot, self.k)
+
+    @property
+    def block_tiles(self) -> int:
+        """Tiles unpacked together."""
+        return max(1, self.isa.dot_tile[1] // self.vectors) if self.isa.dot_tile else 1
+
+    @property
+    def block_groups(self) -> int:
+        """Groups unpacked together, all blocks being of nearly equal size."""
+        groups = self.records.groups
+        return -(-groups // -(-groups // BLOCK_GROUPS))
+
+
+@dataclass(frozen=True)
+class _Call:
+    matrix: _Matrix
+    weight: Buffer
+    scale: Buffer
+    output: Output
+    ready: Callable[[Expr], tuple[Buffer, Expr]]
+    """Makes a row of x: the buffer where it is, and its row there."""
+    records: Buffer
+    m: Expr
+
+    @property
+    def isa(self) -> ISA:
+        return self.matrix.isa
+
+    def operands(self, tile: Expr, group: Expr, vector: int) -> list[list[Expr]]:
+        """Of each quad of a group the operands with the weights of one vector of rows."""
+        form = self.matrix.dot
+        count = dot.QUADS // form.fields
+        fifth = T.bind(self.packed(tile, group, 4, vector)) if self.matrix.bits == 5 else None
+        found = [form.operands(j, self.packed(tile, group, j, vector), fifth) for j in range(count)]
+        return [found[quad % count][quad // count] for quad in range(dot.QUADS)]
+
+    def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
+        """One vector of int32 lanes of the j-th 64 bytes of a group."""
+        lanes = self.isa.lanes
+        raw = self.weight[tile, group, span(j * 64 + vector * lanes * 4, 4 * lanes)]
+        return T.reinterpret(typed("int32", lanes), raw)
+
+    def scales(self, tile: Expr, group: Expr, vector: int) -> Expr:
+        lanes = self.isa.lanes
+        return load_f32(self.isa, self.scale, (tile, group, vector * lanes), lanes)
+
+
+def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> PrimFunc:
+    """The kernel (what the source of x takes, q_weight, q_scale, bias f32[n] if asked for, out f32[m, n]);
+    shape: n, k. With tile registers also prompt int64, before out: they multiply bfloat16, so rows are not
+    quantized, and take the rows of prompts, however few; all others are the same with and without them."""
+    n, k = shape
+    matrix = _Matrix(isa, bits, n, k)
+    name = fusion.named(f"w{bits}a8_{n}x{k}")
+    groups = matrix.records.groups
+
+    def body() -> None:
+        m = T.int64()
+        given = fusion.source.arguments(m, k)
+        weight = argument("q_weight", (matrix.tiles, groups, matrix.tile_bytes), "uint8")
+        scale = argument("q_scale", (matrix.tiles, groups, TILE), "float16")
+        added = argument("bias", (n,), "float32") if fusion.bias else None
+        prompt = T.arg("prompt", T.int64()) if isa.amx else None
+        out, step = argument("out", (m, n), "float32"), TILE * matrix.block_tiles
+        output = Output(out, n, added, step, fusion.residual)
+        with T.sblock(name):
+            # Said, because finding out takes TVM a second.
+            T.reads()
+            T.writes()
+            records = T.alloc_buffer((m, matrix.records.stride), "int32")
+            ready = partial(fusion.source.row, given)
+            call = _Call(matrix, weight, scale, output, ready, records, m)
+            if prompt is None:
+                _any_rows(call)
+                return
+            with T.If(prompt == 0):
+                with T.Then():
+                    _any_rows(call)
+                with T.Else():
+                    _prompt(call, fusion, given)
+
+    return prim_func(name, body)
+
+
+def _prompt(call: _Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
+    """All rows on tile registers."""
+    matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
+    shape = amx.Shape(matrix.n, matrix.k, gate is not None)
+    x = amx.Packed.inside(given[0], matrix.k, m) if source.packed else amx.pack(shape, call.ready, m)
+    output: Output | amx.GatedOutput = call.output
+    if gate is not None:
+        floats, act = Rough(call.isa, amx.LANES), gate.activation
+        out = amx.Packed.inside(call.output.buffer, matrix.n // 2, m)
+        output = amx.GatedOutput(lambda gate, up: activate(floats, act, gate) * up, out)
+    amx.product(shape, x, m, partial(_unpack_tile, call), output)
+
+
+def _any_rows(call: _Call) -> None:
+    matrix, m, most = call.matrix, call.m, call.isa.dot_batch
+
+    def quantize(row: Expr) -> None:
+        quantize_row(matrix.records, call.ready(row), call.records, row)
+
+    # Rows that fill no more than half a batch are spared the products of the rest, and made ready sooner
+    # than the other cores would wake up.
+    with T.If(m <= most // 2):
+        with T.Then():
+            with T.serial(m) as row:
+                quantize(row)
+            with T.If(m == 1):
+                with T.Then():
+                    _one_row(call)
+                with T.Else():
+                    tiles = counter()
+                    with one_launch():
+                        _in_batches(call, most // 2, tiles)
+        with T.Else():
+            rows, tiles = counter(), counter()
+            with one_launch():
+                with before_others():
+                    shared(m, rows, quantize)
+                _many_rows(call, tiles)
+
+
+def _many_rows(call: _Call, tiles: Buffer) -> None:
+    matrix, most, tile = call.matrix, call.isa.dot_batch, call.isa.dot_tile
+    if tile is None:
+        _in_batches(call, most, tiles)
+        return
+    with T.If(call.m <= STREAMED_BATCHES * most):
+        with T.Then():
+            _in_batches(call, most, tiles)
+        with T.Else():
+            blocks = -(-matrix.tiles // matrix.block_tiles)
+            shared(i64(blocks), tiles, lambda block: _block_product(call, block, tile))
+
+
+def _one_row(call: _Call) -> None:
+    matrix = call.matrix
+    small = matrix.tiles * matrix.records.groups * matrix.tile_bytes < SERIAL_BYTES
+    with (T.serial if small else T.parallel)(0, i64(matrix.tiles)) as tile:
+        _stream_tile(call, tile, [i64(0)])
+
+
+def _in_batches(call: _Call, batch: int, tiles: Buffer) -> None:
+    m = call.m
+
+    def product(tile: Expr) -> None:
+        with T.serial(0, (m + (batch - 1)) // batch) as part:
+            _stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
+
+    fixed = T.Select(m > FEW, i64(FIXED), i64(FEW_FIXED))
+    shared(i64(call.matrix.tiles), tiles, product, fixed)
+
+
+def _unpack_tile(call: _Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
+    """One group of a tile for the tile registers."""
+    scales = amx_weights.pair_scales(call.scale[tile, group, span(0, TILE)])
+    bits = call.matrix.bits
+    lines = [T.bind(call.packed(tile, group, i, 0)) for i in range(bits)]
+    for j in range(4):
+        for byte in range(4):
+            line = amx_weights.scaled(amx_weights.levels(lines, bits, j, byte), scales)
+            T.buffer_store(buffer, line, [*place, 4 * j + byte, span(0, TILE)])
+
+
+def _fetch(call: _Call, tile: Expr, group: Expr, alone: bool) -> None:
+    """Ask for weights that come later. With one row of x, the first level would only delay them."""
+    for line in range(0, call.matrix.tile_bytes, 64):
+        prefetch(call.weight, (tile, group, line + FETCH_BYTES), locality=2 if alone else 3)
+    if not alone:
+        prefetch(call.weight, (tile, group, FAR_BYTES), locality=2)
+
+
+def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
+    """The outputs of one tile for a few rows of x, weights going through registers straight from memory."""
+    matrix, isa = call.matrix, call.isa
+    acc = _sums(call, rows, matrix.vectors)
+    with T.serial(0, i64(matrix.records.groups)) as group:
+        _fetch(call, tile, group, len(rows) == 1)
+        for vector in range(matrix.vectors):
+            columns = [(call.operands(tile, group, vector), call.scales(tile, group, vector))]
+            _add_group(call, rows, group, columns, [[r[vector]] for r in acc])
+    for i, cells in enumerate(acc):
+        with once(rows, i):
+            for vector, cell in enumerate(cells):
+                column = tile * TILE + vector * isa.lanes
+                call.output.store(rows[i], column, cell.value, isa.lanes, True)
+
+
+def _sums(call: _Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
+    """A register tile before the first group."""
+    lanes, records = call.isa.lanes, call.matrix.records
+    starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
+    return [[register(start, lanes) for _ in range(vectors)] for start in starts]
+
+
+def _add_group(
+    call: _Call,
+    rows: Sequence[Expr],
+    group: Expr,
+    columns: Sequence[tuple[list[list[Expr]], Expr]],
+    acc: Sequence[Sequence[Register]],
+) -> None:
+    """acc[i][c] += one group of row i of x times the weights of column vector c: (operands of the group's
+    quads, scales)."""
+    isa, form, records, products = call.isa, call.matrix.records, call.records, call.matrix.dot
+    corrections = [form.correction(records, row, group) for row in rows]
+    kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
+    totals = [[register(products.start(c), count, kind) for _ in columns] for c in corrections]
+    for quad in range(dot.QUADS):
+        for i, row in enumerate(rows):
+            activations = form.activations(records, row, group, quad)
+            for c, (operands, _) in enumerate(columns):
+                for operand, a in zip(operands[quad], activations, strict=True):
+                    total = totals[i][c]
+                    total.set(products.step(total.value, operand, a))
+    for i, row in enumerate(rows):
+        for c, (_, scales) in enumerate(columns):
+            sums = T.Cast(typed("float32", isa.lanes), products.finish(totals[i][c].value, corrections[i]))
+            factor = form.scaled(records, row, group, scales)
+            acc[i][c].set(fma(sums, factor, acc[i][c].value, isa.lanes))
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """A block of weights, unpacked: operands int32 [groups, quad operands, lanes of all tiles], scales."""
+
+    operands: Buffer
+    scales: Buffer
+    first: Expr
+    count: Expr
+
+
+def _block_product(call: _Call, block: Expr, shape: tuple[int, int]) -> None:
+    """block_tiles tiles times all rows of x, in register tiles of this shape."""
+    matrix, isa, m = call.matrix, call.isa, call.m
+    wide = matrix.block_tiles * TILE
+    operands = T.alloc_buffer((matrix.block_groups, dot.QUADS * matrix.dot.parts, wide), "int32")
+    scales = T.alloc_buffer((matrix.block_groups, wide), "float32")
+    size, groups = matrix.block_groups, matrix.records.groups
+    with T.serial(0, i64(-(-groups // size))) as number:
+        count = T.min(i64(size), groups - number * size)
+        scratch = _Scratch(operands, scales, number * size, count)
+        with T.serial(0, count) as group:
+            _unpack(call, scratch, block, group)
+        tall = shape[0]
+        with T.serial(0, (m + (tall - 1)) // tall) as part:
+            step = min(shape[1], matrix.block_tiles * matrix.vectors)
+            for vector in range(0, matrix.block_tiles * matrix.vectors, step):
+                rows = [T.min(part * tall + i, m - 1) for i in range(tall)]
+                acc = _tile_product(call, scratch, rows, range(vector, vector + step))
+                column = block * wide + vector * isa.lanes
+                with T.If(number == 0):
+                    with T.Then():
+                        _store_tile(call, part * tall, column, acc, True)
+                    with T.Else():
+                        _store_tile(call, part * tall, column, acc, False)
+
+
+def _unpack(call: _Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
+    matrix, isa = call.matrix, call.isa
+    for t in range(matrix.block_tiles):
+        tile = T.min(block * matrix.block_tiles + t, i64(matrix.tiles - 1))
+        for vector in range(matrix.vectors):
+            lane = span(t * TILE + vector * isa.lanes, isa.lanes)
+            T.buffer_store(scratch.scales, call.scales(tile, scratch.first + group, vector), [group, lane])
+            for quad, values in enumerate(call.operands(tile, scratch.first + group, vector)):
+                for part, value in enumerate(values):
+                    place = quad * matrix.dot.parts + part
+                    T.buffer_store(scratch.operands, value, [group, place, lane])
+
+
+def _tile_product(
+    call: _Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
+) -> list[list[Register]]:
+    """A register tile over the unpacked groups."""
+    isa = call.isa
+    acc = _sums(call, rows, len(vectors))
+    count = call.matrix.dot.parts
+    with T.serial(0, scratch.count) as group:
+        columns = []
+        for vector in vectors:
+            lane = span(vector * isa.lanes, isa.lanes)
+            loaded = [
+                [scratch.operands[group, q * count + p, lane] for p in range(count)] for q in range(dot.QUADS)
+            ]
+            columns.append((loaded, scratch.scales[group, lane]))
+        _add_group(call, rows, scratch.first + group, columns, acc)
+    return acc
+
+
+def _store_tile(
+    call: _Call, first: Expr, column: Expr, acc: Sequence[Sequence[Register]], fresh: bool
+) -> None:
+    lanes = call.isa.lanes
+    for i, line in enumerate(acc):
+        with T.If(first + i < call.m), T.Then():
+            for c, cell in enumerate(line):
+                call.output.store(first + i, column + c * lanes, cell.value, lanes, fresh)

@@ -1,0 +1,47 @@
+"""Logits of tokens that must not be chosen become minus infinity, before tokens are chosen."""
+
+from __future__ import annotations
+
+from mlcbuild_format.abi import MASK_BITS, MASK_ROW, MASK_WORD
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Expr, PrimFunc
+
+from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, size_var
+from mlcbuild.compiler.cpu.kernels.sampling_row import BLOCK, TASK, infinity
+from mlcbuild.compiler.cpu.kernels.vectors import i32, span, splat
+
+PART = BLOCK * TASK
+"""Tokens of a task. So even those of one row are masked by all threads, each those that it has computed, more
+or less, and will look at next: a row that another core has in its caches takes longer than its product."""
+
+
+def masked(isa: ISA) -> PrimFunc:
+    """(masks int32 [m, 1 + w], logits float32 [q, v] in place). Each mask begins with the row that it is for;
+    then come bits of tokens that may be chosen, from the lowest on, v of them or more."""
+    floats, scalar = Floats(isa, isa.lanes), Floats(isa, 1)
+    lanes = floats.lanes
+    with kernel("masked_logits") as made:
+        width = size_var("v")
+        masks = made.tensor("masks", (size_var("m"), size_var("w")), "int32", align=4)
+        logits = made.tensor("logits", (size_var("q"), width), align=4)  # those of one row may lie anywhere
+
+        def vector(mask: Expr, row: Expr, at: Expr, some: Floats) -> None:
+            size = some.lanes
+            word = T.bind(masks[mask, MASK_BITS + at // MASK_WORD] >> T.Cast("int32", at % MASK_WORD))
+            bits = (splat(word, size) >> span(T.int32(0), size)) & i32(1, size)
+            kept = T.Select(bits != i32(0, size), some.load(logits, row, at), infinity(-1, size))
+            some.store(logits, kept, row, at)
+
+        with made.body():
+            parts = T.bind((width + (PART - 1)) // PART)
+            with T.parallel(masks.shape[0] * parts) as index:
+                mask, first = T.bind(index // parts), T.bind(index % parts * PART)
+                row = T.bind(T.Cast("int64", masks[mask, MASK_ROW]))
+                size = T.bind(T.min(T.int64(PART), width - first))
+                whole = T.bind(size // lanes)
+                with T.serial(whole) as k:
+                    vector(mask, row, T.bind(first + k * lanes), floats)
+                with T.serial(size - whole * lanes) as rest:
+                    vector(mask, row, T.bind(first + whole * lanes + rest), scalar)
+    return made.func

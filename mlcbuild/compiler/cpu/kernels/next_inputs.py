@@ -1,0 +1,71 @@
+"""From one step of decoding to the next, where each sequence has one token in both.
+
+So several steps are one call of a library: whoever calls it does for all of them what had to be done for
+each, and finds its own code and data in no cache only once, after the model's weights have gone through.
+"""
+
+from __future__ import annotations
+
+from mlcbuild_format.abi import PAGE, SAMPLING_COLUMNS, SAMPLING_DTYPE, STATE_COLUMNS
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc
+
+from mlcbuild.compiler.cpu.kernels.floats import kernel, size_var
+from mlcbuild.compiler.cpu.kernels.vectors import register
+
+RANDOM = SAMPLING_COLUMNS.index("random")
+STEPS_DONE, PAUSE_AFTER, STEP_LIMIT = map(STATE_COLUMNS.index, ("steps_done", "pause_after", "step_limit"))
+FIXED = ("tokens", "page_indptr", "page_table", "numbers", "heeds", "ends", "stop")
+CHANGED = ("positions", "slots", "kv_lengths", "ways", "taken", "state", "again")
+"""Arguments of `step_on`, by name, in the order in which the kernel takes them."""
+
+
+def follow() -> PrimFunc:
+    """(tokens int32 [n], page_indptr int32 [n + 1], page_table int32 [p], numbers float64 [k, n], heeds int32
+    [n], ends int32 [e], stop int32 [1]; in place: positions, slots, lengths int32 [n], ways float64 [n,
+    SAMPLING_COLUMNS], taken int32 [k, n], state int32 [3], again bool []).
+
+    `tokens` are what the step has chosen: they go to `taken`, and the others become those of the next step,
+    whose random numbers are the next row of `numbers`. There is none after a sequence's last token, which is
+    one of `ends` where the sequence heeds them, or none at all; and after `state[STEP_LIMIT]` steps. `again`:
+    there is one, and it is to be made at once: not after `state[PAUSE_AFTER]` steps, nor when `stop` is not
+    0, which may be written by anyone at any time.
+    """
+    with kernel("follow") as made:
+        n, many = size_var("n"), size_var("k")
+        tokens = made.tensor("tokens", (n,), "int32")
+        page_indptr = made.tensor("page_indptr", (n + 1,), "int32")
+        page_table = made.tensor("page_table", (size_var("p"),), "int32")
+        numbers = made.tensor("numbers", (many, n), SAMPLING_DTYPE)
+        heeds = made.tensor("heeds", (n,), "int32")
+        ends = made.tensor("ends", (size_var("e"),), "int32")
+        stop = made.tensor("stop", (1,), "int32")
+        positions = made.tensor("positions", (n,), "int32")
+        slots = made.tensor("slots", (n,), "int32")
+        lengths = made.tensor("lengths", (n,), "int32")
+        ways = made.tensor("ways", (n, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE)
+        taken = made.tensor("taken", (many, n), "int32")
+        state = made.tensor("state", (len(STATE_COLUMNS),), "int32")
+        again = made.tensor("again", (), "bool")
+        with made.body():
+            step = T.bind(state[STEPS_DONE])
+            going = register(T.Select(step + 1 < state[STEP_LIMIT], T.int32(1), T.int32(0)), 1, "int32")
+            with T.serial(n) as row:
+                token = T.bind(tokens[row])
+                T.buffer_store(taken, token, [step, row])
+                over = register(T.Select(token < 0, T.int32(1), T.int32(0)), 1, "int32")
+                with T.serial(ends.shape[0]) as end:
+                    over.set(T.Select(token == ends[end], over.value | heeds[row], over.value))
+                going.set(T.Select(over.value != 0, T.int32(0), going.value))
+            T.buffer_store(state, step + 1, [STEPS_DONE])
+            more = T.bind(going.value != 0)
+            with T.If(more), T.Then(), T.serial(n) as row:
+                position = T.bind(positions[row] + 1)
+                T.buffer_store(positions, position, [row])
+                page = T.bind(page_table[page_indptr[row] + position // PAGE])
+                T.buffer_store(slots, page * PAGE + position % PAGE, [row])
+                T.buffer_store(lengths, lengths[row] + 1, [row])
+                T.buffer_store(ways, numbers[step + 1, row], [row, RANDOM])
+            paused = T.Or(step + 1 >= state[PAUSE_AFTER], stop[0] != 0)
+            T.buffer_store(again, T.And(more, T.Not(paused)), [])
+    return made.func

@@ -1,0 +1,127 @@
+"""Matrices of 4- or 8-bit weights stored row by row, with a scale for each group of 32: weight-only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr
+
+from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.vectors import (
+    argument,
+    f32,
+    fetch_rows,
+    i32,
+    i64,
+    load_f32,
+    repeat_each,
+    span,
+    typed,
+)
+
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """The RowFormat (see float_product) of a quantized matrix: a block is one vector of words.
+
+    Plane p of a block is field p of each word, left where it is by the mask that cuts it out: its value is
+    then 2**(bits * p) times too large, and x is divided by that beforehand, exactly. Only the last field is
+    shifted down, because at the top of a word it would be a sign.
+    """
+
+    isa: ISA
+    n: int
+    k: int
+    bits: int
+    dtype: str
+    """Of the scales."""
+
+    @property
+    def name(self) -> str:
+        return f"w{self.bits}{'f32' if self.dtype == 'float32' else 'f16'}"
+
+    @property
+    def groups(self) -> int:
+        return -(-self.k // GROUP)
+
+    @property
+    def words(self) -> int:
+        """uint32 values of a row. A group takes `bits` of them."""
+        return self.groups * self.bits
+
+    @property
+    def lanes(self) -> int:
+        """The longest power of two that fits both a register and a row."""
+        return min(self.isa.lanes, 1 << (self.words.bit_length() - 1))
+
+    @property
+    def planes(self) -> int:
+        return 32 // self.bits
+
+    @property
+    def lane_step(self) -> int:
+        return self.planes
+
+    @property
+    def plane_step(self) -> int:
+        return 1
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.words // self.lanes)
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.words
+
+    @property
+    def offset(self) -> float:
+        return float(2 ** (self.bits - 1) - 1)
+
+    def factor(self, plane: int) -> float:
+        return 1.0 if plane == self.planes - 1 else float(2 ** (self.bits * plane))
+
+    def arguments(self) -> tuple[Buffer, ...]:
+        return (
+            argument("q_weight", (self.n, self.words), "uint32"),
+            argument("q_scale", (self.n, self.groups), self.dtype),
+        )
+
+    def start(self, block: Expr) -> Expr:
+        return self._word(block) * self.planes
+
+    def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]:
+        """The words and the scale of each."""
+        words = T.bind(weights[0][row, span(self._word(block), self.lanes)])
+        count = max(1, self.lanes // self.bits)
+        scales = load_f32(self.isa, weights[1], (row, self._word(block) // self.bits), count)
+        return words, T.bind(repeat_each(T.bind(scales), count, self.lanes // count))
+
+    def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
+        words, ints = loaded[0], typed("int32", self.lanes)
+        shift = self.bits * plane
+        if plane == self.planes - 1:
+            field = T.reinterpret(ints, words >> T.Cast(typed("uint32", self.lanes), i32(shift, self.lanes)))
+        else:
+            field = T.reinterpret(ints, words) & i32((2**self.bits - 1) << shift, self.lanes)
+        return T.Cast(typed("float32", self.lanes), field)
+
+    def scale(self, loaded: tuple[Expr, ...]) -> Expr | None:
+        return loaded[1]
+
+    def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
+        offset = f32(self.offset * self.factor(plane), self.lanes)
+        return (self.streamed(loaded, plane) - offset) * loaded[1]
+
+    def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
+        fetch_rows(weights[0], row, block * self.lanes, self.row_bytes)
+
+    def _word(self, block: Expr) -> Expr:
+        """The first word of a block; always the first of a group, or inside the only one."""
+        if self.words % self.lanes == 0:
+            return block * self.lanes
+        return T.min(block * self.lanes, i64(self.words - self.lanes))

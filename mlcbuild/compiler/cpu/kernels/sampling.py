@@ -1,0 +1,182 @@
+"""Logits to tokens: one for each row, drawn with a number that is given.
+
+A token weighs exp((logit - largest) / temperature) in float32; sums of many are float64. Each row's token
+depends on its own logits and numbers alone: not on other rows, nor on how many threads there are.
+"""
+
+from __future__ import annotations
+
+from mlcbuild_format.abi import INVALID_TOKEN, NO_TOKEN, SAMPLING_COLUMNS, SAMPLING_DTYPE
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Expr, PrimFunc
+
+from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, size_var
+from mlcbuild.compiler.cpu.kernels.sampling_filters import set_filters
+from mlcbuild.compiler.cpu.kernels.sampling_row import (
+    BLOCK,
+    INVERSE_TEMPERATURE,
+    TASK,
+    Read,
+    Row,
+    Source,
+    infinity,
+    sum_block,
+)
+from mlcbuild.compiler.cpu.kernels.vectors import i32, register, typed
+
+
+def sample(isa: ISA) -> PrimFunc:
+    """(logits float32 [a, b, v], ways float64 [q = a * b, SAMPLING_COLUMNS]) -> tokens int32 [q].
+
+    They may be NO_TOKEN or INVALID_TOKEN. Of equally likely tokens the first is the most likely one; top_k
+    and top_p keep them all.
+    """
+    with kernel("sample") as made:
+        rows, width = size_var("q"), size_var("v")
+        # Callers bring logits of their own, too, which lie anywhere.
+        logits = made.tensor("logits", (size_var("outer"), size_var("inner"), width), align=4)
+        ways = made.tensor("ways", (rows, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE, align=8)
+        out = made.tensor("out", (rows,), "int32", align=4)
+        with made.body():
+            blocks = T.bind((width + (BLOCK - 1)) // BLOCK)
+            groups = T.bind((blocks + (TASK - 1)) // TASK)
+            shape = (rows, (width + (BLOCK * TASK - 1)) // (BLOCK * TASK) * TASK)
+            tops, sums = (T.alloc_buffer(shape, "float32") for _ in range(2))
+
+            def at(row: Expr) -> Row:
+                tail = T.alloc_buffer((BLOCK,), "float32")
+                return Row(Floats(isa, isa.lanes), row, logits, ways, tops, sums, tail, width, blocks)
+
+            def task(index: Expr) -> None:
+                row = at(T.bind(index // groups))
+                with T.If(row.parameter("inverse_temperature") >= T.float64(0)), T.Then():
+                    _look(row, T.bind(index % groups * TASK))
+
+            def token(row: Expr) -> None:
+                with T.If(ways[row, INVERSE_TEMPERATURE] >= T.float64(0)):
+                    with T.Then():
+                        T.buffer_store(out, _token(at(row)), [row])
+                    with T.Else():
+                        T.buffer_store(out, T.int32(NO_TOKEN), [row])
+
+            # Even one row: to choose between two ways would double the code.
+            for count, emit in ((rows * groups, task), (rows, token)):
+                with T.parallel(count) as index:
+                    emit(index)
+    return made.func
+
+
+def _look(row: Row, first: Expr) -> None:
+    """The largest logits of a task's blocks; and, where nothing is filtered, what each block weighs, set
+    to its own largest."""
+    row.fill_tail()
+    plain = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
+    with T.serial(T.min(T.int64(TASK), row.blocks - first)) as number:
+        block = T.bind(first + number)
+        row.each(block, lambda source: _peak(row, block, source))
+        with T.If(plain), T.Then():
+            highest = row.top(block)
+            row.each(
+                block, lambda source: sum_block(row, block, lambda at: _weighed(row, source, at, highest))
+            )
+
+
+def _weighed(row: Row, source: Source, at: Expr, highest: Expr) -> Expr:
+    return row.weight(row.floats, source.load(row.floats, at), highest)
+
+
+def _peak(row: Row, block: Expr, source: Source) -> None:
+    """A maximum does not show numbers that are none; the largest bits without signs do."""
+    floats, lanes, ints = row.floats, row.floats.lanes, typed("int32", row.floats.lanes)
+    most = [register(infinity(-1, lanes), lanes) for _ in range(4)]
+    bits = [register(i32(0, lanes), lanes, "int32") for _ in range(4)]
+    with T.serial(BLOCK // (4 * lanes)) as k:
+        for part, (high, size) in enumerate(zip(most, bits, strict=True)):
+            value = T.bind(source.load(floats, (k * 4 + part) * lanes))
+            high.set(T.max(high.value, value))
+            size.set(T.max(size.value, T.reinterpret(ints, value) & i32(0x7FFFFFFF, lanes)))
+    high, size = (
+        floats.fold(T.max(T.max(a.value, b.value), T.max(c.value, d.value)), T.max)
+        for a, b, c, d in (most, bits)
+    )
+    T.buffer_store(row.tops, T.Select(size > i32(0x7F800000), infinity(1), high), [row.row, block])
+
+
+def _token(row: Row) -> Expr:
+    row.fill_tail()
+    highest = register(infinity(-1), 1)
+    with T.serial(row.blocks) as block:
+        highest.set(T.max(highest.value, row.top(block)))
+    most = T.bind(highest.value)
+    found = register(i32(INVALID_TOKEN), 1, "int32")
+    finite = T.And(most < infinity(1), most > infinity(-1))
+    with T.If(finite), T.Then(), T.If(row.scale > T.float32(0)):
+        with T.Then():
+            least = register(infinity(-1), 1)
+            with T.If(row.filtered):
+                with T.Then():
+                    set_filters(row, most, least)
+                with T.Else(), T.serial(row.blocks) as block:
+                    share = row.weight(row.floats.scalar, row.top(block), most)
+                    T.buffer_store(row.sums, row.sums[row.row, block] * share, [row.row, block])
+            found.set(_drawn(row, T.bind(least.value)))
+        with T.Else():
+            found.set(_first(row, most))
+    return found.value
+
+
+def _first(row: Row, most: Expr) -> Expr:
+    """The first token with the largest logit."""
+    block, place = (register(T.int64(0), 1, "int64") for _ in range(2))
+    with T.serial(row.blocks) as back:
+        each = T.bind(row.blocks - 1 - back)
+        block.set(T.Select(row.top(each) == most, each, block.value))
+
+    def look(source: Source) -> None:
+        with T.serial(BLOCK) as back:
+            at = T.bind(T.int64(BLOCK - 1) - T.Cast("int64", back))
+            place.set(T.Select(source.load(row.floats.scalar, at) == most, at, place.value))
+
+    row.each(T.bind(block.value), look)
+    return T.Cast("int32", block.value * BLOCK + place.value)
+
+
+def _drawn(row: Row, least: Expr) -> Expr:
+    """The token in whose part of all weights the row's number falls."""
+    sums = T.alloc_buffer((BLOCK,), "float32")
+    block, share = _place(row.blocks, lambda at: row.sums[row.row, at], row.parameter("random"))
+    highest = row.top(block)
+
+    def weigh(source: Source) -> None:
+        def vector(at: Expr) -> None:
+            logit, floats = T.bind(source.load(row.floats, at)), row.floats
+            weight = T.bind(row.weight(floats, logit, highest))
+            kept = T.Select(logit >= floats.spread(least), weight, floats.constant(0.0))
+            floats.store(sums, kept, at)
+
+        row.vectors(vector)
+
+    row.each(block, weigh)
+    place, _ = _place(T.int64(BLOCK), lambda at: sums[at], share)
+    return T.Cast("int32", block * BLOCK + place)
+
+
+def _place(count: Expr, weight: Read, number: Expr) -> tuple[Expr, Expr]:
+    """Which of `count` weights the number, from 0 to 1, falls into, and how far. Never into one of 0."""
+    total, run, before = (register(T.float64(0), 1, "float64") for _ in range(3))
+    with T.serial(count) as at:
+        total.set(total.value + T.Cast("float64", weight(at)))
+    aim = T.bind(number * total.value)
+    found, last = (register(T.int64(0), 1, "int64") for _ in range(2))
+    with T.serial(count) as at:
+        each = T.bind(T.Cast("float64", weight(at)))
+        run.set(run.value + each)
+        passed = T.bind(run.value <= aim)
+        before.set(T.Select(passed, run.value, before.value))
+        found.set(found.value + T.Select(passed, T.int64(1), T.int64(0)))
+        last.set(T.Select(each > T.float64(0), T.Cast("int64", at), last.value))
+    # Where rounding has put the number behind all weights, it is in the last one.
+    place = T.bind(T.min(found.value, last.value))
+    inside = (aim - before.value) / T.Cast("float64", weight(place))
+    return place, T.bind(T.Select(found.value <= last.value, inside, T.float64(1)))

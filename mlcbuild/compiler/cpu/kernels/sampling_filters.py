@@ -1,0 +1,258 @@
+"""The filters of the kernel that draws tokens, without sorting.
+
+Every filter is a threshold on logits: min_p's is known at once, and those of top_k and top_p are the largest
+at which so many tokens, or so much of their weight, is left. They are found by bisection: over the whole row
+while many tokens lie between the bounds, over a list of these when they have become few. Blocks whose largest
+logit lies below the lower bound are not read again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr
+
+from mlcbuild.compiler.cpu.kernels.floats import Floats
+from mlcbuild.compiler.cpu.kernels.sampling_row import (
+    BLOCK,
+    FAR,
+    TASK,
+    Row,
+    Source,
+    infinity,
+    sum_block,
+)
+from mlcbuild.compiler.cpu.kernels.vectors import Register, f32, i32, intrinsic, register
+
+FEW = 512
+"""Tokens between two bounds that are put into a list."""
+_LIMITED = 1 << 8
+"""Bisections at most: each halves the distance of two numbers that lie 87 temperatures apart, and those
+near zero may be no more than 2**-149 apart."""
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """A threshold is at least `low`, where enough is left, and below `high`, where too little is."""
+
+    low: Register
+    high: Register
+    above: Register  # float64: what is left at `high`
+
+    @classmethod
+    def of(cls, low: Register, most: Expr) -> _Bounds:
+        return cls(low, register(most, 1), register(T.float64(0), 1, "float64"))
+
+    def settle(self, mid: Expr, enough: Expr, less: Expr) -> None:
+        self.low.set(T.Select(enough, mid, self.low.value))
+        self.high.set(T.Select(less, mid, self.high.value))
+
+    @property
+    def middle(self) -> Expr:
+        return T.bind(self.low.value + (self.high.value - self.low.value) * T.float32(0.5))
+
+    def divides(self, mid: Expr) -> Expr:
+        return T.And(self.low.value < mid, mid < self.high.value)
+
+
+def set_filters(row: Row, most: Expr, least: Register) -> None:
+    """Sets the least logit that may be chosen, and what the tokens of each block that may be weigh."""
+    room = T.alloc_buffer((T.bind(row.blocks * BLOCK),), "float32")
+    floor = T.Cast("float32", T.Cast("float64", most) + row.parameter("logit_drop"))
+    least.set(T.max(floor, T.bind(most - T.float32(FAR) / row.scale)))
+    top_k, top_p = row.parameter("top_k"), row.parameter("top_p")
+    with T.If(T.And(top_k > T.float64(0), top_k < T.Cast("float64", row.width))), T.Then():
+        guess = register(least.value, 1)
+        with T.If(top_k <= T.Cast("float64", row.blocks)), T.Then():
+            bounds = _Bounds.of(guess, most)
+            _narrow(row.floats, (row.tops, (row.row,)), row.blocks, None, (bounds, top_k))
+        _select(row, (least, most, T.bind(guess.value)), None, top_k)
+    _weigh(row, most, T.bind(least.value), room)
+    with T.If(top_p < T.float64(1)), T.Then():
+        total = register(T.float64(0), 1, "float64")
+        with T.serial(row.blocks) as block:
+            total.set(total.value + T.Cast("float64", row.sums[row.row, block]))
+        share = T.bind((T.float64(1) - top_p) * total.value / T.Cast("float64", row.width))
+        guess = T.bind(most + _log(T.Cast("float32", share)) / row.scale)
+        _select(row, (least, most, guess), room, T.bind(top_p * total.value))
+        _restrict(row, T.bind(least.value), room)
+
+
+def _log(value: Expr) -> Expr:
+    """The natural logarithm, or up to 0.06 less, as the bits of a number have it."""
+    bits = T.Cast("float32", T.reinterpret("int32", value))
+    return (bits * T.float32(2.0**-23) - T.float32(127.0)) * T.float32(math.log(2.0))
+
+
+def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
+    floats = row.floats
+    with T.serial(row.blocks) as block, T.If(row.top(block) >= least):
+        with T.Then():
+
+            def weigh(source: Source) -> None:
+                def vector(at: Expr) -> Expr:
+                    logit = T.bind(source.load(floats, at))
+                    weight = T.bind(row.weight(floats, logit, most))
+                    kept = T.bind(T.Select(logit >= floats.spread(least), weight, floats.constant(0.0)))
+                    floats.store(room, kept, block * BLOCK + at)
+                    return kept
+
+                sum_block(row, block, vector)
+
+            row.each(block, weigh)
+        with T.Else():
+            T.buffer_store(row.sums, T.float32(0), [row.row, block])
+
+
+def _restrict(row: Row, least: Expr, room: Buffer) -> None:
+    """Takes what is below `least` out of the sums."""
+    floats = row.floats
+    with T.serial(row.blocks) as block, T.If(row.top(block) >= least):
+        with T.Then():
+
+            def restrict(source: Source) -> None:
+                def vector(at: Expr) -> Expr:
+                    kept = source.load(floats, at) >= floats.spread(least)
+                    weight = floats.load(room, block * BLOCK + at)
+                    return T.bind(T.Select(kept, weight, floats.constant(0.0)))
+
+                sum_block(row, block, vector)
+
+            row.each(block, restrict)
+        with T.Else():
+            T.buffer_store(row.sums, T.float32(0), [row.row, block])
+
+
+def _select(row: Row, known: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
+    """Raises the first of `known` to the largest logit from which on `goal` is left: so many tokens, or so
+    much of their weights in `room`. The others, which are tried first: the largest of all, and a guess."""
+    least, most, guess = known
+    bounds = _Bounds.of(least, most)
+    inside, below = (register(T.Cast("float64", row.width), 1, "float64") for _ in range(2))
+    turn = register(i32(0), 1, "int32")
+    tried = [register(T.Select(bounds.divides(guess), guess, bounds.middle), 1), register(most, 1)]
+    more = T.Or(turn.value == 0, inside.value > T.float64(FEW))
+    with T.While(T.And(more, turn.value < _LIMITED)):
+        mids = [T.bind(mid.value) for mid in tried]
+        for mid, found in zip(mids, _measure(row, mids, room), strict=True):
+            enough = T.bind(T.And(found >= goal, mid > bounds.low.value))
+            less = T.bind(T.And(found < goal, T.Or(mid < bounds.high.value, turn.value == 0)))
+            bounds.settle(mid, enough, less)
+            below.set(T.Select(enough, found, below.value))
+            bounds.above.set(T.Select(less, found, bounds.above.value))
+        between = T.bind(below.value - bounds.above.value)
+        _aim(bounds, tried, T.bind(T.Cast("float32", (below.value - goal) / between)), turn.value)
+        # No token between the bounds weighs less than one at the lower of them would.
+        each = T.float32(1) if room is None else row.weight(row.floats.scalar, bounds.low.value, most)
+        inside.set(between / T.Cast("float64", each))
+        turn.set(T.Select(bounds.divides(bounds.middle), turn.value + 1, T.int32(_LIMITED)))
+    with T.If(T.And(inside.value <= T.float64(FEW), least.value < bounds.high.value)), T.Then():
+        size = FEW + row.floats.lanes
+        lists = [T.alloc_buffer((size,), "float32") for _ in range(1 if room is None else 2)]
+        count = _listed(row, bounds, room, lists)
+        # More of them, where rounding hides what they weigh: so little that it does not matter.
+        with T.If(count <= FEW), T.Then():
+            _narrow(row.floats, (lists[0], ()), count, lists[1:], (bounds, goal))
+
+
+def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
+    """Where to try next: on either side of where a straight line has the goal; sometimes at two thirds, for
+    lines that are not straight."""
+    low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
+    line = T.bind(T.truncmod(turn, T.int32(3)) != 2)
+    share = T.bind(T.min(T.max(share, T.float32(3 / 32)), T.float32(29 / 32)))
+    sides = (share - T.float32(1 / 16), T.float32(1 / 3)), (share + T.float32(1 / 16), T.float32(2 / 3))
+    for register_, (near, third) in zip(tried, sides, strict=True):
+        mid = T.bind(low + wide * T.Select(line, near, third))
+        register_.set(T.Select(bounds.divides(mid), mid, bounds.middle))
+
+
+def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
+    """For each of two logits, the lower one first: how many tokens there are from it on, or what they weigh
+    where there is `room`."""
+    floats, lanes = row.floats, row.floats.lanes
+    totals = [register(T.float64(0), 1, "float64") for _ in mids]
+    with T.serial((row.blocks + (TASK - 1)) // TASK) as group:
+        # Two sums for each: an addition has to wait for the one before it.
+        sums = [[register(f32(0, lanes), lanes) for _ in range(2)] for _ in mids]
+        with T.serial(T.min(T.int64(TASK), row.blocks - group * TASK)) as number:
+            block = T.bind(group * TASK + number)
+
+            def add(source: Source) -> None:
+                with T.serial(BLOCK // (2 * lanes)) as k:
+                    for half in range(2):
+                        at = T.bind((k * 2 + half) * lanes)
+                        logit, value = T.bind(source.load(floats, at)), floats.constant(1.0)
+                        if room is not None:
+                            value = T.bind(floats.load(room, block * BLOCK + at))
+                        for mid, parts in zip(mids, sums, strict=True):
+                            kept = T.Select(logit >= floats.spread(mid), value, floats.constant(0.0))
+                            parts[half].set(parts[half].value + kept)
+
+            with T.If(row.top(block) >= mids[0]), T.Then():
+                row.each(block, add)
+        for total, (even, odd) in zip(totals, sums, strict=True):
+            both = floats.fold(even.value + odd.value, lambda a, b: a + b)
+            total.set(total.value + T.Cast("float64", both))
+    return [T.bind(total.value) for total in totals]
+
+
+def _listed(row: Row, bounds: _Bounds, room: Buffer | None, lists: list[Buffer]) -> Expr:
+    """Copies the first FEW logits between two bounds, and their weights; returns how many there are."""
+    floats, scalar, lanes = row.floats, row.floats.scalar, row.floats.lanes
+    low, high = T.bind(bounds.low.value), T.bind(bounds.high.value)
+    count = register(T.int64(0), 1, "int64")
+
+    def copy(block: Expr, source: Source, start: Expr) -> None:
+        with T.serial(lanes) as lane:
+            at = T.bind(start + lane)
+            logit = T.bind(source.load(scalar, at))
+            place = T.bind(T.min(count.value, T.int64(FEW)))
+            T.buffer_store(lists[0], logit, [place])
+            if room is not None:
+                T.buffer_store(lists[1], room[block * BLOCK + at], [place])
+            inside = T.And(logit >= low, logit < high)
+            count.set(count.value + T.Select(inside, T.int64(1), T.int64(0)))
+
+    def look(block: Expr, source: Source) -> None:
+        def vector(at: Expr) -> None:
+            logit = T.bind(source.load(floats, at))
+            inside = T.And(logit >= floats.spread(low), logit < floats.spread(high))
+            flags = T.Select(inside, i32(1, lanes), i32(0, lanes))
+            with T.If(intrinsic("int32", "llvm.vector.reduce.or", flags) != 0), T.Then():
+                copy(block, source, at)
+
+        row.vectors(vector)
+
+    with T.serial(row.blocks) as block, T.If(row.top(block) >= low), T.Then():
+        row.each(block, lambda source: look(block, source))
+    return T.bind(count.value)
+
+
+def _narrow(
+    floats: Floats,
+    values: tuple[Buffer, tuple[Expr, ...]],
+    count: Expr,
+    weights: list[Buffer] | None,
+    aim: tuple[_Bounds, Expr],
+) -> None:
+    """As `_select`, over the first `count` values of a buffer that has room for whole vectors."""
+    (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
+    vectors = T.bind((count + (lanes - 1)) // lanes)
+    with T.serial(vectors * lanes - count) as pad:
+        T.buffer_store(buffer, infinity(-1), [*index, count + pad])
+        for weight in weights or ():
+            T.buffer_store(weight, T.float32(0), [count + pad])
+    mid, going = register(bounds.middle, 1), register(i32(0), 1, "int32")
+    with T.While(T.And(bounds.divides(mid.value), going.value < _LIMITED)):
+        tried, total = T.bind(mid.value), register(f32(0, lanes), lanes)
+        with T.serial(vectors) as k:
+            kept = floats.load(buffer, *index, k * lanes) >= floats.spread(tried)
+            value = floats.load(weights[0], k * lanes) if weights else floats.constant(1.0)
+            total.set(total.value + T.Select(kept, value, floats.constant(0.0)))
+        found = T.Cast("float64", floats.fold(total.value, lambda a, b: a + b)) + bounds.above.value
+        bounds.settle(tried, T.bind(found >= goal), T.bind(found < goal))
+        mid.set(bounds.middle)
+        going.set(going.value + 1)

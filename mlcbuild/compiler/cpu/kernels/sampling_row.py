@@ -1,0 +1,126 @@
+"""One row of logits, as the kernel that draws tokens sees it: in blocks, whose maxima and sums are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from mlcbuild_format.abi import SAMPLING_COLUMNS
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr
+
+from mlcbuild.compiler.cpu.kernels.floats import Floats
+from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, register, typed
+
+BLOCK = 256
+"""Tokens whose maximum and sum are kept."""
+TASK = 16
+"""Blocks of a task of the first pass."""
+INVERSE_TEMPERATURE = SAMPLING_COLUMNS.index("inverse_temperature")
+FAR = 87.0
+"""Temperatures below the largest logit at which a token weighs nothing: e^-87 is 1e-38."""
+
+_ROUND = 1.5 * 2.0**23
+"""Added to a number, it leaves the nearest whole one in the last places of the sum."""
+_NODES = np.cos((np.arange(6) + 0.5) * np.pi / 6) / 2
+_EXP2: list[float] = np.polynomial.Polynomial.fit(_NODES, np.exp2(_NODES), 5).convert().coef.tolist()
+_EXP2[0] = 1.0
+
+Read = Callable[[Expr], Expr]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The logits of a block, or of a copy of the last one, made whole with minus infinity."""
+
+    buffer: Buffer
+    index: tuple[Expr, ...]
+    base: Expr
+
+    def load(self, floats: Floats, at: Expr | int) -> Expr:
+        return floats.load(self.buffer, *self.index, self.base + at)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, and what is known of it."""
+
+    floats: Floats
+    row: Expr
+    logits: Buffer  # [., ., v], rows in order
+    ways: Buffer  # float64 [q, SAMPLING_COLUMNS]
+    tops: Buffer  # [q, stride], the largest logit of each block; infinite where one is no number
+    sums: Buffer  # [q, stride], what the tokens of each block weigh
+    tail: Buffer  # [BLOCK], the last block, if it is not whole
+    width: Expr
+    blocks: Expr
+
+    def parameter(self, column: str) -> Expr:
+        """Reads a sampling parameter of the row; see abi.SamplingParams."""
+        return T.bind(self.ways[self.row, SAMPLING_COLUMNS.index(column)])
+
+    @property
+    def scale(self) -> Expr:
+        return T.bind(T.Cast("float32", self.ways[self.row, INVERSE_TEMPERATURE]))
+
+    @property
+    def filtered(self) -> Expr:
+        dropped = self.parameter("logit_drop") > T.float64(-math.inf)
+        some = T.Or(dropped, self.parameter("top_p") < T.float64(1))
+        return T.bind(T.Or(some, self.parameter("top_k") > T.float64(0)))
+
+    def top(self, block: Expr) -> Expr:
+        return T.bind(self.tops[self.row, block])
+
+    def fill_tail(self) -> None:
+        whole = T.bind(self.width // BLOCK * BLOCK)
+        with T.If(whole < self.width), T.Then():
+            with T.serial(BLOCK) as at:
+                T.buffer_store(self.tail, infinity(-1), [at])
+            with T.serial(self.width - whole) as at:
+                T.buffer_store(self.tail, self.logits[0, self.row, whole + at], [at])
+
+    def each(self, block: Expr, emit: Callable[[Source], None]) -> None:
+        """Emit the same for a whole block and for the last one."""
+        start = T.bind(block * BLOCK)
+        with T.If(start + BLOCK <= self.width):
+            with T.Then():
+                # Rows lie one after the other, whichever of two dimensions counts them.
+                emit(Source(self.logits, (T.int64(0), self.row), start))
+            with T.Else():
+                emit(Source(self.tail, (), T.int64(0)))
+
+    def vectors(self, emit: Callable[[Expr], None]) -> None:
+        with T.serial(BLOCK // self.floats.lanes) as k:
+            emit(T.bind(k * self.floats.lanes))
+
+    def weight(self, floats: Floats, logit: Expr, highest: Expr) -> Expr:
+        """0 for what is not finite, too. A power of two: a whole number goes into the bits of the exponent, a
+        polynomial in what is left, up to a half of either sign, into the others; error 1e-7."""
+        dtype, ints = typed("float32", floats.lanes), typed("int32", floats.lanes)
+        scale = T.bind(self.scale * T.float32(1 / math.log(2)))
+        distance = T.bind(logit - floats.spread(highest))
+        below = T.bind(distance * floats.spread(scale))
+        # By an instruction that TVM does not know: it would take a sum and a difference for nothing.
+        shifted = T.bind(floats.fma(distance, floats.spread(scale), floats.constant(_ROUND)))
+        left = T.bind(below - (shifted - floats.constant(_ROUND)))
+        value = floats.constant(_EXP2[-1])
+        for coefficient in reversed(_EXP2[:-1]):
+            value = floats.fma(value, left, floats.constant(coefficient))
+        bits = T.reinterpret(ints, value) + (T.reinterpret(ints, shifted) << i32(23, floats.lanes))
+        power = T.reinterpret(dtype, bits)
+        return T.Select(below >= floats.constant(-FAR / math.log(2)), power, floats.constant(0.0))
+
+
+def infinity(sign: int, lanes: int = 1) -> Expr:
+    return T.reinterpret(typed("float32", lanes), i32(0x7F800000 if sign > 0 else 0xFF800000, lanes))
+
+
+def sum_block(row: Row, block: Expr, value: Read) -> None:
+    """What `value(at)` gives for the vectors of a block, added up as its weight."""
+    floats = row.floats
+    total = register(f32(0, floats.lanes), floats.lanes)
+    row.vectors(lambda at: total.set(total.value + value(at)))
+    T.buffer_store(row.sums, floats.fold(total.value, lambda a, b: a + b), [row.row, block])

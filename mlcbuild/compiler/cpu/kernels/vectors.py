@@ -1,0 +1,179 @@
+"""The vocabulary in which kernels are written: vectors, registers and reductions over TVM's IRBuilder.
+
+Loops over registers and unrolled steps are plain Python loops; loops that run on the target are
+`T.serial` and `T.parallel` frames. Vectors of one lane are scalars, so one text serves every length.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc, Shuffle
+
+from mlcbuild.compiler.cpu.isa import ISA
+
+
+def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
+    """A finished kernel: `body` declares the arguments and emits everything inside one block."""
+    with IRBuilder() as builder:
+        with T.prim_func(s_tir=True):
+            T.func_name(name)
+            T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+            body()
+        return builder.get()
+
+
+def argument(name: str, shape: Sequence[Expr | int], dtype: str, align: int = -1) -> Buffer:
+    """The next argument of the kernel, a dense row-major tensor; its data starts at a multiple of `align`
+    bytes, of 64 by default."""
+    return T.match_buffer(T.arg(name, T.handle()), tuple(shape), dtype, align=align)
+
+
+def typed(dtype: str, lanes: int) -> str:
+    return dtype if lanes == 1 else f"{dtype}x{lanes}"
+
+
+def span(start: Expr | int, lanes: int) -> Expr:
+    """The index of `lanes` consecutive elements."""
+    return start if lanes == 1 else T.ramp(start, 1, lanes)
+
+
+def splat(value: Expr, lanes: int) -> Expr:
+    return value if lanes == 1 else T.broadcast(value, lanes)
+
+
+def f32(value: float, lanes: int = 1) -> Expr:
+    return splat(T.float32(value), lanes)
+
+
+def i32(value: int, lanes: int = 1) -> Expr:
+    """A 32-bit constant; values from 2**31 up stand for their two's complement."""
+    return splat(T.int32(value - (1 << 32) if value >= 1 << 31 else value), lanes)
+
+
+def i64(value: int) -> Expr:
+    return T.int64(value)
+
+
+def intrinsic(dtype: str, name: str, *arguments: Expr) -> Expr:
+    """A call of an LLVM intrinsic without side effects."""
+    return T.call_llvm_pure_intrin(dtype, name, *arguments)
+
+
+def fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
+    """a * b + c in float32, fused where the processor can; never a library call."""
+    return intrinsic(typed("float32", lanes), "llvm.fmuladd", a, b, c)
+
+
+@dataclass(frozen=True)
+class Register:
+    """A variable that lives in one vector register: a small stack buffer that LLVM promotes."""
+
+    buffer: Buffer
+    lanes: int
+
+    @property
+    def value(self) -> Expr:
+        return self.buffer[span(0, self.lanes)]
+
+    def set(self, value: Expr) -> None:
+        T.buffer_store(self.buffer, value, [span(0, self.lanes)])
+
+
+def register(value: Expr, lanes: int, dtype: str = "float32") -> Register:
+    made = Register(T.alloc_buffer((lanes,), dtype), lanes)
+    made.set(value)
+    return made
+
+
+def registers(rows: int, columns: int, lanes: int) -> list[list[Register]]:
+    """A rows x columns tile of float32 accumulators, all zero."""
+    return [[register(f32(0, lanes), lanes) for _ in range(columns)] for _ in range(rows)]
+
+
+def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int) -> Expr:
+    """`lanes` consecutive float32 or float16 elements as float32; the last index is the first element's.
+
+    Without an instruction, a float16 is moved into a float32's place and its exponent set right by a
+    multiplication, which is exact for zeros, subnormal and normal numbers; infinities become large.
+    """
+    value = buffer[(*indices[:-1], span(indices[-1], lanes))]
+    if buffer.ty.dtype == "float32":
+        return value
+    if isa.half:
+        return T.Cast(typed("float32", lanes), value)
+    bits = T.bind(T.Cast(typed("int32", lanes), T.reinterpret(typed("uint16", lanes), value)))
+    sign = (bits & i32(0x8000, lanes)) << i32(16, lanes)
+    size = T.reinterpret(typed("float32", lanes), (bits & i32(0x7FFF, lanes)) << i32(13, lanes))
+    size = T.reinterpret(typed("int32", lanes), size * f32(2.0**112, lanes))
+    return T.reinterpret(typed("float32", lanes), size | sign)
+
+
+def prefetch(buffer: Buffer, indices: Sequence[Expr | int], locality: int = 3, write: bool = False) -> None:
+    """Ask for the cache line of an element, which may lie outside the buffer; with a locality of 2, into the
+    second level only; to be written to."""
+    arguments = (T.address_of(buffer[tuple(indices)]), T.int32(write), T.int32(locality), T.int32(1))
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", *arguments))
+
+
+def shuffle(vectors: Sequence[Expr], indices: Sequence[int]) -> Expr:
+    """The elements `indices` of the concatenated vectors."""
+    return Shuffle(list(vectors), [T.int32(index) for index in indices])
+
+
+def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
+    """Every element of a vector `times` times in a row. A shuffle may not be longer than its inputs."""
+    if lanes == 1:
+        return splat(vector, times)
+    return shuffle([vector] * times, [index for index in range(lanes) for _ in range(times)])
+
+
+def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], Expr] = operator.add) -> Expr:
+    """The sum of the elements of each vector (or what else `join` makes of them), as one vector: a tree of
+    halvings, shared by all.
+
+    The number of vectors is a power of two. Each round joins pairs of vectors (or folds the last one) so
+    that every input's partial sums take half the room.
+    """
+    room = lanes
+    current = list(vectors)
+    parts = 1
+    while len(current) > 1 or room > 1:
+        pairs = [current[i : i + 2] for i in range(0, len(current), 2)]
+        held = range(parts * len(pairs[0]))
+        if room == 1:
+            current = [T.bind(shuffle(pair, list(held))) for pair in pairs]
+        else:
+            half = room // 2
+            low = [part * room + i for part in held for i in range(half)]
+            high = [index + half for index in low]
+            current = [T.bind(join(shuffle(pair, low), shuffle(pair, high))) for pair in pairs]
+            room = half
+        parts = len(held)
+    return current[0]
+
+
+def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
+    """Prefetch for loops that stream a matrix four rows at a time: the same column of the next four rows, or
+    what comes 4 KiB later in this row where rows are so long that the hardware follows them alone."""
+    if 4 * row_bytes <= 16 << 10:
+        prefetch(buffer, (row + 4, column))
+    else:
+        prefetch(buffer, (row, column + (4096 * buffer.shape[1] // row_bytes)))
+
+
+def odd_lines(values: int) -> int:
+    """At least `values` 4-byte values, and an odd number of 64-byte lines: rows this far apart do not
+    compete for the same sets of a cache."""
+    return (-(-values // 16) | 1) * 16
+
+
+def moved(bits: Expr, shift: int, lanes: int) -> Expr:
+    """int32 lanes shifted to the right, or to the left where `shift` is negative."""
+    if shift == 0:
+        return bits
+    return bits >> i32(shift, lanes) if shift > 0 else bits << i32(-shift, lanes)

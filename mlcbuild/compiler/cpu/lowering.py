@@ -1,0 +1,27 @@
+"""What happens to a kernel between the program's phases and LLVM."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from tvm.s_tir import transform as S
+from tvm.tirx import transform as X
+
+from mlcbuild.compiler.phases import Phases
+
+KERNELS: Phases = (
+    ("drop blocks", S.ConvertBlocksToOpaque),
+    ("drop block bodies", S.LowerOpaqueBlock),
+    ("address buffers", X.FlattenBuffer),
+    ("use 32-bit indexes where they do", partial(X.NarrowDataType, 32)),
+    ("share stack arrays", X.StorageRewrite),
+    ("unroll", X.UnrollLoop),
+    ("simplify", X.StmtSimplify),
+    ("keep selects safe", S.RewriteUnsafeSelect),
+    ("check memory", X.VerifyMemory),
+    ("mark entries", X.AnnotateEntryFunc),
+    ("split host and device", X.SplitHostDevice),
+    ("make the calling convention", X.MakePackedAPI),
+)
+"""The path of a kernel, after the program's and before LLVM. Kernels come scheduled, and LLVM removes common
+subexpressions and dead code itself, so this is a third of TVM's own list and takes a quarter of its time."""

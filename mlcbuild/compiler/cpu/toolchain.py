@@ -1,0 +1,212 @@
+"""Linking without a C library: objects in, a library or one object out, the same bytes on every run.
+
+A library of ours needs nothing but the TVM runtime's symbols and a few of the C and mathematics libraries
+that every process has, so a bare linker is enough. Which program links is part of a library's identity.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from mlcbuild.compiler.cpu import elf
+from mlcbuild.errors import CompileError, SetupError
+from mlcbuild.targets.target import Target
+
+_GNU_EMULATION = {"x86_64": "elf_x86_64", "aarch64": "aarch64linux", "riscv64": "elf64lriscv"}
+_SECONDS = 120
+
+_C_LIBRARY = "memcpy memmove memset sinf cosf sincosf expf exp2f logf powf tanhf sqrtf nearbyintf"
+ALLOWED = frozenset(
+    [*_C_LIBRARY.split(), "TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIErrorSetRaisedFromCStr"]
+)
+"""What a library may leave for its process to supply: Python and libtvm_runtime bring all of it."""
+
+
+@dataclass(frozen=True)
+class Linker:
+    """A program that links for one target."""
+
+    command: tuple[str, ...]
+    flavour: str
+    """gnu: takes the options of GNU ld; lld-macho: those of Apple's ld; clang-macho: a compiler driver."""
+    name: str
+    """How the linker is called in identities: a program's name, never a path."""
+
+
+def linker_identity(target: Target) -> str:
+    """Name and version of the program that links for a target, for its cache key. Raises SetupError."""
+    found = _linker(target)
+    return f"{found.name}: {_version(found.command)}"
+
+
+def link(objects: Sequence[Path], out: Path, target: Target) -> None:
+    """Write `out` from objects in one directory: a shared library, or for output "object" one object.
+
+    Raises SetupError when no linker for the target is found, CompileError when it fails or when the library
+    would need symbols that a serving process may not have.
+    """
+    found = _linker(target)
+    where = objects[0].parent
+    names = [path.name for path in objects]  # relative, so that no directory enters the result
+    command = [*found.command, *_options(found, target), "-o", str(out.absolute()), *names]
+    done = _run(command, where)
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise CompileError(f"{found.name} could not link the library for {target.triple}:\n{tail}")
+    if target.output == "shared" and target.system == "linux":
+        missing = sorted(elf.undefined(out.read_bytes()) - ALLOWED)
+        if missing:
+            raise CompileError(
+                f"the library for {target.triple} needs {', '.join(missing)}, which a serving process may"
+                " not have: this is a fault of mlcbuild's kernels for this processor"
+            )
+
+
+def _options(linker: Linker, target: Target) -> list[str]:
+    if linker.flavour == "gnu":
+        if target.output == "object":
+            return ["-r", "--strip-debug"]
+        return [
+            "-shared",
+            "--build-id=none",
+            "--strip-all",
+            "--hash-style=gnu",
+            "-z",
+            "noexecstack",
+            "-z",
+            "relro",
+        ]
+    if linker.flavour == "lld-macho":
+        if target.output == "object":
+            return ["-r", "-arch", "arm64"]
+        version = _macos_version(target)
+        platform_version = ["-platform_version", "macos", version, version]
+        return [
+            "-dylib",
+            "-arch",
+            "arm64",
+            *platform_version,
+            "-undefined",
+            "dynamic_lookup",
+            "-no_uuid",
+            "-S",
+        ]
+    if target.output == "object":
+        return ["-r", "-nostdlib"]
+    # zig's linker makes its identifier from the content; Apple's can only leave it out.
+    plain = ["-s"] if "zig" in linker.name else ["-Wl,-no_uuid", "-Wl,-S"]
+    return ["-dynamiclib", "-undefined", "dynamic_lookup", "-install_name", "@rpath/model.dylib", *plain]
+
+
+def _macos_version(target: Target) -> str:
+    """The system version at the end of the triple, such as 11.0 of arm64-apple-macosx11.0.0."""
+    digits = target.triple.rpartition("macosx")[2].split(".")
+    return ".".join([*digits, "0"][:2]) if digits[0].isdigit() else "11.0"
+
+
+@cache
+def _linker(target: Target) -> Linker:
+    for candidate in _candidates(target):
+        if _works(candidate, target):
+            return candidate
+    raise SetupError(_missing(target))
+
+
+def _candidates(target: Target) -> Iterator[Linker]:
+    """Linkers that may do, best first: small ones before compiler drivers, local ones before ziglang."""
+    if target.system == "macos":
+        yield from _macho_candidates(target)
+        return
+    for name in programs(target):
+        if path := shutil.which(name):
+            yield Linker((path,), "gnu", name)
+    if target.system != "windows" and (command := _zig()):
+        yield Linker((*command, "ld.lld"), "gnu", "ziglang ld.lld")
+
+
+def programs(target: Target) -> tuple[str, ...]:
+    """Names of the programs that are looked for to link for a target."""
+    if target.system == "macos":
+        return ("clang", "ld64.lld")
+    if target.system == "windows":
+        return (f"{target.architecture}-w64-mingw32-ld",)
+    return (f"{target.architecture}-linux-gnu-ld", "ld", "ld.lld") if sys.platform == "linux" else ("ld.lld",)
+
+
+def _macho_candidates(target: Target) -> Iterator[Linker]:
+    if sys.platform == "darwin" and (path := shutil.which("clang")):
+        yield Linker(
+            (path, "-arch", "arm64", f"-mmacosx-version-min={_macos_version(target)}"), "clang-macho", "clang"
+        )
+    if path := shutil.which("ld64.lld"):
+        yield Linker((path,), "lld-macho", "ld64.lld")
+    if command := _zig():
+        yield Linker((*command, "cc", "-target", "aarch64-macos", "-nostdlib"), "clang-macho", "ziglang cc")
+
+
+def forget() -> None:
+    """Look again for linkers: this process's PATH has changed."""
+    _linker.cache_clear()
+    _version.cache_clear()
+
+
+def _zig() -> tuple[str, ...] | None:
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    return (sys.executable, "-m", "ziglang")
+
+
+def _works(linker: Linker, target: Target) -> bool:
+    """GNU ld is built for some architectures only."""
+    if linker.name != "ld":
+        return True
+    emulation = _GNU_EMULATION.get(target.architecture)
+    return emulation is not None and emulation in _run([*linker.command, "-V"]).stdout.split()
+
+
+@cache
+def _version(command: tuple[str, ...]) -> str:
+    done = _run([*command[:3], "version"] if "ziglang" in command else [*command, "--version"])
+    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines()
+    return lines[0].strip() if lines else "unknown"
+
+
+def _run(command: Sequence[str], where: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LC_ALL": "C", "SOURCE_DATE_EPOCH": "0", "ZERO_AR_DATE": "1"}
+    try:
+        return subprocess.run(
+            list(command),
+            cwd=where,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SetupError(f"the linker {Path(command[0]).name} cannot be run: {error}") from None
+
+
+def _missing(target: Target) -> str:
+    where = f"no linker for {target.triple} was found"
+    if target.system == "macos":
+        return f"{where}: install `ziglang` (pip install ziglang) or, on a Mac, Xcode's command line tools"
+    if target.system != "linux" and target.output == "shared":
+        return f"{where}: shared libraries are made for linux and macos; use `output: object` for others"
+    if target.system == "windows":
+        package = f"binutils-mingw-w64-{target.architecture.replace('_', '-')}"
+        return f"{where}: install `{package}` (apt)"
+    package = f"binutils-{target.architecture.replace('_', '-')}-linux-gnu"
+    host = platform.machine() == target.architecture
+    local = "binutils" if host else package
+    return f"{where}: install `{local}` (apt), `lld`, or `ziglang` (pip install ziglang)"

@@ -1,0 +1,60 @@
+"""Several steps of decoding in one call of a library.
+
+What its caller does between two steps takes longer than it should: it finds its code and data in no cache
+after all weights of a model have gone through them. So a library has a loop over its own `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from mlcbuild_format import abi
+from tvm import relax
+from tvm.ir import GlobalVar
+from tvm.relax.utils import copy_with_new_vars
+
+from mlcbuild.compiler.program.ops import Variables
+
+MakeVariables = Callable[[abi.Function], Variables]
+
+
+def emit_steps(
+    builder: relax.BlockBuilder,
+    step: tuple[GlobalVar, Callable[[Variables], None]],
+    variables: MakeVariables,
+    attributes: Mapping[str, object],
+) -> None:
+    """Adds the functions `step_on` and `steps` of the ABI, which call `step`.
+
+    step: the function, and what emits the change from its arguments to those of the next step.
+    variables: makes the arguments of a function.
+    """
+    function, next_inputs = step
+    given = variables(abi.STEP_ON)
+    inputs = {name: given[name] for name in abi.STEP.names if name in given}
+    forks = relax.const(np.zeros((0, 3), np.int32))
+    with builder.function(abi.STEP_ON.name, [*given.values()], {**attributes}, pure=False):
+        call = abi.STEP.ordered({**inputs, "chosen": given["tokens"], "forks": forks})
+        logits = builder.emit(relax.Call(function, call))
+        next_inputs(given)
+        one = builder.emit_func_output(logits)
+    _emit_loop(builder, one, variables, attributes)
+
+
+def _emit_loop(
+    builder: relax.BlockBuilder, one: GlobalVar, variables: MakeVariables, attributes: Mapping[str, object]
+) -> None:
+    given = variables(abi.STEPS)
+    arguments = [*given.values()]
+    with builder.function("one_of_steps", arguments, {**attributes}, pure=False, private=True):
+        builder.emit(relax.Call(one, arguments))  # Its logits are given back when this function ends.
+        inner = builder.emit_func_output(given["again"])
+    # The attribute keeps the builder from recognizing the copy.
+    first = copy_with_new_vars(builder.get()[inner]).with_attr("mlcbuild.steps", 1)
+    rest, arguments = builder.add_func(first, "rest_of_steps"), [*variables(abi.STEPS).values()]
+    with builder.function(abi.STEPS.name, arguments, {**attributes}, pure=False):
+        again = builder.emit(relax.Call(inner, arguments))
+        steps = builder.emit_func_output(builder.emit(relax.If(again, relax.Call(rest, arguments), again)))
+    # It calls itself: the virtual machine has no other form for a loop.
+    builder.update_func(rest, copy_with_new_vars(builder.get()[steps]).without_attr("global_symbol"))

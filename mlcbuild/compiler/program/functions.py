@@ -1,0 +1,186 @@
+"""The functions of a library, as its users call them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+from mlcbuild_format import abi
+from tvm import IRModule, relax
+from tvm.ir import GlobalVar
+from tvm.relax.frontend.nn import Tensor
+from tvm.tirx import Expr
+
+from mlcbuild.compiler.program.decode_loop import emit_steps
+from mlcbuild.compiler.program.decoder import (
+    Decoder,
+    handle,
+    layer_functions,
+    size,
+    trunk_function,
+    unpacked,
+    variables,
+)
+from mlcbuild.compiler.program.ops import Variables
+from mlcbuild.models import Param
+
+
+def build(decoder: Decoder) -> IRModule:
+    """The module of a library with its kernels, before any pass."""
+    _create_cache(decoder)
+    _embed(decoder)
+    layers = layer_functions(decoder)
+    trunk = trunk_function(decoder, layers)
+    to_rows = trunk_function(decoder, layers, chosen=True) if decoder.ops.selects_rows else trunk
+    _prefill(decoder, trunk, abi.BATCH_VERIFY, batched=True)
+    _prefill(decoder, to_rows, abi.PREFILL, batched=False)
+    _hidden_states(decoder, trunk, abi.HIDDEN_STATES, batched=False)
+    _prefill(decoder, to_rows, abi.BATCH_PREFILL, batched=True)
+    _hidden_states(decoder, trunk, abi.BATCH_HIDDEN_STATES, batched=True)
+    _decode(decoder, trunk, abi.DECODE, batched=False)
+    _decode(decoder, trunk, abi.BATCH_DECODE, batched=True)
+    _choose(decoder)
+    step = _step(decoder, trunk, abi.STEP)
+    if decoder.ops.decode_loop:
+        arguments = partial(_one_token_each, decoder)
+        emit_steps(decoder.builder, (step, decoder.ops.next_inputs), arguments, decoder.attributes())
+    _step(decoder, to_rows, abi.STEP_PREFILL)
+    return decoder.builder.finalize()
+
+
+def _create_cache(decoder: Decoder) -> None:
+    """The cache is not initialised: what was not written is never read."""
+    builder, cache = decoder.builder, decoder.ops.cache
+    count = size("num_pages")
+    shape_argument = relax.Var(abi.CREATE_CACHE.names[0], relax.ShapeType([count]))
+    with builder.function(abi.CREATE_CACHE.name, [shape_argument], pure=False):
+        shape = relax.ShapeExpr(list(cache.cache_shape(count)))
+        made = builder.emit(relax.op.builtin.alloc_tensor(shape, cache.dtype, 0, "global"))
+        builder.emit_func_output(made)
+
+
+@contextmanager
+def _function(
+    decoder: Decoder, function: abi.Function, sizes: Mapping[str, Expr | int] | None = None
+) -> Iterator[Variables]:
+    """Opens a function of the ABI in the builder and gives its arguments."""
+    given = variables(decoder, function.arguments, sizes)
+    with decoder.builder.function(function.name, [*given.values()], decoder.attributes(), pure=False):
+        yield given
+
+
+def _embed(decoder: Decoder) -> None:
+    with _function(decoder, abi.EMBED) as given:
+        decoder.builder.emit_func_output(_embedded(decoder, given)._expr)
+
+
+def _embedded(decoder: Decoder, given: Variables) -> Tensor:
+    weights = unpacked(decoder, given["params"], decoder.params[:1])
+    return decoder.ops.embed(handle(given["tokens"]), weights)
+
+
+def _stream(
+    decoder: Decoder,
+    trunk: GlobalVar,
+    x: relax.Var,
+    given: Variables,
+    prompt: bool,
+    rows: Sequence[relax.Var] = (),
+) -> Tensor:
+    """Emits a call of `trunk` with embeddings x [n, hidden] and the batch of a function's arguments."""
+    batch = [given[argument.name] for argument in abi.BATCH]
+    forks = given.get("forks", relax.const(np.zeros((0, 3), np.int32)))
+    call = [x, *batch, forks, given["params"], relax.prim_value(int(prompt)), *rows]
+    return handle(decoder.builder.emit(relax.Call(trunk, call)))
+
+
+def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, given: Variables, prompt: bool) -> Tensor:
+    """As `_stream`, then the logits [q, vocab] of the rows `logit_positions`."""
+    ops, rows = decoder.ops, given["logit_positions"]
+    weights = unpacked(decoder, given["params"], _head_params(decoder))
+    norm = weights["norm.weight"][0]
+    if prompt and decoder.ops.selects_rows:
+        return ops.logits(ops.last_norm(_stream(decoder, trunk, x, given, prompt, [rows]), norm), weights)
+    x = _stream(decoder, trunk, x, given, prompt)
+    return ops.logits(ops.select_rows(x, handle(rows), norm), weights)
+
+
+def _prefill(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
+    """Logits of chosen rows. Where there are forks, rows are those of drafts and no prompts."""
+    builder, config = decoder.builder, decoder.config
+    n, q = size("n"), size("q")
+    with _function(decoder, function, {"n": n, "q": q, "b": size("b") if batched else 1}) as given:
+        x = _reshaped(builder, given["input_embeds"], (n, config.hidden_size))
+        logits = _logits(decoder, trunk, x, given, "forks" not in given)
+        builder.emit_func_output(_reshaped(builder, logits._expr, (1, q, config.vocab_size)))
+
+
+def _hidden_states(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
+    """What the logits of each row would be made of: for embeddings of texts."""
+    builder, hidden = decoder.builder, decoder.config.hidden_size
+    n = size("n")
+    with _function(decoder, function, {"n": n, "b": size("b") if batched else 1}) as given:
+        x = _stream(decoder, trunk, _reshaped(builder, given["input_embeds"], (n, hidden)), given, True)
+        weights = unpacked(decoder, given["params"], _head_params(decoder)[:1])
+        normed = decoder.ops.last_norm(x, weights["norm.weight"][0])
+        builder.emit_func_output(_reshaped(builder, normed._expr, (1, n, hidden)))
+
+
+def _decode(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
+    """Logits of one row for each sequence."""
+    builder, config = decoder.builder, decoder.config
+    b = size("b") if batched else 1
+    with _function(decoder, function, {"n": b, "b": b}) as given:
+        x = _reshaped(builder, given["input_embeds"], (b, config.hidden_size))
+        x = _stream(decoder, trunk, x, given, False)
+        weights = unpacked(decoder, given["params"], _head_params(decoder))
+        normed = decoder.ops.last_norm(x, weights["norm.weight"][0])
+        logits = decoder.ops.logits(normed, weights)
+        builder.emit_func_output(_reshaped(builder, logits._expr, (b, 1, config.vocab_size)))
+
+
+def _choose(decoder: Decoder) -> None:
+    q, width = size("q"), size("v")
+    with _function(decoder, abi.CHOOSE, {"q": q, "v": width}) as given:
+        drawn = _draw(decoder, handle(given["logits"]), given, "tokens", (1, q, width))
+        decoder.builder.emit_func_output(drawn)
+
+
+def _draw(
+    decoder: Decoder, logits: Tensor, given: Variables, out: str, shape: tuple[Expr | int, ...]
+) -> relax.Expr:
+    """Masks logits and draws a token from each row into the argument `out`; returns the logits."""
+    masked = decoder.ops.mask(logits, handle(given["masks"]))
+    shaped = _reshaped(decoder.builder, masked._expr, shape)
+    return decoder.ops.sample(*map(handle, (shaped, given["ways"], given[out])))._expr
+
+
+def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
+    """What `embed`, a forward function and `choose` do, in one call. Prompts have no forks."""
+    q = size("q")
+    with _function(decoder, function, {"q": q}) as given:
+        embedded = _embedded(decoder, given)
+        logits = _logits(decoder, trunk, embedded._expr, given, "forks" not in given)
+        drawn = _draw(decoder, logits, given, "chosen", (1, q, decoder.config.vocab_size))
+        made: GlobalVar = decoder.builder.emit_func_output(drawn)
+    return made
+
+
+def _one_token_each(decoder: Decoder, function: abi.Function) -> Variables:
+    """The arguments of a function whose sequences have one new token each."""
+    n = size("n")
+    return variables(decoder, function.arguments, {"n": n, "b": n})
+
+
+def _head_params(decoder: Decoder) -> list[Param]:
+    """What turns the residual stream into logits: the last norm, then the product's matrix."""
+    names = ("norm.weight", "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight")
+    params = {param.name: param for param in decoder.params}
+    return [params[name] for name in names]
+
+
+def _reshaped(builder: relax.BlockBuilder, x: relax.Expr, shape: Sequence[Expr | int]) -> relax.Var:
+    """The same memory under another shape."""
+    return builder.emit(relax.op.reshape(x, list(shape)))

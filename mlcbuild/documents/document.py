@@ -1,0 +1,354 @@
+"""YAML files with a place for every key and value, read strictly.
+
+The rules, which recipes/README.md states for users:
+
+- UTF-8, one document, at most MAX_BYTES bytes and MAX_DEPTH levels. Keys are text and appear once.
+- Letters that look like a space or a line break, or like nothing, stand in quoted text only.
+- No anchors, aliases, merge keys or tags: one value has one place, and a small file stays small.
+- Plain scalars: `true` and `false`, `null`, `~` and nothing, and decimal numbers mean what they mean in
+  JSON. Whatever YAML 1.1 and 1.2 read differently (no, on, 012, 1_000, 1:30, 2024-01-01, .inf) is text.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import yaml
+from mlcbuild_format import regular
+
+from mlcbuild.errors import InputError, Problem, Problems
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 32
+MAX_DIGITS = 18
+"""Longest integer that is a number; keeps every one within 64 bits."""
+
+Scalar: TypeAlias = bool | int | float | str | None
+Data: TypeAlias = Scalar | list["Data"] | dict[str, "Data"]
+Where: TypeAlias = tuple[str | int, ...]
+"""The keys and indices that lead from the top of a document to a value."""
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_WORDS: Mapping[str, bool | None] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+"""Neither text nor, in a file, a line break: U+0085, U+2028 and U+2029 end a line in YAML 1.1 alone."""
+_ODD_SPACE = "[\xa0\u1680\u180e\u2000-\u200b\u202f\u205f\u2060\u3000]"
+_MISTAKEN = re.compile(rf"(?:^ *|:)(?P<a>{_ODD_SPACE})|(?P<b>{_ODD_SPACE}) *(?:#|$)", re.MULTILINE)
+"""A letter in the place of a space that YAML wants: before a key, after ':', or at the end of a line."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A spot in a file. `line` and `column` count from 1."""
+
+    file: str
+    line: int
+    column: int
+
+    def problem(self, message: str) -> Problem:
+        return Problem(self.file, self.line, self.column, message)
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file as plain data, and where each part of it was written."""
+
+    file: str
+    data: Data
+    values: Mapping[Where, tuple[int, int]]
+    """(line, column) of every value."""
+    keys: Mapping[Where, tuple[int, int]]
+    """(line, column) of every key of a mapping, under the path of its value."""
+    texts: Mapping[Where, str]
+    """What was written for each plain scalar that was read as a number, true or false."""
+    problems: tuple[Problem, ...] = ()
+    """Faults of the writing that leave the rest readable, such as a key that appears twice."""
+
+    def place(self, where: Where) -> Place:
+        """The place of a value; of the nearest one around it when it is not in the file."""
+        while where and where not in self.values:
+            where = where[:-1]
+        return Place(self.file, *self.values.get(where, (1, 1)))
+
+    def key_place(self, where: Where) -> Place:
+        """The place of the key that leads to a value; of the value where there is no key."""
+        return Place(self.file, *self.keys[where]) if where in self.keys else self.place(where)
+
+    def get(self, where: Where) -> Data:
+        """The value at a path, None where there is none."""
+        found = self.data
+        for part in where:
+            if isinstance(found, dict) and isinstance(part, str):
+                found = found.get(part)
+            elif isinstance(found, list) and isinstance(part, int):
+                found = found[part]
+            else:
+                return None
+        return found
+
+
+def read(path: Path) -> Document:
+    """Read a YAML file. Raises InputError with all problems when no data can be had from it."""
+    try:
+        data = regular.read(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            raise InputError([_too_large(str(path))]) from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise InputError([Problem(str(path), 0, 0, f"cannot read this file: {reason}")]) from None
+    return parse(data, str(path))
+
+
+def parse(data: bytes, file: str) -> Document:
+    """Like read(), for the bytes of a file and the name that messages give it."""
+    if len(data) > MAX_BYTES:
+        raise InputError([_too_large(file)])
+    builder = _Builder(file)
+    text = _decode(data, file)
+    try:
+        for event in _events(text):
+            builder.take(event)
+    except yaml.MarkedYAMLError as error:
+        builder.problems.append(_syntax(error, text, file))
+        builder.lost = True
+    except yaml.YAMLError as error:
+        builder.problems.append(Problem(file, 0, 0, f"this is not YAML: {error}"))
+        builder.lost = True
+    if not builder.lost and builder.root is None:
+        builder.problems.append(Problem(file, 1, 1, "the file is empty"))
+        builder.lost = True
+    if builder.lost:
+        raise InputError(builder.problems)
+    return Document(file, builder.root, builder.values, builder.keys, builder.texts, tuple(builder.problems))
+
+
+def _too_large(file: str) -> Problem:
+    message = f"the file is larger than {MAX_BYTES} bytes, the limit for a file written by hand"
+    return Problem(file, 0, 0, message)
+
+
+def scalar(text: str) -> Scalar:
+    """What a plain scalar means; text unless every version of YAML agrees that it is something else."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        return int(text) if len(text.lstrip("+-")) <= MAX_DIGITS else text
+    if _FLOAT.fullmatch(text):
+        value = float(text)
+        return value if abs(value) != float("inf") else text
+    return text
+
+
+def _decode(data: bytes, file: str) -> str:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError([Problem(file, 1, 1, "the file is UTF-16: save it as UTF-8")])
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # With a byte order mark, `start` counts from behind it.
+        before = error.object[: error.start]
+        line, last = before.count(b"\n") + 1, before.rpartition(b"\n")[2]
+        message = f"the file is not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason})"
+        raise InputError([Problem(file, line, len(last.decode()) + 1, message)]) from None
+    found = _CONTROL.search(text)
+    if found:
+        line = text.count("\n", 0, found.start()) + 1
+        column = found.start() - text.rfind("\n", 0, found.start())
+        what = _named(found.group())
+        raise InputError([Problem(file, line, column, f"{what} may not appear in a YAML file: remove it")])
+    return text
+
+
+def _named(character: str) -> str:
+    """A character that cannot be seen, by its number and name."""
+    number = f"U+{ord(character):04X}"
+    if unicodedata.category(character) in ("Cc", "Cs", "Cn"):
+        return f"the control character {number}"
+    if character == "\ufeff":
+        return f"the byte order mark {number}"
+    return f"the character {number} ({unicodedata.name(character, '')})"
+
+
+def _events(text: str) -> Iterator[yaml.Event]:
+    """The parser's events: unlike its composer it does not recurse, so depth cannot overflow the stack."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    yield from yaml.parse(text, Loader=loader)
+
+
+def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    line, column = (mark.line, mark.column) if mark else (0, 0)
+    lines = text.splitlines()
+    written = lines[line] if line < len(lines) else ""
+    what = error.problem or ""
+    begin = error.context_mark.line if error.context_mark else line
+    for number in range(min(begin, line), min(line + 1, len(lines))):
+        if odd := _odd_space(lines[number]):
+            at, message = odd
+            return Problem(file, number + 1, at + 1, message)
+    if "\t" in written[: column + 1] and not written[:column].strip():
+        message = "a tab may not indent a line: use spaces"
+    elif "cannot start any token" in what:
+        message = f"a value may not start with '{written[column : column + 1]}': put it in quotes"
+    elif what.startswith("mapping values are not allowed"):
+        message = "': ' may not stand here: start a new line, or put the text in quotes"
+    else:
+        message = f"this is not YAML: {', '.join(filter(None, (error.context, what)))}"
+        if (error.context or "").startswith("while parsing") and _cuts_text(written, column):
+            message += '; a text with a brace or bracket must be in quotes: "dist/{model}", "${name}"'
+    return Problem(file, line + 1, column + 1, message)
+
+
+def _odd_space(text: str) -> tuple[int, str] | None:
+    """Where a text has another letter in place of a space that YAML wants, and a sentence about it."""
+    found = _MISTAKEN.search(text)
+    if found is None:
+        return None
+    at = max(found.span("a")[0], found.span("b")[0])
+    return at, f"{_named(text[at])} is no space to YAML: type a plain space, or put the text in quotes"
+
+
+def _cuts_text(written: str, column: int) -> bool:
+    """Whether a text that was meant to hold a brace or bracket ends just before, or began with one."""
+    brackets = ("{", "[", "}", "]")
+    return written[column : column + 1] in brackets or written[:column].rstrip()[-1:] in brackets
+
+
+@dataclass
+class _Frame:
+    """A mapping or list that is being read."""
+
+    container: dict[str, Data] | list[Data]
+    where: Where
+    key: str | None = None
+    """The key whose value comes next."""
+    drop: bool = False
+    """That value is not kept: its key appeared before."""
+    is_key: bool = False
+    """It stands where a key should: it is read only to get past it."""
+
+
+@dataclass
+class _Builder:
+    """Events to data, without recursion."""
+
+    file: str
+    root: Data = None
+    documents: int = 0
+    values: dict[Where, tuple[int, int]] = field(default_factory=dict)
+    keys: dict[Where, tuple[int, int]] = field(default_factory=dict)
+    texts: dict[Where, str] = field(default_factory=dict)
+    problems: Problems = field(default_factory=Problems)
+    lost: bool = False
+    """Part of the data is missing, so that checking the rest would report nonsense."""
+    stack: list[_Frame] = field(default_factory=list)
+
+    def take(self, event: yaml.Event) -> None:
+        if isinstance(event, yaml.DocumentStartEvent):
+            self.documents += 1
+            if self.documents == 2:
+                self._problem(event, "a second document starts here: a file holds one")
+        elif self.documents > 1:
+            return
+        elif isinstance(event, yaml.AliasEvent):
+            self._problem(event, f"the alias *{event.anchor} is not allowed: write the value out", lost=True)
+            self._scalar("", event, plain=True)
+        elif isinstance(event, yaml.NodeEvent):
+            self._node(event)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            frame = self.stack.pop()
+            if frame.is_key and self.stack:
+                self.stack[-1].key = f"?{len(self.problems)}"
+
+    def _node(self, event: yaml.NodeEvent) -> None:
+        if event.anchor is not None:
+            self._problem(event, f"the anchor &{event.anchor} is not allowed: there are no aliases")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            self._problem(event, f"the tag {tag} is not allowed: quote a value to make it text")
+        if isinstance(event, yaml.ScalarEvent):
+            self._scalar(event.value, event, plain=not event.style)
+            return
+        if len(self.stack) >= MAX_DEPTH:
+            self._problem(event, f"this is nested more than {MAX_DEPTH} levels deep")
+            raise InputError(self.problems)
+        is_key = self._expects_key()
+        if is_key:
+            self._problem(event, "a list or a mapping cannot be a key", lost=True)
+            self.stack[-1].key = "?"
+        container: dict[str, Data] | list[Data] = {} if isinstance(event, yaml.MappingStartEvent) else []
+        where = self._put(container, event)
+        self.stack.append(_Frame(container, where, is_key=is_key))
+
+    def _scalar(self, text: str, event: yaml.Event, plain: bool) -> None:
+        control = _CONTROL.search(text)
+        if control:
+            self._problem(event, f"{_named(control.group())} may not appear in text")
+            text = _CONTROL.sub("?", text)
+        if plain and (odd := _odd_space(text)):
+            line, column = _position(event)
+            self.problems.append(Problem(self.file, line, column + odd[0] * ("\n" not in text), odd[1]))
+        if self._expects_key():
+            self._key(text, event, plain)
+            return
+        value = scalar(text) if plain else text
+        where = self._put(value, event)
+        if value is not None and not isinstance(value, str):
+            self.texts[where] = text
+
+    def _key(self, text: str, event: yaml.Event, plain: bool) -> None:
+        frame = self.stack[-1]
+        assert isinstance(frame.container, dict)
+        where = (*frame.where, text)
+        if text == "<<" and plain:
+            self._problem(event, "the merge key << is not allowed: write the keys out", lost=True)
+        elif where in self.keys:
+            self._problem(event, f"the key '{text}' appears twice; first on line {self.keys[where][0]}")
+            frame.key, frame.drop = f"{text}?{len(self.problems)}", True
+            return
+        self.keys[where] = _position(event)
+        frame.key = text
+
+    def _put(self, value: Data, event: yaml.Event) -> Where:
+        """Add a value where the parser stands; returns its path."""
+        if not self.stack:
+            self.root = value
+            where: Where = ()
+        else:
+            frame = self.stack[-1]
+            if isinstance(frame.container, list):
+                where = (*frame.where, len(frame.container))
+                frame.container.append(value)
+            else:
+                assert frame.key is not None
+                where = (*frame.where, frame.key)
+                if not frame.drop:
+                    frame.container[frame.key] = value
+                frame.key, frame.drop = None, False
+        self.values[where] = _position(event)
+        return where
+
+    def _expects_key(self) -> bool:
+        return bool(self.stack) and isinstance(self.stack[-1].container, dict) and self.stack[-1].key is None
+
+    def _problem(self, event: yaml.Event, message: str, lost: bool = False) -> None:
+        line, column = _position(event)
+        self.problems.append(Problem(self.file, line, column, message))
+        self.lost = self.lost or lost
+
+
+def _position(event: yaml.Event) -> tuple[int, int]:
+    mark = event.start_mark
+    assert mark is not None
+    return mark.line + 1, mark.column + 1

@@ -1,0 +1,173 @@
+"""What is known of a recipe's checkpoints before anything runs, and whether its variants fit them.
+
+A local checkpoint's config.json is read; of a pinned one the lock's file list is all there is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import TypeAlias
+
+from mlcbuild import quant
+from mlcbuild.build.graph import Node, Source, Step
+from mlcbuild.checkpoints.fetch import local_files
+from mlcbuild.checkpoints.hub import HubSource
+from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.errors import CheckpointError, InputError, Problem, Problems, SourceError
+from mlcbuild.models import ModelConfig, Param, config_digest, context_window, parameters
+from mlcbuild.models.action import read_json
+from mlcbuild.models.parsing import family_names, parse
+from mlcbuild.recipe import Bench, LocalSource, Model, Recipe, Variant, expand
+
+UNKNOWN_MEMORY = 4 << 30
+"""Bytes assumed for a step on a model whose config is not known before it is fetched, at most."""
+PROCESS_MEMORY = 300 << 20
+"""Bytes of a process that has NumPy loaded, with room."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model of the recipe, as far as it is known before anything runs."""
+
+    model: Model
+    node: Node
+    label: str
+    """What stands for the config in names: a digest, shortened."""
+    config: ModelConfig | None
+    """None: it is not here yet."""
+    most: int = UNKNOWN_MEMORY
+    """Bytes that its weights have in float32, at most, when the config is not known."""
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The families whose code its config step may run: all while config.json is not here yet."""
+        return family_names() if self.config is None else (self.config.family,)
+
+    @cached_property
+    def parameters(self) -> tuple[Param, ...]:
+        """Of the config, where it is known."""
+        return _parameters(self.config) if self.config is not None else ()
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest parameter in float32."""
+        if self.config is None:
+            return self.most // 4
+        return 4 * max(math.prod(param.shape) for param in self.parameters)
+
+
+def check(recipe: Recipe) -> None:
+    """Raises InputError, as `build` does, for what is wrong with variants of local models."""
+    examined(recipe, expand(recipe), None)
+
+
+def faults(models: Iterable[Model]) -> Iterator[Problem]:
+    """What makes local models none that can be built; for `recipe.load`, which reports it with all else."""
+    read = cache(_read_local)  # many models may share a directory
+    for model in models:
+        if isinstance(model.source, LocalSource):
+            found = read(model.source.path)
+            lines = found if isinstance(found, list) else []
+            yield from (model.place.problem(f"model '{model.name}': {line}") for line in lines)
+
+
+def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
+    """The checkpoints of the variants; without a lock those of local models. Raises InputError."""
+    variants = list(variants)
+    models = {variant.model.name: variant.model for variant in variants}
+    problems = Problems(faults(models.values()))
+    if problems:
+        raise InputError(problems)
+    read = cache(_read_local)
+    checkpoints: dict[str, Checkpoint] = {}
+    for name, model in models.items():
+        if isinstance(model.source, LocalSource):
+            checkpoints[name] = _local(model, model.source.path, read)
+        elif lock is not None:
+            checkpoints[name] = _pinned(model, model.source, lock)
+    for variant in variants:
+        if variant.model.name in checkpoints:
+            problems += _misfits(variant, checkpoints[variant.model.name], recipe.bench)
+    if problems:
+        raise InputError(problems)
+    return checkpoints
+
+
+def _pinned(model: Model, source: HubSource, lock: Lock) -> Checkpoint:
+    locked = lock.sources[source]
+    step = Step(
+        f"fetch/{model.name}",
+        "mlcbuild.checkpoints.fetch:fetch",
+        locked.params(source),
+        {},
+        memory=PROCESS_MEMORY,
+    )
+    stored = sum(file.size for path, file in locked.files.items() if path.endswith(".safetensors"))
+    most = min(UNKNOWN_MEMORY, 4 * stored)
+    return Checkpoint(model, step, locked.files["config.json"].sha256[:12], None, most)
+
+
+_Local: TypeAlias = tuple[tuple[str, ...], ModelConfig, str]
+"""The files of a directory that matter, its config, and the config's digest."""
+
+
+def _local(model: Model, root: Path, read: Callable[[Path], _Local | list[str]]) -> Checkpoint:
+    found = read(root)
+    if isinstance(found, list):  # it was right a moment ago
+        raise InputError(model.place.problem(f"model '{model.name}': {line}") for line in found)
+    files, config, label = found
+    return Checkpoint(model, Source(f"fetch/{model.name}", root, files), label[:12], config)
+
+
+def _read_local(root: Path) -> _Local | list[str]:
+    """A local checkpoint, or sentences about what is wrong with it."""
+    try:
+        files = local_files(root)
+        config = parse(read_json(root / "config.json"), str(root / "config.json"))
+    except (SourceError, CheckpointError) as error:
+        return str(error).split("\n")
+    return files, config, config_digest(config)
+
+
+def _misfits(variant: Variant, checkpoint: Checkpoint, bench: Bench | None) -> Iterator[Problem]:
+    """What a variant asks of a known model that the model cannot give."""
+    if checkpoint.config is None:
+        return
+    place, config = variant.model.place, checkpoint.config
+    window = context_window(config, variant.limits.context_window)
+    if window > config.max_position:
+        yield place.problem(
+            f"model '{variant.model.name}' takes at most {config.max_position} tokens, but "
+            f"compile.context_window is {window} for {variant.name}; lower it"
+        )
+    elif bench is not None and bench.prompt_tokens + bench.generate_tokens > window:
+        yield bench.place.problem(
+            f"{bench.prompt_tokens} tokens of prompt and {bench.generate_tokens} of answer do not fit the "
+            f"context of {variant.name}, {window}; lower them, or raise compile.context_window"
+        )
+    for sentence in _override_faults(variant.scheme, checkpoint.config):
+        yield place.problem(
+            f"model '{variant.model.name}', quantization '{variant.quantization}': {sentence}"
+        )
+
+
+# Thousands of variants may share few configs and schemes.
+_parameters = lru_cache(maxsize=256)(parameters)
+
+
+@lru_cache(maxsize=1024)
+def _override_faults(scheme: quant.Scheme, config: ModelConfig) -> tuple[str, ...]:
+    return quant.check_overrides(scheme, _parameters(config))
+
+
+@lru_cache(maxsize=1024)
+def stored_bytes(scheme: quant.Scheme, config: ModelConfig) -> int:
+    return quant.stored_bytes(_parameters(config), scheme)

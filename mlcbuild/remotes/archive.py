@@ -1,0 +1,269 @@
+"""A part of a store in one file, for machines without a network: a plain tar archive.
+
+    mlcbuild-archive     {"format":"mlcbuild-archive/1"}
+    cas/<digest>         blobs
+    ac/<key>             records as they travel (mlcbuild.remotes.signing), each after its blobs
+
+Every tar program can read it. What comes in is read here header by header, and nothing but regular members
+with these names is taken; it is as little believed as a remote. It is not compressed, so that nothing grows
+when it is unpacked.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from blake3 import blake3
+
+from mlcbuild.canon import Entry, canonical
+from mlcbuild.errors import MlcbuildError, StoreError, UsageError
+from mlcbuild.keyfile import Signer
+from mlcbuild.remotes.signing import LARGEST, RefusedError, seal, unseal
+from mlcbuild.store.records import Record
+from mlcbuild.store.staging import Session
+from mlcbuild.store.store import Store
+
+FORMAT = "mlcbuild-archive/1"
+_FIRST = "mlcbuild-archive"
+_MARK = canonical({"format": FORMAT}) + b"\n"
+_BLOCK = 512
+_CHUNK = 1 << 20
+_SPARSEST = 1000
+"""Bytes that one stored byte of an archive may stand for: `cp --sparse` makes holes of zeros."""
+_KINDS = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a device",
+    b"4": "a device",
+    b"5": "a directory",
+    b"6": "a pipe",
+    b"S": "a sparse file",
+}
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What an archive holds."""
+
+    records: int
+    blobs: int
+    bytes: int
+
+
+def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | None = None) -> Moved:
+    """Writes records with their blobs; `path` appears when it is whole. Raises StoreError when a record's
+    files are not intact, MlcbuildError when the archive cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    sizes: dict[str, int] = {}
+    count = 0
+    try:
+        with tarfile.open(part, "w", format=tarfile.GNU_FORMAT) as archive:
+            _add(archive, _FIRST, io.BytesIO(_MARK), len(_MARK))
+            for record in records:
+                if lost := store.lost(record):
+                    raise StoreError(f"{path} was not written: {lost}")
+                for name, digest, size in record.rows:
+                    if digest not in sizes:
+                        sizes[digest] = size
+                        _add_blob(archive, store, Entry(name, digest, size))
+                data = seal(record, signer)
+                _add(archive, f"ac/{record.key}", io.BytesIO(data), len(data))
+                count += 1
+        part.replace(path)
+    except OSError as error:
+        raise MlcbuildError(f"{path}: the archive cannot be written: {error.strerror or error}") from None
+    finally:
+        part.unlink(missing_ok=True)
+    return Moved(count, len(sizes), sum(sizes.values()))
+
+
+def _add(archive: tarfile.TarFile, name: str, source: io.IOBase | BinaryIO, size: int) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = size, 0o644
+    archive.addfile(member, cast(BinaryIO, source))
+
+
+def _add_blob(archive: tarfile.TarFile, store: Store, entry: Entry) -> None:
+    """Raises StoreError when the bytes that went into the archive are not the right ones."""
+    with store.blob(entry.digest).open("rb") as blob:
+        source = _Hashed(blob)
+        _add(archive, f"cas/{entry.digest}", source, entry.size)
+    if source.hasher.hexdigest() != entry.digest:
+        raise store.damaged(entry)
+
+
+class _Hashed(io.RawIOBase):
+    """A file, and the digest of what was read of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.hasher = blake3()
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.hasher.update(data)
+        return data
+
+
+def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
+    """Takes an archive into a store: blobs whose bytes are right, and records that follow from what they say
+    and whose blobs are there. Nothing is written before it was checked. Raises StoreError, and UsageError,
+    with the reason, at the first thing that must not be in an archive: what came before it was right, and
+    stays.
+    """
+    trusted = tuple(trust)
+    blobs: dict[str, int] = {}
+    records = 0
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UsageError(f"{path}: an archive is a regular file: write what comes from elsewhere to one")
+    with file, store.session() as session:
+        try:
+            for name, size in _members(file):
+                kind, _, digest = name.partition("/")
+                if name == _FIRST:
+                    continue
+                if kind == "cas":
+                    _take_blob(store, session, file, digest, size)
+                    blobs[digest] = size
+                else:
+                    _take_record(store, session, file, digest, size, trusted)
+                    records += 1
+        except RefusedError as error:
+            raise UsageError(f"{path} is refused: {error}") from None
+    return Moved(records, len(blobs), sum(blobs.values()))
+
+
+def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
+    """Name and size of each member, the file standing at its first byte. Raises RefusedError."""
+    seen: set[str] = set()
+    while (header := file.read(_BLOCK)).strip(b"\0"):
+        name, size = _header(header)
+        if not seen:
+            if name != _FIRST or size != len(_MARK) or file.read(size) != _MARK:
+                raise RefusedError(f"it is no archive of format {FORMAT}")
+        elif not re.fullmatch(r"(ac|cas)/[0-9a-f]{64}", name):
+            raise RefusedError(f"it holds a member called {name!r}")
+        if name in seen:
+            raise RefusedError(f"it holds {name} twice")
+        if name.startswith("ac/") and size > LARGEST:
+            raise RefusedError(f"{name} has {size} bytes: more than a record can")
+        seen.add(name)
+        start = file.tell() if name != _FIRST else _BLOCK
+        yield name, size
+        file.seek(start + -(-size // _BLOCK) * _BLOCK)
+    if not seen:
+        raise RefusedError(f"it is no archive of format {FORMAT}")
+    if len(header) < _BLOCK:
+        raise RefusedError("it is cut off")
+
+
+def _header(header: bytes) -> tuple[str, int]:
+    """Name and size in a tar header. Raises RefusedError for all but regular files."""
+    if len(header) < _BLOCK:
+        raise RefusedError("it is cut off")
+    name = header[:100].rstrip(b"\0").decode(errors="replace")
+    stated = header[148:156].strip(b" \0")
+    sums = sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
+    if not re.fullmatch(rb"[0-7]+", stated) or int(stated, 8) != sums:
+        raise RefusedError("it is no tar archive, or damaged" if name else "it is no tar archive")
+    kind = header[156:157]
+    if kind not in (b"0", b"\0"):
+        what = _KINDS.get(kind, f"of the kind {kind.decode(errors='replace')!r}")
+        raise RefusedError(f"its member {name!r} is {what}: only regular files are taken")
+    field = header[124:136]
+    if field[0] == 0x80:  # larger than octal digits can say
+        return name, int.from_bytes(field[1:], "big")
+    digits = field.strip(b" \0")
+    if not re.fullmatch(rb"[0-7]+", digits):
+        raise RefusedError(f"the size of its member {name!r} is no number")
+    return name, int(digits, 8)
+
+
+def _take_blob(store: Store, session: Session, file: BinaryIO, digest: str, size: int) -> None:
+    """Hashes a blob, and only then writes it: a file of a few kB may say that it holds 1 TB of zeros."""
+    start, there = file.tell(), os.fstat(file.fileno()).st_size
+    if size > there - start:
+        raise RefusedError(f"cas/{digest} says that it has {size} bytes: more than the archive")
+    if size > _SPARSEST * (_stored(file.fileno(), start, size) + _BLOCK):
+        raise RefusedError(f"cas/{digest} says that it has {size} bytes, which are not in the archive")
+    hasher = blake3()
+    for data in _pieces(file, size):
+        hasher.update(data)
+    if hasher.hexdigest() != digest:
+        raise RefusedError(f"the bytes of cas/{digest} are wrong")
+    with store.writing():
+        free = shutil.disk_usage(store.root).free
+        if size > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        part = session.area() / "blob"
+        file.seek(start)
+        hasher.reset()
+        with part.open("xb") as target:
+            for data in _pieces(file, size):
+                hasher.update(data)
+                target.write(data)
+    if hasher.hexdigest() != digest:
+        raise RefusedError(f"the bytes of cas/{digest} change while they are read")
+    store.put_blob(digest, part, hashed=True)
+
+
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    while size > 0:
+        data = file.read(min(size, _CHUNK))
+        if not data:
+            raise RefusedError("it is cut off")
+        size -= len(data)
+        yield data
+
+
+def _stored(descriptor: int, start: int, size: int) -> int:
+    """How many of `size` bytes from `start` a file holds; the others are holes, which read as zeros."""
+    if not hasattr(os, "SEEK_DATA"):
+        return size
+    before = os.lseek(descriptor, 0, os.SEEK_CUR)
+    at, end, found = start, start + size, 0
+    while at < end:
+        try:
+            data = os.lseek(descriptor, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                break
+            found = size  # a filesystem without an answer
+            break
+        at = os.lseek(descriptor, data, os.SEEK_HOLE)
+        found += max(0, min(at, end) - min(data, end))
+    os.lseek(descriptor, before, os.SEEK_SET)
+    return found
+
+
+def _take_record(
+    store: Store, session: Session, file: BinaryIO, key: str, size: int, trust: tuple[str, ...]
+) -> None:
+    data = file.read(size)
+    if len(data) < size:
+        raise RefusedError("it is cut off")
+    try:
+        record = unseal(key, data, trust)
+    except RefusedError as error:
+        raise RefusedError(f"ac/{key}: {error}") from None
+    if lost := store.lost(record):
+        raise RefusedError(f"ac/{key} comes before its files: {lost}")
+    with store.writing():
+        part = session.area() / "record"
+    store.put_record(record, part)

@@ -1,0 +1,112 @@
+"""Calls in daemon threads: neither an interrupt nor the end of the process waits for one that hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, TypeVar
+
+_JOIN = 1.0
+"""Seconds that the end of a pool waits for its threads."""
+Result = TypeVar("Result")
+
+
+class Background:
+    """A pool of up to `most` daemon threads. A context manager that does not wait for hung calls.
+
+    `concurrent.futures.ThreadPoolExecutor` is no alternative: the interpreter's exit joins its threads.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tasks: SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._pending: set[Future[object]] = set()
+        self._guard = threading.Lock()
+        self._closed = False
+
+    def submit(self, call: Callable[[], Result]) -> Future[Result]:
+        """Returns the future of a call. After `close` the future is cancelled."""
+        future: Future[Result] = Future()
+        with self._guard:
+            if self._closed:
+                future.cancel()
+                return future
+            self._pending.add(future)  # type: ignore[arg-type]
+            self._tasks.put((future, call))  # type: ignore[arg-type]
+            if len(self._threads) < min(self._most, len(self._pending)):
+                thread = threading.Thread(target=self._work, name="remote", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    def all(self, calls: Iterable[Callable[[], Result]]) -> list[Result]:
+        """Returns the results in order, or raises what the first call that fails raises."""
+        futures = [self.submit(call) for call in calls]
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Cancels the calls that have not begun. Those that run go on."""
+        with self._guard:
+            if self._closed:
+                return
+            self._closed = True
+            pending = list(self._pending)
+            for _ in self._threads:
+                self._tasks.put(None)
+        for future in pending:
+            future.cancel()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        end = time.monotonic() + _JOIN
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, call = task
+            if future.set_running_or_notify_cancel():
+                _settle(future, call)
+            with self._guard:
+                self._pending.discard(future)
+            del task, future, call  # an idle thread keeps nothing alive
+
+
+def within(seconds: float, call: Callable[[], Result]) -> Future[Result]:
+    """Runs a call that no timeout of its own bounds, such as a DNS lookup, in a daemon thread.
+
+    Returns its future, which is done, or raises TimeoutError; the call then goes on without anyone waiting.
+    """
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=_settle, args=(future, call), name="remote", daemon=True).start()
+    if not wait((future,), seconds).done:
+        raise AbandonedError(future)
+    return future
+
+
+class AbandonedError(TimeoutError):
+    """A call took too long. `future` is what it may still become."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        super().__init__("it took too long")
+        self.future = future
+
+
+def _settle(future: Future[Result], call: Callable[[], Result]) -> None:
+    try:
+        result = call()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

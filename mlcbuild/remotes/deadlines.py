@@ -1,0 +1,103 @@
+"""Connections of urllib3 that end in time: DNS and connecting, headers, and each read of a body.
+
+A socket's timeout bounds one read, so a server that sends a byte a second never exceeds it. Here reads share
+a deadline; http.client reads status, headers, interim answers and chunks through them, for tunnels as well.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+
+from mlcbuild.remotes.background import AbandonedError, within
+from mlcbuild.remotes.transport import CONNECT, TIMEOUT
+
+
+class _TimedReader(io.RawIOBase):
+    """Reads a socket until a deadline, however the bytes come."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.until = 0.0
+        self._sock = sock
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self.until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class Answer(http.client.HTTPResponse):
+    """An answer with a deadline for its headers, those of interim answers included, and for each read."""
+
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self._patience = sock.gettimeout() or TIMEOUT
+        self._timed = _TimedReader(sock)
+        self._timed.until = time.monotonic() + self._patience
+        self.fp.close()
+        self.fp = io.BufferedReader(self._timed)
+
+    def read1(self, n: int = -1) -> bytes:
+        self._timed.until = time.monotonic() + self._patience
+        return super().read1(n)
+
+
+class TimedConnection(HTTPConnection):
+    """A connection whose answers have deadlines, and whose making has one, DNS included."""
+
+    def __init__(self, keep: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._answer: Answer | None = None
+        keep(self)
+
+    def response_class(self, sock: socket.socket, **options: Any) -> Answer:  # type: ignore[override]
+        self._answer = Answer(sock, **options)
+        return self._answer
+
+    def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]
+        try:
+            return super().getresponse()
+        except BaseException:  # urllib3 leaves an answer open whose headers it refuses
+            if self._answer is not None:
+                self._answer.close()
+            raise
+        finally:
+            self._answer = None
+
+    def _new_conn(self) -> socket.socket:
+        try:
+            return within(min(float(self.timeout or CONNECT), CONNECT), super()._new_conn).result()
+        except AbandonedError as error:
+            error.future.add_done_callback(_close_late)
+            raise urllib3.exceptions.ConnectTimeoutError(self, "it took too long") from None
+
+
+class PlainConnection(TimedConnection):
+    pass
+
+
+class TlsConnection(TimedConnection, HTTPSConnection):
+    pass
+
+
+def _close_late(future: Future[object]) -> None:
+    """Closes a connection that was made after nobody waited for it any more."""
+    if future.exception() is None and isinstance(late := future.result(), socket.socket):
+        late.close()

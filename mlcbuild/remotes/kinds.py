@@ -1,0 +1,184 @@
+"""The kinds of remotes, by URL scheme. A new kind is one module with a transport, and one line in `KINDS`.
+
+The functions of a kind import what they need when they are called: a recipe's URLs are checked without
+loading any client.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote, urlsplit
+
+from mlcbuild.errors import UsageError
+from mlcbuild.remotes.transport import TIMEOUT, Bordered, Transport, border
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Publishing of bundles to a kind of remote."""
+
+    name: str
+    """What it is, as messages explain it."""
+    fault: Callable[[str, bool], str]
+    """(URL, whether it is written to) -> what is wrong with it; "" if nothing."""
+    pinned: Callable[[str], bool]
+    """Whether an address can never mean anything else."""
+    module: str
+    """The module that offers `push` and `fetch`: see mlcbuild/bundles/publish/transfer_bundle.py."""
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of remote."""
+
+    form: str
+    """How a URL starts, as messages show it."""
+    fault: Callable[[str], str] | None = None
+    """What is wrong with a URL that has a right syntax; "" if nothing. None: no cache can be there."""
+    connect: Callable[[str, float], Transport] | None = None
+    """(URL, timeout in seconds) -> the transport. Raises RemoteError."""
+    takes_query: bool = False
+    """Whether the URL may have options after '?'."""
+    publishes: Destination | None = None
+
+
+def _host_fault(url: str) -> str:
+    return "" if urlsplit(url).hostname else f"'{url}' names no host"
+
+
+def _directory_fault(url: str) -> str:
+    parts = urlsplit(url)
+    wrong = parts.netloc or not parts.path.startswith("/")
+    return f"'{url}' must name a directory of this machine: file:///path" if wrong else ""
+
+
+def _bucket_fault(url: str) -> str:
+    from mlcbuild.remotes import aws
+
+    return aws.fault(url)
+
+
+def _repository_fault(url: str) -> str:
+    from mlcbuild.remotes import reference
+
+    problem, tagged = reference.fault(url), bool(reference.parse(url).reference)
+    return problem or (f"'{url}' has a tag or digest: a cache is a whole repository" if tagged else "")
+
+
+def _http(url: str, timeout: float) -> Transport:
+    from mlcbuild.remotes.http import Http
+
+    return Http(url, timeout)
+
+
+def _directory(url: str, timeout: float) -> Transport:
+    from mlcbuild.remotes.directory import Directory
+
+    return Directory(Path(unquote(urlsplit(url).path)), timeout)
+
+
+def _s3(url: str, timeout: float) -> Transport:
+    from mlcbuild.remotes.s3 import S3
+
+    return S3(url, timeout)
+
+
+def _oci(url: str, timeout: float) -> Transport:
+    from mlcbuild.remotes.oci import Oci
+
+    return Oci(url, timeout)
+
+
+def _artifact_fault(url: str, writing: bool) -> str:
+    from mlcbuild.remotes import reference
+
+    if problem := reference.fault(url):
+        return problem
+    found = reference.parse(url).reference
+    if not found:
+        return f"'{url}' lacks a tag: add ':' and one"
+    if found.startswith("sha256:") and writing:
+        return f"'{url}' names content by its digest: publish to a tag"
+    return ""
+
+
+def _artifact_pinned(url: str) -> bool:
+    from mlcbuild.remotes import reference
+
+    return reference.parse(url).reference.startswith("sha256:")
+
+
+def _hub_fault(url: str, writing: bool) -> str:
+    from mlcbuild.checkpoints.hub import parse_source
+
+    try:
+        source = parse_source(url)
+    except UsageError as error:
+        return str(error).removeprefix("source ")
+    pinned = source is not None and source.is_pinned and writing
+    return f"'{url}' names a commit: publish to a branch" if pinned else ""
+
+
+def _hub_pinned(url: str) -> bool:
+    from mlcbuild.checkpoints.hub import is_commit
+
+    return is_commit(url.rpartition("@")[2])
+
+
+_ARTIFACT = Destination("a registry", _artifact_fault, _artifact_pinned, "mlcbuild.bundles.publish.artifact")
+_REPOSITORY = Destination("a model hub", _hub_fault, _hub_pinned, "mlcbuild.bundles.publish.repository")
+KINDS: Mapping[str, Kind] = {
+    "https": Kind("https://", _host_fault, _http),
+    "http": Kind("http://", _host_fault, _http),
+    "s3": Kind("s3://", _bucket_fault, _s3, takes_query=True),
+    "oci": Kind("oci://", _repository_fault, _oci, takes_query=True, publishes=_ARTIFACT),
+    "file": Kind("file:///", _directory_fault, _directory),
+    "hf": Kind("hf://", publishes=_REPOSITORY),
+}
+
+
+def scheme(url: str) -> str:
+    return url.partition("://")[0]
+
+
+def fault(url: str) -> str:
+    """What is wrong with the URL of a remote, as a sentence that never repeats a password; "" if nothing."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises ValueError for one that is none
+    except ValueError:
+        return "the URL cannot be understood"
+    if parts.username is not None or parts.password is not None:
+        return (
+            "a URL with a user name or password is not taken: put them into netrc or the environment "
+            "(MLCBUILD_TOKEN_<HOST>, MLCBUILD_LOGIN_<HOST>)"
+        )
+    kind = KINDS.get(parts.scheme)
+    if kind is None or kind.fault is None:
+        *forms, last = [item.form for item in KINDS.values() if item.fault is not None]
+        return f"'{url}' must start with {', '.join(forms)} or {last}"
+    if parts.fragment or re.search(r"[\x00-\x20\x7f]", url) or (parts.query and not kind.takes_query):
+        return f"'{url}' must be an address alone, without '?', '#' and spaces"
+    return kind.fault(url)
+
+
+def connect(url: str, timeout: float = TIMEOUT) -> Transport:
+    """Returns the transport of a URL that `fault` finds nothing wrong with. Raises RemoteError."""
+    kind = KINDS[urlsplit(url).scheme]
+    assert kind.connect is not None  # else `fault` refuses the URL
+    with border():
+        return Bordered(kind.connect(url, timeout))
+
+
+def destination(url: str) -> Destination | None:
+    """Returns what publishes to an address; None when nothing does."""
+    kind = KINDS.get(scheme(url)) if "://" in url else None
+    return kind.publishes if kind is not None else None

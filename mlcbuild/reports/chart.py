@@ -1,0 +1,259 @@
+"""Charts as SVG that needs nothing else: a timeline of a run, loss against size, curves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from mlcbuild_format import sizes
+
+from mlcbuild.reports.report import duration
+
+COLOURS: Mapping[str, str] = {
+    "fetch": "#6b8fd6",
+    "config": "#9aa4b2",
+    "tokenizer": "#b7a58a",
+    "reference": "#8a6fc0",
+    "weights": "#d9893b",
+    "library": "#3f8f8a",
+    "bundle": "#c9a227",
+    "verify": "#4f9d5b",
+}
+"""Kind of step -> colour of its bar."""
+OTHER = "#8a94a3"
+FAILED = "#c8453b"
+_PALETTE = ("#3f6fb5", "#d9893b", "#4f9d5b", "#8a6fc0", "#c8453b", "#3f8f8a", "#a8863a", "#7a8699")
+_WIDTH, _ROW, _LEFT, _RIGHT = 1040.0, 24.0, 12.0, 28.0
+_CHAR = 6.4
+LEAST = 1e-7
+"""Loss below which differences are rounding, and a model is as good as exact."""
+_DOTS = 12
+"""Points of a curve up to which each is shown."""
+_GREY = 'fill="#5d6877"'
+
+
+@dataclass(frozen=True)
+class Bar:
+    name: str
+    start: float
+    """Seconds."""
+    seconds: float
+    failed: bool = False
+    tip: str = ""
+    worker: str = ""
+    """The machine that ran it; steps of two machines never share a row."""
+
+
+@dataclass(frozen=True)
+class Point:
+    label: str
+    bytes: int
+    loss: float
+    """Mean KL divergence, nats; less than LEAST is drawn at the lower edge."""
+    group: str
+    """What gives it its colour."""
+
+
+def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
+    """Bars in as few rows as possible, none overlapping another: what ran side by side."""
+    rows: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda bar: (bar.start, -bar.seconds, bar.name)):
+        free = next((row for row in rows if _follows(row[-1], bar)), None)
+        if free is None:
+            rows.append([bar])
+        else:
+            free.append(bar)
+    return sorted(rows, key=lambda row: row[0].worker)
+
+
+def _follows(last: Bar, bar: Bar) -> bool:
+    return last.worker == bar.worker and last.start + last.seconds <= bar.start
+
+
+def timeline(bars: Sequence[Bar], total: float) -> str:
+    """Steps over time, a row for each worker that was needed."""
+    rows = lanes(bars)
+    total = max([total, *(bar.start + bar.seconds for bar in bars)]) or 1.0
+    scale = (_WIDTH - _LEFT - _RIGHT) / total
+    height = len(rows) * _ROW
+    body = []
+    for tick in ticks(total):
+        x = _LEFT + tick * scale
+        body.append(
+            f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height:.0f}" stroke="#e2e6ec"/>'
+            f'<text x="{x:.1f}" y="{height + 16:.0f}" text-anchor="middle" {_GREY}>{_short(tick)}</text>'
+        )
+    body += [_bar(bar, index, scale) for index, row in enumerate(rows) for bar in row]
+    return _svg(_WIDTH, height + 24, body)
+
+
+def _bar(bar: Bar, row: int, scale: float) -> str:
+    kind = bar.name.partition("/")[0]
+    fill = FAILED if bar.failed else COLOURS.get(kind, OTHER)
+    x, width = _LEFT + bar.start * scale, max(1.5, bar.seconds * scale)
+    room = int((width - 10) / _CHAR)
+    shown = bar.name if len(bar.name) <= room else bar.name[: room - 1] + "…" if room > 5 else ""
+    text = (
+        f'<text x="{x + 5:.1f}" y="{row * _ROW + 15:.0f}" fill="#ffffff">{escape(shown)}</text>'
+        if shown
+        else ""
+    )
+    tip = f"{bar.name}: {duration(bar.seconds)}, from {_short(bar.start)}" + (
+        f"\n{bar.tip}" if bar.tip else ""
+    )
+    return (
+        f'<g><title>{escape(tip)}</title><rect x="{x:.1f}" y="{row * _ROW + 1:.0f}" width="{width:.1f}" '
+        f'height="{_ROW - 3:.0f}" rx="3" fill="{fill}"/>{text}</g>'
+    )
+
+
+def ticks(total: float, most: int = 8) -> list[float]:
+    """Round numbers from 0 to `total`, at most `most` + 1."""
+    steps = [base * 10.0**power for power in range(-3, 2) for base in (1, 2, 5)]
+    steps += [60.0 * n for n in (1, 2, 5, 10, 15, 30)] + [3600.0 * n for n in (1, 2, 4, 8, 24)]
+    step = next((step for step in sorted(steps) if total / step <= most), total / most)
+    return [i * step for i in range(int(total / step + 1e-9) + 1)]
+
+
+def _short(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{seconds / 3600:g} h"
+    return f"{seconds / 60:g} min" if seconds >= 120 else f"{seconds:.3g} s"
+
+
+def scatter(points: Sequence[Point]) -> str:
+    """Loss (logarithmic) against size, a dot for each point with its label beside it."""
+    width, height, left, bottom, top = 520.0, 300.0, 64.0, 40.0, 14.0
+    largest = max(point.bytes for point in points) * 1.15
+    shown = [point.loss for point in points if point.loss > LEAST]
+    low = math.floor(math.log10(min(shown, default=1e-3)) - 0.3)
+    high = max(math.ceil(math.log10(max(shown, default=1.0)) + 1e-9), low + 1)
+
+    def place(point: Point) -> tuple[float, float]:
+        level = math.log10(point.loss) if point.loss > LEAST else low
+        return (
+            left + point.bytes / largest * (width - left - 16),
+            top + (high - level) / (high - low) * (height - top - bottom),
+        )
+
+    body = []
+    for power in range(low, high + 1, max(1, (high - low) // 6)):
+        y = top + (high - power) / (high - low) * (height - top - bottom)
+        body.append(
+            f'<line x1="{left:.0f}" y1="{y:.1f}" x2="{width - 16:.0f}" y2="{y:.1f}" stroke="#e2e6ec"/>'
+            f'<text x="{left - 8:.0f}" y="{y + 4:.1f}" text-anchor="end" {_GREY}>{10.0**power:g}</text>'
+        )
+    for tick in _rounds(largest):
+        x = left + tick / largest * (width - left - 16)
+        body.append(
+            f'<text x="{x:.1f}" y="{height - bottom + 18:.0f}" text-anchor="middle" fill="#5d6877">'
+            f"{sizes.show(tick)}</text>"
+        )
+    body.append(
+        f'<text x="{(left + width) / 2:.0f}" y="{height - 4:.0f}" text-anchor="middle" fill="#5d6877">'
+        'size of the weights</text><text x="14" y="'
+        f'{height / 2:.0f}" text-anchor="middle" fill="#5d6877" '
+        f'transform="rotate(-90 14 {height / 2:.0f})">mean KL, nats</text>'
+    )
+    groups = {group: index for index, group in enumerate(dict.fromkeys(point.group for point in points))}
+    taken: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda point: (place(point)[1], point.label)):
+        x, y = place(point)
+        body.append(_dot(point, (x, y), _PALETTE[groups[point.group] % len(_PALETTE)], taken, width))
+    return _svg(width, height, body)
+
+
+def _dot(
+    point: Point, place: tuple[float, float], fill: str, taken: list[tuple[float, float]], width: float
+) -> str:
+    """A dot and its label, lower when another label is there already; to the left near the right edge."""
+    x, y = place
+    long = len(point.label) * _CHAR
+    end = x + 10 + long > width
+    row = y + 4
+    while any(abs(row - other_y) < 13 and abs(x - other_x) < long + 24 for other_x, other_y in taken):
+        row += 13
+    taken.append((x, row))
+    tip = f"{point.label}: {sizes.show(point.bytes)}, KL {point.loss:.3g}"
+    side = f'x="{x - 9:.1f}" text-anchor="end"' if end else f'x="{x + 9:.1f}"'
+    return (
+        f'<g><title>{escape(tip)}</title><circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{fill}" '
+        f'stroke="#ffffff"/><text {side} y="{row:.1f}" fill="#1c2330">{escape(point.label)}</text></g>'
+    )
+
+
+@dataclass(frozen=True)
+class Curve:
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram: curves over two axes that both begin at 0."""
+
+    title: str
+    across: str
+    up: str
+    curves: Sequence[Curve]
+
+
+def panels(listed: Sequence[Panel]) -> str:
+    """Diagrams beside each other, two in a row, with one legend: a name has the same colour in all."""
+    width, height, columns = 520.0, 300.0, min(2, max(1, len(listed)))
+    names = list(dict.fromkeys(curve.name for panel in listed for curve in panel.curves))
+    colours = {name: _PALETTE[index % len(_PALETTE)] for index, name in enumerate(names)}
+    body, x = [], 64.0
+    for name, colour in colours.items():
+        body.append(f'<rect x="{x:.0f}" y="10" width="14" height="4" fill="{colour}"/>')
+        body.append(f'<text x="{x + 20:.0f}" y="16" fill="#1c2330">{escape(name)}</text>')
+        x += 40 + len(name) * _CHAR
+    for index, panel in enumerate(listed):
+        left, top = index % columns * width, 28 + index // columns * height
+        body.append(f'<g transform="translate({left:.0f} {top:.0f})">')
+        body += [*_panel(panel, (width, height), colours), "</g>"]
+    return _svg(max(columns * width, x), 28 + -(-len(listed) // columns) * height, body)
+
+
+def _panel(panel: Panel, extent: tuple[float, float], colours: Mapping[str, str]) -> Iterable[str]:
+    left, right, top, bottom = 64.0, 16.0, 26.0, 44.0
+    width, height = extent[0] - left - right, extent[1] - top - bottom
+    points = [point for curve in panel.curves for point in curve.points]
+    most_x = max((x for x, _ in points), default=0.0) or 1.0
+    most_y = 1.05 * (max((y for _, y in points), default=0.0) or 1.0)
+    yield f'<text x="{left:.0f}" y="14" fill="#1c2330" font-weight="600">{escape(panel.title)}</text>'
+    for tick in _rounds(most_x):
+        x = left + tick / most_x * width
+        yield f'<text x="{x:.1f}" y="{top + height + 17:.0f}" text-anchor="middle" {_GREY}>{tick:g}</text>'
+    for tick in _rounds(most_y):
+        y = top + (1 - tick / most_y) * height
+        yield f'<line x1="{left:.0f}" y1="{y:.1f}" x2="{left + width:.0f}" y2="{y:.1f}" stroke="#e2e6ec"/>'
+        yield f'<text x="{left - 8:.0f}" y="{y + 4:.1f}" text-anchor="end" {_GREY}>{tick:g}</text>'
+    middle = left + width / 2
+    below = f'x="{middle:.0f}" y="{extent[1] - 8:.0f}" text-anchor="middle" {_GREY}'
+    yield f"<text {below}>{escape(panel.across)}</text>"
+    turned = f'transform="rotate(-90 14 {top + height / 2:.0f})" x="14" y="{top + height / 2:.0f}"'
+    yield f'<text {turned} text-anchor="middle" {_GREY}>{escape(panel.up)}</text>'
+    for curve in panel.curves:
+        placed = [(left + x / most_x * width, top + (1 - y / most_y) * height) for x, y in curve.points]
+        line, colour = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed), colours[curve.name]
+        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.8"/>'
+        if len(placed) <= _DOTS:
+            yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/>' for x, y in placed)
+
+
+def _rounds(largest: float) -> list[float]:
+    """Round numbers from 0 to `largest`."""
+    power = 10.0 ** math.floor(math.log10(largest))
+    step = next(n * power for n in (0.1, 0.2, 0.25, 0.5, 1, 2) if largest / (n * power) <= 5)
+    return [i * step for i in range(int(largest / step) + 1)]
+
+
+def _svg(width: float, height: float, body: Iterable[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="ui-sans-serif, system-ui, sans-serif" '
+        f'font-size="11.5">\n' + "\n".join(body) + "\n</svg>\n"
+    )

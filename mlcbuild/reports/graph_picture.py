@@ -1,0 +1,270 @@
+"""Pictures of a plan: Mermaid, Graphviz, and SVG or HTML that need nothing else to be shown.
+
+The layout is the classical one for layered graphs (Sugiyama, Tagawa, Toda 1981): each node one layer after
+the last of what it needs, order within layers by repeated barycentre sweeps to avoid crossings, then
+positions pulled towards neighbours while nothing overlaps. Layers are columns, read from left to right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+
+from mlcbuild.build.graph import Graph, Source
+from mlcbuild.build.plan import Plan
+
+_COLOURS = {
+    "source": ("#eef1f5", "#8a94a3"),
+    "hit": ("#e3f4e6", "#3d9a50"),
+    "run": ("#fdeed6", "#d08718"),
+    "remote": ("#e4e9fb", "#5a70c8"),
+    "pending": ("#fdf8e4", "#c9b458"),
+    "built": ("#fdeed6", "#d08718"),
+    "reused": ("#e3f4e6", "#3d9a50"),
+    "failed": ("#fbe3e1", "#c8453b"),
+    "skipped": ("#f1f1f1", "#b0b0b0"),
+    "": ("#ffffff", "#8a94a3"),
+}
+"""State -> (fill, border)."""
+
+_WORDS = {
+    "source": "source",
+    "hit": "stored",
+    "remote": "shared",
+    "run": "runs",
+    "pending": "waits",
+    "built": "built",
+    "reused": "reused",
+    "failed": "failed",
+    "skipped": "skipped",
+}
+_CHAR, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 7.0, 34.0, 56.0, 12.0, 24.0
+_SWEEPS = 12
+
+
+@dataclass(frozen=True)
+class Box:
+    """A node's place, in pixels from the upper left."""
+
+    x: float
+    y: float
+    width: float
+
+
+def mermaid(graph: Graph, plan: Plan | None = None) -> str:
+    """Text that GitHub and GitLab show as a diagram."""
+    number = {name: f"n{index}" for index, name in enumerate(graph.nodes)}
+    states = _states(graph, plan)
+    lines = ["flowchart LR"]
+    lines += [f'  {number[name]}["{_mermaid_text(name)}"]' for name in graph.nodes]
+    lines += [f"  {number[name]} --> {number[user]}" for name, users in graph.users.items() for user in users]
+    for state in sorted(set(states.values()) - {""}):
+        fill, border = _COLOURS[state]
+        members = ",".join(number[name] for name, found in states.items() if found == state)
+        lines += [
+            f"  classDef {state} fill:{fill},stroke:{border},color:#1c2330",
+            f"  class {members} {state}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _mermaid_text(name: str) -> str:
+    return name.replace("#", "#35;").replace('"', "#quot;")
+
+
+def dot(graph: Graph, plan: Plan | None = None) -> str:
+    """Text for Graphviz."""
+    states = _states(graph, plan)
+    lines = [
+        "digraph plan {",
+        "  rankdir=LR;",
+        '  node [shape=box, style="rounded,filled", fontname="sans-serif"];',
+    ]
+    for name in graph.nodes:
+        fill, border = _COLOURS[states[name]]
+        lines.append(f'  "{_dot_text(name)}" [fillcolor="{fill}", color="{border}"];')
+    for name, users in graph.users.items():
+        lines += [f'  "{_dot_text(name)}" -> "{_dot_text(user)}";' for user in users]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _dot_text(name: str) -> str:
+    return name.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def svg(graph: Graph, plan: Plan | None = None) -> str:
+    """A complete SVG document of a plan, or of a graph alone."""
+    reasons = {step.name: step.reason for step in plan.steps} if plan is not None else {}
+    return drawing(graph, _states(graph, plan), reasons, legend=plan is not None)
+
+
+def drawing(
+    graph: Graph, states: Mapping[str, str], reasons: Mapping[str, str], *, legend: bool = True
+) -> str:
+    """A complete SVG document; `states` are of a plan or of a run. An edge that follows from others is left
+    out: fetch -> bundle when there is fetch -> weights -> bundle."""
+    import networkx
+
+    boxes = layout(graph)
+    width = max((box.x + box.width for box in boxes.values()), default=0.0) + _MARGIN
+    height = max((box.y + _HEIGHT for box in boxes.values()), default=0.0) + _MARGIN
+    shown = [state for state in _WORDS if state in states.values()]
+    keys = "".join(_key(index, state) for index, state in enumerate(shown)) if legend else ""
+    top = 36.0 if keys else 0.0
+    edges = networkx.transitive_reduction(graph.network).edges
+    body = [_edge(boxes[name], boxes[user]) for name, user in sorted(edges)]
+    body += [_node(name, box, states[name], reasons.get(name, "")) for name, box in boxes.items()]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height + top:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height + top:.0f}" font-family="ui-sans-serif, system-ui, sans-serif" '
+        f'font-size="12">\n<rect width="100%" height="100%" fill="#ffffff"/>\n{keys}'
+        f'<g transform="translate(0 {top:.0f})">\n' + "\n".join(body) + "\n</g>\n</svg>\n"
+    )
+
+
+def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -> str:
+    """A page with the SVG and, for a plan, a table of the steps that are not hits and why."""
+    rows = "".join(
+        f"<tr><td>{escape(step.name)}</td><td>{_WORDS[step.state]}</td><td>{escape(step.reason)}</td></tr>\n"
+        for step in (plan.steps if plan is not None else ())
+        if step.state != "hit"
+    )
+    table = f"<table><tr><th>step</th><th>state</th><th>why</th></tr>\n{rows}</table>" if rows else ""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        "<style>body{font:14px system-ui,sans-serif;margin:24px;color:#1c2330}div{overflow:auto}"
+        "table{border-collapse:collapse;margin-top:16px}td,th{text-align:left;padding:4px 16px 4px 0;"
+        "border-bottom:1px solid #e2e6ec;vertical-align:top}</style></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n<div>\n{svg(graph, plan)}</div>\n{table}</body></html>\n"
+    )
+
+
+def layout(graph: Graph) -> dict[str, Box]:
+    """A place for every node such that none overlap and every edge goes to the right."""
+    layers = _layers(graph)
+    _untangle(layers, graph)
+    rows = _straighten(layers, graph)
+    boxes: dict[str, Box] = {}
+    x = _MARGIN
+    for layer in layers:
+        width = max(len(name) for name in layer) * _CHAR + 20
+        for name in layer:
+            boxes[name] = Box(x, _MARGIN + rows[name], width)
+        x += width + _GAP_X
+    return boxes
+
+
+def _layers(graph: Graph) -> list[list[str]]:
+    """Each node as far right as its users allow, so that an input stands beside what reads it."""
+    depth: dict[str, int] = {}
+    for step in graph.nodes.values():
+        needs = [] if isinstance(step, Source) else graph.needs(step)
+        depth[step.name] = 1 + max((depth[need] for need in needs), default=-1)
+    for name in reversed(list(graph.nodes)):
+        if graph.users[name]:
+            depth[name] = min(depth[user] for user in graph.users[name]) - 1
+    layers: list[list[str]] = [[] for _ in range(max(depth.values(), default=-1) + 1)]
+    for name, place in depth.items():
+        layers[place].append(name)
+    return [layer for layer in layers if layer]
+
+
+def _neighbours(graph: Graph) -> dict[str, list[str]]:
+    found = {name: list(users) for name, users in graph.users.items()}
+    for name, users in graph.users.items():
+        for user in users:
+            found[user].append(name)
+    return found
+
+
+def _untangle(layers: list[list[str]], graph: Graph) -> None:
+    """Barycentre sweeps, to the right and back, over the neighbours on the side that is already placed."""
+    near = _neighbours(graph)
+    layer_of = {name: index for index, layer in enumerate(layers) for name in layer}
+    place = {name: index / len(layer) for layer in layers for index, name in enumerate(layer)}
+    for sweep in range(_SWEEPS):
+        forward = sweep % 2 == 0
+        for index in range(len(layers)) if forward else reversed(range(len(layers))):
+            layer = layers[index]
+            middle = {}
+            for name in layer:
+                side = [place[other] for other in near[name] if (layer_of[other] < index) == forward]
+                middle[name] = sum(side) / len(side) if side else place[name]
+            layer.sort(key=lambda name: (middle[name], name))
+            place.update({name: (spot + 0.5) / len(layer) for spot, name in enumerate(layer)})
+
+
+def _straighten(layers: list[list[str]], graph: Graph) -> dict[str, float]:
+    """Vertical places: each node towards the mean of its neighbours, as far as its layer's order allows."""
+    pitch = _HEIGHT + _GAP_Y
+    tallest = max((len(layer) for layer in layers), default=0)
+    rows = {
+        name: (index + (tallest - len(layer)) / 2) * pitch
+        for layer in layers
+        for index, name in enumerate(layer)
+    }
+    near = _neighbours(graph)
+    for _ in range(_SWEEPS):
+        for layer in layers:
+            wish = [
+                sum(rows[o] for o in near[name]) / len(near[name]) if near[name] else rows[name]
+                for name in layer
+            ]
+            rows.update(zip(layer, _spread(wish, pitch), strict=True))
+    lowest = min(rows.values(), default=0.0)
+    return {name: row - lowest for name, row in rows.items()}
+
+
+def _spread(wish: list[float], pitch: float) -> list[float]:
+    """The places nearest to `wish`, in its order, at least `pitch` apart.
+
+    With the pitch taken off this is isotonic least squares, solved by pooling adjacent violators.
+    """
+    blocks: list[tuple[float, int]] = []  # mean, count
+    for index, value in enumerate(wish):
+        mean, count = value - index * pitch, 1
+        while blocks and blocks[-1][0] > mean:
+            before, more = blocks.pop()
+            mean, count = (before * more + mean * count) / (more + count), count + more
+        blocks.append((mean, count))
+    flat = [mean for mean, count in blocks for _ in range(count)]
+    return [value + index * pitch for index, value in enumerate(flat)]
+
+
+def _states(graph: Graph, plan: Plan | None) -> Mapping[str, str]:
+    found = {step.name: step.state for step in plan.steps} if plan is not None else {}
+    return {
+        name: "source" if isinstance(node, Source) else str(found.get(name, ""))
+        for name, node in graph.nodes.items()
+    }
+
+
+def _node(name: str, box: Box, state: str, reason: str) -> str:
+    fill, border = _COLOURS[state]
+    tip = f"{name}: {_WORDS[state]}" + (f", {reason}" if reason else "") if state else name
+    return (
+        f'<g><title>{escape(tip)}</title><rect x="{box.x:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" '
+        f'height="{_HEIGHT:.0f}" rx="6" fill="{fill}" stroke="{border}" stroke-width="1.3"/>'
+        f'<text x="{box.x + box.width / 2:.1f}" y="{box.y + _HEIGHT / 2 + 4:.1f}" text-anchor="middle" '
+        f'fill="#1c2330">{escape(name)}</text></g>'
+    )
+
+
+def _edge(start: Box, end: Box) -> str:
+    x1, y1 = start.x + start.width, start.y + _HEIGHT / 2
+    x2, y2 = end.x, end.y + _HEIGHT / 2
+    bend = min(_GAP_X, (x2 - x1)) / 2
+    return (
+        f'<path d="M{x1:.1f} {y1:.1f} C{x1 + bend:.1f} {y1:.1f} {x2 - bend:.1f} {y2:.1f} {x2:.1f} {y2:.1f}" '
+        f'fill="none" stroke="#a9b3c1" stroke-width="1.1"/>'
+    )
+
+
+def _key(index: int, state: str) -> str:
+    fill, border = _COLOURS[state]
+    x = _MARGIN + index * 90
+    return (
+        f'<rect x="{x:.0f}" y="14" width="14" height="14" rx="3" fill="{fill}" stroke="{border}"/>'
+        f'<text x="{x + 20:.0f}" y="25" fill="#1c2330">{_WORDS[state]}</text>\n'
+    )

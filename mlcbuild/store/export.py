@@ -1,0 +1,194 @@
+"""Writes an artifact to a place the user named."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from mlcbuild_format import regular
+
+from mlcbuild.canon import bytes_digest, canonical, file_digest
+from mlcbuild.errors import MlcbuildError, StoreError, UsageError
+from mlcbuild.store.links import SPOILT, STAMP, stamp
+from mlcbuild.store.locks import wait_lock
+from mlcbuild.store.records import LARGEST, Record, Row
+from mlcbuild.store.staging import remove
+from mlcbuild.store.store import Store
+
+_SHOWN = 3
+
+
+def materialise(
+    store: Store, record: Record, destination: Path, texts: Mapping[str, bytes] = MappingProxyType({})
+) -> bool:
+    """Makes `destination` a directory with exactly the record's files, and `texts`, path -> bytes; False when
+    it was so already.
+
+    The record's files are read-only hard links to the store's blobs, or clones or copies on another
+    filesystem, and every byte of them is checked. The store is only read. The directory appears, or replaces
+    an older one, by rename. An older one is replaced only when each file in it is one that was written here:
+    `.NAME.mlcbuild.json` beside it lists those with digests, and a file that is not in the list, or was
+    changed, is the user's. Raises UsageError then, StoreError when the store's files are not intact,
+    MlcbuildError when the destination cannot be written.
+    """
+    destination = destination.absolute()
+    added = ((path, bytes_digest(data), len(data)) for path, data in texts.items())
+    rows = sorted([*record.rows, *added])
+    if _stands(rows, destination):
+        return False
+    if lost := store.lost(record):
+        raise StoreError(f"{destination} cannot be written: {lost}; run again to build it anew")
+    try:
+        _make_directory(destination.parent)
+        with wait_lock(_marker(destination).with_suffix(".lock")):
+            return _replace(destination, rows, lambda new: _fill(new, store, record, texts))
+    except OSError as error:
+        raise MlcbuildError(f"{destination} cannot be written: {error.strerror or error}") from error
+
+
+def _stands(rows: list[Row], destination: Path) -> bool:
+    """Whether there is nothing to do, seen without a lock: thousands of outputs are mostly as they were.
+
+    What another process is about to replace has a list that names more, or none.
+    """
+    sizes = {path: size for path, _, size in rows}
+    directories = {path[: at + 1] for path in sizes for at, letter in enumerate(path) if letter == "/"}
+    found, left = 0, [""]
+    try:
+        if _read(_marker(destination)) != rows or destination.is_symlink():
+            return False
+        while left:
+            below = left.pop()
+            with os.scandir(f"{destination}/{below}") as scanned:
+                entries = list(scanned)
+            for entry in entries:
+                name = below + entry.name
+                if f"{name}/" in directories and entry.is_dir(follow_symlinks=False):
+                    left.append(f"{name}/")
+                    continue
+                seen = entry.stat(follow_symlinks=False)
+                if sizes.get(name) != seen.st_size or seen.st_mtime_ns != STAMP * 10**9:
+                    return False
+                if not stat.S_ISREG(seen.st_mode):
+                    return False
+                found += 1
+    except OSError:
+        return False
+    return found == len(sizes)
+
+
+def _marker(destination: Path) -> Path:
+    """The file beside an output that lists what was written there."""
+    return destination.with_name(f".{destination.name}.mlcbuild.json")
+
+
+def _make_directory(place: Path) -> None:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+
+
+def _fill(new: Path, store: Store, record: Record, texts: Mapping[str, bytes]) -> None:
+    new.mkdir()
+    store.link_out(record.files, new)
+    for path, data in texts.items():
+        (new / path).write_bytes(data)
+        stamp(new / path)
+
+
+def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -> bool:
+    known = _marker(destination)
+    new, old = known.with_suffix(".new"), known.with_suffix(".old")
+    listed = _read(known)
+    _check_ours(destination, listed)
+    if _holds(destination, rows, listed):
+        return False
+    remove(new)
+    remove(old)  # left by a run that was killed here; its files were ours
+    try:
+        fill(new)
+        _write(known, [*listed, *rows])  # whichever of both a crash leaves is known as ours
+        if destination.exists():
+            destination.rename(old)
+        new.rename(destination)
+    except BaseException:
+        remove(new)  # else it would keep a full disk full
+        if old.exists() and not destination.exists():
+            old.rename(destination)
+        raise
+    _write(known, rows)
+    remove(old)
+    return True
+
+
+def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
+    """What is here was checked against the list already, so that names, sizes and mtimes say enough."""
+    here = {name: path.stat() for path, name in _files(destination)}
+    return here.keys() == {path for path, _, _ in rows} and all(
+        row in listed and here[row[0]].st_size == row[2] and here[row[0]].st_mtime_ns == STAMP * 10**9
+        for row in rows
+    )
+
+
+def _check_ours(destination: Path, listed: list[Row]) -> None:
+    """Raises UsageError when the destination holds anything that was not written here."""
+    if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
+        raise UsageError(f"{destination} is not a directory: move it away, or choose another output")
+    foreign = [name for path, name in _files(destination) if not _is_ours(path, name, listed)]
+    if foreign:
+        shown = ", ".join(foreign[:_SHOWN]) + (
+            f" and {len(foreign) - _SHOWN} more" if foreign[_SHOWN:] else ""
+        )
+        raise UsageError(
+            f"{destination} holds files that were not written by mlcbuild, or were changed since: {shown}; "
+            "move them away, or choose another output"
+        )
+
+
+def _is_ours(path: Path, name: str, listed: list[Row]) -> bool:
+    rows = [row for row in listed if row[0] == name]
+    if not rows or path.is_symlink() or not path.is_file():
+        return False
+    found = path.stat()
+    sized = [row for row in rows if row[2] == found.st_size]
+    if found.st_mtime_ns in (STAMP * 10**9, SPOILT * 10**9):
+        return bool(sized)
+    return bool(sized) and file_digest(path) in {row[1] for row in sized}
+
+
+def _files(root: Path) -> Iterator[tuple[Path, str]]:
+    """Everything below `root` but directories that hold something, with relative names, sorted."""
+    for directory, names, files in os.walk(root):
+        names.sort()
+        place = Path(directory)
+        links = [name for name in names if (place / name).is_symlink()]
+        for name in sorted([*files, *links]):
+            yield place / name, (place / name).relative_to(root).as_posix()
+        if not names and not files and place != root:
+            yield place, place.relative_to(root).as_posix()
+
+
+def _read(known: Path) -> list[Row]:
+    """What a list says; () for none, and for one that is damaged."""
+    try:
+        listed = json.loads(regular.read(known, LARGEST, follow_link=False))["files"]
+        return [(str(path), str(digest), int(size)) for path, digest, size in listed]
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return []
+
+
+def _write(known: Path, rows: list[Row]) -> None:
+    part = known.with_suffix(".part")
+    remove(part)
+    try:
+        part.write_bytes(canonical({"files": [list(row) for row in rows], "format": "export/1"}) + b"\n")
+        part.replace(known)
+    except OSError:
+        remove(part)
+        raise

@@ -1,0 +1,78 @@
+"""One file at a second place without a second copy, where the filesystem allows it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+STAMP = 315_532_800
+"""mtime of every file in a store, in seconds: 1980-01-01, the first that every archive format can hold.
+Any write moves a file's mtime, so a blob that still carries it was not written to."""
+SPOILT = STAMP + 2
+"""mtime of what was a blob until its bytes were found to be wrong though nobody wrote to it. In a bundle it
+tells a damaged file of ours from one that a user changed. Two seconds are the coarsest clock's tick."""
+
+_NO_LINK = {
+    errno.EXDEV,
+    errno.EMLINK,
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EACCES,
+}
+_NO_RANGE = {
+    errno.EXDEV,
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EBADF,
+}
+
+
+def link_or_copy(source: Path, destination: Path) -> None:
+    """Makes `destination` a hard link of `source`, or else a clone, or else a copy. Raises OSError.
+
+    Actions use it to pass an input through into their output: a file of the store that is linked is
+    recognised when the output is published, and not hashed again.
+    """
+    try:
+        os.link(source, destination)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        copy(source, destination)
+
+
+def copy(source: Path, destination: Path) -> None:
+    """A copy of the bytes alone; shares blocks on filesystems that can (XFS, btrfs). Raises OSError.
+
+    A copy of a file that carries STAMP is as read-only as the original, and carries it too.
+    """
+    with source.open("rb") as reader, destination.open("xb") as writer:
+        left = os.fstat(reader.fileno()).st_size
+        try:
+            while left > 0 and hasattr(os, "copy_file_range"):
+                done = os.copy_file_range(reader.fileno(), writer.fileno(), min(left, 1 << 30))
+                if done == 0:
+                    break
+                left -= done
+        except OSError as error:
+            if error.errno not in _NO_RANGE:
+                raise
+            reader.seek(0)
+            writer.seek(0)
+        if left > 0:
+            shutil.copyfileobj(reader, writer, 1 << 20)
+    if source.stat().st_mtime_ns == STAMP * 10**9:
+        stamp(destination)
+
+
+def stamp(path: Path) -> None:
+    """Makes a file what files of the store are: read-only, with the fixed mtime."""
+    path.chmod(0o444)
+    os.utime(path, (STAMP, STAMP))

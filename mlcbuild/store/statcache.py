@@ -1,0 +1,204 @@
+"""What is only remembered to save time: digests of unchanged files, and each step's recent keys.
+
+One SQLite file in the store. It survives kill -9 and any number of writers; losing it costs a re-hash and
+the reasons in a plan, so every fault of the file itself is answered by going on without it. SQLite does not
+see a flipped bit, so each row of `hashed` has a checksum, and one that is wrong counts as none.
+
+A file counts as unchanged while device, inode, size, mtime and ctime are what they were when it was
+hashed. A file written less than RACY_NS before it was hashed is not remembered at all: it could be written
+again within one tick of the filesystem's clock, with nothing to show for it (git's racy-timestamp rule).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from mlcbuild.canon import bytes_digest, file_digest
+from mlcbuild.errors import SourceError
+
+if TYPE_CHECKING:
+    import sqlite3
+
+_Row: TypeAlias = tuple[int | str, int | str, int | str, str, str]
+"""Size, mtime, ctime, digest, and the checksum as it was read; "" for what was not read."""
+Hashing: TypeAlias = Callable[[Path, int], None]
+"""Is told a file and its size in bytes."""
+
+RACY_NS = 2_000_000_000
+"""Two seconds: the coarsest clock in use (FAT), and slack for a file server's clock."""
+
+KEPT_KEYS = 8
+"""Recent keys remembered for each step name."""
+
+_UNUSED_DAYS = 180
+_TABLES = """
+drop table if exists file;
+create table if not exists hashed (
+    device integer, inode integer, size integer, mtime integer, ctime integer, day integer, digest text,
+    checksum text, primary key (device, inode)) without rowid;
+create table if not exists step (name text primary key, keys text) without rowid;
+"""
+
+
+class StatCache:
+    """Not for use from two threads. Writes happen in `save`, in one transaction."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: dict[tuple[int, int], _Row] | None = None
+        self._latest: dict[str, list[str]] | None = None
+        self._new_files: dict[tuple[int, int], _Row] = {}
+        self._new_keys: dict[str, list[str]] = {}
+
+    def digest(self, path: Path, hashing: Hashing | None = None) -> tuple[str, os.stat_result]:
+        """BLAKE3 of a file, from memory when it is unchanged, and the stat that the digest belongs to.
+
+        `hashing` is called before a file is read. Raises SourceError when the file changes meanwhile;
+        OSError, also for what is no regular file.
+        """
+        for _ in range(3):
+            before = path.stat()
+            place = before.st_dev, before.st_ino
+            known = self._known_files().get(place)
+            seen = (before.st_size, before.st_mtime_ns, before.st_ctime_ns)
+            if known is not None and known[:3] == seen and known[4] in ("", _checksum(place, known)):
+                return known[3], before
+            if not stat.S_ISREG(before.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            if hashing is not None:
+                hashing(path, before.st_size)
+            started = time.time_ns()
+            found = file_digest(path)
+            after = path.stat()
+            if (after.st_size, after.st_mtime_ns, after.st_ctime_ns) != seen or after.st_ino != before.st_ino:
+                continue
+            if max(before.st_mtime_ns, before.st_ctime_ns) + RACY_NS < started:
+                entry = (*seen, found, "")
+                self._new_files[before.st_dev, before.st_ino] = entry
+                self._known_files()[before.st_dev, before.st_ino] = entry
+            return found, before
+        raise SourceError(f"{path} changes while it is read: let its writer finish, then run again")
+
+    def keys(self, name: str) -> list[str]:
+        """Keys that a step of this name had, the latest first."""
+        return self._known_keys().get(name, [])
+
+    def remember(self, latest: Mapping[str, str]) -> None:
+        """Notes the key that each named step has now."""
+        known = self._known_keys()
+        for name, key in latest.items():
+            old = known.get(name, [])
+            if not old or old[0] != key:
+                known[name] = self._new_keys[name] = [key, *(k for k in old if k != key)][:KEPT_KEYS]
+
+    def save(self) -> None:
+        """Writes what is new. Silent when the file cannot be written: see the module's docstring."""
+        if not self._new_files and not self._new_keys:
+            return
+        if (
+            self._new_files
+        ):  # a plan before the first run has hashed sources already: that is worth a directory
+            with suppress(OSError):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+        day = time.time_ns() // 86_400_000_000_000
+        files = [
+            (*_signed(place), *row[:3], day, row[3], _checksum(place, row))
+            for place, row in self._new_files.items()
+        ]
+        keys = [(name, " ".join(keys)) for name, keys in self._new_keys.items()]
+        self._new_files, self._new_keys = {}, {}
+        self._run(
+            [
+                ("insert or replace into hashed values (?, ?, ?, ?, ?, ?, ?, ?)", files),
+                ("insert or replace into step values (?, ?)", keys),
+                ("delete from hashed where day < ?", [(day - _UNUSED_DAYS,)]),
+            ]
+        )
+
+    def _known_files(self) -> dict[tuple[int, int], _Row]:
+        if self._files is None:
+            rows = self._rows("select device, inode, size, mtime, ctime, digest, checksum from hashed")
+            self._files = {
+                (_unsigned(d), _unsigned(i)): (size, mtime, ctime, str(found), str(checksum) or "none")
+                for d, i, size, mtime, ctime, found, checksum in rows
+                if isinstance(d, int) and isinstance(i, int)
+            }
+        return self._files
+
+    def _known_keys(self) -> dict[str, list[str]]:
+        if self._latest is None:
+            rows = self._rows("select name, keys from step")
+            self._latest = {str(name): str(keys).split() for name, keys in rows}
+        return self._latest
+
+    def _rows(self, query: str) -> list[tuple[int | str, ...]]:
+        import sqlite3
+
+        if not self._path.exists():
+            return []
+        try:
+            database = self._open()
+            try:
+                return database.execute(query).fetchall()
+            finally:
+                database.close()
+        except sqlite3.OperationalError:  # read-only or busy
+            return []
+        except sqlite3.DatabaseError:  # not a database any more
+            self._discard()
+            return []
+
+    def _run(self, statements: Sequence[tuple[str, Sequence[tuple[int | str, ...]]]]) -> None:
+        import sqlite3
+
+        for _ in range(2):
+            try:
+                database = self._open()
+                try:
+                    with database:
+                        for statement, rows in statements:
+                            database.executemany(statement, rows)
+                finally:
+                    database.close()
+                return
+            except sqlite3.OperationalError:
+                return
+            except sqlite3.DatabaseError:
+                self._discard()
+
+    def _discard(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+    def _open(self) -> sqlite3.Connection:
+        import sqlite3
+
+        database = sqlite3.connect(self._path, timeout=20)
+        try:
+            database.execute("pragma journal_mode = wal")
+            database.execute("pragma synchronous = normal")
+            database.executescript(_TABLES)
+        except sqlite3.Error:
+            database.close()
+            raise
+        return database
+
+
+def _checksum(place: tuple[int, int], row: tuple[object, ...]) -> str:
+    return bytes_digest(" ".join(map(str, (*place, *row[:4]))).encode())[:16]
+
+
+def _signed(place: tuple[int, int]) -> tuple[int, int]:
+    """Device and inode as SQLite's signed 64-bit integers."""
+    return place[0] - (place[0] >> 63 << 64), place[1] - (place[1] >> 63 << 64)
+
+
+def _unsigned(number: int) -> int:
+    return number % (1 << 64)

@@ -1,0 +1,305 @@
+"""The content store: records by key, blobs by digest, any number of processes at once.
+
+    ac/k0/<key>          record (mlcbuild.store.records), written last, never changed
+    cas/d0/<digest>      blob: a file's bytes, read-only, mtime STAMP
+    tmp/<id>/            where a running process works; tmp/<id>.lock is held while it lives
+    locks/<key>          held while a step is built
+    logs/                the latest log of each step
+    known/k0/<key>       record of a remote whose files were not all needed here (mlcbuild.remotes.sharing)
+    partial/<digest>     what has arrived of a blob; locks/<digest> is held while it grows
+    receipts/, runs/     what makes a run without work short (receipt.py); logs (reports/runlog.py)
+    index.sqlite         remembered digests and recent keys (mlcbuild.store.statcache); may be deleted
+    lock                 shared by builders, exclusive for gc
+
+Files appear under their final name by an atomic rename (or link) within the store, blobs before the record
+that names them, so a process may be killed anywhere: what is visible is whole. No path of this machine is
+inside, so a store can be copied.
+
+What is read is checked before it is used. A record must be the one that its key was computed from: see
+records.py; any other counts as missing, with a warning. Every blob is hashed when its bytes are put to
+use: as an input of a step, in a bundle, in an archive, on its way to a remote (`link_out`, `sound`). One
+that is wrong is taken out, so that the next run builds it again.
+
+Only the question whether there is anything to do is answered by a look at each blob, not by hashing it: a
+run that finds everything built and in place believes a regular file with the right size and the mtime STAMP.
+Any write, through a hard link in an exported bundle too, moves the mtime, and such a blob is hashed. Bytes
+that change without a write (bit rot) show when they are used, or in `upkeep.verify`, which hashes everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from mlcbuild_format import regular
+
+from mlcbuild.canon import Entry, Tree, canonical, file_digest, noted_digest
+from mlcbuild.errors import StepError, StoreError
+from mlcbuild.store.blobs import Blobs, is_as_written, make_shelf, make_way, restamped
+from mlcbuild.store.links import STAMP, copy
+from mlcbuild.store.locks import Lock, holder, try_lock, wait_lock
+from mlcbuild.store.records import LARGEST, Made, Record, path_fault
+from mlcbuild.store.staging import Session
+from mlcbuild.store.statcache import StatCache
+
+FORMAT = "mlcbuild-store/1"
+_STAMP_NS = STAMP * 1_000_000_000
+_NOTED_NS = 600 * 1_000_000_000
+
+
+def default_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """$MLCBUILD_STORE, or the user's cache directory on this system."""
+    if chosen := environ.get("MLCBUILD_STORE"):
+        return Path(chosen).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/mlcbuild").expanduser()
+    base = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "mlcbuild"
+
+
+@dataclass(frozen=True)
+class Published:
+    """The record that now stands for a key."""
+
+    record: Record
+    fault: str = ""
+    """Set when another result stood there already: the step is not reproducible. Says what differs."""
+
+
+class Store(Blobs):
+    """A directory, created when first written to. Raises StoreError when it is of an unknown format."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root.absolute())
+        self._ac = f"{self.root}/ac/"
+        self._warnings: list[str] = []
+        self._told: set[str] = set()
+        marker = self.root / "store.json"
+        if os.path.lexists(marker):
+            try:
+                self._check(regular.read(marker, 1 << 16, follow_link=False))
+            except OSError as error:
+                raise StoreError(
+                    f"{marker}: cannot be read: {error.strerror or error}; restore it, or set MLCBUILD_STORE "
+                    "to another directory"
+                ) from None
+
+    def _check(self, marker: bytes) -> None:
+        try:
+            found = json.loads(marker)["format"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            found = "something unreadable"
+        if found != FORMAT:
+            raise StoreError(
+                f"{self.root}/store.json: the store's format is {found}, this mlcbuild knows {FORMAT}; "
+                "update mlcbuild or set MLCBUILD_STORE to another directory"
+            )
+
+    @cached_property
+    def cache(self) -> StatCache:
+        return StatCache(self.root / "index.sqlite")
+
+    def take_warnings(self) -> list[str]:
+        """Sentences about damage met since the last call, each only once in the life of this object."""
+        found = [sentence for sentence in dict.fromkeys(self._warnings) if sentence not in self._told]
+        self._told.update(found)
+        self._warnings = []
+        return found
+
+    # Reading
+
+    def record(self, key: str) -> Record | None:
+        """The record of a key, checked, whether or not its files are all there."""
+        path = f"{self._ac}{key[:2]}/{key}"
+        try:
+            return Record.checked(key, regular.read(path, LARGEST, follow_link=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            if not self.root.is_dir():
+                return None  # what cannot be a store says so when it is written to
+            why = error.strerror if isinstance(error, OSError) else error
+            self._warnings.append(f"{path}: the record is not used: {why}; its step is built again")
+            return None
+
+    def lost(self, record: Record) -> str:
+        """Words for the first file of a record that is not in the store as it was written; "" if none."""
+        for path, digest, size in record.rows:
+            name = f"{self._cas}{digest[:2]}/{digest}"
+            try:
+                found = os.lstat(name)  # ten thousand times in a run without work
+            except OSError:
+                return f"{path} is missing from the store"
+            if is_as_written(found, size):
+                continue
+            if not restamped(Path(name), digest, size):
+                self._warnings.append(
+                    f"{self.root}: {path} of step {self._step(record)} was changed in the store after it was "
+                    f"written (blob {digest}); it is not used"
+                )
+                return f"{path} is damaged in the store"
+        return ""
+
+    def find(self, key: str) -> Record | None:
+        """The record of a key when it and all its files can be used."""
+        record = self.record(key)
+        return record if record is not None and not self.lost(record) else None
+
+    @staticmethod
+    def _step(record: Record) -> str:
+        try:
+            return record.made.step
+        except ValueError:
+            return record.key
+
+    def touch(self, record: Record) -> None:
+        """Notes that a record is used, unless that was noted in the last minutes: see `upkeep.gc`."""
+        path = f"{self._ac}{record.key[:2]}/{record.key}"
+        try:
+            if time.time_ns() - os.stat(path).st_mtime_ns > _NOTED_NS:  # noqa: PTH116
+                os.utime(path)
+        except OSError:
+            return  # gone, or another user's: nothing to note
+
+    # Writing
+
+    def session(self) -> Session:
+        """A place to work in, until closed. Raises StoreError."""
+        with self.writing():
+            for name in ("ac", "cas", "tmp", "locks", "logs"):
+                (self.root / name).mkdir(parents=True, exist_ok=True)
+            self._mark()
+            return Session.start(self.root)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Keeps gc from changing anything meanwhile, and waits while it does.
+
+        For what must not be torn: finding records and noting their use, placing blobs and their record.
+        """
+        with ExitStack() as stack:
+            with suppress(OSError):  # no store yet, or another user's
+                stack.enter_context(wait_lock(self.root / "lock", shared=True, keep=True))
+            yield
+
+    def _mark(self) -> None:
+        marker = self.root / "store.json"
+        if not marker.exists():
+            part = marker.with_name(f"store.json.{secrets.token_hex(4)}")
+            part.write_bytes(canonical({"format": FORMAT}) + b"\n")
+            part.replace(marker)
+
+    def try_lock(self, key: str) -> Lock | None:
+        """The right to build a key; None while another process has it. Raises StoreError."""
+        with self.writing():
+            return try_lock(self.root / "locks" / key)
+
+    def log(self, step: str) -> Path:
+        """Where the latest log of a step lies."""
+        parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", part).lstrip(".") or "_" for part in step.split("/")]
+        return self.root / "logs" / ("/".join(parts) + ".log")
+
+    def holder(self, key: str) -> str:
+        return holder(self.root / "locks" / key)
+
+    def publish(self, key: str, made: Made, out: Path, known: Mapping[tuple[int, int], Entry]) -> Published:
+        """Takes everything below `out` into the store, blobs first, then the record; the first record wins.
+
+        `out` lies in a session's directory. `known` maps (device, inode) of the step's inputs to what
+        they are: an output that is a hard link of an input is not hashed. Raises StepError when the tree
+        holds something else than files, StoreError.
+        """
+        with self.writing(), self.settled():
+            entries = [self._adopt(path, name, known) for path, name in _walk(out, made.step)]
+            record = Record.create(key, Tree.of(entries), made)
+            part = out.parent / "record"
+            _write(part, record.encode())
+            return self._keep(record, part)
+
+    def put_record(self, record: Record, part: Path) -> Published:
+        """Takes a record from elsewhere, staged through the new file `part`; its blobs must be there."""
+        with self.writing(), self.settled():
+            if missing := self.lost(record):
+                raise StoreError(f"a record cannot be taken before its files: {missing}")
+            _write(part, record.encode())
+            return self._keep(record, part)
+
+    def _adopt(self, path: Path, name: str, known: Mapping[tuple[int, int], Entry]) -> Entry:
+        found = path.stat()
+        same = known.get((found.st_dev, found.st_ino))
+        if same is not None and found.st_mtime_ns == _STAMP_NS and self.hold(same.digest, same.size):
+            return Entry(name, same.digest, same.size)
+        noted = noted_digest(path)
+        if found.st_nlink > 1:  # shares its inode with a file that is not ours to make read-only
+            fresh = path.with_name(f"{path.name[:100]}.{secrets.token_hex(8)}")
+            copy(path, fresh)
+            path = fresh
+        entry = Entry(name, noted or file_digest(path), found.st_size)
+        self._place(path, entry.digest)
+        return entry
+
+    def _keep(self, record: Record, part: Path) -> Published:
+        place = Path(f"{self._ac}{record.key[:2]}/{record.key}")
+        make_shelf(place.parent)
+        make_way(place)
+        try:
+            place.hardlink_to(part)  # unlike a rename, fails when a record stands there
+            return Published(record)
+        except FileExistsError:
+            pass
+        except OSError:
+            if not place.exists():  # no hard links on this filesystem
+                part.replace(place)
+                return Published(record)
+        first = self.record(record.key)
+        if first is not None and not self.lost(first):
+            return Published(first, "" if first.tree == record.tree else _difference(first, record))
+        part.replace(place)
+        return Published(
+            record, "" if first is None or first.tree == record.tree else _difference(first, record)
+        )
+
+
+def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
+    """Each file below `out` and its name in the tree, sorted. Raises StepError for anything else."""
+    found = []
+    for directory, names, files in os.walk(out):
+        for name in [*files, *(n for n in names if Path(directory, n).is_symlink())]:
+            path = Path(directory, name)
+            relative = path.relative_to(out).as_posix()
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise StepError(
+                    f"step {step}: its output {relative} is not a regular file; actions write only files"
+                )
+            if fault := path_fault(relative):
+                raise StepError(f"step {step}: the name of its output {relative!r} {fault}")
+            found.append((path, relative))
+    return iter(sorted(found, key=lambda item: item[1]))
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Not synced: a record that a power cut tore does not parse, and counts as none."""
+    with path.open("xb") as file:
+        file.write(data)
+    path.chmod(0o444)
+
+
+def _difference(first: Record, second: Record) -> str:
+    before = {path: digest for path, digest, _ in first.rows}
+    after = {path: digest for path, digest, _ in second.rows}
+    paths = sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    shown = ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+    return (
+        f"step {second.made.step} is not reproducible: built twice from the same inputs it gave different "
+        f"bytes in {shown}; key {second.key}"
+    )

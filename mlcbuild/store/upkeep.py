@@ -1,0 +1,271 @@
+"""Looking after a store: is everything whole, what is in it, what can go."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import TypeAlias
+
+from mlcbuild.canon import Entry
+from mlcbuild.store.blobs import has_bytes
+from mlcbuild.store.links import STAMP, stamp
+from mlcbuild.store.locks import wait_lock
+from mlcbuild.store.records import Record
+from mlcbuild.store.staging import living, remove
+from mlcbuild.store.store import Store
+
+KEPT_RECORDS = 3600.0
+"""Seconds since its last use that a record stays beside a build; far more than between two notes of a run."""
+KEPT_BLOBS = 86_400.0
+"""Seconds since it was placed that a blob without a record stays beside a build."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a full check found. Sentences name the step and file wherever a record tells."""
+
+    records: int
+    blobs: int
+    bytes: int
+    damaged: tuple[str, ...]
+    """Blobs and records whose bytes are not what their names say."""
+    missing: tuple[str, ...]
+    """Files that a record names and the store lacks: their steps run again."""
+    unused: int
+    """Blobs that no record names, as a killed run leaves them: `gc` removes them, or a re-run uses them."""
+    mended: tuple[str, ...] = ()
+    """What was damaged or missing and is right now."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.damaged and not self.missing
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Steps of one kind: the first part of their names."""
+
+    records: int = 0
+    bytes: int = 0
+    last_used: float = 0.0
+    """When any of them was made or used last, in seconds since 1970."""
+    oldest_use: float = 0.0
+    """When the one that gc would take first was made or used last."""
+
+
+@dataclass(frozen=True)
+class Status:
+    root: Path
+    records: int
+    blobs: int
+    bytes: int
+    """Of all blobs, each counted once."""
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """Step kind -> its records and their bytes; a blob that two kinds share is counted in both."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What gc removed."""
+
+    records: int
+    blobs: int
+    bytes: int
+
+
+Mend: TypeAlias = Callable[[Entry], str]
+"""Brings a blob that is not there into the store; "" or why it could not."""
+
+
+def verify(store: Store, mend: Mend | None = None) -> Verified:
+    """Hashes every blob, checks every record against its key, and removes what is damaged, so that the steps
+    concerned run again. May run beside builds.
+
+    With `mend`, files of records that are damaged or missing are fetched anew. Raises StoreError when the
+    store cannot be read.
+    """
+    damaged: list[str] = []
+    mended: list[str] = []
+    good: dict[str, int] = {}
+    bad: set[str] = set()
+    with store.writing():
+        named, count = _sound_records(store, damaged)
+        users = {row[1]: (f"{name}: {row[0]}", Entry(*row)) for name, record in named for row in record.rows}
+        for blob in _entries(store.root / "cas"):
+            found = _check(blob)
+            if found is not None:
+                good[blob.name] = found
+                continue
+            user, entry = users.get(blob.name, ("not used", None))
+            gone = _condemn(store, blob)
+            if mend is not None and entry is not None and not gone and not mend(entry):
+                mended.append(f"blob {blob.name} ({user}) had other bytes than its name says")
+                good[blob.name] = entry.size
+                continue
+            bad.add(blob.name)
+            damaged.append(f"blob {blob.name} ({user}) has other bytes than its name says{gone}")
+        for digest in [digest for digest in users if digest not in good and digest not in bad]:
+            user, entry = users[digest]
+            if mend is not None and not mend(entry):
+                mended.append(f"{user} (blob {digest}) was missing")
+                good[digest] = entry.size
+        missing = [
+            f"{name}: {path} (blob {digest})"
+            for name, record in named
+            for path, digest, size in record.rows
+            if digest not in bad and good.get(digest) != size
+        ]
+    unused = len(good.keys() - users.keys())
+    return Verified(
+        count, len(good), sum(good.values()), tuple(damaged), tuple(missing), unused, tuple(mended)
+    )
+
+
+def _condemn(store: Store, blob: Path) -> str:
+    """Removes what lies below cas/ and is no sound blob; "" or words for why it stays."""
+    with _alone(store) as alone:
+        if alone and _check(blob) is None:  # else it was replaced meanwhile
+            store.condemn(blob.name) if blob == store.blob(blob.name) else remove(blob)
+    return "; it cannot be removed: make the store writable" if os.path.lexists(blob) else ""
+
+
+@contextmanager
+def _alone(store: Store) -> Iterator[bool]:
+    """Whether nothing is published meanwhile: not in a store that cannot be written."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(wait_lock(store.root / "lock", keep=True))
+        except OSError:
+            yield False
+            return
+        yield True
+
+
+def status(store: Store) -> Status:
+    """Counts and bytes. Raises StoreError when the store cannot be read."""
+    kinds: dict[str, Kind] = {}
+    with store.writing():
+        named, count = _sound_records(store)
+        for name, record in named:
+            kind = name.partition("/")[0]
+            used = (store.root / "ac" / record.key[:2] / record.key).lstat().st_mtime
+            old = kinds.get(kind, Kind(last_used=used, oldest_use=used))
+            kinds[kind] = Kind(
+                old.records + 1,
+                old.bytes + record.size,
+                max(old.last_used, used),
+                min(old.oldest_use, used),
+            )
+        sizes = [blob.lstat().st_size for blob in _entries(store.root / "cas")]
+    return Status(store.root, count, len(sizes), sum(sizes), dict(sorted(kinds.items())))
+
+
+def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None = None) -> Collected:
+    """Removes the records not used for `unused_days`, then the least recently used ones until the rest
+    fits into `max_bytes`, then every blob that no record names, and old logs.
+
+    May run beside builds. While one works in the store, what was used lately stays whatever the limits say:
+    records by KEPT_RECORDS (a run notes what it builds on when it plans, and again and again until it ends),
+    blobs that no record names by KEPT_BLOBS (they may belong to a record that is on its way). Plans and
+    publications, which rely on what they see for a moment, wait until this is done, and this for them.
+    Raises StoreError.
+    """
+    if not store.root.exists():
+        return Collected(0, 0, 0)
+    with store.writing(), wait_lock(store.root / "lock", keep=True):
+        now = time.time()
+        young = (now - KEPT_RECORDS, now - KEPT_BLOBS) if living(store.root) else None
+        return _collect(store, unused_days, max_bytes, young)
+
+
+def _collect(
+    store: Store, unused_days: float | None, max_bytes: int | None, young: tuple[float, float] | None
+) -> Collected:
+    """`young`: since when records and blobs were used that stay whatever else is said; None for none."""
+    used, placed = young or (inf, inf)
+    cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
+    by_use = sorted(_entries(store.root / "ac"), key=lambda path: path.lstat().st_mtime, reverse=True)
+    kept: dict[str, int] = {}
+    held = removed = 0
+    for path in by_use:
+        record = store.record(path.name)
+        fresh = (
+            {} if record is None else {digest: size for _, digest, size in record.rows if digest not in kept}
+        )
+        grown = held + sum(fresh.values())
+        when = path.lstat().st_mtime
+        old = when < cutoff or (max_bytes is not None and grown > max_bytes)
+        if record is None or (old and when < used):
+            remove(path)
+            removed += 1
+        else:
+            kept |= fresh
+            held = grown
+    named = ((blob, blob.lstat()) for blob in _entries(store.root / "cas") if blob.name not in kept)
+    blobs = [(blob, found.st_size) for blob, found in named if found.st_ctime < placed]
+    for blob, _ in blobs:
+        remove(blob)
+    for part in _files(store.root / "partial"):
+        if part.lstat().st_mtime < placed:
+            part.unlink()
+    for name in ("logs", "known"):
+        for path in _files(store.root / name):
+            if path.lstat().st_mtime < cutoff:
+                path.unlink()
+    return Collected(removed, len(blobs), sum(size for _, size in blobs))
+
+
+def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list[tuple[str, Record]], int]:
+    """(step name, record without its second line) of every sound record, and how many entries there are.
+
+    With `damaged`, the others are removed, and a sentence about each is added to it.
+    """
+    found = []
+    count = 0
+    for path in _entries(store.root / "ac"):
+        count += 1
+        record = store.record(path.name)
+        if record is not None and path.parent.name == path.name[:2]:
+            found.append((record.made.step, replace(record, rest=b"")))  # the rest is most of its memory
+        elif damaged is not None and os.path.lexists(path):
+            with _alone(store) as alone:
+                if alone and (store.record(path.name) is None or path.parent.name != path.name[:2]):
+                    remove(path)
+            stays = "; it cannot be removed: make the store writable" if os.path.lexists(path) else ""
+            damaged.append(f"record {path.name} is not what its name says{stays}")
+    store.take_warnings()
+    return found, count
+
+
+def _check(blob: Path) -> int | None:
+    """The size of a blob whose bytes are right, stamped if a copy of the store lost that; or None."""
+    try:
+        found = blob.lstat()
+        if blob.parent.name != blob.name[:2] or not has_bytes(blob, blob.name, found.st_size):
+            return None
+        if found.st_mtime_ns != STAMP * 10**9 and os.access(blob.parent, os.W_OK):
+            stamp(blob)
+        return found.st_size
+    except FileNotFoundError:
+        return None
+
+
+def _entries(root: Path) -> Iterator[Path]:
+    """Whatever lies where records or blobs do, sorted; their directories are looked into, and no others."""
+    for shelf in sorted(root.iterdir()) if root.is_dir() else []:
+        if shelf.is_dir() and len(shelf.name) == 2:
+            yield from sorted(shelf.iterdir())
+        else:
+            yield shelf
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """All files below `root`, sorted, so that two reports of one state are equal."""
+    for directory, names, files in os.walk(root):
+        names.sort()
+        yield from (Path(directory, name) for name in sorted(files))

@@ -1,0 +1,282 @@
+"""Targets: the machine a library is compiled for, spelled out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, cast
+
+from mlcbuild.canon import Json
+from mlcbuild.documents import schema
+from mlcbuild.documents.document import Data, Document, Where, read
+from mlcbuild.errors import InputError, Problems, SetupError, UsageError, did_you_mean
+from mlcbuild.targets import host as this_machine
+
+Output = Literal["shared", "object"]
+System = Literal["linux", "macos", "windows", "none"]
+
+HOST = "host"
+"""The name that stands for the machine it is read on."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Nothing here depends on the machine that reads it: `host` is resolved before a Target exists."""
+
+    name: str
+    """Display name; never part of a key."""
+    triple: str
+    """LLVM triple, for example x86_64-unknown-linux-gnu."""
+    cpu: str
+    """LLVM's name of the processor or level, for example x86-64-v3, cascadelake, cortex-a72."""
+    features: tuple[str, ...] = ()
+    """LLVM features with their sign, sorted, for example +dotprod."""
+    device: str = "cpu"
+    """The kind of device, a key of backends.BACKENDS."""
+    output: Output = "shared"
+    """A shared library, or an object file to be linked elsewhere."""
+
+    @property
+    def architecture(self) -> str:
+        """First part of the triple: x86_64, aarch64, arm64 ..."""
+        return self.triple.partition("-")[0]
+
+    @property
+    def system(self) -> System:
+        if "linux" in self.triple:
+            return "linux"
+        if "darwin" in self.triple or "macos" in self.triple:
+            return "macos"
+        return "windows" if "windows" in self.triple else "none"
+
+
+def to_json(target: Target) -> dict[str, Json]:
+    """The target without its name, as it enters keys and bundles."""
+    return {
+        "triple": target.triple,
+        "cpu": target.cpu,
+        "features": list(target.features),
+        "device": target.device,
+        "output": target.output,
+    }
+
+
+def from_json(data: Mapping[str, Json], name: str = "") -> Target:
+    """The inverse of to_json(). Raises KeyError or TypeError on anything else."""
+    features = data["features"]
+    if not isinstance(features, list):
+        raise TypeError(f"features must be a list, not {features!r}")
+    return Target(
+        name,
+        str(data["triple"]),
+        str(data["cpu"]),
+        tuple(str(feature) for feature in features),
+        str(data["device"]),
+        cast(Output, data["output"]),
+    )
+
+
+@lru_cache(maxsize=1)
+def presets() -> Mapping[str, Target]:
+    """The targets that come with mlcbuild, by name. Raises InputError on a fault in one, SetupError
+    when they are missing."""
+    files = sorted(directory().glob("*.yaml"), key=lambda path: path.stem)
+    return {path.stem: read_preset(path) for path in files}
+
+
+def directory() -> Path:
+    """Where the presets are. Raises SetupError when they are missing."""
+    package = Path(__file__).parent.parent
+    # A wheel carries them inside the package; a checkout has them at its top.
+    for place in (package / "presets", package.parent / "targets"):
+        if any(place.glob("*.yaml")):
+            return place
+    raise SetupError("the target presets of mlcbuild are missing: install it again")
+
+
+def resolve(name: str) -> Target:
+    """The preset of this name, or this machine for `host`. Raises UsageError when there is none."""
+    if name == HOST:
+        return Target(HOST, *this_machine.host())
+    if name not in presets():
+        raise UsageError(unknown(name))
+    return presets()[name]
+
+
+def unknown(name: str) -> str:
+    """The sentence about a name that is neither a preset nor `host`."""
+    return f"target '{name}' is unknown; {did_you_mean(name, [*presets(), HOST])}"
+
+
+def read_preset(path: Path) -> Target:
+    """A target from a file of its own, which spells everything out. Raises InputError."""
+    document = read(path)
+    document = schema.typed(document, "target")
+    problems = Problems([*document.problems, *schema.problems(document, schema.findings(document, "target"))])
+    if isinstance(document.data, dict) and "extends" in document.data:
+        place = document.key_place(("extends",))
+        problems.append(place.problem("a preset spells itself out: it cannot extend another"))
+    else:
+        target = parse(document, (), path.stem, problems)
+        if target is not None and not problems:
+            return target
+    raise InputError(problems)
+
+
+def parse(document: Document, where: Where, name: str, problems: Problems) -> Target | None:
+    """The target that a mapping in a document spells out, and None when it cannot be told.
+
+    The schema reports what has the wrong shape; this adds to `problems` what is wrong beyond that.
+    """
+    data = document.get(where)
+    if not isinstance(data, dict):
+        return None
+    base = _base(document, where, data, problems)
+    triple, cpu = (
+        data.get("triple", base.triple if base else None),
+        data.get("cpu", base.cpu if base else None),
+    )
+    if ("extends" in data and base is None) or not (isinstance(triple, str) and isinstance(cpu, str)):
+        return None
+    found = data.get("features", [])
+    features = [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
+    target = Target(
+        name,
+        triple,
+        cpu,
+        _merged(base.features if base else (), features),
+        str(data.get("device", base.device if base else "cpu")),
+        cast(Output, data.get("output", base.output if base else "shared")),
+    )
+    before = len(problems)
+    _check(document, where, target, problems)
+    return target if len(problems) == before else None
+
+
+def missing_features(target: Target, host: Target) -> tuple[str, ...]:
+    """What code for `target` may use and `host` lacks, of the features that mlcbuild can check."""
+    needed, present = _checkable(target), _checkable(host)
+    return tuple(sorted(needed - present))
+
+
+def labels(target: Target) -> tuple[str, ...]:
+    """What a machine must have to run what is compiled for a target, and what a machine of that kind has."""
+    return (f"{target.system} {_family(target)}", *sorted(_checkable(target)))
+
+
+def why_not(target: Target, host: Target) -> str | None:
+    """Why the machine `host` cannot run what is compiled for `target`; None when it can."""
+    if target.output == "object":
+        return "an object file must be linked into a program before it can run"
+    theirs, ours = (f"{item.system} {_family(item)}" for item in (target, host))
+    if theirs != ours:
+        return f"this is for {theirs}, and this machine is {ours}"
+    missing = missing_features(target, host)
+    if missing:
+        return f"this needs {', '.join(missing)}, which this CPU lacks"
+    return None
+
+
+def _base(document: Document, where: Where, data: dict[str, Data], problems: Problems) -> Target | None:
+    name = data.get("extends")
+    if not isinstance(name, str):
+        return None
+    try:
+        return resolve(name)
+    except (UsageError, SetupError) as error:
+        problems.append(document.place((*where, "extends")).problem(str(error)))
+        return None
+
+
+def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
+    """The features of both, sorted; of two that differ in their sign the added one counts."""
+    by_name = {feature[1:]: feature for feature in (*base, *added)}
+    return tuple(sorted(by_name.values()))
+
+
+def _check(document: Document, where: Where, target: Target, problems: Problems) -> None:
+    """Report names that LLVM does not know: it would ignore them, and build for another machine."""
+
+    def report(message: str, *part: str | int) -> None:
+        problems.append(document.place((*where, *part)).problem(message))
+
+    if target.triple.count("-") < 2:
+        return  # not a triple, as the schema reports
+    table = _llvm().get(_family(target))
+    if table is None:
+        known = did_you_mean(target.architecture, ["x86_64", "aarch64", "arm64"])
+        report(f"architecture '{target.architecture}' is unknown; {known}", "triple")
+        return
+    if target.output == "shared" and target.system not in ("linux", "macos"):
+        report("a shared library can be made for linux and macosx only; set output: object", "triple")
+    if target.cpu == "native":
+        report("'native' is another processor on every machine: use the target 'host'", "cpu")
+    elif target.cpu not in table.cpus:
+        others = {name: family for family, names in _llvm().items() for name in names.cpus}
+        hint = f"it is one of {others[target.cpu]}" if target.cpu in others else _near(target.cpu, table.cpus)
+        report(f"LLVM knows no {_family(target)} processor '{target.cpu}'; {hint}", "cpu")
+    given = cast(list[Data], document.get((*where, "features")) or [])
+    seen: set[str] = set()
+    for i, feature in enumerate(given if isinstance(given, list) else []):
+        if not isinstance(feature, str) or feature[:1] not in ("+", "-"):
+            continue
+        if feature[1:] not in table.features:
+            hint = _near(feature[1:], table.features)
+            report(f"LLVM knows no {_family(target)} feature '{feature[1:]}'; {hint}", "features", i)
+        elif feature[1:] in seen and feature not in given[:i]:
+            report(f"'{feature[1:]}' is both added and taken away", "features", i)
+        seen.add(feature[1:])
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What LLVM knows of one architecture."""
+
+    cpus: Mapping[str, frozenset[str]]
+    """Checkable features of each processor."""
+    features: frozenset[str]
+
+
+@lru_cache(maxsize=1)
+def _llvm() -> Mapping[str, _Names]:
+    """By architecture, from cpus.json, which tests/llvm_table.py writes."""
+    text = Path(__file__).with_name("cpus.json").read_text(encoding="utf-8")
+    levels: dict[str, frozenset[str]] = {}
+    for level, added in this_machine.X86_LEVELS.items():
+        levels[level] = frozenset(added).union(*levels.values())
+    return {
+        architecture: _Names(
+            {
+                cpu: frozenset[str]().union(*(levels.get(word, {word}) for word in words.split()))
+                for cpu, words in table["cpus"].items()
+            },
+            frozenset(table["features"]),
+        )
+        for architecture, table in json.loads(text)["architectures"].items()
+    }
+
+
+def _near(name: str, known: Collection[str]) -> str:
+    """Like did_you_mean(), for lists too long to be shown."""
+    if get_close_matches(name, known, n=1):
+        return did_you_mean(name, known)
+    return "mlcbuild/targets/cpus.json lists those it knows"
+
+
+def _family(target: Target) -> str:
+    """The architecture under one name for all systems."""
+    return "aarch64" if target.architecture == "arm64" else target.architecture
+
+
+def _checkable(target: Target) -> frozenset[str]:
+    table = _llvm().get(_family(target))
+    if table is None:
+        return frozenset()
+    added = {feature[1:] for feature in target.features if feature.startswith("+")}
+    taken = {feature[1:] for feature in target.features if feature.startswith("-")}
+    own = table.cpus.get(target.cpu, frozenset())
+    return ((own | added) - taken) & this_machine.CHECKABLE[_family(target)]

@@ -1,0 +1,116 @@
+"""What a library says about itself, and that the bundle around it agrees."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from mlcbuild_format.bundle import Manifest
+from mlcbuild_format.errors import BundleError, SetupError
+from mlcbuild_format.fields import (
+    FieldError,
+    Fields,
+    Json,
+    describe,
+    is_integer,
+    parse_json,
+    plain,
+    printable,
+)
+from mlcbuild_format.signature import Tensor, signature
+from mlcbuild_format.versions import LIBRARY as FORMAT
+
+RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
+
+
+@dataclass(frozen=True)
+class Metadata:
+    signature: str
+    params: tuple[Tensor, ...]
+    """(name, shape, dtype, layout) of every tensor that the library takes, in order."""
+
+
+def read_metadata(text: str, manifest: Manifest) -> Metadata:
+    """The metadata of a library, after the check that it is the one `manifest` describes.
+
+    Raises BundleError with one sentence that names both sides.
+    """
+    try:
+        top = Fields(parse_json(text.encode()))
+        if top.value.get("format") != FORMAT:
+            raise FieldError(f"'format' must be '{FORMAT}', found {describe(top.value.get('format'))}")
+        found = Metadata(top.text("signature"), _params(top))
+        _agree(top, manifest)
+    except (FieldError, ValueError) as error:
+        raise BundleError(f"{manifest.library}: its metadata is not usable: {error}") from None
+    if found.signature != manifest.signature or signature(found.params) != manifest.signature:
+        raise BundleError(
+            f"{manifest.library} takes weights of signature {found.signature[:12]}, but the manifest and the"
+            f" weights are {manifest.signature[:12]}: the library was built for another model or scheme"
+        )
+    return found
+
+
+def _params(top: Fields) -> tuple[Tensor, ...]:
+    rows = top.value.get("params")
+    if not isinstance(rows, list):
+        raise FieldError("'params' must be a list")
+    return tuple(_param(row) for row in rows)
+
+
+def _param(row: Json) -> Tensor:
+    match row:
+        case [str(name), list(shape), str(dtype), str(layout)]:
+            sizes = [size for size in shape if is_integer(size) and size >= 0]
+            if len(sizes) == len(shape):
+                return name, sizes, dtype, layout
+    raise FieldError(f"'params' holds {describe(row)}, not [name, shape, dtype, layout]")
+
+
+def _agree(top: Fields, manifest: Manifest) -> None:
+    """The manifest repeats what the library was compiled for; a difference means that one was changed."""
+    sides = {
+        "config": plain(manifest.model.config),
+        "scheme": plain(manifest.scheme),
+        "target": plain(manifest.target),
+        "limits": plain(vars(manifest.limits)),
+    }
+    for key, ours in sides.items():
+        theirs = top.object(key)
+        assert isinstance(ours, dict)
+        for name in sorted((set(ours) | set(theirs)) - {"name"}):
+            if ours.get(name) != theirs.get(name):
+                raise BundleError(
+                    f"{manifest.library} was compiled with {key}.{name} = {_shown(theirs.get(name))},"
+                    f" but bundle.json says {_shown(ours.get(name))}: build the bundle again"
+                )
+
+
+def _shown(value: Json) -> str:
+    return printable(json.dumps(value), 200)
+
+
+def find_runtime(path: Path, manifest: Manifest) -> Path:
+    """The TVM runtime library: in the bundle, named by RUNTIME_VARIABLE, or beside an installed tvm. Raises
+    SetupError."""
+    name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
+    if f"lib/{name}" in manifest.files:
+        return path / "lib" / name
+    named = os.environ.get(RUNTIME_VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise SetupError(f"{RUNTIME_VARIABLE} is '{named}', which is not a file")
+        return Path(named)
+    spec = find_spec("tvm")
+    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+        candidate = Path(place, "lib", name)
+        if candidate.is_file():
+            return candidate
+    raise SetupError(
+        f"{path}: the bundle brings no TVM runtime (lib/{name}) and this machine has none: set"
+        f" {RUNTIME_VARIABLE} to a {name} of version {manifest.tools.get('apache-tvm', 'unknown')}"
+    )

@@ -1,0 +1,373 @@
+"""The manifest of a bundle, bundle.json: its fields, and the rules for their values. See runtime/README.md.
+
+A manifest is written by a stranger. `parse` checks the type and range of every field, so that whoever has a
+Manifest needs to check none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal, get_args
+
+from mlcbuild_format.abi import PAGE
+from mlcbuild_format.fields import MAX_INTEGER, FieldError, Fields, Json, describe, is_integer, is_line, plain
+
+FORMAT = "mlcbuild-bundle/1"
+MANIFEST = "bundle.json"
+PROVENANCE = "provenance.json"
+ENVELOPE = "provenance.intoto.jsonl"
+Pooling = Literal["last", "mean"]
+"""How hidden states become one vector. `last`: that of the last token, which alone has seen all others."""
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+
+
+@dataclass(frozen=True)
+class File:
+    blake3: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    family: str
+    config: Mapping[str, Json]
+    """The model's config, verbatim; the runtime reads `vocab_size` and `hidden_size` of it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    context_window: int
+    """Tokens of one sequence, prompt and answer together."""
+    prefill_chunk: int
+    """Most tokens of one prefill call."""
+    max_batch: int
+    """Most sequences of one call."""
+    page_size: int = PAGE
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes, as estimated by the builder for max_batch sequences of context_window tokens."""
+
+    weights: int
+    kv_cache: int
+    workspace: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Defaults for requests, from the checkpoint's generation_config.json."""
+
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    pooling: Pooling = "last"
+    """How embeddings are made of hidden states; from the checkpoint's 1_Pooling/config.json."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a target says about the machine that can run the library."""
+
+    triple: str
+    cpu: str
+    features: tuple[str, ...]
+    device: str
+    output: str
+
+    @property
+    def architecture(self) -> str:
+        return self.triple.partition("-")[0]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """bundle.json. `scheme`, `target` and `model.config` are kept verbatim."""
+
+    name: str
+    model: Model
+    scheme: Mapping[str, Json]
+    target: Mapping[str, Json]
+    limits: Limits
+    library: str
+    weights: tuple[str, ...]
+    signature: str
+    files: Mapping[str, File]
+    """Every file of the bundle but bundle.json and those of provenance, by relative path."""
+    memory: Memory
+    serving: Serving = Serving()
+    verification: Mapping[str, Json] | None = None
+    tools: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def machine(self) -> Machine:
+        return _machine(Fields(plain(self.target), "target"))
+
+    @property
+    def vocab_size(self) -> int:
+        return Fields(plain(self.model.config), "model.config").integer("vocab_size", 1, MAX_INT32)
+
+    @property
+    def hidden_size(self) -> int:
+        return Fields(plain(self.model.config), "model.config").integer("hidden_size", 1, MAX_INT32)
+
+    @property
+    def everything(self) -> frozenset[str]:
+        """Paths of all files that a bundle with this manifest may hold."""
+        return frozenset({*self.files, MANIFEST, PROVENANCE, ENVELOPE})
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a layer looks back at most; None: to the beginning."""
+        found = plain(self.model.config.get("windows"))
+        listed = found if isinstance(found, list) else []
+        sizes = [size for size in listed if isinstance(size, int)]
+        return max(sizes) if sizes and len(sizes) == len(listed) else None
+
+    def to_json(self) -> dict[str, Json]:
+        """The document; `parse` is its inverse."""
+        serving: dict[str, Json] = {"bos_token_id": self.serving.bos_token_id}
+        serving["eos_token_ids"] = list(self.serving.eos_token_ids)
+        for key in ("temperature", "top_p", "top_k"):
+            value = getattr(self.serving, key)
+            if value is not None:
+                serving[key] = value
+        if self.serving.pooling != Serving.pooling:
+            serving["pooling"] = self.serving.pooling
+        return {
+            "format": FORMAT,
+            "name": self.name,
+            "model": {
+                "name": self.model.name,
+                "family": self.model.family,
+                "config": plain(self.model.config),
+            },
+            "scheme": plain(self.scheme),
+            "target": plain(self.target),
+            "limits": plain(vars(self.limits)),
+            "library": self.library,
+            "weights": list(self.weights),
+            "signature": self.signature,
+            "files": {path: plain(vars(file)) for path, file in sorted(self.files.items())},
+            "memory": plain(vars(self.memory)),
+            "serving": serving,
+            "verification": plain(self.verification),
+            "tools": plain(self.tools),
+        }
+
+    def to_bytes(self) -> bytes:
+        """The content of bundle.json: the same bytes for the same manifest."""
+        text = json.dumps(self.to_json(), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return text.encode() + b"\n"
+
+
+MAX_INT32 = (1 << 31) - 1
+MAX_FILES = 10_000
+MAX_VALUES = 100_000
+"""Values of an object that is kept verbatim, such as a model's config."""
+MAX_NESTING = 16
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
+"""A file or directory: plain on every file system, and in a shell."""
+_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
+"""Names that Windows gives to devices, with every extension."""
+_HEX = "[0-9a-f]{64}"
+_TRIPLE = r"[A-Za-z0-9_.]+(-[A-Za-z0-9_.]+){1,4}"
+_WORD = r"[A-Za-z0-9_.+-]+"
+_FIGURES: Mapping[str, float] = {
+    "kl_mean": 1e9,
+    "kl_max": 1e9,
+    "top1_agreement": 1,
+    "perplexity": 1e308,
+    "reference_perplexity": 1e308,
+    "decode_error": 1e308,
+}
+"""The largest value of each figure of `verification`; the smallest is 0."""
+
+
+def parse(document: Json) -> Manifest:
+    """A Manifest from its JSON. Raises FieldError, naming the first field at fault."""
+    top = Fields(document)
+    version = top.value.get("format")
+    if version != FORMAT:
+        raise FieldError(
+            f"'format' must be '{FORMAT}', the one this runtime reads, found {describe(version)}"
+        )
+    top.only("format", *Manifest.__dataclass_fields__)
+    model = top.fields("model").only("name", "family", "config")
+    limits = top.fields("limits").only(*Limits.__dataclass_fields__)
+    memory = top.fields("memory").only(*Memory.__dataclass_fields__)
+    tools = top.fields("tools")
+    manifest = Manifest(
+        name=top.text("name"),
+        model=Model(model.text("name"), model.text("family"), _verbatim(model, "config")),
+        scheme=_verbatim(top, "scheme"),
+        target=_verbatim(top, "target"),
+        limits=Limits(**{key: limits.integer(key, 1, MAX_INT32) for key in Limits.__dataclass_fields__}),
+        library=top.text("library"),
+        weights=top.texts("weights"),
+        signature=top.text("signature", _HEX),
+        files=_files(top.fields("files")),
+        memory=Memory(**{key: memory.integer(key, 0) for key in Memory.__dataclass_fields__}),
+        serving=_serving(top.fields("serving")),
+        verification=_verification(top),
+        tools={key: tools.text(key) for key in tools.value},
+    )
+    _cross_check(manifest)
+    return manifest
+
+
+def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
+    """An object of any form, whose values are plain: it is shown, compared and written again."""
+    found = fields.fields(key)
+    level: Sequence[Json] = [found.value]
+    count = 0
+    for _ in range(MAX_NESTING + 1):
+        count += len(level)
+        if not level or count > MAX_VALUES:
+            break
+        inside: list[Json] = []
+        for value in level:
+            if isinstance(value, dict):
+                inside += [*value, *value.values()]
+            elif isinstance(value, list):
+                inside += value
+            elif not _is_plain(value):
+                rule = "single lines of printable text, and numbers of at most 53 bits"
+                raise FieldError(f"{found.name} may hold only {rule}, found {describe(value)}")
+        level = inside
+    if level:
+        raise FieldError(f"{found.name} has more than {MAX_VALUES} values, or is nested too deeply")
+    return found.value
+
+
+def _is_plain(value: bool | float | str | None) -> bool:
+    if isinstance(value, str):
+        return not value or is_line(value)
+    return value is None or -MAX_INTEGER <= value <= MAX_INTEGER
+
+
+def _verification(top: Fields) -> dict[str, Json] | None:
+    if top.value.get("verification") is None:
+        return None
+    figures = top.fields("verification").only("tokens", *_FIGURES)
+    for key, largest in _FIGURES.items():
+        if figures.number(key, 0, largest) is None:
+            raise FieldError(f"'verification.{key}' is missing")
+    figures.integer("tokens", 1)
+    return figures.value
+
+
+def _serving(fields: Fields) -> Serving:
+    fields.only(*Serving.__dataclass_fields__)
+    bos = fields.value.get("bos_token_id")
+    top_k = fields.value.get("top_k")
+    return Serving(
+        bos_token_id=None if bos is None else fields.integer("bos_token_id", 0, MAX_INT32),
+        eos_token_ids=fields.integers("eos_token_ids", MAX_INT32),
+        temperature=fields.number("temperature", 0, 100),
+        top_p=fields.number("top_p", 0, 1),
+        top_k=None if top_k is None else fields.integer("top_k", 0, MAX_INT32),
+        pooling=_pooling(fields),
+    )
+
+
+def _pooling(fields: Fields) -> Pooling:
+    found = fields.value.get("pooling", Serving.pooling)
+    for kind in POOLINGS:
+        if found == kind:
+            return kind
+    raise FieldError(f"'serving.pooling' must be one of {', '.join(POOLINGS)}, found {describe(found)}")
+
+
+def _machine(fields: Fields) -> Machine:
+    return Machine(
+        triple=fields.text("triple", _TRIPLE),
+        cpu=fields.text("cpu", _WORD),
+        features=fields.texts("features", _WORD),
+        device=fields.text("device", _WORD),
+        output=fields.text("output", _WORD),
+    )
+
+
+def _files(fields: Fields) -> dict[str, File]:
+    if len(fields.value) > MAX_FILES:
+        raise FieldError(f"'files' names more than {MAX_FILES} files")
+    for path in fields.value:
+        if not is_plain_path(path):
+            raise FieldError(f"'files' names {describe(path)}, which is not a plain path inside the bundle")
+    spellings: dict[str, str] = {}
+    for path in fields.value:
+        for part in (path, *map(str, PurePosixPath(path).parents)):
+            if spellings.setdefault(part.lower(), part) != part:
+                raise FieldError(
+                    f"'files' names '{part}' and '{spellings[part.lower()]}', which are one file where"
+                    " capital letters do not count"
+                )
+            if part != path and part in fields.value:
+                raise FieldError(f"'files' names '{part}' as a file, and as the directory of '{path}'")
+        if path.lower() in (MANIFEST, PROVENANCE, ENVELOPE):
+            raise FieldError(f"'files' names '{path}', which no manifest lists")
+    files = {}
+    for path in fields.value:
+        entry = fields.fields(path).only("blake3", "size")
+        files[path] = File(entry.text("blake3", _HEX), entry.integer("size", 0))
+    return files
+
+
+def is_plain_path(path: str) -> bool:
+    """A relative path of letters, digits and `_ . + -` that means the same on every system."""
+    parts = path.split("/")
+    return (
+        len(parts) <= MAX_NESTING
+        and all(re.fullmatch(_NAME, part) and not part.endswith(".") for part in parts)
+        and not any(part.partition(".")[0].lower() in _DEVICES for part in parts)
+    )
+
+
+def _cross_check(manifest: Manifest) -> None:
+    """Checks that need more than one field."""
+    needed = (manifest.library, *manifest.weights)
+    for path in needed:
+        if path not in manifest.files:
+            raise FieldError(f"'files' does not list {path!r}, which the manifest says is needed")
+    if not manifest.weights:
+        raise FieldError("'weights' names no file")
+    if len(set(needed)) != len(needed):
+        raise FieldError("'library' and 'weights' name one file twice")
+    Fields(plain(manifest.scheme), "scheme").text("name")
+    _ = manifest.machine
+    _check_config(manifest)
+    limits, memory = manifest.limits, manifest.memory
+    if limits.prefill_chunk > limits.context_window:
+        raise FieldError(
+            f"'limits.prefill_chunk' is {limits.prefill_chunk}, more than the context of"
+            f" {limits.context_window} tokens"
+        )
+    if -(-limits.context_window // limits.page_size) * limits.max_batch > MAX_INT32:
+        raise FieldError(f"'limits' need more than {MAX_INT32} pages of KV cache")
+    if memory.total != memory.weights + memory.kv_cache + memory.workspace:
+        raise FieldError(f"'memory.total' is {memory.total}, which is not the sum of its parts")
+
+
+def _check_config(manifest: Manifest) -> None:
+    """What the runtime reads of the model's config, and tokens against its vocabulary."""
+    config, serving, vocab_size = manifest.model.config, manifest.serving, manifest.vocab_size
+    for token in (*serving.eos_token_ids, *([] if serving.bos_token_id is None else [serving.bos_token_id])):
+        if token >= vocab_size:
+            raise FieldError(f"'serving' names token {token}, but the vocabulary has {vocab_size} tokens")
+    if "hidden_size" in config:
+        _ = manifest.hidden_size
+    if "num_layers" in config:
+        Fields(plain(config), "model.config").integer("num_layers", 1, MAX_INT32)
+    windows = config.get("windows", [])
+    sizes = windows if isinstance(windows, list | tuple) else [0]
+    if not all(size is None or (is_integer(size) and 0 < size <= MAX_INT32) for size in sizes):
+        raise FieldError("'model.config.windows' must be a list of nulls and integers of at least 1")

@@ -1,0 +1,22 @@
+"""The memory of this machine."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_UNKNOWN = 8 << 30
+"""Bytes assumed where the system does not report them."""
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def available() -> int:
+    """Returns the bytes that this process may use: the machine's, or what control groups leave of it."""
+    counts = [_UNKNOWN]
+    with suppress(ValueError, OSError, AttributeError):
+        counts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for limit in _LIMITS:
+        with suppress(OSError, ValueError):  # "max" is no number
+            counts.append(int(Path(limit).read_text()))
+    return min(counts)

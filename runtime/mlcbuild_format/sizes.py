@@ -1,0 +1,26 @@
+"""Numbers of bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def parse(text: str) -> int:
+    """Returns the bytes of a size such as 20GB (10**9 each) or 20GiB (2**30 each); letters in any case.
+
+    Raises ValueError with one sentence.
+    """
+    parts = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text, re.IGNORECASE | re.ASCII)
+    if parts is None or (parts[3] and not parts[2]):
+        raise ValueError(f"must be a size such as 8GB or 512MiB, found '{text}'")
+    return int(float(parts[1]) * (1024 if parts[3] else 1000) ** " kmgt".index(parts[2].lower() or " "))
+
+
+def show(count: float) -> str:
+    """Returns a number of bytes for people: 812 B, 3.1 MB, 16.4 GB."""
+    step = 0
+    while count >= 1000 and step < len(_UNITS) - 1:
+        count, step = count / 1000, step + 1
+    return f"{count:.0f} B" if step == 0 else f"{count:.1f} {_UNITS[step]}"

@@ -1,0 +1,127 @@
+"""llguidance, as this server uses it: its limits, the vocabulary as it expects one, and its errors.
+
+The server and the child process that tries constraints both use it, so that they see the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+STEP_SECONDS = 0.25
+"""Processor time that one mask may take: all requests of a step wait for it."""
+EXPRESSIONS, FUEL, STATES = 100_000, 50_000, 10_000
+"""llguidance's limits of the lexer: expressions and states that it may build for one constraint, and work for
+one token. Its defaults allow a matcher to grow to 400 MB; these, to GROWTH."""
+GROWTH = 34 << 20
+"""Bytes that a compiled constraint may grow by while answers follow it, at most: 21 MB of expressions and 12
+MB of states were measured with llguidance 1.9."""
+_LIMITS = (
+    "too many expressions",
+    "too many states",
+    "initial lexer configuration",
+    "fuel",
+    "Current row has",
+    "Too many",
+    "too many",
+    "TooComplex",
+)
+"""Words of llguidance's errors for a constraint that reaches one of its limits."""
+_EMPTY = (
+    "no text fits it: its conditions exclude each other, a rule or $ref leads to nothing but itself, or the"
+    " vocabulary cannot spell the text"
+)
+
+
+class Tokens:
+    """A vocabulary as llguidance expects one; texts are cut into the longest tokens."""
+
+    def __init__(self, tokens: Sequence[bytes], special: Collection[int], ends: Collection[int]) -> None:
+        """`tokens`: the bytes of each, or the name of a special one. `ends`: tokens that end an answer."""
+        self.tokens, self.special_token_ids, self.ends = list(tokens), sorted(special), sorted(ends)
+        self.eos_token_id, self.bos_token_id = self.ends[0], None
+        texts = set(range(len(self.tokens))) - set(special)
+        self._numbers = {self.tokens[token]: token for token in sorted(texts)}
+        self.longest = max(map(len, self._numbers), default=1)
+
+    def __call__(self, text: str) -> list[int]:
+        data, place, cut = text.encode(), 0, list[int]()
+        while place < len(data):
+            sizes = range(min(self.longest, len(data) - place), 0, -1)
+            size = next((size for size in sizes if data[place : place + size] in self._numbers), 0)
+            if not size:
+                break  # what is left is chosen byte by byte
+            cut.append(self._numbers[data[place : place + size]])
+            place += size
+        return cut
+
+    @cached_property
+    def ordinary(self) -> NDArray[np.bool_]:
+        """Marks the tokens that are a part of a text."""
+        marks = np.ones(len(self.tokens), np.bool_)
+        marks[[*self.special_token_ids, *self.ends]] = False
+        return marks
+
+    @cached_property
+    def plain(self) -> NDArray[np.bool_]:
+        """Marks the ordinary tokens of letters and digits."""
+        return self.ordinary & [data.isalnum() for data in self.tokens]
+
+    def tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.ends)
+
+
+def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Returns a matcher of a grammar; an error is in it."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=EXPRESSIONS, step_lexer_fuel=FUEL, max_lexer_states=STATES, verbose_errors=False
+    )
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+
+
+def beginning(matcher: LLMatcher) -> str:
+    """Returns what is wrong with a fresh matcher, or with its first mask; empty where nothing is."""
+    if not matcher.is_error() and not any(matcher.compute_bitmask()) and not matcher.is_error():
+        return "NoExtensionBias"
+    return str(matcher.get_error()) if matcher.is_error() else ""
+
+
+def slow_mask(seconds: float) -> str:
+    """Returns why a mask that took so long ends an answer."""
+    return (
+        f"it took {seconds:.2f} s to see which tokens may come next, and others wait meanwhile: simplify it"
+    )
+
+
+def reason(message: str) -> str:
+    """Returns one sentence for an error of llguidance."""
+    if message.startswith("NoExtension") or "forced bytes" in message:
+        return _EMPTY
+    if any(words in message for words in _LIMITS):
+        return f"it is too complex, since it repeats or branches too often: simplify it ({_line(message)})"
+    if name := re.search(r'unknown special token: ("[^"\n]*")', message):
+        return f"no special token is called {name[1]}: write one by its number, such as <[2]>"
+    if message.startswith("panic"):
+        return f"llguidance cannot read it: {_line(message)}"
+    return _line(message)
+
+
+def _line(message: str) -> str:
+    """The first line of a message: the others draw the place in a grammar that is ours."""
+    lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines() if line.strip()]
+    reason = next((line for line in lines if line.startswith("error:")), "")
+    first = re.sub(r"^at \d+\(\d+\): ", "", lines[0]) if lines else "unknown reason"
+    shown = first if len(first) <= 300 else f"{first[:297]}..."  # it may quote a long constraint
+    return f"{shown} {reason}".strip()

@@ -1,0 +1,41 @@
+"""One vector for a text: hidden states of its tokens, pooled and scaled to length 1."""
+
+from __future__ import annotations
+
+import numpy as np
+from mlcbuild_format.bundle import Pooling
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+
+class Pool:
+    """The states of one text as they come, chunk by chunk."""
+
+    def __init__(self, kind: Pooling) -> None:
+        self.kind, self._count = kind, 0
+        self._sum: NDArray[np.float64] = np.zeros(0)
+
+    def clear(self) -> None:
+        """The text is computed again, from its beginning."""
+        self._count = 0
+
+    def add(self, states: Floats) -> None:
+        """states: float32 [n, hidden] of the next n tokens; summed in float64, so that chunks do not show."""
+        if self.kind == "last":
+            self._sum, self._count = states[-1].astype(np.float64), 1
+            return
+        total = states.sum(axis=0, dtype=np.float64)
+        self._sum = total if self._count == 0 else self._sum + total
+        self._count += len(states)
+
+    def vector(self) -> Floats:
+        """float32 [hidden] of length 1."""
+        return unit(self._sum / self._count)
+
+
+def unit(vector: NDArray[np.floating]) -> Floats:
+    """The vector scaled to length 1; a vector of zeros stays what it is."""
+    wide = vector.astype(np.float64)
+    length = float(np.linalg.norm(wide))
+    return (wide / length if length else wide).astype(np.float32)

@@ -1,0 +1,297 @@
+"""Bundles by name: loaded when they are asked for, unloaded when others need their memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from mlcbuild_format import bundle, sizes
+from mlcbuild_format.bundle import Manifest
+from mlcbuild_format.errors import BundleError, RequestError, ServingError, SetupError
+from mlcbuild_format.fields import Json
+
+from mlcbuild_runtime.devices.cpu import Model, forget_memory
+from mlcbuild_runtime.engine import memory_modes
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.engine_options import Role
+from mlcbuild_runtime.engine.memory_modes import Chosen, Wanted
+from mlcbuild_runtime.engine.request import State
+from mlcbuild_runtime.engine.trace import Trace
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A bundle's directory, and the name it is to have instead of its own."""
+
+    path: Path
+    name: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Source:
+        """From DIRECTORY or NAME=DIRECTORY."""
+        name, equals, path = text.partition("=")
+        if equals and name and not Path(text).exists():
+            return cls(Path(path), name)
+        return cls(Path(text))
+
+
+@dataclass
+class Entry:
+    """One bundle. Its mutable fields belong to Models."""
+
+    path: Path
+    names: list[str]
+    """The first is shown; the others are aliases."""
+    manifest: Manifest | None
+    engine: Engine | None = None
+    chosen: Chosen | None = None
+    error: ServingError | None = None
+    """Of the last attempt to load it."""
+    users: int = 0
+    used: float = field(default_factory=time.monotonic)
+
+
+class Use:
+    """An engine for somebody who needs it: it stays loaded until the `end`."""
+
+    def __init__(self, models: Models, entry: Entry, engine: Engine) -> None:
+        self.engine, self._models, self._entry = engine, models, entry
+        self._ended = False
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._models._release(self._entry)
+
+
+class Models:
+    """May be used from any thread."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        wanted: Wanted,
+        threads: int | None = None,
+        max_waiting: int | None = None,
+        role: Role | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        """`role`: what all engines have in common.
+
+        Raises SetupError for a name that two bundles have, and what is wrong with a bundle that is alone. Of
+        several, one that cannot be read is an entry that answers with the reason.
+        """
+        self.wanted, self._threads, self._max_waiting = wanted, threads, max_waiting
+        self._role, self._trace = role or Role(), trace
+        self._door, self._loading = threading.Lock(), threading.Lock()
+        self._draining = False
+        self.entries: list[Entry] = []
+        self._by_name: dict[str, Entry] = {}
+        for source in sources:
+            self._add(source, alone=len(sources) == 1)
+
+    @classmethod
+    def of(cls, engine: Engine) -> Models:
+        """An engine that runs already, alone."""
+        found = cls([], Wanted())
+        entry = Entry(engine.model.path, [engine.name], engine.model.manifest, engine)
+        entry.chosen = Chosen(
+            "server",
+            engine.max_batch,
+            engine.model.pages,
+            engine.prefill_chunk,
+            engine.model.manifest.memory.total,
+        )
+        found.entries, found._by_name = [entry], {engine.name: entry}
+        return found
+
+    def _add(self, source: Source, alone: bool) -> None:
+        path = source.path.absolute()
+        entry = next((other for other in self.entries if other.path == path), None)
+        if entry is None:
+            entry = Entry(path, [], None)
+            try:
+                entry.manifest = bundle.manifest(path)
+            except BundleError as error:
+                if alone:
+                    raise
+                log.warning("%s", error)
+                entry.error = error
+            self.entries.append(entry)
+        name = source.name or (entry.manifest.name if entry.manifest else path.name)
+        if self._by_name.setdefault(name, entry) is not entry:
+            raise SetupError(
+                f"{path} and {self._by_name[name].path} are both called '{name}': give one of them another"
+                f" name, NAME={source.path}"
+            )
+        if name not in entry.names:
+            entry.names.append(name)
+
+    def load_first(self) -> None:
+        """Raises BundleError or SetupError."""
+        self._load(self.entries[0])
+
+    def at_once(self, name: Json) -> Use | None:
+        """As `use`, for a model that is loaded; None where it is not. Never waits."""
+        entry = self.find(name)
+        with self._door:
+            return None if entry.engine is None else self._lend(entry, entry.engine)
+
+    def use(self, name: Json) -> Use:
+        """The engine of a model, which is loaded if it must be; null is the first.
+
+        Raises RequestError when there is none of that name (404), or no room for it now (503); what is wrong
+        with its bundle is a RequestError, too, so that the client sees the reason (500).
+        """
+        entry = self.find(name)
+        if self._draining:
+            raise RequestError("the server is stopping: try another", code="stopping", status=503)
+        with self._loading:
+            if entry.engine is None:
+                try:
+                    self._load(entry)
+                except (BundleError, SetupError) as error:
+                    entry.error = error
+                    raise RequestError(
+                        f"the model '{entry.names[0]}' cannot be loaded: {error}",
+                        param="model",
+                        code="model_not_loaded",
+                        status=500,
+                    ) from None
+            with self._door:
+                assert entry.engine is not None
+                return self._lend(entry, entry.engine)
+
+    def find(self, name: Json) -> Entry:
+        """Raises RequestError (404) for a name that no model has; null is the first."""
+        if name is None:
+            return self.entries[0]
+        if not isinstance(name, str) or name not in self._by_name:
+            here = ", ".join(f"'{known}'" for known in self._by_name)
+            raise RequestError(
+                f"the model {name!r} is not here: this server has {here}",
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+        return self._by_name[name]
+
+    def _lend(self, entry: Entry, engine: Engine) -> Use:
+        entry.users += 1
+        return Use(self, entry, engine)
+
+    def _release(self, entry: Entry) -> None:
+        with self._door:
+            entry.users -= 1
+            entry.used = time.monotonic()
+
+    def _load(self, entry: Entry) -> None:
+        """Raises BundleError, SetupError or RequestError (503)."""
+        manifest = entry.manifest or bundle.manifest(entry.path)
+        chosen = memory_modes.choose(self.wanted, manifest)
+        if len(self.entries) > 1:
+            self._make_room(chosen.memory)
+        model = Model.load(entry.path, self._threads, chosen.pages)
+        tokenizer = Tokenizer.of(model.path, model.manifest)
+        role = replace(self._role, name=entry.names[0], prefill_chunk=chosen.prefill_chunk)
+        engine = Engine(model, tokenizer, chosen.max_batch, self._max_waiting, role)
+        if self._draining:
+            engine.drain()
+        entry.manifest, entry.chosen, entry.error = manifest, chosen, None
+        entry.engine = engine.start(self._trace)
+
+    def _make_room(self, needed: int) -> None:
+        """Unloads models that nobody uses, the one that was used least recently first."""
+        while self._loaded_bytes() + needed > self.wanted.budget:
+            with self._door:
+                idle = [entry for entry in self.entries if entry.engine is not None and not entry.users]
+                if not idle:
+                    break
+                victim = min(idle, key=lambda entry: entry.used)
+                engine, victim.engine = victim.engine, None
+            assert engine is not None
+            # Requests that were cancelled end with the step that runs.
+            engine.drain()
+            engine.close(timeout=60)
+            del engine
+            forget_memory()
+        if self._loaded_bytes() and self._loaded_bytes() + needed > self.wanted.budget:
+            raise RequestError(
+                f"the model needs {sizes.show(needed)}, and the models in use leave no room for it in"
+                f" {sizes.show(self.wanted.budget)}: try later",
+                code="overloaded",
+                status=503,
+            )
+
+    def _loaded_bytes(self) -> int:
+        return sum(entry.chosen.memory for entry in self.entries if entry.engine and entry.chosen)
+
+    @property
+    def ready(self) -> bool:
+        """New requests are taken."""
+        return not self._draining and all(engine.ready for engine in self.engines)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Of the models that are loaded."""
+        with self._door:
+            return [entry.engine for entry in self.entries if entry.engine is not None]
+
+    def states(self) -> dict[str, State]:
+        """Of the models that are loaded, by name."""
+        return {engine.name: engine.state() for engine in self.engines}
+
+    def state(self) -> State:
+        """Of all together."""
+        found = list(self.states().values())
+        counts = {
+            item.name: sum(getattr(state, item.name) for state in found)
+            for item in fields(State)
+            if item.name != "alive"
+        }
+        return State(**counts, alive=all(state.alive for state in found))
+
+    def drain(self) -> None:
+        """Takes no more requests; those it has go on."""
+        self._draining = True
+        for engine in self.engines:
+            engine.drain()
+
+    def close(self, timeout: float) -> bool:
+        """Ends every request with an error. False when a step still runs after `timeout` seconds."""
+        closed = [engine.close(timeout) for engine in self.engines]
+        return all(closed)
+
+
+def card(entry: Entry, created: int) -> dict[str, Json]:
+    """One model as /v1/models shows it."""
+    chosen, manifest = entry.chosen, entry.manifest
+    limits: Mapping[str, Json] | None = (
+        None
+        if chosen is None
+        else {
+            "mode": chosen.mode,
+            "max_batch": chosen.max_batch,
+            "kv_pages": chosen.pages,
+            "prefill_chunk": chosen.prefill_chunk,
+            "memory": chosen.memory,
+        }
+    )
+    return {
+        "id": entry.names[0],
+        "object": "model",
+        "created": created,
+        "owned_by": "mlcbuild",
+        "aliases": list(entry.names[1:]),
+        "loaded": entry.engine is not None,
+        "error": None if entry.error is None else str(entry.error),
+        "context_window": manifest.limits.context_window if manifest else None,
+        "limits": None if limits is None else dict(limits),
+    }

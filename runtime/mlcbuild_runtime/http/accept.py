@@ -1,0 +1,83 @@
+"""Connections of a listening socket, no more than there is room for.
+
+asyncio's own server goes on trying when a process has no file descriptor left, with a traceback in the log
+for each try (CPython 3.11: thousands a second).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable, Collection
+
+from mlcbuild_runtime.http.connection import Connection
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 4096
+RETRY = 0.05
+"""Seconds until there may be room again."""
+QUIET = 60.0
+"""Seconds between two lines of the log."""
+_FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+def room() -> int:
+    """Connections that the process has file descriptors for; some are for other things."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_CONNECTIONS if most < 0 else min(MAX_CONNECTIONS, max(most - 64, most // 2))
+
+
+async def accept(
+    listener: socket.socket, make: Callable[[], Connection], connections: Collection[object]
+) -> None:
+    """Accepts until it is cancelled. `connections`: those that are open. When there is no room for more, the
+    one that has had no request for longest has to go; while all have one, the others wait."""
+    loop = asyncio.get_running_loop()
+    opening: set[asyncio.Task[object]] = set()
+    most, told = room(), -QUIET
+
+    def full(reason: str) -> None:
+        nonlocal told
+        if time.monotonic() - told >= QUIET:
+            told = time.monotonic()
+            log.error("%d connections are open, and there is no room for more: %s", len(connections), reason)
+
+    while True:
+        while len(connections) + len(opening) >= most:
+            full(f"idle ones are closed, others wait (limit {most})")
+            if not _drop_idle(connections):
+                await asyncio.sleep(RETRY)
+            else:
+                await asyncio.sleep(0)
+        try:
+            accepted, _ = await loop.sock_accept(listener)
+        except OSError as error:
+            if error.errno in _FULL:
+                full(str(error.strerror))
+                _drop_idle(connections)
+                await asyncio.sleep(RETRY)
+            continue
+        opened: asyncio.Task[object] = asyncio.create_task(_open(make, accepted))
+        opening.add(opened)
+        opened.add_done_callback(opening.discard)
+
+
+async def _open(make: Callable[[], Connection], accepted: socket.socket) -> None:
+    try:
+        await asyncio.get_running_loop().connect_accepted_socket(make, accepted)
+    except OSError:  # it is gone already
+        accepted.close()
+
+
+def _drop_idle(connections: Collection[object]) -> bool:
+    """Closes the connection that has been idle for longest; False where all have a request."""
+    idle = [(c.idle_since, id(c), c) for c in connections if isinstance(c, Connection) and c.is_idle]
+    if not idle:
+        return False
+    min(idle)[2].drop()
+    return True

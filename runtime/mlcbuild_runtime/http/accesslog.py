@@ -1,0 +1,142 @@
+"""The access log: one JSON object on one line for each request, written when its answer has ended.
+
+    time            when it came, UTC, ISO 8601
+    id              the request's X-Request-ID, or a new one; the answer carries it, too
+    client          address
+    method, path, status, seconds
+    model, stream, prompt_tokens, cached_tokens, answer_tokens, finish, ttft
+                    of requests to the model; `finish` has a reason for each answer, null where the client
+                    left first; `ttft` is seconds to the first token
+
+No line has a text of a prompt or an answer, a query, or a key.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import TextIO
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlcbuild_runtime.engine.request import Event, Request, Sink
+
+log = logging.getLogger(__name__)
+
+_SCOPE = "mlcbuild.access"
+_ID = re.compile(r"[!-~]{1,128}")
+
+
+class Record:
+    """What a line says of the model's work."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._model: str | None = None
+        self._prompt_tokens, self._stream = 0, False
+        self._answers: list[Event | None] = []
+        self._first: float | None = None
+
+    def model(self, name: str, requests: Sequence[Request], stream: bool) -> None:
+        """`requests`: one for each answer, those of one prompt behind each other."""
+        self._model, self._stream = name, stream
+        self._prompt_tokens += sum(len(r.prompt) for r in requests if r.sampling.choice == 0)
+
+    def watched(self, sink: Sink) -> Sink:
+        """A sink that remembers of each answer what its last event says."""
+        place = len(self._answers)
+        self._answers.append(None)
+
+        def take(event: Event) -> None:
+            if self._first is None and event.error is None:
+                self._first = time.perf_counter()
+            self._answers[place] = event
+            sink(event)
+
+        return take
+
+    def fields(self) -> dict[str, object]:
+        found: dict[str, object] = {"seconds": round(time.perf_counter() - self._start, 6)}
+        if self._model is None:
+            return found
+        known = [event for event in self._answers if event is not None]
+        found |= {
+            "model": self._model,
+            "stream": self._stream,
+            "prompt_tokens": self._prompt_tokens,
+            "cached_tokens": min((event.cached for event in known), default=0),
+            "answer_tokens": sum(event.tokens for event in known),
+            "finish": [_finish(event) for event in self._answers],
+        }
+        if self._first is not None:
+            found["ttft"] = round(self._first - self._start, 6)
+        return found
+
+
+def _finish(event: Event | None) -> str | None:
+    if event is None:
+        return None
+    return "error" if event.error is not None else event.finish
+
+
+def record(scope: Scope) -> Record:
+    """The record of a request; one that nobody reads where there is no log."""
+    found = scope.get(_SCOPE)
+    return found if isinstance(found, Record) else Record()
+
+
+class AccessLog:
+    """Writes a line for every request that passes. A log that cannot be written ends no request."""
+
+    def __init__(self, app: ASGIApp, out: TextIO) -> None:
+        self._app, self._out, self._broken = app, out, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        id, came = given if _ID.fullmatch(given) else uuid.uuid4().hex, datetime.now(UTC)
+        own, status = Record(), 0
+        scope[_SCOPE] = own
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, answer)
+        finally:
+            client = scope.get("client")
+            self._write(
+                {
+                    "time": came.isoformat(timespec="milliseconds"),
+                    "id": id,
+                    "client": client[0] if client else None,
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status or None,
+                    **own.fields(),
+                }
+            )
+
+    def _write(self, fields: dict[str, object]) -> None:
+        try:
+            # json.dumps escapes all control characters but one.
+            line = json.dumps(fields, separators=(",", ":")).replace("\x7f", "\\u007f")
+            self._out.write(line + "\n")
+            self._out.flush()
+            self._broken = False
+        except (OSError, ValueError) as error:
+            if not self._broken:
+                log.warning("the access log cannot be written: %s", error)
+            self._broken = True

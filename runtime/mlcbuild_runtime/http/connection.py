@@ -1,0 +1,364 @@
+"""HTTP over one connection: what a client may send, how fast, and what is kept of it.
+
+The parser is fed no further than to the end of one request: what follows waits unparsed, at most a buffer of
+it, and nothing more is read until that request is answered. All connections receive into one piece of memory:
+asyncio would take a new block of 256 KiB each time, which left holes (the process grew by a tenth over some
+50,000 requests).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from asyncio import BufferedProtocol
+from typing import Any
+
+import httptools
+from mlcbuild_format.errors import RequestError
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from mlcbuild_runtime.openai.chat_documents import error_document
+
+HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
+"""Limits of a request's head; also of the framing and the trailers of a chunked body."""
+HEAD_SECONDS, IDLE_SECONDS = 20.0, 75.0
+"""For a whole head from its first byte (or from the connection's start), and between two requests."""
+WRITE_SECONDS = 120.0
+"""For a client that reads nothing of its answer."""
+LINGER_BYTES, LINGER_SECONDS = 1 << 20, 2.0
+"""What is still received, and thrown away, after the last answer: closing at once would reset the connection,
+and the client might lose the answer."""
+
+_BUFFER = memoryview(bytearray(1 << 16))
+"""Full only from a call of `get_buffer` to that of `buffer_updated` which follows: an event loop has no other
+between them, and a process has one server."""
+_END = re.compile(rb"\n\r?\n")
+"""How a head and a chunked body end; a chunk's data may hold it, too."""
+_BEGINNING = b"HTTP/1.1 "
+"""Every answer begins with it."""
+
+
+class _Outlet(asyncio.Transport):
+    """The transport as uvicorn sees it: closing is up to the connection."""
+
+    def __init__(self, wire: asyncio.Transport, connection: Connection) -> None:
+        super().__init__()
+        self._wire, self._connection, self._begun = wire, connection, False
+
+    def begin(self) -> None:
+        """Sends the beginning of an answer whose rest is not known yet."""
+        if not self._begun:
+            self._begun = True
+            self._wire.write(_BEGINNING)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._begun:
+            self._begun, data = False, bytes(data).removeprefix(_BEGINNING)
+        self._wire.write(data)
+
+    def close(self) -> None:
+        self._connection.end()
+
+    def is_closing(self) -> bool:
+        return self._connection.ended or self._wire.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._wire.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._wire.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._wire.resume_reading()
+
+
+class _Flow(FlowControl):
+    """While it is held, nobody who waits for a body or for the client to leave makes the connection read."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        if not self.held:
+            super().resume_reading()
+
+    def hold(self) -> None:
+        self.pause_reading()
+        self.held = True
+
+    def release(self) -> None:
+        self.held = False
+        self.resume_reading()
+
+
+class Connection(HttpToolsProtocol, BufferedProtocol):
+    ended = False
+    """The last answer was given; what still comes is thrown away."""
+    idle_since = 0.0
+    """The loop's time at which the last request ended, or the connection began."""
+    _wire: asyncio.Transport
+    _outlet: _Outlet
+    flow: _Flow
+    _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _ahead = b""
+    _at = 0
+    """Received and not yet parsed is `_ahead` from `_at` on."""
+    _tail = b""
+    """The last two bytes parsed outside of a body with a length."""
+    _framing = _payload = _fields = 0
+    """Bytes since the request's begin outside of its body, and in it; trailers."""
+    _left = 0
+    """Bytes that a body with a length still has."""
+    _has_line = _in_body = _half_closed = _keeps_alive = False
+    _drained = 0
+    _refusal: RequestError | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._wire, self._outlet = transport, _Outlet(transport, self)
+        super().connection_made(self._outlet)
+        self.flow = _Flow(self._outlet)
+        self._rest(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended = True
+        self._set_timer(None)
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    # What comes in
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return _BUFFER
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self.ended:
+            self._drained += nbytes
+            if self._drained > LINGER_BYTES:
+                self._wire.abort()
+            return
+        if self.timeout_keep_alive_task is not None:
+            self._unset_keepalive_if_required()
+            self._set_timer(HEAD_SECONDS)
+        self._ahead = self._ahead[self._at :] + bytes(_BUFFER[:nbytes])
+        self._at = 0
+        self._parse()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes at once
+        """A client may close its sending half and wait for the answer. One that has left altogether looks the
+        same, until something is sent to it."""
+        cycle = self._running
+        if self.ended or cycle is None or cycle.more_body:
+            return False
+        self._half_closed = True
+        if not cycle.response_started:
+            self._outlet.begin()
+            self._look_after(cycle, 0.01)
+        return True
+
+    def _look_after(self, cycle: RequestResponseCycle, delay: float) -> None:
+        """Ends a request whose client has reset the connection: asyncio does not see it without reading."""
+        if self.ended or cycle.response_complete:
+            return
+        if self._wire.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._wire.abort()
+            return
+        self.loop.call_later(delay, self._look_after, cycle, min(2 * delay, 1.0))
+
+    @property
+    def _running(self) -> RequestResponseCycle | None:
+        """The request that has no whole answer yet."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return None if cycle is None or cycle.response_complete else cycle
+
+    def _parse(self) -> None:
+        while self._at < len(self._ahead) and not self.ended:
+            cycle = self._running
+            if cycle is not None and not cycle.more_body:
+                self.flow.hold()
+                return
+            self._feed(self._size())
+        if not self.ended:
+            self._ahead, self._at = b"", 0
+            self.flow.release()
+
+    def _size(self) -> int:
+        """Bytes to parse that belong to one request."""
+        if self._left:
+            return min(self._left, len(self._ahead) - self._at)
+        seam = self._tail + self._ahead[self._at : self._at + 2]
+        if (end := _END.search(seam)) and end.end() > len(self._tail):
+            return end.end() - len(self._tail)
+        end = _END.search(self._ahead, self._at)
+        return (end.end() if end else len(self._ahead)) - self._at
+
+    def _feed(self, size: int) -> None:
+        part = self._ahead[self._at : self._at + size]
+        self._at += size
+        if self._left:
+            self._left -= size
+        else:
+            self._tail = (self._tail + part[-2:])[-2:]
+            self._framing += size
+            if not self._in_body and self._framing > HEAD_BYTES:
+                self._refuse(_too_large() if self._has_line else _too_long())
+                return
+            self._has_line |= b"\n" in part
+        try:
+            self.parser.feed_data(part)
+        except httptools.HttpParserUpgrade:
+            if any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers):
+                self._refuse(RequestError("a request with a body cannot upgrade: leave out 'Upgrade'"))
+        except httptools.HttpParserError as error:
+            by_us = isinstance(error, httptools.HttpParserCallbackError)
+            reason = "its target is no path" if by_us else str(error)
+            self._refuse(self._refusal or RequestError(f"this is no valid HTTP request: {reason}"))
+        # A chunk of one byte has five bytes around it.
+        if self._in_body and self._framing > HEAD_BYTES + 8 * self._payload:
+            self._refuse(_too_large())
+
+    # What the parser finds
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_body, self._payload, self._fields, self._left = False, 0, 0, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._fields += 1
+        if self._fields > HEAD_FIELDS:
+            self._refusal = _too_large()
+            raise ValueError
+        if not self._in_body:  # else it is a trailer, which nobody reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_body, self._tail = True, b""
+        self._framing, self._fields = 0, 0
+        self._set_timer(None)
+        super().on_headers_complete()
+        # An answer before the whole body has come is the connection's last: nobody reads the rest.
+        self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
+        self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+
+    def on_body(self, body: bytes) -> None:
+        self._payload += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.cycle.response_started:
+            self.cycle.keep_alive = self._keeps_alive
+        self._in_body = self._has_line = False
+        self._framing, self._left, self._tail = 0, 0, b""
+
+    # What goes out
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.is_over:
+            return
+        self.idle_since = self.loop.time()
+        if self._half_closed:
+            self.end()
+        elif self._ahead:
+            self._unset_keepalive_if_required()
+            self._set_timer(HEAD_SECONDS)
+            self.loop.call_soon(self._parse)
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended or self._wire.is_closing()
+
+    @property
+    def is_idle(self) -> bool:
+        """No request runs: it may be closed to make room."""
+        return self._running is None and not self._wire.is_closing()
+
+    def _refuse(self, error: RequestError) -> None:
+        """The last answer: what follows in the connection cannot be understood, or nobody wants it."""
+        if self.is_over:
+            return
+        cycle = self._running
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if cycle is None or not cycle.response_started:
+            content = json.dumps(error_document(error)).encode()
+            fields = [b"%s: %s" % field for field in self.server_state.default_headers]
+            fields += [b"content-type: application/json", b"content-length: %d" % len(content)]
+            head = b"\r\n".join([*fields, b"connection: close", b"", b""])
+            self._outlet.write(STATUS_LINE[error.status] + head + content)
+        self.end(unread=True)
+
+    def end(self, unread: bool = False) -> None:
+        """Closes the connection once all is written. `unread`: the client may still be sending."""
+        if self.is_over:
+            return
+        self.ended = True
+        unread |= self._at < len(self._ahead) or bool(self.cycle is not None and self.cycle.more_body)
+        self._ahead = b""
+        self._unset_keepalive_if_required()
+        self._set_timer(None)
+        if unread and not self._half_closed:
+            self._wire.write_eof()
+            self.flow.release()
+            self._timer = self.loop.call_later(LINGER_SECONDS, self._wire.abort)
+        else:
+            self._wire.close()
+            self._timer = self.loop.call_later(WRITE_SECONDS, self._wire.abort)
+
+    def shutdown(self) -> None:
+        if self._running is None:
+            self._wire.close()
+        else:
+            self._keeps_alive = False
+            super().shutdown()
+
+    def drop(self) -> None:
+        """Makes room for another connection."""
+        self._wire.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self._wire.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    # Time
+
+    def _rest(self, seconds: float) -> None:
+        self.idle_since = self.loop.time()
+        self._set_timer(seconds)
+
+    def _set_timer(self, seconds: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        """The head has not come to its end in time."""
+        if self._framing:
+            text = f"the request's head did not come to its end within {HEAD_SECONDS:g} s"
+            self._refuse(RequestError(text, code="timeout", status=408))
+        else:
+            self._wire.close()
+
+
+def _too_large() -> RequestError:
+    return RequestError(
+        f"a request may have {HEAD_FIELDS} header fields and {HEAD_BYTES} bytes of them: send fewer",
+        code="header_too_large",
+        status=431,
+    )
+
+
+def _too_long() -> RequestError:
+    text = f"the request line has more than {HEAD_BYTES} bytes: put what is long into the body"
+    return RequestError(text, code="uri_too_long", status=414)

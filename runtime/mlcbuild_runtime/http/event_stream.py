@@ -1,0 +1,91 @@
+"""Sends a job's events to a client, and ends the job when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import ExitStack
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mlcbuild_runtime.engine.request import Event
+from mlcbuild_runtime.openai.service import Job
+from mlcbuild_runtime.openai.streams import AsyncAnswers
+
+T = TypeVar("T")
+
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events that end the request when the client leaves, even before the first event."""
+
+    def __init__(self, answers: AsyncAnswers, lines: AsyncIterator[str], use: ExitStack) -> None:
+        """`use`: of the model; closed at the end."""
+        super().__init__(lines, media_type="text/event-stream")
+        self.headers["cache-control"] = "no-cache"
+        self._answers, self._use = answers, use
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._answers.cancel()
+            self._use.close()
+
+
+async def event_lines(answers: AsyncAnswers, job: Job) -> AsyncIterator[str]:
+    """Yields the server-sent events of a job, several at a time where several answers go on at once."""
+    async for batch in answers.batches():
+        documents = (
+            document
+            for index, event in batch
+            for document in job.reply.chunks(index, event, job.include_usage)
+        )
+        if lines := "".join([f"data: {_compact(document)}\n\n" for document in documents]):
+            yield lines
+    yield "data: [DONE]\n\n"
+
+
+async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[None, None, T]) -> T:
+    """Returns the result of `work` on the answers. Ends the request when the client leaves before.
+
+    Raises ClientDisconnect then.
+    """
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnect
+        return worker.result()
+    finally:
+        answers.cancel()
+        watcher.cancel()
+        worker.cancel()
+
+
+async def collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
+    """Returns the events of each of `count` complete answers. Raises the error of one that failed."""
+    found: list[list[Event]] = [[] for _ in range(count)]
+    async for index, event in answers.events():
+        found[index].append(event)
+        if event.error is not None:
+            raise event.error
+    return found
+
+
+async def exhausted(events: AsyncIterator[object]) -> None:
+    """Waits for the last event."""
+    async for _ in events:
+        pass
+
+
+async def _disconnect(request: Request) -> None:
+    """Returns when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,40 @@
+"""Bearer keys: who may use a server."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from mlcbuild_format.errors import RequestError
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlcbuild_runtime.openai.chat_documents import error_document
+
+
+class Keys:
+    """Lets only requests through that carry one of the keys. Health and the page for chats are for everyone:
+    they tell no secrets, and the page asks for the key."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] == "/" or scope["path"].startswith("/health")
+        if is_open or self._opened_by(scope):
+            await self._app(scope, receive, send)
+            return
+        error = RequestError(
+            "this server needs a key: send the header 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            status=401,
+        )
+        headers = {"WWW-Authenticate": "Bearer"}
+        await JSONResponse(error_document(error), error.status, headers=headers)(scope, receive, send)
+
+    def _opened_by(self, scope: Scope) -> bool:
+        found = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = found.partition(b" ")
+        # Every key is compared, and each in constant time: the time tells nothing of them.
+        same = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return kind.lower() == b"bearer" and any(same)

@@ -1,0 +1,95 @@
+"""Prometheus metrics of one server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mlcbuild_runtime.engine.request import Event, Sink, State
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_GAUGES = {
+    "running": ("requests_running", "Requests that run."),
+    "waiting": ("requests_waiting", "Requests that wait for a place."),
+    "pages": ("kv_pages", "Pages of the KV cache."),
+    "free_pages": ("kv_pages_free", "Pages that can be had, those of the prefix cache included."),
+    "cached_pages": ("kv_pages_cached", "Pages of the prefix cache, in use or not."),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens prefilled."),
+    "cached_tokens": ("prompt_tokens_cached", "Tokens of prompts that the prefix cache has spared."),
+    "answer_tokens": ("answer_tokens", "Tokens made."),
+    "decode_steps": ("decode_steps", "Steps that made tokens; answer tokens for each are the batch size."),
+    "drafted_tokens": ("draft_tokens", "Tokens drafted by speculative decoding."),
+    "accepted_tokens": ("draft_tokens_accepted", "Drafted tokens that became part of answers."),
+    "preemptions": ("preemptions", "Times that a request had to give up its pages."),
+}
+
+
+class Metrics:
+    """What a server has measured, and the state of its engines at the moment of the question; by model."""
+
+    def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
+        self._registry = CollectorRegistry()
+        self._first = self._seconds("first_token", "Until the first token.", _SECONDS)
+        self._each = self._seconds("token", "For each later token.", _TOKEN_SECONDS)
+        self._whole = self._seconds("request", "Until the last token.", _SECONDS)
+        self._ended = Counter(
+            "mlcbuild_requests", "Answers that have ended.", ["model", "reason"], registry=self._registry
+        )
+        self._errors = Counter(
+            "mlcbuild_errors", "Requests that were refused or failed.", ["status"], registry=self._registry
+        )
+        self._registry.register(_EngineState(states))
+
+    def _seconds(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(
+            f"mlcbuild_{name}_seconds", text, ["model"], buckets=buckets, registry=self._registry
+        )
+
+    def watched(self, model: str, sink: Sink) -> Sink:
+        """A sink that measures what it passes on."""
+        start, first = time.perf_counter(), 0.0
+
+        def take(event: Event) -> None:
+            nonlocal first
+            now = time.perf_counter()
+            if event.error is None and not first:
+                first = now
+                self._first.labels(model).observe(now - start)
+            if event.last:
+                self._ended.labels(model, event.finish or "error").inc()
+                self._whole.labels(model).observe(now - start)
+                if first and event.tokens > 1:
+                    self._each.labels(model).observe((now - first) / (event.tokens - 1))
+            sink(event)
+
+        return take
+
+    def error(self, status: int) -> None:
+        """A request has had this for an answer."""
+        self._errors.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class _EngineState(Collector):
+    def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
+        self._states = states
+
+    def collect(self) -> Iterator[Metric]:
+        states = self._states()
+        for kind, table in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for field, (name, text) in table.items():
+                family = kind(f"mlcbuild_{name}", text, labels=["model"])
+                for model, state in states.items():
+                    family.add_metric([model], getattr(state, field))
+                yield family

@@ -1,0 +1,228 @@
+"""Serves bundles until a signal says stop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, TextIO
+
+from mlcbuild_format import sizes
+from mlcbuild_format.bundle import Pooling
+from mlcbuild_format.errors import ServingError, SetupError
+from mlcbuild_format.fields import printable
+
+from mlcbuild_runtime.engine.drafts import Speculate
+from mlcbuild_runtime.engine.memory_modes import Wanted
+from mlcbuild_runtime.http.access import Access
+
+if TYPE_CHECKING:
+    from mlcbuild_runtime.engine.served_models import Models
+    from mlcbuild_runtime.engine.trace import Trace
+
+GRACE = 1
+"""Seconds that open connections get to end when the server stops."""
+DRAIN = 25
+"""Seconds that running requests get after SIGTERM; container managers kill after 30."""
+BACKLOG = 2048
+"""Connections that the system keeps until they are accepted."""
+KEY_VARIABLE = "MLCBUILD_API_KEY"
+
+
+@dataclass(frozen=True)
+class Options:
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port; the ready line says which."""
+    threads: int | None = None
+    wanted: Wanted = field(default_factory=Wanted)
+    max_waiting: int | None = None
+    pooling: Pooling | None = None
+    """Of embeddings, instead of the bundle's."""
+    speculate: Speculate | None = None
+    drain: float = DRAIN
+    access: Access = field(default_factory=Access)
+    access_log: str | None = None
+    """A file to which a line of JSON is added for each request; "-": standard output."""
+    trace: str | None = None
+    """A file for the engine's steps, in Chrome's trace format; written anew."""
+
+
+def serve(bundles: str | Path | Sequence[str | Path], options: Options | None = None) -> int:
+    """Serves bundles until SIGINT or SIGTERM; returns the exit code.
+
+    bundles: one or several, each DIRECTORY or NAME=DIRECTORY. One alone is loaded first; several are loaded
+    when they are asked for.
+    """
+    listed = [bundles] if isinstance(bundles, str | Path) else bundles
+    options = options or Options()
+    if named := os.environ.get(KEY_VARIABLE):
+        access = options.access
+        options = replace(options, access=replace(access, keys=(*access.keys, named)))
+    try:
+        with ExitStack() as stack:
+            listener = stack.enter_context(_bind(options.host, options.port))
+            options = replace(options, access=_for_listener(options.access, listener))
+            lines = stack.enter_context(_opened(options.access_log))
+            return _serve([str(bundle) for bundle in listed], options, listener, lines)
+    except ServingError as error:
+        print(f"mlcbuild-serve: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket, before the model is loaded: a port in use is a quick failure. Raises SetupError."""
+    if not 0 <= port < 1 << 16:
+        raise SetupError(f"cannot listen on {host} port {port}: a port is a number from 0 to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise SetupError(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return listener
+
+
+def _for_listener(access: Access, listener: socket.socket) -> Access:
+    """Without a key, a server for this machine is called by its names and by no other site's pages."""
+    from mlcbuild_runtime.http.sites import is_loopback
+
+    is_local = not access.keys and is_loopback(listener.getsockname()[0])
+    return access if access.hosts or is_local else replace(access, hosts=None)
+
+
+def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
+    """The access log. Raises SetupError."""
+    if name is None or name == "-":
+        return nullcontext(None if name is None else sys.stdout)
+    try:
+        return Path(name).open("a", encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"the access log {name} cannot be written: {error.strerror}") from None
+
+
+def _trace(name: str | None) -> Trace | None:
+    """Raises SetupError."""
+    from mlcbuild_runtime.engine.trace import Trace
+
+    try:
+        return None if name is None else Trace(name)
+    except OSError as error:
+        raise SetupError(f"the trace {name} cannot be written: {error.strerror}") from None
+
+
+def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, lines: TextIO | None) -> int:
+    # Before NumPy is imported: its products are not used here, so it needs no threads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from mlcbuild_runtime.engine.engine_options import Role
+    from mlcbuild_runtime.engine.served_models import Models, Source
+
+    trace = _trace(options.trace)
+    sources = [Source.of(text) for text in bundles]
+    role = Role(pooling=options.pooling, speculate=options.speculate)
+    models = Models(sources, options.wanted, options.threads, options.max_waiting, role, trace)
+    if len(models.entries) == 1:
+        models.load_first()
+    # Imported late: a bundle that cannot be served is refused sooner.
+    import uvicorn
+
+    from mlcbuild_runtime.http import logs
+    from mlcbuild_runtime.http.accept import accept
+    from mlcbuild_runtime.http.connection import IDLE_SECONDS, Connection
+    from mlcbuild_runtime.http.server import create_app
+
+    logs.to_stderr()
+
+    class Server(uvicorn.Server):
+        """Ends the engine first: every open stream then ends by itself."""
+
+        last_moment = math.inf
+        """When draining ends."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup([])
+            listener.setblocking(False)
+            listener.listen(BACKLOG)
+            make = partial(Connection, config, self.server_state, self.lifespan.state)
+            self.accepting = asyncio.create_task(accept(listener, make, self.server_state.connections))
+            print(f"mlcbuild-serve: {printable(_told(models, _url(listener)))}", flush=True)  # noqa: T201
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            models.close(timeout=0)
+            self.accepting.cancel()
+            await asyncio.wait([self.accepting])
+            await super().shutdown(sockets)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """SIGTERM lets running requests end; SIGINT, or a second signal, does not wait for them."""
+            if sig == signal.SIGTERM and models.ready and options.drain:
+                models.drain()
+                self.last_moment = time.monotonic() + options.drain
+                return
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+        async def on_tick(self, counter: int) -> bool:
+            """Ten times a second. While the server drains it still answers, and says that it is not ready."""
+            state = models.state()
+            if not (state.running or state.waiting) or time.monotonic() > self.last_moment:
+                self.should_exit |= self.last_moment < math.inf
+            return await super().on_tick(counter)
+
+    config = uvicorn.Config(
+        create_app(models, options.access, lines),
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        timeout_keep_alive=int(IDLE_SECONDS),
+        timeout_graceful_shutdown=GRACE,
+    )
+    Server(config).run(sockets=[listener])
+    ended = models.close(timeout=0.2)
+    if trace is not None:
+        trace.close()
+    if not ended:
+        # A long step is still running inside the library, which cannot be interrupted: leave at once
+        # rather than unload the library under it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    return 0
+
+
+def _told(models: Models, url: str) -> str:
+    """What is served, where, and with what limits."""
+    wanted, first = models.wanted, models.entries[0]
+    if first.engine is None or first.chosen is None:
+        names = ", ".join(name for entry in models.entries for name in entry.names)
+        count, budget = len(models.entries), sizes.show(wanted.budget)
+        return f"{count} models are ready at {url} (mode {wanted.mode}, memory {budget}): {names}"
+    model, chosen = first.engine.model, first.chosen
+    return (
+        f"{first.names[0]} is ready at {url} (threads {model.threads}, context {model.limits.context_window},"
+        f" batch {chosen.max_batch}, prefill {chosen.prefill_chunk}, mode {chosen.mode}, memory"
+        f" {sizes.show(chosen.memory)})"
+    )
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

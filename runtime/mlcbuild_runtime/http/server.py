@@ -1,0 +1,343 @@
+"""The HTTP side: OpenAI's endpoints over one engine. See runtime/README.md."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from importlib.resources import files
+from typing import TextIO, TypeVar
+
+from anyio import CapacityLimiter, move_on_after, to_thread
+from mlcbuild_format.errors import RequestError, ServingError
+from mlcbuild_format.fields import Json
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ExceptionHandler
+
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Event, late
+from mlcbuild_runtime.engine.request import Request as Wanted
+from mlcbuild_runtime.engine.served_models import Models, card
+from mlcbuild_runtime.http.access import Access
+from mlcbuild_runtime.http.accesslog import AccessLog, record
+from mlcbuild_runtime.http.body_reader import Intake
+from mlcbuild_runtime.http.event_stream import EventStream, collected, event_lines, exhausted, unless_gone
+from mlcbuild_runtime.http.keys import Keys
+from mlcbuild_runtime.http.metrics import CONTENT_TYPE, Metrics
+from mlcbuild_runtime.http.sites import Sites
+from mlcbuild_runtime.openai import embeddings, openapi, service
+from mlcbuild_runtime.openai import responses_request as responses
+from mlcbuild_runtime.openai.body import wrong
+from mlcbuild_runtime.openai.chat_documents import error_document
+from mlcbuild_runtime.openai.history import History, Kept, begun, listed
+from mlcbuild_runtime.openai.responses_stream import CANCELLED, Output
+from mlcbuild_runtime.openai.service import Job
+from mlcbuild_runtime.openai.streams import AsyncAnswers
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+COMPILERS, MAX_COMPILING = 32, 128
+"""Requests with constraints that are read at a time, and that may wait for it."""
+RENDERERS = 16
+"""Requests with messages that are read at a time: chat templates may take seconds."""
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+RETRY_AFTER = 1
+"""Seconds after which to try again when the server is full or stopping."""
+
+
+def create_app(
+    running: Engine | Models, access: Access | None = None, access_log: TextIO | None = None
+) -> Starlette:
+    """The application over an engine that has been started, or over several models.
+
+    access_log: takes a line for each request.
+    """
+    access = access or Access()
+    models = Models.of(running) if isinstance(running, Engine) else running
+    server = _Server(models, access)
+    routes = [
+        Route("/", page),
+        Route("/health", server.health),
+        Route("/health/live", server.live),
+        Route("/health/ready", server.ready),
+        Route("/metrics", server.metrics),
+        Route("/openapi.json", _api(bool(access.keys))),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/v1/completions", server.completions, methods=["POST"]),
+        Route("/v1/embeddings", server.embeddings, methods=["POST"]),
+        Route("/v1/responses", server.responses, methods=["POST"]),
+        Route("/v1/responses/{id}", server.response),
+        Route("/v1/responses/{id}", server.forget, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", server.input_items),
+        Route("/v1/responses/{id}/cancel", server.cancel, methods=["POST"]),
+    ]
+    handlers: dict[object, ExceptionHandler] = {
+        HTTPException: _http_error,
+        ServingError: server.error,
+        ClientDisconnect: _gone,
+        Exception: _unexpected_error,
+    }
+    middleware = []
+    if access_log is not None:
+        middleware.append(Middleware(AccessLog, out=access_log))
+    if access.hosts is not None:
+        middleware.append(Middleware(Sites, hosts=access.hosts, origins=access.origins))
+    if access.origins:
+        # Before the keys: a browser asks for leave without one.
+        every = ["*"]
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=every, allow_headers=every)
+        )
+    if access.keys:
+        middleware.append(Middleware(Keys, keys=access.keys))
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+    # A redirect would name the host that the client has sent.
+    app.router.redirect_slashes = False
+    return app
+
+
+def _api(keys: bool) -> Callable[[Request], Awaitable[Response]]:
+    """The endpoint that describes the others. `keys`: bearer keys are asked for."""
+    found = openapi.document(keys)
+
+    async def describe(_request: Request) -> Response:
+        return JSONResponse(found)
+
+    return describe
+
+
+async def page(_request: Request) -> Response:
+    """A chat in the browser: one file, which loads nothing from elsewhere."""
+    text = files("mlcbuild_runtime.http").joinpath("page.html").read_text(encoding="utf-8")
+    return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
+
+
+async def _http_error(_request: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    document = error_document(
+        RequestError(f"{error.detail}: see /v1/models, /v1/chat/completions and /v1/completions")
+    )
+    return JSONResponse(document, error.status_code, headers=error.headers)
+
+
+async def _gone(_request: Request, _error: Exception) -> Response:
+    """Nobody is there to read it."""
+    return Response(status_code=400)
+
+
+async def _unexpected_error(_request: Request, _error: Exception) -> Response:
+    """A defect: the log has its traceback, the client learns only that it is not at fault."""
+    return JSONResponse(error_document(ServingError("the server has failed: see its log")), 500)
+
+
+class _Server:
+    """The endpoints."""
+
+    def __init__(self, models: Models, access: Access) -> None:
+        self._models, self._access = models, access
+        self._metrics = Metrics(models.states)
+        self._history, self._created = History(), int(time.time())
+        self._compiling, self._rendering = CapacityLimiter(COMPILERS), CapacityLimiter(RENDERERS)
+        self._intake = Intake(access.max_body)
+
+    async def error(self, _request: Request, error: Exception) -> Response:
+        assert isinstance(error, ServingError)
+        status = error.status if isinstance(error, RequestError) else 500
+        self._metrics.error(status)
+        headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+        return JSONResponse(error_document(error), status, headers=headers)
+
+    async def health(self, _request: Request) -> Response:
+        states, whole = self._models.states(), self._models.state()
+        body: dict[str, object] = {"status": "ok" if whole.alive else "stopped"}
+        body |= {"model": self._models.entries[0].names[0], **asdict(whole)}
+        body["models"] = {name: asdict(state) for name, state in states.items()}
+        return JSONResponse(body, status_code=200 if whole.alive else 503)
+
+    async def live(self, _request: Request) -> Response:
+        alive = self._models.state().alive
+        return JSONResponse({"live": alive}, status_code=200 if alive else 503)
+
+    async def ready(self, _request: Request) -> Response:
+        ready = self._models.ready
+        return JSONResponse({"ready": ready}, status_code=200 if ready else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+
+    async def models(self, _request: Request) -> Response:
+        cards: list[Json] = [card(entry, self._created) for entry in self._models.entries]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        return JSONResponse(card(self._models.find(request.path_params["name"]), self._created))
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._about_text(request, service.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._about_text(request, service.detokenize)
+
+    async def _about_text(
+        self, request: Request, work: Callable[[Engine, Mapping[str, Json]], dict[str, Json]]
+    ) -> Response:
+        with ExitStack() as use:
+            async with self._intake.body(request) as body:
+                engine = await self._engine(body, use)
+                return JSONResponse(await self._in_time(work, engine, body))
+
+    async def chat(self, request: Request) -> Response:
+        return await self._respond(request, service.chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._respond(request, service.completion)
+
+    async def _respond(
+        self, request: Request, prepare: Callable[[Engine, Mapping[str, Json]], Job]
+    ) -> Response:
+        with ExitStack() as use:
+            async with self._intake.body(request) as body:
+                engine = await self._engine(body, use)
+                job = await self._prepared(prepare, engine, body)
+            del body  # it may be large, and the answer may take long
+            answers = self._submit(request, engine, job.requests, job.stream)
+            if job.stream:
+                return EventStream(answers, event_lines(answers, job), use.pop_all())
+            found = await unless_gone(request, answers, collected(answers, len(job.requests)))
+            return JSONResponse(job.reply.whole(found))
+
+    async def embeddings(self, request: Request) -> Response:
+        with ExitStack() as use:
+            async with self._intake.body(request) as body:
+                engine = await self._engine(body, use)
+                job = await run_in_threadpool(embeddings.job, engine, body)
+            del body
+            found: list[Event] = []
+            for wave in job.waves():
+                answers = self._submit(request, engine, wave)
+                all_events = await unless_gone(request, answers, collected(answers, len(wave)))
+                found += [events[-1] for events in all_events]
+            return JSONResponse(await run_in_threadpool(job.document, found))
+
+    async def responses(self, request: Request) -> Response:
+        with ExitStack() as use:
+            async with self._intake.body(request) as body:
+                call = await run_in_threadpool(responses.call, body)
+                before = self._history.before(call.previous)
+                engine = await self._engine(body, use)
+                job = await self._prepared(service.chat, engine, call.body(before))
+            del body
+            output, kept = begun(engine.name, job, call, before)
+            answers = self._submit(request, engine, job.requests, job.stream)
+            documents = self._making(answers, output, kept, job.stream)
+            if job.stream:
+                lines = (f"event: {event['type']}\ndata: {_compact(event)}\n\n" async for event in documents)
+                return EventStream(answers, lines, use.pop_all())
+            await unless_gone(request, answers, exhausted(documents))
+            return JSONResponse(output.document)
+
+    async def _making(
+        self, answers: AsyncAnswers, output: Output, kept: Kept, stream: bool
+    ) -> AsyncIterator[dict[str, Json]]:
+        """The events of a response, which is kept at its end if its request says so. Where there is no stream
+        that could tell of an error, it is raised."""
+        cancelled = RequestError("the response was cancelled", code=CANCELLED)
+        self._history.start(output, lambda: answers.interrupt(cancelled))
+        try:
+            for document in output.begin():
+                yield document
+            async for _, event in answers.events():
+                if event.error is not None and event.error is not cancelled and not stream:
+                    raise event.error
+                for document in output.events(event):
+                    yield document
+            if output.document["store"]:
+                self._history.keep(kept)
+        finally:
+            self._history.end(output)
+
+    async def response(self, request: Request) -> Response:
+        return JSONResponse(self._history.find(request.path_params["id"]).document)
+
+    async def forget(self, request: Request) -> Response:
+        name = request.path_params["id"]
+        self._history.forget(name)
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        return JSONResponse(listed(self._history.find(request.path_params["id"]).items))
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends a response that runs; one that has ended stays as it is."""
+        name = request.path_params["id"]
+        return JSONResponse(self._history.cancel(name) or self._history.find(name).document)
+
+    async def _prepared(
+        self, prepare: Callable[[Engine, Mapping[str, Json]], Job], engine: Engine, body: Mapping[str, Json]
+    ) -> Job:
+        """Reads a body on another thread. Constraints may take seconds to compile, and chat templates to
+        render: they have threads of their own, so that other requests do not wait for them. Raises
+        RequestError, also when the request has taken as long as it may."""
+        waiting = self._compiling.statistics().tasks_waiting
+        if service.constrained(body) and waiting >= MAX_COMPILING:
+            raise RequestError(
+                f"{MAX_COMPILING} requests with constraints wait to be compiled: try later",
+                code="overloaded",
+                status=503,
+            )
+        return await self._in_time(prepare, engine, body)
+
+    async def _in_time(
+        self, work: Callable[[Engine, Mapping[str, Json]], T], engine: Engine, body: Mapping[str, Json]
+    ) -> T:
+        """Works on a thread. What is late ends soon after: constraints and templates are bounded."""
+        rendering = self._rendering if body.get("messages") else None
+        limiter = self._compiling if service.constrained(body) else rendering
+        with move_on_after(self._access.timeout):
+            return await to_thread.run_sync(work, engine, body, limiter=limiter, abandon_on_cancel=True)
+        raise late(self._access.timeout)
+
+    async def _engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
+        """The engine of the model that a body names; it is used until `use` ends. Raises RequestError."""
+        name = body.get("model")
+        if name is not None and not isinstance(name, str):
+            raise wrong("model", "a text", name)
+        found = self._models.at_once(name)
+        if found is None:
+            found = await run_in_threadpool(self._models.use, name)
+        use.callback(found.end)
+        return found.engine
+
+    def _submit(
+        self, request: Request, engine: Engine, wanted: Sequence[Wanted], stream: bool = False
+    ) -> AsyncAnswers:
+        """Metrics and the access log see the events of the answers."""
+        line, name = record(request.scope), engine.name
+        line.model(name, wanted, stream)
+        limited = [self._limited(engine, each) for each in wanted]
+        return AsyncAnswers(engine, limited, lambda sink: self._metrics.watched(name, line.watched(sink)))
+
+    def _limited(self, engine: Engine, wanted: Wanted) -> Wanted:
+        """An answer is no longer than this server's may be; it ends with `length` then."""
+        most, room = self._access.max_tokens, engine.model.limits.context_window - len(wanted.prompt)
+        if most is not None and wanted.pooling is None and room > 0:
+            count = room if wanted.max_tokens is None else wanted.max_tokens
+            wanted = replace(wanted, max_tokens=min(most, count))
+        return replace(wanted, timeout=self._access.timeout)

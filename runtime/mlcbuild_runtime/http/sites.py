@@ -1,0 +1,73 @@
+"""Which web pages may use a server that has no key: a browser sends requests for any page it shows, also to
+this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from ipaddress import ip_address
+
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import describe
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlcbuild_runtime.openai.chat_documents import error_document
+
+
+def is_loopback(name: str) -> bool:
+    """`name`: of a host, or an address."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+class Sites:
+    """Refuses requests that ask for a host of another name (a page whose name was pointed here), or that come
+    from a page of another origin."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
+        """`hosts`: names that may be asked for besides those of the loopback interface. `origins`: of pages
+        that may call; "*": all."""
+        self._app, self._hosts, self._origins = app, {host_name(host) for host in hosts}, set(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._fault(Headers(scope=scope)) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+            return
+        await JSONResponse(error_document(error), error.status)(scope, receive, send)
+
+    def _fault(self, headers: Headers) -> RequestError | None:
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if len(hosts) > 1 or len(origins) > 1:
+            return RequestError("a request has one Host and one Origin at most")
+        for host in hosts:
+            name = host_name(host)
+            if not is_loopback(name) and name not in self._hosts:
+                return RequestError(
+                    f"this server has no key and is for this machine only, but the request asks for the host"
+                    f" {describe(host)}: start it with --allowed-host, or with --api-key",
+                    code="host_not_allowed",
+                    status=403,
+                )
+        for origin in origins:
+            own = origin.partition("://")[2].lower() in [host.lower() for host in hosts]
+            if not own and not {"*", origin} & self._origins:
+                return RequestError(
+                    f"a page of {describe(origin)} may not use this server: start it with --cors for that"
+                    " origin, or with --api-key",
+                    code="origin_not_allowed",
+                    status=403,
+                )
+        return None

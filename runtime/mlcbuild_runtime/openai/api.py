@@ -1,0 +1,305 @@
+"""OpenAI's request bodies, checked: what this server honours, ignores and refuses. See runtime/README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mlcbuild_format.bundle import Serving
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json, is_integer
+
+from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.executor.sampling_params import Sampling
+from mlcbuild_runtime.openai import response_format
+from mlcbuild_runtime.openai.body import (
+    MAX_INTEGER,
+    Body,
+    Field,
+    Table,
+    boolean,
+    checked_text,
+    ignored,
+    integer,
+    neutral,
+    number,
+    structure,
+    text,
+    wrong,
+)
+from mlcbuild_runtime.openai.messages import CONTENT, MESSAGES, content_text, messages
+from mlcbuild_runtime.openai.tools import TOOL_CHOICE, TOOLS, Toolbox, toolbox
+from mlcbuild_runtime.text.chat_template import Message
+
+MAX_STOPS, MAX_STOP = 16, 4096
+"""Stop texts, and characters of each."""
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+"""Answers to one request: prompts times `n`."""
+MAX_BIASES = 1024
+MAX_PROMPT_TOKENS = 1 << 18
+"""Tokens of all prompts of a request together, where the context has fewer: 10 MB."""
+
+_STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP}
+_STOPS: Json = {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}
+TOKENS: Json = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER},
+}
+
+SAMPLING: Table = {
+    "temperature": number(0, 2, "Default: the bundle's, else 1. 0 takes the most likely token."),
+    "top_p": number(0, 1, "Default: the bundle's, else 1."),
+    "top_k": integer(0, about="An extension. Default: the bundle's, else 0, which is all."),
+    "min_p": number(0, 1, "An extension: least probability, as a part of the largest one."),
+    "seed": integer(-(1 << 63), (1 << 63) - 1, "The same seed, prompt and settings give the same text."),
+    "frequency_penalty": number(-2, 2),
+    "presence_penalty": number(-2, 2),
+    "repetition_penalty": number(0.01, 100, "An extension."),
+    "logit_bias": Field(
+        {
+            "type": "object",
+            "maxProperties": MAX_BIASES,
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "Token to what is added to its logit.",
+    ),
+}
+COMMON: Table = {
+    "model": text("The name of a model of /v1/models; may be left out."),
+    "max_tokens": integer(1),
+    **SAMPLING,
+    "n": integer(1, MAX_CHOICES, "Answers to each prompt."),
+    "ignore_eos": boolean("An extension: go on after the end token."),
+    "speculate": boolean("An extension: draft tokens, where the server does (default: true)."),
+    "priority": integer(-1000, 1000, "An extension: lower is served sooner."),
+    "stop": Field({"anyOf": [_STOP, _STOPS]}, "Texts that end the answer."),
+    "stream": boolean("Server-sent events."),
+    "stream_options": Field(
+        {"type": "object", "properties": {"include_usage": {"type": "boolean"}}}, "Only with `stream`."
+    ),
+    "response_format": Field(response_format.SCHEMA, "What the answer must be."),
+    **ignored("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    **ignored("service_tier", "store", "user"),
+    **neutral(
+        audio=(), best_of=(1,), function_call=("none", "auto"), functions=([],), modalities=(["text"],)
+    ),
+    **neutral(reasoning_effort=(), suffix=("",), verbosity=(), web_search_options=()),
+}
+_PREDICTION: dict[str, Json] = {
+    "type": "object",
+    "required": ["type", "content"],
+    "properties": {"type": {"const": "content"}, "content": CONTENT},
+}
+CHAT: Table = {
+    "messages": Field(MESSAGES, "The chat so far."),
+    **COMMON,
+    "prediction": Field(_PREDICTION, "What the answer is expected to be: drafted; the answer is the same."),
+    "max_completion_tokens": integer(1, about="The newer name of max_tokens."),
+    "logprobs": boolean(),
+    "top_logprobs": integer(0, MAX_LOGPROBS, "Only with `logprobs`."),
+    "chat_template_kwargs": structure("An extension: more variables for the chat template."),
+    "tools": Field(TOOLS, "Functions that the answer may call."),
+    "tool_choice": Field(TOOL_CHOICE, "Only with `tools`."),
+    "parallel_tool_calls": boolean("There may be several calls (default: true)."),
+}
+COMPLETION: Table = {
+    "prompt": Field(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                TOKENS,
+                {"type": "array", "minItems": 1, "items": TOKENS},
+            ]
+        },
+        "A text, a list of tokens, or a list of these.",
+    ),
+    **COMMON,
+    "max_tokens": integer(0, about="0: only the prompt is computed."),
+    "echo": boolean("The prompt before each answer; with `logprobs`, its tokens', too."),
+    "logprobs": integer(0, MAX_LOGPROBS, "Alternatives to report for each token."),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What both endpoints have in common."""
+
+    sampling: Sampling
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    logprobs: int | None
+    """Alternatives to report for each token; None: no log-probabilities."""
+    constraint: Constraint | None
+    n: int
+    ignore_eos: bool
+    speculate: bool
+    priority: int
+    stream: bool
+    include_usage: bool
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    messages: tuple[Message, ...]
+    toolbox: Toolbox | None
+    template_options: Mapping[str, Json]
+    prediction: str
+    """Empty: none."""
+    options: Options
+
+
+@dataclass(frozen=True)
+class CompletionCall:
+    prompts: tuple[str | tuple[int, ...], ...]
+    echo: bool
+    options: Options
+
+
+def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
+    """A body of /v1/chat/completions. Raises RequestError, naming the field."""
+    fields = Body(body, CHAT)
+    old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise RequestError(
+            f"max_tokens is {old} and max_completion_tokens is {new}: send one of them",
+            param="max_completion_tokens",
+        )
+    alternatives = fields.integer("top_logprobs")
+    wanted = fields.boolean("logprobs")
+    if alternatives is not None and not wanted:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    options = _options(fields, serving, new or old, (alternatives or 0) if wanted else None)
+    box = toolbox(fields)
+    kwargs = fields.object("chat_template_kwargs")
+    return ChatCall(messages(fields), box, kwargs, _prediction(fields.get("prediction")), options)
+
+
+def _prediction(found: Json) -> str:
+    match found:
+        case None:
+            return ""
+        case {"type": "content", "content": str() | list() as content}:
+            return content_text("prediction.content", content)
+    raise wrong("prediction", 'an object such as {"type": "content", "content": "..."}', found)
+
+
+def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
+    """A body of /v1/completions. Raises RequestError, naming the field."""
+    fields = Body(body, COMPLETION)
+    options = _options(fields, serving, fields.integer("max_tokens"), fields.integer("logprobs"))
+    found = prompts("prompt", fields.get("prompt"))
+    if len(found) * options.n > MAX_CHOICES:
+        raise RequestError(
+            f"{len(found)} prompts with n = {options.n} are more than {MAX_CHOICES} answers", param="prompt"
+        )
+    return CompletionCall(found, fields.boolean("echo"), options)
+
+
+def _options(body: Body, serving: Serving, max_tokens: int | None, logprobs: int | None) -> Options:
+    stream, stream_options = body.boolean("stream"), body.get("stream_options")
+    if stream_options is not None and not stream:
+        raise RequestError("stream_options needs stream: true", param="stream_options")
+    return Options(
+        sampling=_sampling(body, serving),
+        stop=_stop(body.get("stop")),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        constraint=response_format.response_format(body.get("response_format")),
+        n=body.integer("n") or 1,
+        ignore_eos=body.boolean("ignore_eos"),
+        speculate=body.boolean("speculate", default=True),
+        priority=body.integer("priority") or 0,
+        stream=stream,
+        include_usage=_include_usage(stream_options),
+    )
+
+
+def _sampling(body: Body, serving: Serving) -> Sampling:
+    temperature, top_p = body.number("temperature"), body.number("top_p")
+    top_k = body.integer("top_k")
+    if temperature is None:
+        temperature = 1.0 if serving.temperature is None else serving.temperature
+    if top_p is None:
+        top_p = 1.0 if serving.top_p is None else serving.top_p
+    if top_k is None:
+        top_k = serving.top_k or 0
+    return Sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=body.number("min_p") or 0.0,
+        seed=body.integer("seed"),
+        frequency_penalty=body.number("frequency_penalty") or 0.0,
+        presence_penalty=body.number("presence_penalty") or 0.0,
+        repetition_penalty=body.number("repetition_penalty") or 1.0,
+        bias=_bias(body.object("logit_bias")),
+    )
+
+
+def _bias(found: Mapping[str, Json]) -> tuple[tuple[int, float], ...]:
+    wanted = f"an object of at most {MAX_BIASES} tokens, each with a number from -100 to 100"
+    if len(found) > MAX_BIASES:
+        raise wrong("logit_bias", wanted, f"{len(found)} tokens")
+    biases = []
+    for token, bias in found.items():
+        number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
+        if not number or not token.isascii() or not token.isdecimal() or len(token) > 9:
+            raise wrong("logit_bias", wanted, {token: bias})
+        assert isinstance(bias, int | float)
+        biases.append((int(token), float(bias)))
+    return tuple(biases)
+
+
+def _stop(found: Json) -> tuple[str, ...]:
+    if found is None:
+        return ()
+    listed = [found] if isinstance(found, str) else found
+    if not isinstance(listed, list) or len(listed) > MAX_STOPS:
+        raise wrong("stop", f"a string or a list of at most {MAX_STOPS} strings", found)
+    texts = []
+    for item in listed:
+        if not isinstance(item, str) or not item:
+            raise wrong("stop", "made of non-empty strings", found)
+        if len(item) > MAX_STOP:
+            raise wrong(
+                "stop", f"made of strings of at most {MAX_STOP} characters", f"{len(item)} characters"
+            )
+        texts.append(checked_text("stop", item))
+    return tuple(texts)
+
+
+def prompts(key: str, found: Json) -> tuple[str | tuple[int, ...], ...]:
+    """A text, a list of tokens, or a list of these, in the field `key`. Raises RequestError."""
+    listed = found if isinstance(found, list) and found and isinstance(found[0], str | list) else [found]
+    return tuple(_prompt(key, item, found) for item in listed)
+
+
+def check_total(key: str, total: int, context: int) -> None:
+    """Raises RequestError where the prompts of a request have more tokens together than are kept for one."""
+    most = max(MAX_PROMPT_TOKENS, context)
+    if total > most:
+        raise RequestError(
+            f"{key} has more than {most} tokens in all: send fewer texts at a time", param=key, status=413
+        )
+
+
+def _prompt(key: str, item: Json, found: Json) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return checked_text(key, item)
+    if isinstance(item, list) and item:
+        tokens = tuple(token for token in item if is_integer(token) and 0 <= token <= MAX_INTEGER)
+        if len(tokens) == len(item):
+            return tokens
+    raise wrong(key, "a text, a list of tokens, or a list of these", found)
+
+
+def _include_usage(value: Json) -> bool:
+    if value is None:
+        return False
+    if not isinstance(value, dict) or not isinstance(value.get("include_usage", False), bool):
+        raise wrong("stream_options", 'an object such as {"include_usage": true}', value)
+    return value.get("include_usage") is True

@@ -1,0 +1,264 @@
+"""Typed access to a request's body: every fault is a RequestError that names the field."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import NoReturn
+
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json, describe, is_integer, printable
+
+MAX_DEPTH = 200
+"""Lists and objects within each other."""
+
+
+MAX_VALUES, MAX_CONTAINERS = 1 << 20, 1 << 17
+"""Values of a body at any depth, and lists and objects among them: two bytes of JSON may take a hundred of
+memory."""
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+_VAST = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
+
+
+def parse_body(data: bytes) -> dict[str, Json]:
+    """The JSON object of a request. Raises RequestError; NaN and Infinity are not JSON, and what has a key
+    twice could mean two things."""
+    try:
+        body = parse_json(data)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object, found {describe(body)}")
+    return body
+
+
+def parse_json(data: bytes, where: str = "") -> Json:
+    """What a client has written as JSON, in its body or in the field `where`. Raises ValueError, or
+    RequestError for what JSON allows and nobody could pass on: halves of surrogate pairs, and numbers that
+    are infinite as floats."""
+    if _has_too_many(data) and _has_too_many(_TEXT.sub(b"", data)):
+        raise RequestError(
+            f"{where or 'the body'} has more than {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects:"
+            " send less at a time",
+            param=where or None,
+            code="request_too_large",
+            status=413,
+        )
+    try:
+        found: Json = json.loads(
+            data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_no_twins
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    _check_depth(found)
+    if _HALF.search(data) or _VAST.search(data):
+        _check_values(found, where)
+    return found
+
+
+def _has_too_many(data: bytes) -> bool:
+    """By its punctuation, that of texts included."""
+    containers = data.count(b"[") + data.count(b"{")
+    return containers > MAX_CONTAINERS or containers + data.count(b",") > MAX_VALUES
+
+
+def _check_values(value: Json, where: str) -> None:
+    """Raises RequestError, naming the value at fault. The body's own numbers are for its table to check."""
+    if isinstance(value, str):
+        checked_text(where or "the body", value)
+    elif isinstance(value, float) and not math.isfinite(value) and not where.isidentifier():
+        raise RequestError(f"{where} is a number that is too large: found {value}", param=where)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_values(item, f"{where}[{i}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            checked_text(f"a key of {where or 'the body'}", key)
+            _check_values(item, f"{where}.{key[:60]}" if where else key[:60])
+
+
+def _no_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twin, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {describe(twin)} is there twice")
+    return found
+
+
+def _check_depth(body: Json) -> None:
+    level: list[Json] = [body]
+    for _ in range(MAX_DEPTH):
+        inside: list[Json] = []
+        for item in level:
+            parts = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+            inside += [part for part in parts if isinstance(part, dict | list)]
+        level = inside
+        if not level:
+            return
+    raise ValueError(f"it is nested too deeply: at most {MAX_DEPTH} lists and objects within each other")
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+MAX_INTEGER = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a body. Its schema is what is checked and what /openapi.json shows."""
+
+    schema: Mapping[str, Json]
+    """JSON Schema of its values. `type` (of one kind, not array), `minimum`, `maximum` and `enum` are checked
+    here, the rest by the code that reads the field."""
+    about: str = ""
+    neutral: bool = False
+    """What it is for cannot be honoured: the schema's values are those that ask for nothing."""
+
+
+Table = Mapping[str, Field]
+"""The fields that a body may have."""
+
+
+def integer(low: int, high: int = MAX_INTEGER, about: str = "") -> Field:
+    return Field({"type": "integer", "minimum": low, "maximum": high}, about)
+
+
+def number(low: float, high: float, about: str = "") -> Field:
+    return Field({"type": "number", "minimum": low, "maximum": high}, about)
+
+
+def boolean(about: str = "") -> Field:
+    return Field({"type": "boolean"}, about)
+
+
+def text(about: str = "") -> Field:
+    return Field({"type": "string"}, about)
+
+
+def structure(about: str = "") -> Field:
+    return Field({"type": "object"}, about)
+
+
+def choice(*values: str, about: str = "") -> Field:
+    return Field({"enum": [*values]}, about)
+
+
+def ignored(*names: str) -> dict[str, Field]:
+    """Fields that change nothing in the answer."""
+    return {name: Field({}, "Ignored: it changes nothing in the answer.") for name in names}
+
+
+def neutral(**values: tuple[Json, ...]) -> dict[str, Field]:
+    """Fields that cannot be honoured, with the values that ask for nothing."""
+    about = "Cannot be honoured: only values that ask for nothing are accepted."
+    return {name: Field({"enum": [*allowed]}, about, neutral=True) for name, allowed in values.items()}
+
+
+class Body:
+    """One body. null means absent. Every fault is a RequestError that names the field."""
+
+    def __init__(self, body: Mapping[str, Json], table: Table) -> None:
+        self._values = {key: value for key, value in body.items() if value is not None}
+        for key, value in self._values.items():
+            field = table.get(key)
+            if field is None:
+                close = get_close_matches(key, table, n=1)
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                param = printable(key[:60])
+                raise RequestError(f"unknown field '{param}'{hint}", param=param, code="unknown_field")
+            _check(key, value, field)
+
+    def get(self, key: str) -> Json:
+        """As it is; None where it is absent."""
+        return self._values.get(key)
+
+    def integer(self, key: str) -> int | None:
+        value = self._values.get(key)
+        assert value is None or is_integer(value)
+        return value
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        value = self._values.get(key, default)
+        assert isinstance(value, bool)
+        return value
+
+    def number(self, key: str) -> float | None:
+        value = self._values.get(key)
+        assert value is None or isinstance(value, int | float)
+        return None if value is None else float(value)
+
+    def text(self, key: str) -> str | None:
+        value = self._values.get(key)
+        assert value is None or isinstance(value, str)
+        return None if value is None else checked_text(key, value)
+
+    def object(self, key: str) -> dict[str, Json]:
+        """Empty where it is absent."""
+        value = self._values.get(key, {})
+        assert isinstance(value, dict)
+        return value
+
+
+def _check(key: str, value: Json, field: Field) -> None:
+    """A value against the simple part of its schema."""
+    schema = field.schema
+    match schema:
+        case {"enum": list(allowed)}:
+            if not any(
+                value == item and isinstance(value, bool) == isinstance(item, bool) for item in allowed
+            ):
+                raise _not_among(key, value, allowed, field.neutral)
+        case {"type": "integer", "minimum": int(low), "maximum": int(high)}:
+            if not is_integer(value) or not low <= value <= high:
+                raise wrong(key, f"an integer from {low} to {high}", value)
+        case {"type": "number", "minimum": int(low) | float(low), "maximum": int(high) | float(high)}:
+            if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+                raise wrong(key, f"a number from {low:g} to {high:g}", value)
+        case {"type": str(kind)} if kind in _KINDS and not isinstance(value, _KINDS[kind][0]):
+            raise wrong(key, _KINDS[kind][1], value)
+
+
+_KINDS: Mapping[str, tuple[type, str]] = {
+    "boolean": (bool, "true or false"),
+    "object": (dict, "an object"),
+    "string": (str, "a text"),
+}
+
+
+def _not_among(key: str, value: Json, allowed: Sequence[Json], neutral: bool) -> RequestError:
+    listed = " or ".join(json.dumps(item) for item in allowed)
+    if not neutral:
+        return wrong(key, listed, value)
+    other = f" or send {listed}" if allowed else ""
+    return RequestError(
+        f"{key} is {describe(value)}, which this server cannot honour: leave it out{other}",
+        param=key,
+        code="unsupported_field",
+    )
+
+
+def checked_text(where: str, text: str) -> str:
+    r"""Refuses halves of surrogate pairs: JSON can write them ("\ud800"), UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{where} holds half of a surrogate pair at character {error.start}, which is no text",
+            param=where,
+        ) from None
+    return text
+
+
+def wrong(key: str, wanted: str, found: Json) -> RequestError:
+    what = "it is missing" if found is None else f"found {describe(found)}"
+    return RequestError(f"{key} must be {wanted}; {what}", param=key)

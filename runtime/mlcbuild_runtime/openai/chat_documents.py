@@ -1,0 +1,262 @@
+"""Events of one request as OpenAI's response documents, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mlcbuild_format.errors import RequestError, ServingError
+from mlcbuild_format.fields import Json
+
+from mlcbuild_runtime.engine.request import Event
+from mlcbuild_runtime.executor.sampling_params import Logprob, Score
+from mlcbuild_runtime.openai.call_syntax import Reader
+from mlcbuild_runtime.text.vocabulary import Vocabulary
+
+
+def error_document(error: ServingError) -> dict[str, Json]:
+    """OpenAI's form of an error."""
+    if isinstance(error, RequestError) and error.status < 500:
+        kind, param, code = "invalid_request_error", error.param, error.code
+    else:
+        kind, param, code = "server_error", None, getattr(error, "code", None)
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer's documents tell of its prompt."""
+
+    number: int
+    size: int
+    """In tokens."""
+    echo: str = ""
+    """Text that goes before the answer."""
+    tokens: Sequence[int] = ()
+    """Of this text, where their log-probabilities are shown, too."""
+    offsets: Sequence[int] = ()
+    """Where each of them begins in it."""
+    reader: Callable[[], Reader] | None = None
+    """Finds calls of tools in an answer; None: there are none."""
+
+
+class _Choice:
+    """What is known of one answer while it comes."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self.prompt, self.prefix, self.begun, self.offset = prompt, prompt.echo, False, len(prompt.echo)
+        self.reader = prompt.reader() if prompt.reader is not None else None
+        self.calls = 0
+        self.last: Event | None = None
+        """The last event, once it has come."""
+
+    def finish(self, event: Event) -> str | None:
+        return "tool_calls" if event.finish == "stop" and self.calls else event.finish
+
+    def deltas(self, text: str, last: bool) -> Iterator[dict[str, Json]]:
+        """What more text adds to a message."""
+        if self.reader is None:
+            yield {"content": text}
+            return
+        for piece in self.reader.read(text, last):
+            if piece.kind == "text":
+                yield {"content": piece.text}
+                continue
+            self.calls += piece.kind == "call"
+            call: dict[str, Json] = {"index": self.calls - 1}
+            if piece.kind == "call":
+                call |= {"id": self.reader.call_id(), "type": "function"}
+                call["function"] = {"name": piece.text, "arguments": ""}
+            else:
+                call["function"] = {"arguments": piece.text}
+            yield {"tool_calls": [call]}
+
+
+class Reply:
+    """Turns the events of one request's answers into documents."""
+
+    def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
+        """`prompts`: of each answer."""
+        self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.prompts = prompts
+        self._choices = [_Choice(prompt) for prompt in prompts]
+
+    def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:
+        """The document of complete answers. No last event may be an error."""
+        choices: list[Json] = []
+        for index, events in enumerate(answers):
+            choice, last = self._choices[index], events[-1]
+            choice.last = last
+            text = choice.prefix + "".join(event.text for event in events)
+            message = self._message(choice, text)
+            shown: dict[str, Json] = {"index": index, "finish_reason": choice.finish(last)}
+            if self._chat:
+                shown["message"] = message
+            else:
+                shown["text"] = text
+            choices.append(shown | {"logprobs": self._all_logprobs(choice, events)})
+        kind = "chat.completion" if self._chat else "text_completion"
+        return self._document(kind, choices) | {"usage": self._usage()}
+
+    def chunks(self, index: int, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
+        """The documents that one event of a stream makes; perhaps none."""
+        if event.error is not None:
+            yield error_document(event.error)
+            return
+        choice = self._choices[index]
+        for delta, logprobs, finish in self._deltas(choice, event):
+            shown: dict[str, Json] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+            if self._chat:
+                shown["delta"] = delta
+            else:
+                shown["text"] = delta.get("content", "")
+            document = self._document(self._chunk_kind, [shown])
+            yield document | {"usage": None} if include_usage else document
+        if event.last:
+            choice.last = event
+            if include_usage and all(other.last for other in self._choices):
+                yield self._document(self._chunk_kind, []) | {"usage": self._usage()}
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self._chat else "text_completion"
+
+    def _deltas(self, choice: _Choice, event: Event) -> Iterator[tuple[dict[str, Json], Json, str | None]]:
+        """(delta, logprobs, finish_reason) of each chunk."""
+        if not choice.begun:
+            choice.begun = True
+            if self._chat:
+                yield {"role": "assistant", "content": ""}, None, None
+            elif choice.prompt.tokens:
+                yield {"content": choice.prefix}, {**self._prompt_logprobs(choice.prompt, event)}, None
+            elif choice.prefix:
+                yield {"content": choice.prefix}, None, None
+        logprobs = self._logprobs(choice, [event])
+        for delta in choice.deltas(event.text, event.last) if event.text or event.last else ():
+            if delta.get("content") != "":
+                yield delta, logprobs, None
+                logprobs = None
+        if logprobs is not None:
+            yield {"content": ""}, logprobs, None
+        if event.finish is not None:
+            yield {}, None, choice.finish(event)
+
+    @staticmethod
+    def _message(choice: _Choice, text: str) -> dict[str, Json]:
+        content: list[str] = []
+        calls: list[dict[str, Json]] = []
+        for delta in choice.deltas(text, last=True):
+            match delta:
+                case {"content": str(more)}:
+                    content.append(more)
+                case {"tool_calls": [{"id": id, "function": {"name": name}}]}:
+                    calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": ""}})
+                case {"tool_calls": [{"function": {"arguments": str(more)}}]}:
+                    function = calls[-1]["function"]
+                    assert isinstance(function, dict)
+                    function["arguments"] = f"{function['arguments']}{more}"
+        message: dict[str, Json] = {"role": "assistant", "content": "".join(content), "refusal": None}
+        if calls:
+            message |= {"tool_calls": list(calls), "content": "".join(content) or None}
+        return message
+
+    def _document(self, kind: str, choices: list[Json]) -> dict[str, Json]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    def _usage(self) -> dict[str, Json]:
+        answer_tokens, accepted, rejected, prompts, cached = 0, 0, 0, dict[int, int](), dict[int, int]()
+        for choice in self._choices:
+            assert choice.last is not None
+            answer_tokens += choice.last.tokens
+            accepted += choice.last.accepted
+            rejected += choice.last.rejected
+            # The answers to one prompt share it, and the first of them computes it for all.
+            number = choice.prompt.number
+            prompts[number] = choice.prompt.size
+            cached[number] = min(choice.last.cached, cached.get(number, choice.last.cached))
+        prompt_tokens = sum(prompts.values())
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": answer_tokens,
+            "total_tokens": prompt_tokens + answer_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            },
+        }
+
+    def _all_logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
+        if not choice.prompt.tokens:
+            return self._logprobs(choice, events)
+        known = [event for event in events if event.logprob is not None]
+        answer = self._completion_logprobs(choice, known)
+        prompt = self._prompt_logprobs(choice.prompt, events[0])
+        return {key: [*listed, *answer[key]] for key, listed in prompt.items()}
+
+    def _logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
+        known = [event for event in events if event.logprob is not None]
+        if not known:
+            return None
+        if self._chat:
+            return {"content": [self._chat_logprob(event) for event in known], "refusal": None}
+        return dict(self._completion_logprobs(choice, known))
+
+    def _chat_logprob(self, event: Event) -> Json:
+        assert event.logprob is not None
+        own = self._token(event.logprob)
+        return own | {"top_logprobs": [self._token(item) for item in event.alternatives]}
+
+    def _token(self, item: Logprob) -> dict[str, Json]:
+        data = self._vocabulary.token_bytes(item.token)
+        return {"token": self._name(item.token), "logprob": item.logprob, "bytes": list(data)}
+
+    def _prompt_logprobs(self, prompt: Prompt, event: Event) -> dict[str, list[Json]]:
+        """Of a prompt, with the first event of its answer. Nothing comes before the first token."""
+        tops: list[Json] = [self._top(score) for score in event.prompt]
+        return {
+            "tokens": [self._name(token) for token in prompt.tokens],
+            "token_logprobs": [None, *(own.logprob for own, _ in event.prompt)],
+            "top_logprobs": [None, *tops],
+            "text_offset": list(prompt.offsets),
+        }
+
+    def _top(self, score: Score) -> dict[str, Json]:
+        """By name; of two tokens with one name the likelier. The token itself is always there."""
+        own, others = score
+        found: dict[str, Json] = {}
+        for item in (*others, own):
+            found.setdefault(self._name(item.token), item.logprob)
+        return found
+
+    def _completion_logprobs(self, choice: _Choice, events: Sequence[Event]) -> dict[str, list[Json]]:
+        """The older form: parallel lists."""
+        offsets: list[Json] = []
+        for event in events:
+            offsets.append(choice.offset)
+            choice.offset += len(event.text)
+        return {
+            "tokens": [self._name(event.logprob.token) for event in events if event.logprob],
+            "token_logprobs": [event.logprob.logprob for event in events if event.logprob],
+            "top_logprobs": [
+                self._top((event.logprob, event.alternatives)) for event in events if event.logprob
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        """The token's text; a special token or a part of a character as the tokenizer writes it."""
+        data = self._vocabulary.token_bytes(token)
+        try:
+            return data.decode() if data else self._vocabulary.token_name(token)
+        except UnicodeDecodeError:
+            return self._vocabulary.token_name(token)

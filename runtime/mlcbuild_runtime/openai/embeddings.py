@@ -1,0 +1,101 @@
+"""/v1/embeddings: texts to vectors."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json
+
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.pooling import Floats, unit
+from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.openai import api
+from mlcbuild_runtime.openai.body import Body, Field, Table, choice, ignored, integer
+
+MAX_INPUTS = 2048
+"""Texts of one request."""
+AT_A_TIME = 64
+"""Of these go to the engine together: a large request must not fill the places where others wait."""
+
+TABLE: Table = {
+    "input": Field(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": {"type": "string"}},
+                api.TOKENS,
+                {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": api.TOKENS},
+            ]
+        },
+        "A text, a list of tokens, or a list of these.",
+    ),
+    "model": api.COMMON["model"],
+    "dimensions": integer(1, about="First values of each vector that are wanted; the rest is cut off."),
+    "encoding_format": choice("float", "base64", about="base64: of little-endian float32 (default: float)."),
+    **ignored("user"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one body asks for."""
+
+    requests: tuple[Request, ...]
+    model: str
+    dimensions: int | None
+    base64: bool
+
+    def waves(self) -> Iterable[tuple[Request, ...]]:
+        """The requests, AT_A_TIME of them."""
+        for start in range(0, len(self.requests), AT_A_TIME):
+            yield self.requests[start : start + AT_A_TIME]
+
+    def document(self, events: Sequence[Event]) -> dict[str, Json]:
+        """OpenAI's answer, from the only event of each request."""
+        data: list[Json] = []
+        for index, event in enumerate(events):
+            assert event.vector is not None
+            data.append({"object": "embedding", "index": index, "embedding": self._shown(event.vector)})
+        count = sum(len(request.prompt) for request in self.requests)
+        usage: dict[str, Json] = {"prompt_tokens": count, "total_tokens": count}
+        return {"object": "list", "data": data, "model": self.model, "usage": usage}
+
+    def _shown(self, vector: Floats) -> Json:
+        if self.dimensions is not None:
+            vector = unit(vector[: self.dimensions])
+        if self.base64:
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return [float(value) for value in vector]
+
+
+def job(running: Engine, body: Mapping[str, Json]) -> Job:
+    """A body of /v1/embeddings. Raises RequestError."""
+    fields = Body(body, TABLE)
+    manifest = running.model.manifest
+    prompts = api.prompts("input", fields.get("input"))
+    if len(prompts) > MAX_INPUTS:
+        raise RequestError(
+            f"input has {len(prompts)} texts; at most {MAX_INPUTS} are taken at a time", param="input"
+        )
+    dimensions = fields.integer("dimensions")
+    if dimensions is not None and dimensions > (size := manifest.hidden_size):
+        raise RequestError(
+            f"dimensions is {dimensions}, but this model's vectors have {size}", param="dimensions"
+        )
+    requests, total = [], 0
+    for prompt in prompts:
+        tokens = (
+            tuple(running.tokenizer.encode(prompt, running.longest_text))
+            if isinstance(prompt, str)
+            else prompt
+        )
+        if not tokens or prompt == "":
+            raise RequestError("input has an empty text, which has no embedding", param="input")
+        requests.append(Request(tokens, pooling=running.pooling))
+        total += len(tokens)
+        api.check_total("input", total, running.model.limits.context_window)
+    base64_wanted = fields.get("encoding_format") == "base64"
+    return Job(tuple(requests), running.name, dimensions, base64_wanted)

@@ -1,0 +1,151 @@
+"""Messages of a chat, checked and made plain for a template."""
+
+from __future__ import annotations
+
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json, describe
+
+from mlcbuild_runtime.openai.body import Body, checked_text, parse_json, wrong
+from mlcbuild_runtime.text.chat_template import Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_PART: Json = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+CONTENT: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_CALL: Json = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {
+                "name": {"type": "string"},
+                "arguments": {"type": "string", "contentMediaType": "application/json"},
+            },
+        },
+    },
+}
+_SHARED: dict[str, Json] = {"content": CONTENT, "name": {"type": ["string", "null"]}}
+_SHARED |= {"refusal": {"type": ["string", "null"]}, "annotations": {"type": ["array", "null"]}}
+MESSAGES: dict[str, Json] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"enum": ["system", "developer", "user"]}, **_SHARED},
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"const": "tool"}, "tool_call_id": {"type": "string"}, **_SHARED},
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {"role": {"const": "assistant"}, **_SHARED},
+                "additionalProperties": False,
+            },
+            {
+                "type": "object",
+                "required": ["role", "tool_calls"],
+                "properties": {
+                    **_SHARED,
+                    "role": {"const": "assistant"},
+                    "content": {"anyOf": [CONTENT, {"type": "null"}]},
+                    "tool_calls": {"type": "array", "minItems": 1, "items": _CALL},
+                },
+                "additionalProperties": False,
+            },
+        ]
+    },
+}
+"""JSON Schema of the field `messages`."""
+
+
+def messages(body: Body) -> tuple[Message, ...]:
+    """The field `messages`. Raises RequestError, naming the message."""
+    found = body.get("messages")
+    if not isinstance(found, list) or not found:
+        raise wrong("messages", "a list of at least one message", found)
+    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(found))
+
+
+def _message(where: str, message: Json) -> Message:
+    """Role and content of one message, with its calls; parts of text are joined."""
+    if not isinstance(message, dict):
+        raise wrong(where, "an object with role and content", message)
+    role = message.get("role")
+    if role not in ROLES:
+        raise wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
+    calls = message.get("tool_calls") if role == "assistant" else None
+    known = {"role", "content", "name", "refusal", "annotations"}
+    known |= {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(str(role), set())
+    for key, value in message.items():
+        if key not in known and value not in (None, []):
+            raise RequestError(
+                f"{where}.{key} is {describe(value)}, which this server cannot honour: leave it out",
+                param=f"{where}.{key}",
+                code="unsupported_field",
+            )
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
+    text = content_text(f"{where}.content", content)
+    # `developer` is OpenAI's newer name of `system`, which templates do not know.
+    name = "system" if role == "developer" else str(role)
+    plain: dict[str, Json] = {"role": name, "content": text}
+    if calls:
+        if not isinstance(calls, list):
+            raise wrong(f"{where}.tool_calls", "a list of calls", calls)
+        plain["tool_calls"] = [_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
+    if role == "tool":
+        id = message.get("tool_call_id")
+        if not isinstance(id, str | None):
+            raise wrong(f"{where}.tool_call_id", "a text", id)
+        plain["tool_call_id"] = id
+    return plain
+
+
+def content_text(where: str, content: Json) -> str:
+    """A text, or parts of one. Raises RequestError."""
+    if isinstance(content, list):
+        content = "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
+    if not isinstance(content, str):
+        raise wrong(where, "a text or a list of parts", content)
+    return checked_text(where, content)
+
+
+def _call(where: str, call: Json) -> Json:
+    """A call with its arguments as a value: templates write them as they need them."""
+    given = call if isinstance(call, dict) else {}
+    plain = given.get("type", "function") == "function" and isinstance(given.get("id", ""), str)
+    match call:
+        case {"function": {"name": str(name), "arguments": str(text)}} if plain:
+            try:
+                arguments = parse_json(text.encode() or b"{}", f"{where}.function.arguments")
+            except ValueError:
+                raise wrong(f"{where}.function.arguments", "JSON in a text", text) from None
+            return {
+                "id": given.get("id"),
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+    raise wrong(where, 'a call such as {"id": ..., "function": {"name": ..., "arguments": "{}"}}', call)
+
+
+def _part(where: str, part: Json) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise wrong(where, 'a part such as {"type": "text", "text": "..."}: this model reads text only', part)

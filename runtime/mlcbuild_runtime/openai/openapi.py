@@ -1,0 +1,167 @@
+"""/openapi.json: the API as an OpenAPI 3.1 document, out of the tables that bodies are checked with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mlcbuild_format.fields import Json
+
+from mlcbuild_runtime.openai import api, embeddings, responses_request, service
+from mlcbuild_runtime.openai.body import Field, Table
+
+RULE = (
+    "Fields that are not listed are refused, as are listed ones with values that cannot be honoured;"
+    " null means absent."
+)
+_STREAM = "With `stream`: server-sent events."
+_BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
+    "/v1/chat/completions": ("An answer to a chat.", api.CHAT, ("messages",), "chat.completion"),
+    "/v1/completions": ("More of a text.", api.COMPLETION, ("prompt",), "text_completion"),
+    "/v1/responses": ("An answer, and calls of functions.", responses_request.TABLE, ("input",), "response"),
+    "/v1/embeddings": ("Vectors of texts.", embeddings.TABLE, ("input",), "list"),
+    "/tokenize": ("Tokens of a text or a chat.", service.TOKENIZE, (), ""),
+    "/detokenize": ("The text of tokens.", service.DETOKENIZE, ("tokens",), ""),
+}
+"""Path -> what it does, its fields, those that must be there, and the kind of its answer."""
+
+_USAGE: Json = {"type": "object", "additionalProperties": {"type": ["integer", "object"]}}
+_LIST: Json = {"type": "array", "items": {"type": "object"}}
+_ANSWERS: Mapping[str, Mapping[str, Json]] = {
+    "/v1/chat/completions": {"choices": _LIST, "usage": _USAGE},
+    "/v1/completions": {"choices": _LIST, "usage": _USAGE},
+    "/v1/responses": {"output": _LIST, "status": {"enum": ["completed", "incomplete", "cancelled"]}},
+    "/v1/embeddings": {"data": _LIST, "usage": _USAGE},
+    "/tokenize": {
+        "tokens": {"type": "array", "items": {"type": "integer"}},
+        "count": {"type": "integer"},
+        "max_model_len": {"type": "integer"},
+    },
+    "/detokenize": {"prompt": {"type": "string"}},
+}
+_NAME: Json = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_ID: Json = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_CARD: dict[str, Json] = {
+    "id": {"type": "string"},
+    "object": {"const": "model"},
+    "loaded": {"type": "boolean"},
+    "aliases": {"type": "array", "items": {"type": "string"}},
+}
+ERROR: dict[str, Json] = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"enum": ["invalid_request_error", "server_error"]},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def document(keys: bool) -> dict[str, Json]:
+    """The document. `keys`: bearer keys are asked for."""
+    paths: dict[str, Json] = {path: {"post": _post(path)} for path in _BODIES}
+    paths |= _others()
+    found: dict[str, Json] = {
+        "openapi": "3.1.0",
+        "info": {"title": "mlcbuild-serve", "version": "1", "description": RULE},
+        "paths": paths,
+        "components": {
+            "schemas": {"Error": ERROR, **{_title(path): _schema(path) for path in _BODIES}},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+    return found | {"security": [{"key": []}]} if keys else found
+
+
+def _title(path: str) -> str:
+    return "".join(word.capitalize() for word in path.strip("/").split("/") if word != "v1")
+
+
+def _schema(path: str) -> Json:
+    _, table, required, _ = _BODIES[path]
+    return {
+        "type": "object",
+        "required": list(required),
+        "properties": {name: _property(field, name in required) for name, field in table.items()},
+        "additionalProperties": False,
+    }
+
+
+def _property(field: Field, required: bool) -> Json:
+    shown: dict[str, Json] = dict(field.schema)
+    if not required and shown:
+        shown = {"anyOf": [shown, {"type": "null"}]}
+    return {**shown, "description": field.about} if field.about else shown
+
+
+def _post(path: str) -> Json:
+    about, table, _, kind = _BODIES[path]
+    properties: dict[str, Json] = dict(_ANSWERS[path])
+    if kind:
+        properties["object"] = {"const": kind}
+    content: dict[str, Json] = {"application/json": {"schema": _object(properties)}}
+    if "stream" in table:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "summary": about + (f" {_STREAM}" if "stream" in table else ""),
+        "operationId": _title(path),
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{_title(path)}"}}},
+        },
+        "responses": {"200": {"description": about, "content": content}, **_errors("400", "404", "413")},
+    }
+
+
+def _others() -> dict[str, Json]:
+    models: Json = _object({"object": {"const": "list"}, "data": {"type": "array", "items": _object(_CARD)}})
+    response: Json = _object({"object": {"const": "response"}, "output": _LIST})
+    deleted: Json = _object({"object": {"const": "response"}, "deleted": {"const": True}})
+    items: Json = _object({"object": {"const": "list"}, "data": _LIST})
+    health: Json = _object({"status": {"enum": ["ok", "stopped"]}})
+    return {
+        "/v1/models": {"get": _get("The models.", models)},
+        "/v1/models/{name}": {"get": _get("One model.", _object(_CARD), _NAME)},
+        "/v1/responses/{id}": {
+            "get": _get("A stored response.", response, _ID),
+            "delete": _get("Forgets a response.", deleted, _ID),
+        },
+        "/v1/responses/{id}/input_items": {"get": _get("What a response was asked.", items, _ID)},
+        "/v1/responses/{id}/cancel": {"post": _get("Ends a response that runs.", response, _ID)},
+        "/health": {"get": _get("Whether engines run, and what they do.", health)},
+        "/health/live": {"get": _get("Whether engines run.", _object({"live": {"type": "boolean"}}))},
+        "/health/ready": {
+            "get": _get("Whether requests are taken.", _object({"ready": {"type": "boolean"}}))
+        },
+    }
+
+
+def _get(about: str, answer: Json, *parameters: Json) -> Json:
+    missing = _errors("404") if parameters else {}
+    content: Json = {"application/json": {"schema": answer}}
+    found: dict[str, Json] = {"summary": about, "parameters": list(parameters)}
+    return {**found, "responses": {"200": {"description": about, "content": content}, **missing}}
+
+
+def _object(properties: Mapping[str, Json]) -> Json:
+    return {"type": "object", "required": list(properties), "properties": dict(properties)}
+
+
+def _errors(*statuses: str) -> dict[str, Json]:
+    content: Json = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    words = {
+        "400": "The request is wrong.",
+        "404": "There is no such thing.",
+        "413": "The body is too large.",
+    }
+    listed = {*statuses, "401", "500", "503", "504"}
+    words |= {"401": "A key is needed.", "500": "The model or the server failed."}
+    words |= {"503": "The server is full, or stopping.", "504": "It took too long."}
+    return {status: {"description": words[status], "content": content} for status in sorted(listed)}

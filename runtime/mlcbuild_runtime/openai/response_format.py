@@ -1,0 +1,78 @@
+"""The field `response_format`: what an answer must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from mlcbuild_format.fields import Json
+
+from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.openai.body import checked_text, wrong
+
+KEY = "response_format"
+SPACES: dict[str, Json] = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,40})?"}
+"""One space, or a new line with its indentation: models that may write any space write it for ever."""
+
+
+def text_kind(key: str) -> Json:
+    """JSON Schema of a format that holds a text under its own name."""
+    return {
+        "type": "object",
+        "required": ["type", key],
+        "properties": {"type": {"const": key}, key: {"type": "string"}},
+    }
+
+
+SCHEMA: dict[str, Json] = {
+    "anyOf": [
+        {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "type": "object",
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "required": ["schema"],
+                    "properties": {"schema": {"type": ["object", "boolean"]}},
+                },
+            },
+        },
+        text_kind("regex"),
+        text_kind("grammar"),
+    ]
+}
+"""JSON Schema of the field."""
+
+
+def response_format(found: Json) -> Constraint | None:
+    """The constraint that the field asks for; None for plain text. Raises RequestError."""
+    match found:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return schema_constraint({"type": "object"}, KEY)
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+            return schema_constraint(schema, f"{KEY}.json_schema.schema")
+        case {"type": "json_schema"}:
+            form = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
+            raise wrong(KEY, f"{form} with a schema", found)
+        case {"type": "regex", "regex": str(source)}:
+            return Constraint("regex", checked_text(f"{KEY}.regex", source), f"{KEY}.regex")
+        case {"type": "grammar", "grammar": str(source)}:
+            return Constraint("lark", checked_text(f"{KEY}.grammar", source), f"{KEY}.grammar")
+    kinds = '"text", "json_object", "json_schema", "regex" (with regex) or "grammar" (with grammar)'
+    raise wrong(KEY, f"an object whose type is {kinds}", found)
+
+
+def schema_constraint(schema: Mapping[str, Json] | bool, param: str) -> Constraint:
+    """A constraint to JSON that `schema` accepts."""
+    return Constraint("json_schema", schema_text(schema), param)
+
+
+def schema_text(schema: Mapping[str, Json] | bool) -> str:
+    """The schema as llguidance takes it."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return json.dumps({**schema, "x-guidance": SPACES})

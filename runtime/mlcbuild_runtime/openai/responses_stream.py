@@ -1,0 +1,170 @@
+"""/v1/responses, the answer: events of the engine as items, and as the events of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json
+
+from mlcbuild_runtime.engine.request import Event
+from mlcbuild_runtime.openai.call_syntax import Piece
+from mlcbuild_runtime.openai.chat_documents import Prompt, error_document
+
+Document = dict[str, Json]
+CANCELLED = "cancelled"
+"""Code of the error with which a cancelled response ends."""
+
+
+class Output:
+    """One response while it is made. `events` takes the engine's events, to the last; `document` is the
+    response as it stands."""
+
+    def __init__(self, model: str, prompt: Prompt, shown: Mapping[str, Json]) -> None:
+        """`shown`: what is repeated of the request."""
+        self.items: list[Document] = []
+        self._prompt, self._reader = prompt, prompt.reader() if prompt.reader is not None else None
+        self._open: Document | None = None
+        self._sequence = self._tokens = 0
+        self.document: Document = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "reasoning": {"effort": None, "summary": None},
+            "truncation": "disabled",
+            "usage": None,
+            "user": None,
+            **shown,
+        }
+
+    @property
+    def id(self) -> str:
+        return str(self.document["id"])
+
+    def begin(self) -> Iterator[Document]:
+        """The events before anything is said."""
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=dict(self.document))
+
+    def events(self, event: Event) -> Iterator[Document]:
+        """What one event of the engine adds."""
+        self._tokens = max(self._tokens, event.tokens)
+        if event.text or event.last:
+            pieces = [Piece("text", event.text)] if event.text else []
+            for piece in self._reader.read(event.text, event.last) if self._reader else pieces:
+                yield from self._piece(piece)
+        if event.last:
+            yield from self._end(event)
+
+    def _piece(self, piece: Piece) -> Iterator[Document]:
+        if piece.kind == "text" and piece.text:
+            if self._open is None or self._open["type"] != "message":
+                yield from self._close("completed")
+                yield from self._begin_message()
+            yield from self._delta("output_text", piece.text)
+        elif piece.kind == "call" and self._reader is not None:
+            yield from self._close("completed")
+            call: Document = {
+                "id": f"fc_{uuid.uuid4().hex}",
+                "type": "function_call",
+                "call_id": self._reader.call_id(),
+            }
+            yield self._begin_item(call | {"name": piece.text, "arguments": "", "status": "in_progress"})
+        elif piece.kind == "arguments":
+            yield from self._delta("function_call_arguments", piece.text)
+
+    def _begin_item(self, item: Document) -> Document:
+        self._open = item
+        self.items.append(item)
+        return self._event("response.output_item.added", output_index=len(self.items) - 1, item=dict(item))
+
+    def _begin_message(self) -> Iterator[Document]:
+        message: Document = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        yield self._begin_item(message | {"status": "in_progress", "content": []})
+        assert self._open is not None
+        part = _part("")
+        yield self._about_item("response.content_part.added", content_index=0, part=part)
+        self._open["content"] = [part]
+
+    def _delta(self, kind: str, text: str) -> Iterator[Document]:
+        assert self._open is not None
+        if kind == "output_text":
+            self._open["content"] = [_part(_text(self._open) + text)]
+            more: Document = {"content_index": 0, "logprobs": []}
+        else:
+            self._open["arguments"] = f"{self._open['arguments']}{text}"
+            more = {}
+        yield self._about_item(f"response.{kind}.delta", delta=text, **more)
+
+    def _close(self, status: str) -> Iterator[Document]:
+        """The end of the item that is open, if one is."""
+        item = self._open
+        if item is None:
+            return
+        item["status"] = status
+        if item["type"] == "message":
+            text, at = _text(item), {"content_index": 0}
+            yield self._about_item("response.output_text.done", text=text, logprobs=[], **at)
+            yield self._about_item("response.content_part.done", part=_part(text), **at)
+        else:
+            arguments, name = item["arguments"], item["name"]
+            yield self._about_item("response.function_call_arguments.done", arguments=arguments, name=name)
+        index = len(self.items) - 1
+        yield self._event("response.output_item.done", output_index=index, item=dict(item))
+        self._open = None
+
+    def _end(self, event: Event) -> Iterator[Document]:
+        error, status = event.error, "completed"
+        if error is not None:
+            cancelled = isinstance(error, RequestError) and error.code == CANCELLED
+            status = "cancelled" if cancelled else "failed"
+            self.document["error"] = None if cancelled else _error(event)
+        elif event.finish == "length":
+            status = "incomplete"
+            self.document["incomplete_details"] = {"reason": "max_output_tokens"}
+        yield from self._close("completed" if status == "completed" else "incomplete")
+        size = self._prompt.size
+        self.document["usage"] = {
+            "input_tokens": size,
+            "input_tokens_details": {"cached_tokens": event.cached, "cache_write_tokens": 0},
+            "output_tokens": self._tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": size + self._tokens,
+        }
+        self.document |= {"status": status, "output": list(self.items), "completed_at": int(time.time())}
+        name = "failed" if status == "cancelled" else status
+        yield self._event(f"response.{name}", response=dict(self.document))
+
+    def _about_item(self, kind: str, **fields: Json) -> Document:
+        assert self._open is not None
+        return self._event(kind, item_id=self._open["id"], output_index=len(self.items) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Json) -> Document:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence - 1, **fields}
+
+
+def _part(text: str) -> Document:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _text(message: Document) -> str:
+    match message:
+        case {"content": [{"text": str(text)}]}:
+            return text
+    return ""
+
+
+def _error(event: Event) -> Json:
+    assert event.error is not None
+    found = error_document(event.error)["error"]
+    assert isinstance(found, dict)
+    return {"code": found["code"] or "server_error", "message": found["message"]}

@@ -1,0 +1,218 @@
+"""From a checked body to requests for the engine and the reply they make; the HTTP server and the Python API
+share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mlcbuild_format.errors import RequestError
+from mlcbuild_format.fields import Json, is_integer
+
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Request, Sink, Ticket
+from mlcbuild_runtime.openai import api, tools
+from mlcbuild_runtime.openai.body import Body, Field, Table, boolean, text, wrong
+from mlcbuild_runtime.openai.call_syntax import Form, Reader
+from mlcbuild_runtime.openai.chat_documents import Prompt, Reply
+from mlcbuild_runtime.openai.messages import messages
+from mlcbuild_runtime.text.tokenizer import check_length
+
+MAX_SCORES = 1 << 19
+"""Log-probabilities of one request's prompts: about 50 MB while they are made."""
+MAX_DETOKENIZED = 1 << 16
+"""Tokens of a body of /detokenize, where the context has fewer."""
+COMPLETION_TOKENS = 16
+"""OpenAI's default of max_tokens for /v1/completions."""
+TOKENIZE: Table = {
+    "model": api.COMMON["model"],
+    "prompt": text("A text, where there are no messages."),
+    "messages": api.CHAT["messages"],
+    "add_special_tokens": boolean("With BOS, where the tokenizer adds one (default: true)."),
+    "chat_template_kwargs": api.CHAT["chat_template_kwargs"],
+}
+DETOKENIZE: Table = {
+    "model": api.COMMON["model"],
+    "tokens": Field(
+        {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        f"At most {MAX_DETOKENIZED}, or as many as the context has.",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one body asks for."""
+
+    requests: tuple[Request, ...]
+    """One for each answer."""
+    reply: Reply
+    stream: bool
+    include_usage: bool
+
+
+def check_model(running: Engine, name: Json) -> None:
+    """Raises RequestError (404) for a name that is not this model's; null is any."""
+    here = running.name
+    if name is not None and name != here:
+        raise RequestError(
+            f"the model {name!r} is not here: this server has '{here}'",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
+def constrained(body: Mapping[str, Json]) -> bool:
+    """A body of a chat or completion asks for an answer of some form, which must be compiled."""
+    return bool(body.get("response_format") or body.get("tools"))
+
+
+def chat(running: Engine, body: Mapping[str, Json]) -> Job:
+    """A body of /v1/chat/completions. Raises RequestError."""
+    call = api.chat_call(body, running.model.manifest.serving)
+    form, box, options = (
+        Form.of(running.tokenizer.template.source, running.tokenizer.vocabulary),
+        call.toolbox,
+        call.options,
+    )
+    listed, extra = call.messages, dict(call.template_options)
+    if not form.native:
+        listed = tuple(tools.in_words(listed, box, form))
+    elif box is not None:
+        extra["tools"] = tools.documents(box)
+    tokens = running.tokenizer.chat(listed, extra, running.longest_text)
+    if box is not None:
+        space = running.tokenizer.vocabulary.leading_space
+        answer = options.constraint
+        options = replace(options, constraint=tools.constraint(box, form, space, answer))
+    request = _request(running, options, tuple(tokens), message=True)
+    if call.prediction:
+        request = replace(request, prediction=_predicted(running, call.prediction))
+    if box is not None:
+        request = replace(request, shown=tuple((token, name) for name, token in form.tokens.items()))
+    formatted = call.options.constraint is not None
+    reader = None if box is None else partial(Reader, form, box.choice, formatted)
+    return _job(running, options, [request], [Prompt(0, len(tokens), reader=reader)], chat=True)
+
+
+def completion(running: Engine, body: Mapping[str, Json]) -> Job:
+    """A body of /v1/completions. Raises RequestError."""
+    call = api.completion_call(body, running.model.manifest.serving)
+    requests, prompts, total = [], [], 0
+    for number, prompt in enumerate(call.prompts):
+        tokens = (
+            tuple(running.tokenizer.encode(prompt, running.longest_text))
+            if isinstance(prompt, str)
+            else prompt
+        )
+        echo = prompt if isinstance(prompt, str) else running.tokenizer.decode(tokens) if call.echo else ""
+        request = _request(running, call.options, tokens, message=False)
+        if request.max_tokens is None:
+            room = running.model.limits.context_window - len(tokens)
+            request = replace(request, max_tokens=max(1, min(COMPLETION_TOKENS, room)))
+        shown = Prompt(number, len(tokens), echo if call.echo else "")
+        if call.echo and request.logprobs is not None:
+            request = replace(request, prompt_logprobs=True)
+            shown = replace(shown, tokens=tokens, offsets=running.tokenizer.offsets(tokens))
+        requests.append(request)
+        prompts.append(shown)
+        total += len(tokens)
+        if number:
+            api.check_total("prompt", total, running.model.limits.context_window)
+    scores = (
+        sum(len(prompt.tokens) for prompt in prompts) * call.options.n * ((call.options.logprobs or 0) + 1)
+    )
+    if scores > MAX_SCORES:
+        raise RequestError(
+            f"echo with logprobs asks for {scores} log-probabilities of prompts, and at most {MAX_SCORES} are"
+            " given at a time: send fewer prompts, or ask for fewer alternatives",
+            param="logprobs",
+        )
+    return _job(running, call.options, requests, prompts, chat=False)
+
+
+def _predicted(running: Engine, text: str) -> tuple[int, ...]:
+    """Tokens of what a client expects: no more than the context has room for."""
+    found = running.tokenizer.vocabulary.encode(text[: running.longest_text], special=False)
+    return tuple(found[: running.model.limits.context_window])
+
+
+def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], window: int) -> list[Ticket]:
+    """All of a job's requests, or none. Raises RequestError or EngineError."""
+    tickets: list[Ticket] = []
+    try:
+        for request, sink in zip(requests, sinks, strict=True):
+            tickets.append(running.submit(request, sink, window))
+    except BaseException:
+        for ticket in tickets:
+            ticket.cancel()
+        raise
+    return tickets
+
+
+def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
+    """A body of /tokenize: a text in `prompt`, or a chat in `messages`. Raises RequestError."""
+    fields = Body(body, TOKENIZE)
+    special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
+    prompt = fields.text("prompt")
+    if prompt is None and fields.get("messages") is not None:
+        options = fields.object("chat_template_kwargs")
+        tokens = tokenizer.chat(messages(fields), options, running.longest_text)
+    elif prompt is not None:
+        check_length(prompt, running.longest_text)
+        tokens = tokenizer.encode(prompt) if special else tokenizer.vocabulary.encode(prompt, special=False)
+    else:
+        raise wrong("prompt", "a text, where there are no messages", prompt)
+    context = running.model.limits.context_window
+    return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context}
+
+
+def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
+    """A body of /detokenize: `tokens`. Raises RequestError."""
+    fields = Body(body, DETOKENIZE)
+    found, size = fields.get("tokens"), running.model.manifest.vocab_size
+    listed = found if isinstance(found, list) else [None]
+    most = max(MAX_DETOKENIZED, running.model.limits.context_window)
+    if len(listed) > most:
+        raise wrong("tokens", f"a list of at most {most} tokens", f"{len(listed)} tokens")
+    tokens = [token for token in listed if is_integer(token) and 0 <= token < size]
+    if len(tokens) != len(listed):
+        raise wrong("tokens", f"a list of tokens from 0 to {size - 1}", found)
+    return {"prompt": running.tokenizer.decode(tokens)}
+
+
+def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], message: bool) -> Request:
+    size = running.model.manifest.vocab_size
+    for token, _ in options.sampling.bias:
+        if token >= size:
+            raise RequestError(
+                f"logit_bias names token {token}, but the vocabulary has {size} tokens", param="logit_bias"
+            )
+    wanted = options.constraint
+    return Request(
+        prompt=prompt,
+        max_tokens=options.max_tokens,
+        sampling=options.sampling,
+        stop=options.stop,
+        message=message,
+        logprobs=options.logprobs,
+        constraint=None if wanted is None else running.grammars.compiled(wanted, message),
+        ignore_eos=options.ignore_eos,
+        speculate=options.speculate,
+        priority=options.priority,
+    )
+
+
+def _job(
+    running: Engine, options: api.Options, requests: Sequence[Request], prompts: Sequence[Prompt], chat: bool
+) -> Job:
+    """`n` answers for each prompt."""
+    each = [(request, choice) for request in requests for choice in range(options.n)]
+    answers = tuple(
+        replace(request, sampling=replace(request.sampling, choice=choice)) for request, choice in each
+    )
+    shown = [prompt for prompt in prompts for _ in range(options.n)]
+    reply = Reply(chat, running.name, running.tokenizer.vocabulary, shown)
+    return Job(answers, reply, options.stream, options.include_usage)

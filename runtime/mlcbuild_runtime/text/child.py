@@ -1,0 +1,141 @@
+"""Child processes that do what could take for ever, and can be ended: one document a line, one answer a line.
+
+A child starts when it is first needed, and again after it had to be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from mlcbuild_format.errors import SetupError
+from mlcbuild_format.fields import Json
+
+
+class EndedError(Exception):
+    """A child process has ended, or was killed because it took too long."""
+
+    def __init__(self, code: int | None) -> None:
+        """`code`: as subprocess has it; None where the child was killed."""
+        super().__init__(code)
+        self.code = code
+
+
+class Child:
+    """A process that runs the function `work` of a module. One thread at a time may use it; any thread may
+    close it."""
+
+    def __init__(self, module: str, purpose: str, hello: Callable[[], object] | None = None) -> None:
+        """`purpose`: what cannot be done without it, for errors. `hello`: makes the first document for each
+        new process, which answers when it is ready."""
+        self._module, self._purpose, self._hello = module, purpose, hello
+        self.process: subprocess.Popen[bytes] | None = None
+        self._kill: Callable[[], object] = lambda: None
+        self._closed = False
+
+    def ask(self, document: object, patience: float) -> Json:
+        """Returns the answer to a document. Raises EndedError, after `patience` seconds at the latest, and
+        SetupError when there can be no process."""
+        process = self._running()
+        try:
+            answer: Json = json.loads(self._exchange(process, document, patience))
+        except BaseException as error:  # an answer that nobody waited for would be taken for the next one
+            self.end()
+            if isinstance(error, EndedError) and error.code == 1:
+                raise SetupError(
+                    f"the process that {self._purpose} has failed: see the lines above"
+                ) from None
+            raise
+        return answer
+
+    def end(self) -> None:
+        """Kills the process; the next document starts another."""
+        self._kill()
+        self.process = None
+
+    def close(self) -> None:
+        """Kills the process for good: who waits for an answer gets EndedError, from any thread."""
+        self._closed, process = True, self.process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise EndedError(None)
+        if self.process is None or self.process.poll() is not None:
+            self._kill()
+            self.process = self._started()
+            # Also when this object is forgotten, and at the interpreter's end.
+            self._kill = weakref.finalize(self, _kill, self.process)
+            if self._closed:  # meanwhile
+                self._kill()
+            if self._hello is not None:
+                self.ask(self._hello(), STARTING)
+        return self.process
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-c", f"from {self._module} import work; work()"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                start_new_session=True,  # Ctrl-C is the server's
+            )
+        except OSError as error:
+            raise SetupError(f"the process that {self._purpose} cannot start: {error}") from None
+
+    @staticmethod
+    def _exchange(process: subprocess.Popen[bytes], document: object, patience: float) -> bytes:
+        assert process.stdin is not None and process.stdout is not None
+        end, parts = time.monotonic() + patience, list[bytes]()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(document).encode() + b"\n")
+            process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not parts or not parts[-1].endswith(b"\n"):
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    raise EndedError(None)
+                parts.append(os.read(process.stdout.fileno(), 1 << 20))
+                if not parts[-1]:
+                    raise EndedError(process.wait(patience))
+        return b"".join(parts)
+
+
+STARTING = 60.0
+"""Seconds for a process to start, on a machine that is busy with other things."""
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a child process and its forks."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+
+
+def limit_memory(more: int) -> None:
+    """Limits this process to so many bytes more than it has, where the system does: on macOS, which has no
+    such limit, only time and sizes are limited."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):
+        here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        limit = here + more if most == resource.RLIM_INFINITY else min(here + more, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, most))

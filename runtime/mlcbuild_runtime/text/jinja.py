@@ -1,0 +1,134 @@
+"""Renders chat templates: Jinja, in a sandbox, with the helpers that transformers gives them.
+
+A template may loop for ever, or write more than fits into memory, so that this runs in a child process.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, NoReturn
+
+from mlcbuild_format.fields import Json
+
+from mlcbuild_runtime.text.child import limit_memory
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+SECONDS = 2.0
+"""Processor time that one prompt may take."""
+MEMORY = 256 << 20
+"""Bytes that one prompt may take, where the system limits them."""
+TEXT = 16 << 20
+"""Bytes of a prompt."""
+ERROR = 2000
+"""Characters of a reason."""
+
+
+def work() -> None:
+    """Runs the child process: reads a template and its variables a line, to the end of its input."""
+    import jinja2.ext
+    import jinja2.sandbox  # noqa: F401  (what templates need is loaded before their time runs)
+
+    limit_memory(MEMORY)
+    templates: dict[str, Template] = {}
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
+        answer = _answer(line, templates)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(answer + "\n")
+        sys.stdout.flush()
+
+
+def _answer(line: bytes, templates: dict[str, Template]) -> str:
+    """Returns JSON: {"text": the prompt}, {"refused": the template's words} or {"failed": the reason}."""
+    try:
+        wanted = json.loads(line)
+        source, variables = wanted["source"], wanted["variables"]
+        if source not in templates:
+            templates[source] = compiled(source)
+        return json.dumps({"text": _written(templates[source], variables)})
+    except _RefusedError as error:
+        return json.dumps({"refused": str(error)[:ERROR]})
+    except Exception as error:  # whatever a template may do
+        return json.dumps({"failed": _reason(error)[:ERROR]})
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case UnicodeEncodeError():
+            return "there is a part of a character, a surrogate, in its text"
+        case MemoryError():
+            return f"it takes more than {MEMORY >> 20} MiB of memory"
+        case RecursionError():
+            return "it is nested too deeply, or calls itself without end"
+        case _TooLongError():
+            return f"its text has more than {TEXT >> 20} MiB"
+    return f"{type(error).__name__}: {error}"
+
+
+def _written(template: Template, variables: Mapping[str, Json]) -> str:
+    parts, size = list[str](), 0
+    for part in template.generate(variables):
+        parts.append(part)
+        size += len(part.encode())
+        if size > TEXT:
+            raise _TooLongError
+    return "".join(parts)
+
+
+class _RefusedError(Exception):
+    """A template has called raise_exception."""
+
+
+class _TooLongError(Exception):
+    """A prompt is longer than TEXT."""
+
+
+def compiled(source: str) -> Template:
+    """Returns the template of a source. Raises whatever Jinja and Python raise for a wrong one."""
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks an assistant's words for training: its content is all that counts here."""
+
+        tags = {"generation"}  # noqa: RUF012  (Jinja's interface)
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+    return environment.from_string(source)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: Jinja's own filter escapes it for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: object = "") -> NoReturn:
+    raise _RefusedError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

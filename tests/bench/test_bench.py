@@ -1,0 +1,364 @@
+"""`mlcbuild bench`: load on real servers, good and bad ones; figures against NumPy; a bundle's speed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socketserver
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlcbuild.bench.exchange import Reply, Server
+from mlcbuild.bench.figures import Outcome, Sample, percentile, sample
+from mlcbuild.bench.plot import plot
+from mlcbuild.bench.workload import Lengths, Load, Workload
+from mlcbuild.cli import main
+from mlcbuild.errors import UsageError
+from tests.conftest import ROOT
+from tests.runtime import shared
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def url(tiny_bundles: Path) -> Iterator[str]:
+    with shared.serving(tiny_bundles / "dist" / "tiny-q4a8_1-host", "--api-key", "key") as running:
+        yield running.url
+
+
+def bench(out: Out, code: int, *arguments: str) -> tuple[str, str]:
+    assert main(["bench", "serve", *arguments]) == code, out.readouterr()
+    stdout, stderr = out.readouterr()
+    return stdout, stderr
+
+
+SHORT = ("--api-key", "key", "--prompt-tokens", "uniform:20,40", "--tokens", "6", "--warmup", "1")
+
+
+def test_a_closed_loop(url: str, capsys: Out, tmp_path: Path) -> None:
+    picture = tmp_path / "load.svg"
+    slo = ("--slo", "tpot=60", "--slo", "ttft=0.0000001")
+    load = ("--clients", "1,3", "--requests", "6", "--plot", str(picture), *slo)
+    stdout, _ = bench(capsys, 0, f"{url}/v1/", *SHORT, *load, "--json")
+    document = json.loads(stdout)
+    one, three = document["loads"]
+    assert (one["load"], three["load"]) == ("1 client", "3 clients")
+    for found in (one, three):
+        assert (found["requests"], found["failed"], found["errors"]) == (6, 0, {})
+        assert found["answer_tokens"] == 36, "ignore_eos makes answers as long as they were ordered"
+        assert 15 < found["prompt_tokens_mean"] < 50, "words were counted in tokens first"
+        assert 0 < found["ttft"]["p50"] <= found["ttft"]["p90"] <= found["ttft"]["max"] < found["e2e"]["max"]
+        assert found["itl"]["mean"] == pytest.approx(found["tpot"]["mean"], rel=0.5)
+        assert found["goodput_per_second"] == 0, "no answer begins after 100 ns"
+        assert 0 < found["generator"]["cpu_share"] < 1
+    assert three["e2e"]["mean"] < found["seconds"] <= 6 * three["e2e"]["max"]
+    ET.parse(picture)
+    assert "3 clients" in picture.read_text()
+
+
+def test_an_open_loop_does_not_wait_for_answers(url: str, capsys: Out) -> None:
+    load = ("--rate", "40", "--arrivals", "constant", "--requests", "8", "--chat", "--slo", "e2e=60")
+    stdout, _ = bench(capsys, 0, url, *SHORT, *load)
+    _, *lines = stdout.splitlines()
+    table = dict(line.rsplit(maxsplit=1) for line in lines)
+    assert (table["requests"], table["failed"]) == ("8", "0")
+    assert table["goodput/s"] == table["requests/s"]
+    late, whole = float(table["generator late, s"]), 8 / float(table["requests/s"])
+    assert late < whole / 2, "seven of eight requests would wait for answers otherwise"
+
+
+def test_the_seconds_of_a_load(url: str, capsys: Out) -> None:
+    for load in (("--clients", "2"), ("--rate", "20")):
+        stdout, _ = bench(capsys, 0, url, *SHORT, *load, "--seconds", "0.3", "--json")
+        (found,) = json.loads(stdout)["loads"]
+        assert found["failed"] == 0 < found["requests"]
+        # The last request begins before the 0.3 s have passed; the answers that run then come to their end.
+        assert found["seconds"] < 0.3 + 3 * found["e2e"]["max"]
+
+
+def test_prompts_of_token_ids(url: str, capsys: Out) -> None:
+    exact = ("--prompt-tokens", "33", "--token-ids", "300", "--requests", "2", "--json")
+    (found,) = json.loads(bench(capsys, 0, url, *SHORT, *exact)[0])["loads"]
+    assert found["prompt_tokens_mean"] == 33
+
+
+def test_a_server_that_wants_a_key(url: str, capsys: Out) -> None:
+    assert main(["bench", "serve", url]) == 1
+    stderr = capsys.readouterr().err
+    assert "/v1/models answers 401: " in stderr
+    assert "this server needs a key" in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_failures_are_counted_and_told(url: str, capsys: Out) -> None:
+    """Prompts of any length up to twice the context."""
+    long = ("--prompt-tokens", "uniform:10,600", "--requests", "12", "--warmup", "0", "--json")
+    stdout, stderr = bench(capsys, 0, url, "--api-key", "key", "--tokens", "2", *long)
+    (found,) = json.loads(stdout)["loads"]
+    assert found["errors"] == {"http 400": found["failed"]}
+    assert 0 < found["failed"] < 12
+    assert f"1 client: {found['failed']} x http 400: the prompt has " in stderr
+    assert stderr.count("\n") == 1
+
+
+@contextmanager
+def scripted(answers: Sequence[bytes | None]) -> Iterator[str]:
+    """A server that gives each connection the next of these answers (then the last), and closes it; None
+    says nothing for a while."""
+    turn = iter(answers)
+
+    class Talk(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            length = 0
+            while line := self.rfile.readline().strip():
+                if line.startswith(b"Content-Length:"):
+                    length = int(line.split(b":")[1])
+            self.rfile.read(length)
+            answer = next(turn, answers[-1])
+            if answer is None:
+                time.sleep(1.5)
+            with contextlib.suppress(OSError):
+                self.wfile.write(answer or b"")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talk) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def plain(body: bytes, status: str = "200 OK") -> bytes:
+    return b"HTTP/1.1 %s\r\nContent-Length: %d\r\n\r\n%s" % (status.encode(), len(body), body)
+
+
+def stream(*documents: object, done: bool = True) -> bytes:
+    lines = [f"data: {json.dumps(document)}\r\n\r\n" for document in documents]
+    return b"HTTP/1.1 200 OK\r\n\r\n" + "".join([*lines, "data: [DONE]\n\n" if done else ""]).encode()
+
+
+def patience(answer: bytes | None) -> str:
+    """Seconds: few only where nothing comes; a busy machine is slow."""
+    return "1.0" if answer is None else "60"
+
+
+MODELS = plain(b'{"data": [{"id": "m"}]}')
+SAID = {"choices": [{"text": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (plain(b'{"error": {"message": "full"}}', "503 Busy"), "http 503: full"),
+        (plain(b"<html>oops\n</html>", "502 Bad Gateway"), "http 502: <html>oops"),
+        (stream(SAID, done=False), "cut"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nshort", "cut: 127.0.0.1:"),
+        (plain(b"")[:-6], "cut: 127.0.0.1:"),
+        (b"", "cut: 127.0.0.1:"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "malformed: 127.0.0.1:"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: {]\n\n", "malformed: an event is not JSON"),
+        (stream([1]), "malformed: an event is not an object"),
+        (stream(SAID, {"error": {"message": "the model has failed"}}), "stream: the model has failed"),
+        (None, "timeout"),
+    ],
+)
+def test_bad_servers(answer: bytes | None, error: str, capsys: Out) -> None:
+    with scripted([MODELS, answer]) as url:
+        options = ("--token-ids", "9", "--warmup", "0", "--requests", "2", "--timeout", patience(answer))
+        stdout, stderr = bench(capsys, 1, url, *options)
+    assert ["failed", "2"] in [line.split() for line in stdout.splitlines()]
+    assert f"1 client: 2 x {error}" in stderr
+
+
+def test_a_server_that_counts_nothing(capsys: Out) -> None:
+    """Pieces of text are counted then; a word is taken for a token."""
+    answers = [MODELS, plain(b"{}"), stream({"choices": [{"text": ""}]}, SAID, SAID, SAID)]
+    with scripted(answers) as url:
+        stdout, _ = bench(capsys, 0, url, "--warmup", "0", "--requests", "1", "--json")
+    (found,) = json.loads(stdout)["loads"]
+    assert (found["answer_tokens"], found["prompt_tokens_mean"]) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("answers", "sentence"),
+    [
+        ([plain(b"no")], "/v1/models does not answer with a JSON object: no"),
+        ([plain(b"{}", "404 Not Found")], "/v1/models answers 404: {}"),
+        ([None], "/v1/models has not answered after 1 s"),
+        ([MODELS, plain(b"ignore_eos?", "400 Bad")], "/v1/completions answers 400: ignore_eos?"),
+    ],
+)
+def test_servers_that_cannot_be_measured(answers: Sequence[bytes | None], sentence: str, capsys: Out) -> None:
+    with scripted(answers) as url:
+        _, stderr = bench(capsys, 1, url, "--timeout", patience(answers[-1]))
+    assert sentence in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_nobody_there(capsys: Out) -> None:
+    with scripted([MODELS]) as url:
+        pass
+    assert "cannot be reached: " in bench(capsys, 1, url)[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("serve", "the server's URL is missing"),
+        ("serve localhost:8000", "'localhost:8000' is not a URL such as http://127.0.0.1:8000"),
+        ("serve http://h:x", "'http://h:x' is not a URL"),
+        ("serve http://h --clients 0", "--clients takes whole numbers from 1 to 10000, such as 1,4,16"),
+        ("serve http://h --clients 1.5", "--clients takes whole numbers"),
+        ("serve http://h --rate x", "--rate takes numbers from 0.001 to 100000"),
+        ("serve http://h --rate 1 --clients 1", "--clients is a closed loop, --rate an open one: choose"),
+        ("serve http://h --arrivals constant", "--arrivals belongs to --rate"),
+        ("serve http://h --slo ttft", "--slo ttft: write NAME=SECONDS, with one of ttft, tpot, e2e"),
+        ("serve http://h --slo itl=1", "--slo itl=1: write NAME=SECONDS"),
+        ("serve http://h --plot nowhere/x.svg", "nowhere/x.svg: cannot be written: No such file"),
+        ("serve http://h --seconds -1", "--seconds: must be a number of seconds, found '-1'"),
+        ("serve http://h --warmup x", "--warmup: must be a whole number of at least 0, found 'x'"),
+        ("serve http://h --api-key a\x07", "the key has characters that no header can have"),
+        ("bundle http://h", "write mlcbuild bench serve URL, or mlcbuild bench BUNDLE"),
+        ("bundle --tokens uniform:1,2", "of a bundle, --prompt-tokens and --tokens are numbers"),
+    ],
+)
+def test_wrong_usage(command: str, sentence: str, capsys: Out) -> None:
+    assert main(["bench", *command.split(" ")]) == 2
+    stdout, stderr = capsys.readouterr()
+    assert not stdout
+    assert sentence in stderr.splitlines()[-1]
+
+
+# Figures
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.floats(0, 100))
+def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> None:
+    assert percentile(sorted(values), percent) == pytest.approx(np.percentile(values, percent), abs=1e-9)
+
+
+def test_times_count_from_when_a_request_was_due() -> None:
+    late = Sample(due=1.0, sent=1.5, end=4.0, texts=(2.0, 3.0, 4.0), answer_tokens=5)
+    assert late.values() == {"e2e": 3.0, "ttft": 1.0, "tpot": 0.5}
+    assert late.gaps() == [1.0, 1.0]
+    assert late.meets({"ttft": 1.0, "tpot": 0.5})
+    assert not late.meets({"ttft": 0.9})
+
+
+def test_events_may_come_in_any_pieces() -> None:
+    body = stream(SAID, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})
+    data = body.partition(b"\r\n\r\n")[2]
+    for size in (1, 2, 3, 17, 1000):
+        pieces = [(float(i), data[i : i + size]) for i in range(0, len(data), size)]
+        found = sample(0.0, 0.0, 99.0, Reply(200, tuple(pieces)))
+        assert (found.error, found.prompt_tokens, found.answer_tokens, len(found.texts)) == (None, 7, 2, 1)
+
+
+def test_a_plot_of_failures_only_is_still_a_picture() -> None:
+    failed = Outcome("1 client", (Sample(0.0, 0.0, 1.0, error="cut"),), 1.0, 0.0)
+    ET.fromstring(plot([failed, failed]))
+
+
+# The workload
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-3", "x", "uniform:9", "uniform:9,3", "poisson:3,4", "normal:nan,1", "", "normal:5,inf"]
+)
+def test_wrong_lengths(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not a length"):
+        Lengths.of(text)
+
+
+@given(st.sampled_from(["7", "uniform:3,9", "normal:5,30", "lognormal:40,2"]), st.integers())
+def test_lengths_are_at_least_one_token(text: str, seed: int) -> None:
+    lengths, random = Lengths.of(text), Random(seed)
+    assert all(lengths.draw(random) >= 1 for _ in range(50))
+
+
+def test_distributions_have_their_middle() -> None:
+    random = Random(1)
+
+    def drawn(text: str) -> list[int]:
+        return [Lengths.of(text).draw(random) for _ in range(4000)]
+
+    assert set(drawn("uniform:3,9")) == set(range(3, 10))
+    assert statistics.mean(drawn("normal:100,20")) == pytest.approx(100, rel=0.03)
+    assert statistics.stdev(drawn("normal:100,20")) == pytest.approx(20, rel=0.1)
+    assert statistics.median(drawn("lognormal:100,1")) == pytest.approx(100, rel=0.1)
+
+
+def test_arrivals() -> None:
+    even = list(islice(Load(rate=4.0, even=True).arrivals(Random(1)), 5))
+    assert even == [0.0, 0.25, 0.5, 0.75, 1.0]
+    moments = list(islice(Load(rate=4.0).arrivals(Random(1)), 4001))
+    gaps = np.diff(moments)
+    assert gaps.mean() == pytest.approx(0.25, rel=0.05)
+    assert gaps.std() == pytest.approx(0.25, rel=0.1), "of an exponential distribution"
+
+
+def test_one_seed_is_one_workload() -> None:
+    def drawn(seed: int) -> list[object]:
+        lengths = Lengths.of("uniform:1,99")
+        return list(islice(Workload(lengths, lengths, None, seed=seed).demands(), 9))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_urls() -> None:
+    assert Server.of("https://[::1]/x/v1", "k") == Server("::1", 443, True, "/x", "k")
+    assert Server.of("https://[::1]/x").name == "[::1]:443"
+    assert "secret" not in repr(Server.of("http://h", "secret"))
+
+
+# A bundle
+
+
+def test_the_speed_of_a_bundle(tiny_bundles: Path, capsys: Out) -> None:
+    bundle = str(tiny_bundles / "dist" / "tiny-q4a8_1-host")
+    start = time.monotonic()
+    short = ("--prompt-tokens", "20", "--tokens", "4", "--threads", "1")
+    assert main(["bench", bundle, *short, "--json"]) == 0
+    wall = time.monotonic() - start
+    found = json.loads(capsys.readouterr().out)
+    assert found["threads"] == 1
+    for name, tokens in (("prefill", 20), ("decode 1", 4), ("decode 8", 32)):
+        figure = found[name]
+        assert figure["tokens"] == tokens
+        assert figure["slowest"] <= figure["tokens_per_second"] <= figure["fastest"]
+        assert tokens / figure["slowest"] < wall
+    assert main(["bench", bundle, *short]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == ["prefill", "decode", "decode"]
+
+
+def test_a_bundle_that_cannot_be_measured(tiny_bundles: Path, tmp_path: Path, capsys: Out) -> None:
+    assert main(["bench", str(tmp_path)]) == 1
+    assert "there is no bundle.json in it" in capsys.readouterr().err
+    assert main(["bench", str(tiny_bundles / "dist" / "tiny-q4a8_1-host"), "--tokens", "200"]) == 2
+    assert "do not fit the bundle's context of 256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in (ROOT / "ci" / "bench").iterdir() if path.is_file())
+)
+def test_the_scripts_for_long_measurements_start(script: str) -> None:
+    """All that they import is there: they run by hand only."""
+    command = [sys.executable, str(ROOT / "ci" / "bench" / script), "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, ""), found.stderr
+    assert found.stdout.startswith("usage: ")

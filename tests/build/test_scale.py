@@ -1,0 +1,75 @@
+"""Costs grow with the size of a recipe and no faster: calls of functions are counted, not seconds.
+
+What is called twice as often for twice as much is linear, whatever the machine does besides. A count grows
+by the same for each model that is added, or by less where something is bounded, such as a picture; a
+quadratic part would grow by more each time.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.cli import main
+from tests import product
+
+SIZES = (4, 8, 16)
+"""Models, of 2 schemes x 3 targets each."""
+TARGETS = ("x86-64-v2", "aarch64-linux", "cortex-a72")
+OF_A_STORE = {
+    "status": ("cache", "status"),
+    "gc": ("cache", "gc", "--unused-days", "30"),
+    "verify": ("cache", "verify"),
+}
+COMMANDS = {
+    "validate": ("validate", "recipe.yaml"),
+    "plan": ("plan", "recipe.yaml"),
+    "run": ("run", "recipe.yaml"),
+    "matrix": ("matrix", "recipe.yaml", "--all"),
+    "shard": ("shard", "recipe.yaml"),
+    "report": ("report", "recipe.yaml"),
+    "graph": ("graph", "recipe.yaml", "--format", "dot"),
+    **OF_A_STORE,
+}
+
+
+def calls(work: Callable[[], object]) -> int:
+    """How many functions are called, those written in C too."""
+    profile = cProfile.Profile()
+    profile.enable()
+    work()
+    profile.disable()
+    return int(vars(pstats.Stats(profile))["total_calls"])
+
+
+def test_costs_are_linear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "no-key.pem"))
+    # What is younger than that is read again, and gets no receipt: here always, not by the clock's chance.
+    monkeypatch.setattr("mlcbuild.store.statcache.RACY_NS", 10**18)
+    monkeypatch.setattr("mlcbuild.cli.receipts.RACY_NS", 10**18)
+    product.replace_work(monkeypatch.setattr)
+    counts: dict[str, list[int]] = {name: [] for name in COMMANDS}
+    for models in SIZES:
+        product.make(tmp_path, models, ("q4f16_1", "q0f32"), TARGETS)
+        assert main(["run", "recipe.yaml", "--executor", "inline"]) == 0
+
+        for name, command in COMMANDS.items():
+
+            def work(command: tuple[str, ...] = command) -> None:
+                assert main(command) == 0
+
+            if models == SIZES[0]:
+                work()  # what is imported or looked up once in a process
+            counts[name].append(calls(work))
+        capsys.readouterr()
+    for name, (small, middle, large) in counts.items():
+        growth = (large - middle) / (middle - small)
+        assert growth < 2.12, f"{name}: {small}, {middle}, {large} calls"

@@ -1,0 +1,263 @@
+"""Bundles in a registry: published from a recipe, read by other tools, pulled again, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from mlcbuild_format import bundle as form
+
+from mlcbuild.bundles.publish import fault
+from mlcbuild.bundles.publish.transfer_bundle import publish, pull
+from mlcbuild.errors import PublishError
+from tests.caches import Handler, serving
+from tests.conftest import QUICKSTART, checked, mlcbuild
+from tests.registries import Server
+
+TITLE = "org.opencontainers.image.title"
+VARIANT = "tiny-q4f16_1-host"
+
+
+@pytest.fixture(autouse=True)
+def no_logins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("DOCKER_CONFIG", "REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.fixture
+def repository(registry_server: Server) -> str:
+    return f"team/{secrets.token_hex(8)}"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_a_recipe_is_published_and_pulled(
+    tiny_bundles: Path, common_store: Path, registry_server: Server, repository: str, tmp_path: Path
+) -> None:
+    for name in ("tiny", "prompts.txt"):
+        (tmp_path / name).symlink_to(tiny_bundles / name)
+    to = registry_server.url(f"{repository}/{{model}}:{{quantization}}-{{target}}")
+    (tmp_path / "recipe.yaml").write_text(f'{QUICKSTART}publish: [{{to: "{to}"}}]\n')
+    command = ("publish", tmp_path / "recipe.yaml", "--allow-outside")
+    said = checked(mlcbuild(*command, store=common_store))
+    addresses = [line.split()[1] for line in said.splitlines() if line.startswith("published ")]
+    assert len(addresses) == 3 and all("/tiny@sha256:" in address for address in addresses)
+    uploads = [line for line in registry_server.requests() if line.startswith("PATCH") and repository in line]
+    bundles = [contents(path) for path in (tmp_path / "dist").iterdir()]
+    different = {hashlib.sha256(data).digest() for files in bundles for data in files.values()}
+    assert len(uploads) == len(different), "files that bundles share are sent once"
+
+    again = json.loads(checked(mlcbuild(*command, "--json", store=common_store)))
+    assert [row["status"] for row in again["published"]] == ["present"] * 3
+    assert sorted(row["address"] for row in again["published"]) == sorted(addresses)
+    assert {step["status"] for step in again["run"]["steps"]} == {"reused"}
+
+    tag = registry_server.url(f"{repository}/tiny:q4f16_1-host")
+    said = checked(mlcbuild("pull", tag, tmp_path / "pulled", store=common_store))
+    assert said.splitlines()[1].removeprefix("exactly this content is ") in addresses
+    assert contents(tmp_path / "pulled") == contents(tmp_path / "dist" / VARIANT)
+    assert checked(mlcbuild("verify", tmp_path / "pulled", store=common_store))
+
+
+def test_the_artifact_is_what_the_format_says(
+    tiny_bundles: Path, registry_server: Server, repository: str
+) -> None:
+    bundle = tiny_bundles / "dist" / VARIANT
+    found = publish(bundle, registry_server.url(f"{repository}:v1"))
+    data = registry_server.get(f"{repository}/manifests/v1")
+    assert found.url == registry_server.url(f"{repository}@sha256:{hashlib.sha256(data).hexdigest()}")
+    manifest = json.loads(data)
+    assert manifest["schemaVersion"] == 2
+    assert manifest["mediaType"] == "application/vnd.oci.image.manifest.v1+json"
+    assert manifest["artifactType"] == "application/vnd.mlcbuild.bundles.assemble.v1"
+    assert (
+        registry_server.get(f"{repository}/blobs/{manifest['config']['digest']}")
+        == (bundle / "bundle.json").read_bytes()
+    )
+    files = contents(bundle)
+    assert {layer["annotations"][TITLE] for layer in manifest["layers"]} == files.keys()
+    for layer in manifest["layers"]:
+        data = files[layer["annotations"][TITLE]]
+        assert (layer["digest"], layer["size"]) == (f"sha256:{hashlib.sha256(data).hexdigest()}", len(data))
+        assert registry_server.get(f"{repository}/blobs/{layer['digest']}") == data
+    assert publish(bundle, registry_server.url(f"{repository}:v1")).sent == 0
+    other = publish(bundle, registry_server.url(f"{repository}:v2"))
+    assert other.url == found.url, "no time and no place are in it"
+
+
+def test_another_client_pulls_a_bundle_that_can_be_served(
+    tiny_bundles: Path, registry_server: Server, repository: str, tmp_path: Path
+) -> None:
+    """`oras`, or the Python package of that name in an interpreter that MLCBUILD_TEST_ORAS names."""
+    program = shutil.which("oras")
+    python = os.environ.get("MLCBUILD_TEST_ORAS")
+    if program is None and python is None:
+        pytest.skip("neither oras nor MLCBUILD_TEST_ORAS, a Python that has the package oras, is here")
+    publish(tiny_bundles / "dist" / VARIANT, registry_server.url(f"{repository}:v1"))
+    name, out = f"127.0.0.1:{registry_server.port}/{repository}:v1", tmp_path / "pulled"
+    if program is not None:
+        command = [program, "pull", "--plain-http", name, "-o", str(out)]
+    else:
+        code = (
+            "import sys, oras.client; c = oras.client.OrasClient(insecure=True);"
+            "c.pull(target=sys.argv[1], outdir=sys.argv[2])"
+        )
+        command = [str(python), "-c", code, name, str(out)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert contents(out) == contents(tiny_bundles / "dist" / VARIANT)
+    assert form.check(out, full=True).name == VARIANT
+
+
+def test_what_another_repository_has_is_mounted(
+    tiny_bundles: Path, registry_server: Server, repository: str
+) -> None:
+    seen: dict[tuple[str, str], tuple[str, str]] = {}
+    bundle = tiny_bundles / "dist" / VARIANT
+    first = publish(bundle, registry_server.url(f"{repository}/a:v1"), seen)
+    second = publish(bundle, registry_server.url(f"{repository}/b:v1"), seen)
+    assert first.sent > 0 and second.sent == 0
+    assert first.url.partition("@")[2] == second.url.partition("@")[2]
+
+
+def test_a_pull_goes_on_where_it_broke_off(
+    tiny_bundles: Path, registry_server: Server, repository: str, tmp_path: Path
+) -> None:
+    found = publish(tiny_bundles / "dist" / VARIANT, registry_server.url(f"{repository}:v1"))
+    weights = "weights-00001-of-00001.safetensors"
+    whole = (tiny_bundles / "dist" / VARIANT / weights).read_bytes()
+    for begun in (whole[:100_000], b"wrong" * 1000, whole + b"more"):
+        part = tmp_path / ".pulled.partial"
+        part.mkdir()
+        (part / weights).write_bytes(begun)
+        (part / "left by another version").write_text("x")
+        assert pull(found.url, tmp_path / "pulled")[0] == found.url
+        assert contents(tmp_path / "pulled") == contents(tiny_bundles / "dist" / VARIANT)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pulled"]
+    assert pull(found.url, tmp_path / "pulled")[0] == found.url, "again, over what is there"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    with pytest.raises(PublishError, match="it exists and is no bundle: name another directory"):
+        pull(found.url, tmp_path / "mine")
+
+
+def layers(data: bytes) -> tuple[dict[str, object], list[dict[str, object]]]:
+    manifest = json.loads(data)
+    return manifest, manifest["layers"]
+
+
+def swapped(data: bytes) -> bytes:
+    """Two files under each other's names: each right by its digest, the bundle wrong."""
+    manifest, found = layers(data)
+    one, two = [layer for layer in found if str(layer["annotations"]).find("tokenizer") > 0][:2]
+    one["annotations"], two["annotations"] = two["annotations"], one["annotations"]
+    return json.dumps(manifest).encode()
+
+
+def escaping(data: bytes) -> bytes:
+    manifest, found = layers(data)
+    found[-1]["annotations"] = {TITLE: "../escaped"}
+    return json.dumps(manifest).encode()
+
+
+def lacking(data: bytes) -> bytes:
+    manifest, found = layers(data)
+    manifest["layers"] = [layer for layer in found if "safetensors" not in str(layer)]
+    return json.dumps(manifest).encode()
+
+
+def bare(data: bytes) -> bytes:
+    manifest, _ = layers(data)
+    return json.dumps(manifest | {"layers": []}).encode()
+
+
+WRONG: Mapping[str, tuple[Callable[[bytes], bytes], str]] = {
+    "swapped": (swapped, "what was fetched is refused: "),
+    "escaping": (escaping, "the file name '../escaped' is no plain path inside the repository"),
+    "lacking": (lacking, "what was fetched is refused: "),
+    "bare": (bare, "it is no bundle: it holds no bundle.json"),
+    "nonsense": (lambda data: b'{"layers": [1]}', "its manifest cannot be understood"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_bundle_that_is_wrong_is_refused(
+    name: str, tiny_bundles: Path, registry_server: Server, repository: str, tmp_path: Path
+) -> None:
+    change, words = WRONG[name]
+    publish(tiny_bundles / "dist" / VARIANT, registry_server.url(f"{repository}:v1"))
+    data = change(registry_server.get(f"{repository}/manifests/v1"))
+
+    def lies(handler: Handler) -> bool:
+        path = handler.path.removeprefix("/v2/")
+        handler.answer(200, data if "/manifests/" in path else registry_server.get(path))
+        return True
+
+    with serving(lies) as server:
+        url = f"oci://{server.url[7:]}/{repository}:v1"
+        with pytest.raises(PublishError, match=words):
+            pull(url, tmp_path / "pulled")
+        assert not (tmp_path / "pulled").exists() and not (tmp_path / "escaped").exists()
+        pinned = url.replace(":v1", "@sha256:" + "0" * 64)
+        with pytest.raises(PublishError, match="has other bytes than its digest says"):
+            pull(pinned, tmp_path / "pulled")
+
+
+def test_what_cannot_be_reached_or_found_is_told(
+    bundle_copy: Callable[[str], Path], registry_server: Server, repository: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PublishError, match="v1: there is nothing under this name"):
+        pull(registry_server.url(f"{repository}:v1"), tmp_path / "pulled")
+    with serving() as gone:
+        pass
+    with pytest.raises(PublishError, match="Connection refused"):
+        publish(bundle_copy("q4f16_1"), f"oci://{gone.url[7:]}/x:v1")
+    bundle = tmp_path / "copy-q4f16_1"
+    (bundle / "tokenizer.json").write_text("{}")
+    done = mlcbuild("publish", bundle, "--to", registry_server.url(f"{repository}:v1"), store=tmp_path / "s")
+    assert done.returncode == 1 and "tokenizer.json" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "writing", "words"),
+    [
+        ("ftp://x/y", True, "must start with oci:// (a registry) or hf:// (a model hub)"),
+        ("oci", True, "must start with oci:// (a registry) or hf:// (a model hub)"),
+        ("oci://host/x", True, "'oci://host/x' lacks a tag: add ':' and one"),
+        ("oci://host/X:v1", True, "names no repository"),
+        ("oci://host/x:v 1", True, "must be an address alone"),
+        ("oci://host/x@sha256:" + "0" * 64, True, "names content by its digest: publish to a tag"),
+        ("oci://host/x@sha256:" + "0" * 64, False, ""),
+        ("oci://host/x:v1", True, ""),
+        ("hf://a/b/c", True, "is not the name of a repository"),
+        ("hf://a/b@" + "0" * 40, True, "names a commit: publish to a branch"),
+        ("hf://a/b@" + "0" * 40, False, ""),
+    ],
+)
+def test_addresses_are_checked(url: str, writing: bool, words: str) -> None:
+    found = fault(url, writing=writing)
+    assert words in found if words else found == ""
+
+
+def test_the_command_line_says_what_is_missing(tiny_bundles: Path, tmp_path: Path) -> None:
+    def stderr(code: int, *command: str | Path) -> str:
+        done = mlcbuild(*command, store=tmp_path / "store")
+        assert done.returncode == code, done.stderr
+        return done.stderr
+
+    recipe, bundle = tiny_bundles / "recipe.yaml", tiny_bundles / "dist" / VARIANT
+    assert "it says nowhere to publish to: add `publish: [{to: " in stderr(2, "publish", recipe)
+    assert "--to is for a bundle; a recipe" in stderr(2, "publish", recipe, "--to", "hf://a/b")
+    assert "say where to: mlcbuild publish BUNDLE --to" in stderr(2, "publish", bundle)
+    assert "--to 'x' must start with oci://" in stderr(2, "publish", bundle, "--to", "x")
+    assert "mlcbuild pull: 'x' must start with oci://" in stderr(2, "pull", "x")

@@ -1,0 +1,251 @@
+"""The NumPy forward pass against transformers' logits, and against itself in pieces."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlcbuild.bundles import reference
+from mlcbuild.bundles.reference import EMPTY, Array, Reference, greedy, head, hidden
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models import ModelConfig, Rope, aliases, parameters, parsing
+from mlcbuild.models.parsing import parse
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+VARIANTS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+DTYPES = [np.float32, np.float64]
+STORY = Path(__file__).resolve().parent.parent.parent.parent / "shared" / "models" / "story"
+
+
+def tensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
+    """All tensors of a safetensors file as the format's text describes it, and its metadata."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    metadata = header.pop("__metadata__", {})
+    found: dict[str, Array] = {}
+    for name, entry in header.items():
+        first, last = entry["data_offsets"]
+        raw = data[start + first : start + last]
+        if entry["dtype"] == "BF16":
+            value = (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            value = np.frombuffer(raw, {"F32": "<f4", "I64": "<i8"}[entry["dtype"]])
+        found[name] = value.reshape(entry["shape"])
+    return found, metadata
+
+
+def logits(model: Reference, tokens: Any) -> Array:
+    return reference.logits(
+        model.config, model.weights, tokens, dtype=model.dtype, context_window=model.context_window
+    )
+
+
+def load(folder: Path) -> tuple[ModelConfig, dict[str, Array]]:
+    config = parse(json.loads((folder / "config.json").read_text()))
+    stored = tensors(folder / "model.safetensors")[0]
+    for name, other in aliases(config).items():
+        stored.setdefault(name, stored.get(other, np.empty(0)))
+    return config, {
+        name: np.concatenate([stored[part] for part in parts])
+        for name, parts in parsing.tensor_names(config).sources.items()
+    }
+
+
+@cache
+def golden(variant: str) -> tuple[Reference, Array, Array]:
+    """The model in float32, tokens [n], transformers' logits [n, vocab]."""
+    config, weights = load(GOLDEN / variant)
+    expected, metadata = tensors(GOLDEN / variant / "golden.safetensors")
+    model = Reference(config, weights, context_window=int(metadata["context_window"]))
+    return model, expected["tokens"], expected["logits"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_transformers(variant: str, dtype: type[np.float32] | type[np.float64]) -> None:
+    model, tokens, expected = golden(variant)
+    found = logits(replace(model, dtype=dtype), tokens)
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() < 3e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_pieces_with_a_cache_give_what_the_whole_gives(variant: str) -> None:
+    model, tokens, _ = golden(variant)
+    model = replace(model, dtype=np.float64)
+    past, found, start = EMPTY, [], 0
+    for count in (17, 1, 1, 22, 20):
+        states, past = hidden(model, tokens[start : start + count], past)
+        start += count
+        assert past.length == start
+        found.append(head(model, states))
+    assert start == len(tokens)
+    assert np.abs(np.concatenate(found) - logits(model, tokens)).max() < 1e-12
+
+
+def without_long(rope: Rope) -> Rope:
+    return replace(rope, inv_freq_long=None, long_factor=None, original_max_position=None)
+
+
+def slower(rope: Rope) -> Rope:
+    return replace(rope, inv_freq=tuple(value * 0.9 for value in rope.inv_freq))
+
+
+MUTATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+    "gemma2 windows": lambda c: replace(c, windows=(None,) * c.num_layers),
+    "gemma2 window + 1": lambda c: replace(c, windows=(10, None, 10)),
+    "gemma2 order of windows": lambda c: replace(c, windows=(None, 9, None)),
+    "gemma2 attention_softcap": lambda c: replace(c, attention_softcap=None),
+    "gemma2 logit_softcap": lambda c: replace(c, logit_softcap=None),
+    "gemma2 norm_offset": lambda c: replace(c, norm_offset=0.0),
+    "gemma2 scale": lambda c: replace(c, attention_scale=c.head_dim**-0.5),
+    "gemma2 embedding_scale": lambda c: replace(c, embedding_scale=1.0),
+    "gemma2 activation": lambda c: replace(c, activation="silu"),
+    "gemma2-bf16 embedding_scale": lambda c: replace(c, embedding_scale=c.hidden_size**0.5),
+    "llama-llama3-gqa rope": lambda c: replace(c, rope=slower(c.rope)),
+    "llama-yarn attention_factor": lambda c: replace(c, rope=replace(c.rope, attention_factor=1.0)),
+    "mistral-window windows": lambda c: replace(c, windows=(14, 14)),
+    "qwen2-window windows": lambda c: replace(c, windows=(11, 11, 11)),
+    "phi3-window windows": lambda c: replace(c, windows=(None, None)),
+    "phi3-longrope-long rope": lambda c: replace(c, rope=without_long(c.rope)),
+    "phi3-longrope-short rope": lambda c: replace(c, rope=replace(c.rope, original_max_position=32)),
+    "phi3-longrope-short factor": lambda c: replace(c, rope=replace(c.rope, attention_factor=1.0)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_every_feature_shows_in_its_golden(mutation: str) -> None:
+    """A feature that were read but not computed, or the other way round, could not go unseen."""
+    model, tokens, expected = golden(mutation.split(maxsplit=1)[0])
+    changed = replace(model, config=MUTATIONS[mutation](model.config))
+    assert np.abs(logits(changed, tokens) - expected).max() > 3e-3
+
+
+def test_biases_and_head_norms_show_in_their_goldens() -> None:
+    for variant, ends in {
+        "llama-linear-bias": ("qkv.bias", "o.bias", "gate_up.bias", "down.bias"),
+        "qwen2-bias": ("qkv.bias",),
+        "qwen3": ("q_norm.weight", "k_norm.weight"),
+    }.items():
+        model, tokens, expected = golden(variant)
+        for end in ends:
+            flat = {
+                name: np.full_like(value, end.endswith("weight")) if name.endswith(end) else value
+                for name, value in model.weights.items()
+            }
+            assert np.abs(logits(replace(model, weights=flat), tokens) - expected).max() > 1e-2, end
+
+
+def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens, _ = golden("gemma2")
+    model = replace(model, dtype=np.float64)
+    whole = logits(model, tokens)
+    monkeypatch.setattr(reference, "_BLOCK", 700)
+    assert np.abs(logits(model, tokens) - whole).max() < 1e-12
+
+
+def test_greedy_follows_the_largest_logit() -> None:
+    model, tokens, _ = golden("llama-llama3-gqa")
+    prompt = [int(token) for token in tokens[:5]]
+    found = greedy(model, prompt, 12)
+    for i, token in enumerate(found):
+        assert token == int(logits(model, prompt + found[:i])[-1].argmax())
+    stop = found[3]
+    assert greedy(model, prompt, 12, {stop}) == found[: found.index(stop) + 1]
+    assert greedy(model, prompt, 0) == []
+
+
+class Lazy(Mapping[str, Array]):
+    """Weights made on access. Notes how many were alive at most."""
+
+    def __init__(self, weights: Mapping[str, Array]) -> None:
+        self.weights = weights
+        self.handed: list[weakref.ref[Any]] = []
+        self.reads: list[str] = []
+        self.alive = 0
+
+    def __getitem__(self, name: str) -> Array:
+        found = self.weights[name].copy()
+        self.handed = [ref for ref in self.handed if ref() is not None] + [weakref.ref(found)]
+        self.alive = max(self.alive, len(self.handed))
+        self.reads.append(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def test_weights_are_read_when_needed_and_not_kept() -> None:
+    model, tokens, expected = golden("gemma2")
+    lazy = Lazy(model.weights)
+    found = logits(replace(model, weights=lazy), tokens)
+    assert np.abs(found - expected).max() < 3e-5
+    assert lazy.alive <= 3
+    assert sorted(lazy.reads) == sorted([*model.weights, "embed.weight"])  # tied: also the output matrix
+
+
+def test_weights_may_come_in_another_dtype() -> None:
+    model, tokens, expected = golden("llama-mha-tied")
+    half = {name: value.astype(np.float16) for name, value in model.weights.items()}
+    found = logits(replace(model, weights=half), tokens)
+    assert found.dtype == np.float32
+    assert 1e-5 < np.abs(found - expected).max() < 0.05
+
+
+def test_without_a_context_window_the_models_own_counts() -> None:
+    model, tokens, expected = golden("phi3-longrope-long")
+    assert np.abs(logits(replace(model, context_window=None), tokens) - expected).max() < 3e-5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "at least one integer"),
+        ([0.5], "at least one integer"),
+        ([[1, 2]], "at least one integer"),
+        ([0, 203], r"0\.\.202"),
+        ([-1], r"0\.\.202"),
+    ],
+)
+def test_wrong_tokens_are_refused(tokens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        logits(golden("llama-mha-tied")[0], tokens)
+
+
+def test_wrong_weights_are_refused() -> None:
+    model, tokens, _ = golden("llama-mha-tied")
+    name = "layers.1.mlp.down.weight"
+    fewer = {key: value for key, value in model.weights.items() if key != name}
+    with pytest.raises(CheckpointError, match=f"hold no '{name}'"):
+        logits(replace(model, weights=fewer), tokens)
+    with pytest.raises(CheckpointError, match=rf"'{name}' must have shape \(36, 72\), found \(72, 36\)"):
+        logits(replace(model, weights={**model.weights, name: model.weights[name].T}), tokens)
+
+
+@pytest.mark.skipif(not STORY.is_dir(), reason="../shared/models/story is not beside this checkout")
+def test_a_trained_model_is_sure_of_itself() -> None:
+    config, weights = load(STORY)
+    assert {param.name: param.shape for param in parameters(config)} == {
+        name: value.shape for name, value in weights.items()
+    }
+    model = Reference(config, weights)
+    found = [1, *greedy(model, [1], 60)]
+    scores = logits(model, found).astype(np.float64)
+    chances = np.exp(scores - scores.max(-1, keepdims=True))
+    chances /= chances.sum(-1, keepdims=True)
+    told = chances[np.arange(len(found) - 1), found[1:]]
+    # Random weights would give ln(2048) = 7.6.
+    assert -np.log(told).mean() < 2.0

@@ -1,0 +1,104 @@
+"""Small checkpoints for tests, written by the format's description."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild import models
+from mlcbuild.checkpoints import conversion
+from mlcbuild.checkpoints.mapping import locate
+from mlcbuild.models import parsing
+from mlcbuild.quant import Scheme
+
+# No size is a multiple of a group or of a tile.
+HF = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "vocab_size": 51,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+}
+CONFIG = parsing.parse(HF)
+TIED = parsing.parse({**HF, "tie_word_embeddings": True})
+PIECES = {3: (40, 8, 8), 2: (72, 72)}
+
+Entry = tuple[str, NDArray[np.generic]]
+Tensors = dict[str, Entry]
+"""name -> (dtype as safetensors calls it, array; uint16 for BF16)."""
+
+
+def entry(values: NDArray[np.float32], code: str) -> Entry:
+    if code == "BF16":
+        return code, (values.view(np.uint32) >> 16).astype(np.uint16)
+    return code, values.astype({"F16": np.float16, "F32": np.float32}[code])
+
+
+def wide(stored: Entry) -> NDArray[np.float32]:
+    code, array = stored
+    if code == "BF16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def tensors(code: str = "BF16", config: models.ModelConfig = CONFIG) -> Tensors:
+    """A checkpoint of normal values, named and shaped as transformers would."""
+    random = np.random.default_rng(0)
+    found: Tensors = {}
+    for param in models.parameters(config):
+        names = parsing.tensor_names(config).sources[param.name]
+        for name, rows in zip(names, PIECES.get(len(names), param.shape[:1]), strict=True):
+            values = random.standard_normal((rows, *param.shape[1:]), np.float32) * np.float32(0.02)
+            found[name] = entry(values, code)
+    return found
+
+
+def save(path: Path, content: Mapping[str, Entry]) -> None:
+    """A safetensors file, by the format's description."""
+    header, data = {}, b""
+    for name, (code, array) in content.items():
+        offsets = [len(data), len(data) + array.nbytes]
+        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": offsets}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def single(root: Path, content: Tensors) -> Path:
+    root.mkdir(exist_ok=True)
+    save(root / "model.safetensors", content)
+    return root
+
+
+def sharded(root: Path, content: Tensors) -> Path:
+    """The tensors dealt to three files in turn, with an index."""
+    root.mkdir(exist_ok=True)
+    place = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(content)}
+    for file in set(place.values()):
+        save(root / file, {name: content[name] for name in content if place[name] == file})
+    (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    return root
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(root.iterdir())}
+
+
+def write(
+    checkpoint: Path, out: Path, scheme: Scheme, config: models.ModelConfig = CONFIG, cores: int = 1
+) -> Path:
+    conversion.write(locate(checkpoint, config, parsing.tensor_names(config)), scheme, out, cores)
+    return out

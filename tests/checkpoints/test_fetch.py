@@ -1,0 +1,394 @@
+"""Fetching from a hub: what is selected, downloaded, verified, and every way it fails."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlcbuild.checkpoints.fetch import INDEX, POOLING, index_shards, local_files, needed_files
+from mlcbuild.checkpoints.hub import HubSource, check_name, parse_source
+from mlcbuild.errors import SourceError, UsageError
+from tests.hub import Client, Fault, Hub, RefusedError
+
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "tokenizer.model": b"pieces" * 50,
+    "model.safetensors": bytes(range(256)) * 400,
+    "README.md": b"words",
+}
+FETCHED = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer.model"]
+OUTSIDE = st.text("ab./\\:\n\x7f", min_size=1, max_size=12)
+
+
+def pins(*names: str) -> dict[str, object]:
+    """What a lock says of some of FILES."""
+    chosen = {name: FILES[name] for name in names or FETCHED}
+    return {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in chosen.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with Client(tmp_path_factory.mktemp("home"), hub.address) as process:
+        yield process
+
+
+def refusal(client: Client, function: str, *arguments: object) -> str:
+    """The message of the SourceError that a call must raise."""
+    with pytest.raises(RefusedError) as caught:
+        client.call(function, *arguments)
+    assert caught.value.kind in ("SourceError", "UnreachableError", "AbsentError"), caught.value
+    assert "Traceback" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("hf://Qwen/Qwen3-0.6B@c1899de289a04d12100db370d81485cdf75e47ca", None),
+        ("hf://org/name", HubSource("org/name", "main")),
+        ("hf://gpt2@v1.0", HubSource("gpt2", "v1.0")),
+        ("hf://org/name@refs/pr/7", HubSource("org/name", "refs/pr/7")),
+    ],
+)
+def test_a_hub_source_is_parsed_and_written_back(text: str, source: HubSource | None) -> None:
+    found = parse_source(text)
+    assert found is not None and (source is None or found == source)
+    assert parse_source(str(found)) == found
+    assert found.is_pinned == ("c1899de2" in text)
+
+
+@pytest.mark.parametrize("text", ["./models/tiny", "/data/models", "tiny", "a@b"])
+def test_anything_without_a_scheme_is_a_directory(text: str) -> None:
+    assert parse_source(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("https://huggingface.co/org/name", "the scheme 'https' is unknown; write hf://"),
+        ("hf://", "'' is not the name of a repository"),
+        ("hf://a/b/c", "'a/b/c' is not the name of a repository"),
+        ("hf://org/../x", "is not the name of a repository"),
+        ("hf://org/na--me", "is not the name of a repository"),
+        ("hf://org/name@", "'' is not a branch, tag or commit"),
+        ("hf://org/name@../x", "'../x' is not a branch, tag or commit"),
+        ("hf://org/name@a b", "'a b' is not a branch, tag or commit"),
+    ],
+)
+def test_a_malformed_source_is_refused(text: str, fault: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_source(text)
+    assert str(caught.value).startswith(f"source '{text}': ")
+    assert fault in str(caught.value)
+
+
+def test_only_what_steps_read_is_needed() -> None:
+    names = [
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("tokenizer.model", "special_tokens_map.json", "chat_template.jinja", "vocab.json", "merges.txt"),
+        *("model.safetensors", "1_Pooling/config.json"),
+    ]
+    others = [
+        *("pytorch_model.bin", "model.gguf", "onnx/model.onnx", "consolidated.safetensors", "README.md"),
+        *(".gitattributes", "original/tokenizer.model", "model.fp16.safetensors", "training_args.json"),
+    ]
+    assert needed_files([*others, *names]) == tuple(sorted(names))
+
+
+def test_of_shards_only_those_the_index_names_are_needed() -> None:
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    names = ["config.json", INDEX, *shards, "model-00003-of-00002.safetensors", "consolidated.00.safetensors"]
+    assert needed_files(names, shards) == tuple(sorted(["config.json", INDEX, *shards]))
+    # A single file wins over an index, as it does in transformers.
+    assert needed_files([*names, "model.safetensors"], shards) == ("config.json", "model.safetensors")
+
+
+def test_weights_of_another_name_are_taken_where_there_is_no_index() -> None:
+    names = ["config.json", "weights.safetensors", "adapter_model.safetensors"]
+    assert needed_files(names) == ("config.json", "weights.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("names", "shards", "fault"),
+    [
+        (["model.safetensors"], (), "it has no config.json"),
+        (["config.json"], (), "it has no safetensors weights: only"),
+        (["config.json", "a.gguf", "b.bin"], (), "it has no safetensors weights; it has a.gguf, b.bin: only"),
+        (["config.json", "consolidated.safetensors"], (), "it has no safetensors weights"),
+        (
+            ["config.json", INDEX],
+            ("x.safetensors",),
+            f"{INDEX} names files that are not there: x.safetensors",
+        ),
+    ],
+)
+def test_a_directory_that_is_no_checkpoint_is_refused(
+    names: list[str], shards: tuple[str, ...], fault: str
+) -> None:
+    with pytest.raises(SourceError) as caught:
+        needed_files(names, shards)
+    assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (b"{", "is damaged"),
+        (b"[]", "is damaged"),
+        (b'{"weight_map": [1]}', "is damaged"),
+        (b'{"weight_map": {"a": []}}', "is damaged"),
+        (b'{"weight_map": {"a": 7}}', "names 7, which is no safetensors file beside it"),
+        (b'{"weight_map": {"a": "../x.safetensors"}}', "names '../x.safetensors'"),
+        (b'{"weight_map": {"a": "x.bin"}}', "names 'x.bin'"),
+    ],
+)
+def test_a_damaged_index_is_refused(data: bytes, fault: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        index_shards(data)
+    assert fault in str(caught.value)
+
+
+def test_a_local_directory_is_selected_from_in_the_same_way(tmp_path: Path) -> None:
+    for name in ("config.json", "a.safetensors", "b.safetensors", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / INDEX).write_text('{"weight_map": {"w": "a.safetensors"}}')
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "notes.txt")
+    assert local_files(tmp_path) == ("a.safetensors", "config.json", INDEX, "tokenizer.json")
+    (tmp_path / "1_Pooling").mkdir()
+    assert POOLING not in local_files(tmp_path)
+    (tmp_path / POOLING).write_text("{}")
+    assert local_files(tmp_path)[0] == POOLING
+
+
+def test_an_unusable_local_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="absent: no such directory"):
+        local_files(tmp_path / "absent")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SourceError, match="file: not a directory"):
+        local_files(tmp_path / "file")
+    with pytest.raises(SourceError, match=f"{tmp_path.name}: it has no config.json"):
+        local_files(tmp_path)
+
+
+@given(OUTSIDE)
+def test_an_accepted_name_stays_inside(name: str) -> None:
+    try:
+        check_name(name)
+    except SourceError:
+        return
+    inside = os.path.normpath(os.path.join("/base", name))  # noqa: PTH118 - what an attacker's join would do
+    assert inside == f"/base/{name}" and "\\" not in name and name.isprintable()
+
+
+def test_files_arrive_verified_and_linked(hub: Hub, client: Client, tmp_path: Path) -> None:
+    commit = hub.add("org/good", FILES)
+    assert client.call("fetch", "org/good", commit, pins(), str(tmp_path / "one")) == FETCHED
+    for name in FETCHED:
+        assert (tmp_path / "one" / name).read_bytes() == FILES[name]
+        assert not (tmp_path / "one" / name).is_symlink()
+    assert not hub.asked("GET", "README.md")
+    asked = len(hub.requests)
+    assert client.call("fetch", "org/good", commit, pins(), str(tmp_path / "two")) == FETCHED
+    assert len(hub.requests) == asked, "what is cached is not asked for again"
+    # One copy on disk: the cache and both outputs are links to it.
+    assert (tmp_path / "two" / "model.safetensors").stat().st_nlink == 3
+
+
+def test_a_token_goes_to_the_hub_and_not_to_the_storage_host(hub: Hub, tmp_path: Path) -> None:
+    commit = hub.add("org/private", FILES)
+    hub.repos["org/private"].token = "hf_secret"
+    with Client(tmp_path / "home", hub.address, HF_TOKEN="hf_secret") as client:
+        assert client.call("fetch", "org/private", commit, pins(), str(tmp_path / "out")) == FETCHED
+    stored = hub.asked("GET", "storage/org/private")
+    assert stored and all(request.token is None and request.host == "localhost" for request in stored)
+
+
+def test_a_broken_transfer_goes_on_where_it_broke(hub: Hub, client: Client, tmp_path: Path) -> None:
+    large = bytes(range(256)) * (21 << 12)  # huggingface_hub keeps whole pieces of 10 MiB
+    commit = hub.add("org/drops", {"model.safetensors": large})
+    hub.repos["org/drops"].faults["model.safetensors"] = Fault("drop", times=1)
+    entry = {"model.safetensors": {"size": len(large), "sha256": hashlib.sha256(large).hexdigest()}}
+    client.call("fetch", "org/drops", commit, entry, str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == large
+    first, second = hub.asked("GET", "storage/org/drops")
+    assert first.range is None
+    assert second.range == f"bytes={10 << 20}-"
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Fault("gated"), "access is restricted; ask for it at {hub}/{repo}, then set HF_TOKEN"),
+        (Fault("unauthorized"), "the hub refuses access (HTTP 401); set HF_TOKEN"),
+        (Fault("disabled"), "the hub has disabled this repository; use another source"),
+        (Fault("no_file"), "there is no such file at this revision; run `mlcbuild lock`"),
+        (Fault("status", status=404), "the hub has no such file (HTTP 404)"),
+        (Fault("status", status=418), "the hub refuses the request (HTTP 418)"),
+        (Fault("short"), "the download ended before the whole file had come; try again"),
+        pytest.param(
+            Fault("xet"),
+            "the hub's Xet storage failed (Task error: ",
+            marks=pytest.mark.skipif(find_spec("hf_xet") is None, reason="hf_xet is not installed"),
+        ),
+        (Fault("not_a_hub"), "{hub} does not answer like a hub; check HF_ENDPOINT"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+)
+def test_a_failed_download_says_which_file_and_what_to_do(
+    hub: Hub, client: Client, tmp_path: Path, fault: Fault, message: str
+) -> None:
+    repo = f"org/{fault.kind}-{fault.status}"
+    commit = hub.add(repo, FILES)
+    hub.repos[repo].faults["config.json"] = fault
+    found = refusal(client, "fetch", repo, commit, pins("config.json"), str(tmp_path / "out"))
+    assert found.startswith(f"hf://{repo}@{commit}: config.json: ")
+    assert message.format(hub=hub.address, repo=repo) in found
+
+
+def test_a_missing_repository_and_revision_are_told_apart(hub: Hub, client: Client, tmp_path: Path) -> None:
+    hub.add("org/there", FILES)
+    found = refusal(client, "fetch", "org/absent", "0" * 40, pins(), str(tmp_path / "out"))
+    assert f"{hub.address} has no such repository, or it is private" in found
+    found = refusal(client, "fetch", "org/there", "0" * 40, pins(), str(tmp_path / "out"))
+    assert "there is no such revision" in found
+
+
+def test_a_busy_hub_is_asked_three_times(hub: Hub, client: Client, tmp_path: Path) -> None:
+    commit = hub.add("org/busy", FILES)
+    hub.repos["org/busy"].faults["config.json"] = Fault("status", times=2, status=503)
+    client.call("fetch", "org/busy", commit, pins("config.json"), str(tmp_path / "out"))
+    hub.repos["org/busy"].faults["tokenizer.json"] = Fault("status", times=3, status=503)
+    found = refusal(client, "fetch", "org/busy", commit, pins("tokenizer.json"), str(tmp_path / "out"))
+    assert "tokenizer.json: the hub cannot answer now (HTTP 503); try again later" in found
+
+
+def test_wrong_bytes_are_refused_and_named(hub: Hub, client: Client, tmp_path: Path) -> None:
+    commit = hub.add("org/wrong", FILES)
+    hub.repos["org/wrong"].faults["model.safetensors"] = Fault("wrong")
+    found = refusal(client, "fetch", "org/wrong", commit, pins(), str(tmp_path / "out"))
+    pinned = hashlib.sha256(FILES["model.safetensors"]).hexdigest()
+    assert found.startswith(f"hf://org/wrong@{commit}: model.safetensors: its sha256 is ")
+    assert f"the lock says {pinned}" in found and "`mlcbuild lock`" in found
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_damaged_cache_is_replaced(hub: Hub, client: Client, tmp_path: Path) -> None:
+    commit = hub.add("org/rotten", FILES)
+    hub.repos["org/rotten"].faults["model.safetensors"] = Fault("wrong", times=1)
+    client.call("fetch", "org/rotten", commit, pins(), str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert len(hub.asked("GET", f"storage/org/rotten/resolve/{commit}/model.safetensors")) == 2
+
+
+def test_a_file_of_another_size_is_refused(hub: Hub, client: Client, tmp_path: Path) -> None:
+    commit = hub.add("org/size", FILES)
+    wrong = {"config.json": {"size": 7, "sha256": "0" * 64}}
+    found = refusal(client, "fetch", "org/size", commit, wrong, str(tmp_path / "out"))
+    assert f"config.json: it has {len(FILES['config.json'])} bytes, the lock says 7" in found
+
+
+@pytest.mark.parametrize("name", ["../config.json", "/etc/passwd", "a/../../b.json", "tokenizer\\..\\x.json"])
+def test_a_name_that_leaves_the_directory_is_refused(
+    hub: Hub, client: Client, tmp_path: Path, name: str
+) -> None:
+    entry = {name: {"size": 1, "sha256": "0" * 64}}
+    found = refusal(client, "fetch", "org/evil", "0" * 40, entry, str(tmp_path / "out"))
+    assert found.startswith(f"hf://org/evil@{'0' * 40}: the file name {name!r} is no plain path")
+    assert not hub.asked("HEAD", "org/evil")
+
+
+def test_a_name_too_long_for_a_disk_is_refused(client: Client, tmp_path: Path) -> None:
+    entry = {f"tokenizer{'x' * 300}.json": {"size": 1, "sha256": "0" * 64}}
+    found = refusal(client, "fetch", "org/long", "0" * 40, entry, str(tmp_path / "out"))
+    assert "...' is longer than 255 bytes; it cannot be written" in found
+
+
+def test_a_path_too_long_for_a_disk_is_refused(hub: Hub, client: Client, tmp_path: Path) -> None:
+    commit = hub.add("org/deep", FILES)
+    deep = tmp_path.joinpath(*["d" * 200] * 30)
+    found = refusal(client, "fetch", "org/deep", commit, pins("config.json"), str(deep))
+    assert found.startswith(f"hf://org/deep@{commit}: config.json: the path is too long to write")
+
+
+def test_offline_uses_the_cache_and_names_all_that_is_missing(hub: Hub, tmp_path: Path) -> None:
+    commit = hub.add("org/offline", FILES)
+    with Client(tmp_path / "home", hub.address) as online:
+        online.call("fetch", "org/offline", commit, pins("config.json"), str(tmp_path / "one"))
+    with Client(tmp_path / "home", "http://127.0.0.1:9", HF_HUB_OFFLINE="1") as offline:
+        offline.call("fetch", "org/offline", commit, pins("config.json"), str(tmp_path / "two"))
+        found = refusal(offline, "fetch", "org/offline", commit, pins(), str(tmp_path / "three"))
+        assert "HF_HUB_OFFLINE is set, and the cache" in found
+        assert "lacks model.safetensors, tokenizer.json, tokenizer.model; unset it" in found
+        # A damaged copy cannot be replaced offline: it is named.
+        cached = next((tmp_path / "home").rglob("blobs/*"))
+        cached.write_bytes(b"x" * len(FILES["config.json"]))
+        found = refusal(offline, "fetch", "org/offline", commit, pins("config.json"), str(tmp_path / "four"))
+        assert "config.json: its sha256 is" in found
+        found = refusal(offline, "lock", ["hf://org/offline"])
+        assert found == "hf://org/offline@main: HF_HUB_OFFLINE is set, and the hub must be asked; unset it"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("http://127.0.0.1:9", "http://127.0.0.1:9 cannot be reached (Connection refused)"),
+        ("http://hub.invalid", "http://hub.invalid cannot be reached ("),
+        ("nonsense", "HF_ENDPOINT is 'nonsense', which is no address; write https://host"),
+    ],
+)
+def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path, endpoint: str, message: str) -> None:
+    with Client(tmp_path / "home", endpoint) as client:
+        found = refusal(client, "fetch", "org/name", "0" * 40, pins("config.json"), str(tmp_path / "out"))
+    assert found.startswith(f"hf://org/name@{'0' * 40}: config.json: {message}")
+
+
+def test_a_hub_that_does_not_answer_in_time_is_named(hub: Hub, tmp_path: Path) -> None:
+    commit = hub.add("org/slow", FILES)
+    hub.repos["org/slow"].faults["config.json"] = Fault("slow")
+    with Client(tmp_path / "home", hub.address, HF_HUB_ETAG_TIMEOUT="1") as client:
+        found = refusal(client, "fetch", "org/slow", commit, pins("config.json"), str(tmp_path / "out"))
+    assert f"{hub.address} does not answer in time; try again, or raise HF_HUB_ETAG_TIMEOUT" in found
+
+
+def test_a_cache_that_cannot_be_written_is_named(hub: Hub, tmp_path: Path) -> None:
+    commit = hub.add("org/home", FILES)
+    (tmp_path / "home").write_text("a file where a directory should be")
+    with Client(tmp_path / "home", hub.address) as client:
+        found = refusal(client, "fetch", "org/home", commit, pins("config.json"), str(tmp_path / "out"))
+    assert "Not a directory; check it, or set HF_HOME to a directory you can write" in found
+
+
+def test_a_killed_download_is_completed_by_the_next(tmp_path: Path) -> None:
+    with Hub() as hub:
+        commit = hub.add("org/killed", FILES)
+        hub.repos["org/killed"].faults["model.safetensors"] = Fault("hold", times=1)
+        first = Client(tmp_path / "home", hub.address)
+        first.start("fetch", "org/killed", commit, pins(), str(tmp_path / "one"))
+        assert hub.held.wait(30)
+        first.kill()
+        assert not (tmp_path / "one" / "model.safetensors").exists()
+        hub.release.set()
+        with Client(tmp_path / "home", hub.address) as second:
+            assert second.call("fetch", "org/killed", commit, pins(), str(tmp_path / "two")) == FETCHED
+    assert (tmp_path / "two" / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_importing_the_module_does_not_load_huggingface_hub(client: Client, tmp_path: Path) -> None:
+    with Client(tmp_path / "home", "http://127.0.0.1:9") as fresh:
+        assert fresh.call("imported") is False

@@ -1,0 +1,134 @@
+"""The workflow files, executed: their shell lines in order, on two simulated runners."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ci.test_ci import forget
+from tests.conftest import QUICKSTART, ROOT, project
+from tests.runners import Runner, filled, run_job
+
+WORKFLOW = yaml.safe_load((ROOT / "ci" / "github-workflow.yml").read_text())
+TRIGGERS = WORKFLOW[True]
+"""YAML 1.1 reads the key `on` so; GitHub does not."""
+
+
+@pytest.fixture
+def runners(tmp_path: Path, tiny_bundles: Path, common_store: Path) -> tuple[Runner, Runner]:
+    """Two machines and a service whose cache has libraries, and lacks the rest, from an earlier commit."""
+    recipe = project(tmp_path / "project", QUICKSTART.replace("q0f32, ", ""))
+    shutil.copy(tiny_bundles / "prompts.txt", recipe.parent)
+    shared = tmp_path / "service"
+    busy = shutil.ignore_patterns("tmp", "locks", "index.sqlite*", "runs", "logs")
+    shutil.copytree(common_store, shared / "cache", ignore=busy)
+    forget(shared / "cache", "(weights|bundle|verify|reference)/.*")
+    first, second = (Runner(tmp_path / name, recipe.parent, shared) for name in "ab")
+    return first, second
+
+
+def inputs(**given: object) -> dict[str, Any]:
+    defaults = {name: item.get("default") for name, item in TRIGGERS["workflow_call"]["inputs"].items()}
+    return {**defaults, "recipe": "recipe.yaml", "install": "true", **given}
+
+
+def run_workflow(runners: tuple[Runner, Runner], **given: object) -> list[dict[str, Any]]:
+    """Runs it as GitHub would, jobs of the matrix on the two runners in turn; the matrix."""
+    jobs, context = WORKFLOW["jobs"], {"inputs": inputs(**given), "secrets": {"environment": ""}}
+    context["needs"] = {"plan": {"outputs": run_job(jobs["plan"], runners[0], context)}}
+    entries: list[dict[str, Any]] = []
+    if filled(jobs["build"]["if"], context):
+        entries = filled(jobs["build"]["strategy"]["matrix"], context)["include"]
+    for index, entry in enumerate(entries):
+        here = {**context, "matrix": entry, "strategy": {"job-index": index}}
+        assert filled(jobs["build"]["runs-on"], here) == "ubuntu-latest"
+        run_job(jobs["build"], runners[index % 2], here)
+    run_job(jobs["finish"], runners[0], context)
+    return entries
+
+
+def test_a_job_for_each_variant_and_nothing_the_next_time(runners: tuple[Runner, Runner]) -> None:
+    entries = run_workflow(runners)
+    assert [entry["name"] for entry in entries] == ["tiny-q4f16_1-host", "tiny-q4a8_1-host"]
+    artifacts = runners[0].shared / "artifacts"
+    for index, entry in enumerate(entries):
+        manifest = artifacts / f"bundles-{index}" / "dist" / entry["name"] / "bundle.json"
+        assert json.loads(manifest.read_bytes())["verification"]["kl_mean"] > 0
+        assert "<testcase" in (artifacts / f"junit-{index}" / "junit.xml").read_text()
+    assert run_workflow(runners) == [], "the cache has everything"
+
+
+def test_shards_share_the_work_and_the_last_job_has_all_bundles(runners: tuple[Runner, Runner]) -> None:
+    entries = run_workflow(runners, shards=2)
+    assert [entry["name"] for entry in entries] == ["shard 1 of 2", "shard 2 of 2"]
+    last = next(text for text in reversed(runners[0].log) if " built, " in text and "bundles in dist" in text)
+    assert last.splitlines()[-1].startswith("0 built, "), last
+    bundles = runners[0].shared / "artifacts" / "bundles"
+    assert sorted(path.name for path in (bundles / "dist").glob("tiny-*")) == [
+        "tiny-q4a8_1-host",
+        "tiny-q4f16_1-host",
+    ]
+    assert "Loss against size" in (bundles / "report.html").read_text()
+
+
+def test_a_failing_build_fails_its_job_and_keeps_what_it_has(runners: tuple[Runner, Runner]) -> None:
+    recipe = runners[0].project / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("max_kl: 0.1", "max_kl: 0.000001").replace("q4f16_1, ", ""))
+    with pytest.raises(AssertionError, match="::error file="):
+        run_workflow(runners)
+    artifacts = runners[0].shared / "artifacts"
+    assert "<failure" in (artifacts / "junit-0" / "junit.xml").read_text()
+    assert (artifacts / "mlcbuild-store-0" / "ac").is_dir()
+
+
+def test_the_gitlab_template(runners: tuple[Runner, Runner]) -> None:
+    """Its jobs, and those of the child pipeline that it makes; results go through a store in common."""
+    template = yaml.safe_load((ROOT / "ci" / "gitlab-template.yml").read_text())
+    settings = {
+        **template["variables"],
+        "MLCBUILD_INSTALL": "true",
+        "MLCBUILD_MATRIX": "--label *=ours",
+        "MLCBUILD_STORE": str(runners[0].shared / "cache"),
+    }
+    runners[0].checkout()
+    script = "\n".join(template["mlcbuild-plan"]["script"])
+    assert runners[0].shell(script, settings) == 0, runners[0].log
+    (made,) = template["mlcbuild-plan"]["artifacts"]["paths"]
+    child = yaml.safe_load((runners[0].workspace / made).read_text())
+    trigger = template["mlcbuild-build"]["trigger"]["include"][0]
+    assert (trigger["artifact"], trigger["job"]) == (made, "mlcbuild-plan")
+    jobs = {name: job for name, job in child.items() if name != "stages"}
+    assert list(jobs) == ["tiny-q4f16_1-host", "tiny-q4a8_1-host"]
+    for runner, job in zip(runners, jobs.values(), strict=True):
+        assert job["tags"] == ["ours"]
+        runner.checkout()
+        script = "\n".join([*job["before_script"], *job["script"]])
+        assert runner.shell(script, settings) == 0, runner.log
+        for path in (*job["artifacts"]["paths"], job["artifacts"]["reports"]["junit"]):
+            assert (runner.workspace / path.replace("$MLCBUILD_ARTIFACTS", "dist")).exists(), path
+    assert runners[0].shell("\n".join(template["mlcbuild-plan"]["script"]), settings) == 0
+    assert "nothing to build" in yaml.safe_load((runners[0].workspace / made).read_text())
+
+
+def test_our_own_workflows_call_what_is_there() -> None:
+    place = ROOT / ".github" / "workflows"
+    assert (place / "mlcbuild.yml").read_bytes() == (ROOT / "ci" / "github-workflow.yml").read_bytes()
+    jobs = yaml.safe_load((place / "ci.yml").read_text())["jobs"]
+    assert jobs["test"]["steps"][-1]["run"] == "ci/test"
+    assert (ROOT / jobs["test"]["steps"][-1]["run"]).is_file()
+    quickstart = jobs["quickstart"]
+    assert quickstart["uses"] == "./.github/workflows/mlcbuild.yml"
+    assert set(quickstart["with"]) <= set(TRIGGERS["workflow_call"]["inputs"])
+    assert (ROOT / quickstart["with"]["recipe"]).is_file()
+
+
+def test_user_text_reaches_shells_only_through_variables() -> None:
+    """An expression inside `run:` would be executed."""
+    for job in WORKFLOW["jobs"].values():
+        for step in job["steps"]:
+            assert "${{" not in step.get("run", "")

@@ -1,0 +1,126 @@
+"""A kind of device is added from outside: one entry in a table, and one implementation of Ops."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlcbuild_format import abi
+
+from mlcbuild import pipeline, quant, recipe
+from mlcbuild.build.graph import Step
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints import conversion
+from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.errors import UsageError
+from mlcbuild.pipeline import Pipeline
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.backends import BACKENDS, Backend, backend
+from tests.conftest import project
+from tests.guide import example
+
+ROOT = Path(__file__).resolve().parents[2]
+FUNCTIONS = {value.name for value in vars(abi).values() if isinstance(value, abi.Function)} - {
+    abi.METADATA.name  # made of what the memory planner says
+}
+
+
+def built(*arguments: str) -> Any:
+    """What toy_backend.py prints."""
+    command = [sys.executable, "-m", "tests.compiler.toy_backend", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_program_is_built_with_ops_of_another_device() -> None:
+    found = built()
+    assert set(found["functions"]) == FUNCTIONS
+    assert found["loaded"] == []
+    assert found["calls"] == {
+        "embed": 3,
+        "angles": 1,
+        "copy": 1,
+        "attention": 1,  # three layers that are stored alike share a function
+        "feed_forward": 1,
+        "last_norm": 4,
+        "select_rows": 5,
+        "logits": 7,
+        "mask": 3,
+        "sample": 3,
+        "next_inputs": 1,
+    }
+
+
+def test_a_device_may_have_no_decode_loop() -> None:
+    without = {function.name for function in abi.CAPABILITIES["decode_loop"]}
+    assert set(built("--no-loop")["functions"]) == FUNCTIONS - without
+
+
+@pytest.fixture
+def toy() -> Iterator[Backend]:
+    """The backend that mlcbuild/README.md adds."""
+    exec(example("Extend: a device backend"))
+    yield BACKENDS["toy"]
+    del BACKENDS["toy"]
+
+
+TEXT = """version: 1
+models: {tiny: ./tiny}
+quantizations: [q4f16_1]
+targets: [x86-64-v3, x86-64-v2]
+"""
+
+
+def steps(path: Path, device: str | None) -> dict[str, Step]:
+    """Steps by name, where x86-64-v2 is a target for `device`."""
+    read = recipe.load(path)
+    if device is not None:
+        other = replace(read.targets["x86-64-v2"], device=device)
+        read = replace(read, targets={**read.targets, "x86-64-v2": other})
+    made: Pipeline = pipeline.build(read, Lock())
+    return {step.name: step for step in made.graph.steps()}
+
+
+def test_a_backend_in_the_table_decides_the_steps_of_its_targets(toy: Backend, tmp_path: Path) -> None:
+    path = project(tmp_path, TEXT)
+    plain, found = steps(path, None), steps(path, "toy")
+    (library,) = (name for name in found if name.startswith("library/") and name.endswith("/x86-64-v2"))
+    assert found[library].action == toy.action
+    assert found[library].tools == {"toy": "1 for toy"}
+    assert found["weights/tiny/q4f16_1/toy-4"].params["layout"] == "toy-4"
+    bundle = found["bundle/tiny-q4f16_1-x86-64-v2"]
+    assert bundle.inputs["weights"].node == "weights/tiny/q4f16_1/toy-4"
+    assert "runtime" not in bundle.inputs
+    assert found["verify/tiny-q4f16_1-x86-64-v2"].needs == ("toy",)
+    cpu = [name for name in plain if not name.endswith("x86-64-v2")]
+    assert cpu and all(found[name] == plain[name] for name in cpu), "steps for CPUs stay as they are"
+
+
+def test_a_layout_that_nobody_writes_is_refused(tmp_path: Path) -> None:
+    params: dict[str, Json] = {"scheme": quant.to_json(quant.SCHEMES["q4f16_1"]), "layout": "toy-4"}
+    with pytest.raises(UsageError, match=r"q4f16_1 is stored in layout 'row', .* needs layout 'toy-4'"):
+        conversion.convert(params, {}, tmp_path)
+
+
+def test_a_device_without_a_backend_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"target 'x86-64-v2': no backend compiles for device 'cpux'.*cpu"):
+        steps(project(tmp_path, TEXT), "cpux")
+
+
+def test_recipes_may_name_the_devices_of_the_table() -> None:
+    text = (ROOT / "mlcbuild" / "schema" / "target.schema.json").read_text()
+    assert list(BACKENDS) == json.loads(text)["properties"]["device"]["enum"]
+
+
+def test_a_cpu_target_is_written_as_ever() -> None:
+    preset = targets.resolve("x86-64-v3")
+    assert targets.to_json(preset)["device"] == "cpu"
+    assert list(targets.to_json(preset)) == ["triple", "cpu", "features", "device", "output"]
+    assert backend(preset) is BACKENDS["cpu"]

@@ -1,0 +1,351 @@
+"""Compiling as a step does it: what comes out, that it is always the same, every way in which it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+from mlcbuild_format.signature import signature
+
+from mlcbuild import models, quant
+from mlcbuild.canon import Json
+from mlcbuild.compiler import action
+from mlcbuild.compiler.cpu import child
+from mlcbuild.compiler.cpu.action import compile_library, tools
+from mlcbuild.compiler.cpu.ops import CpuOps
+from mlcbuild.compiler.cpu.toolchain import linker_identity
+from mlcbuild.errors import CheckpointError, CompileError, SetupError
+from mlcbuild.models import ModelConfig, Rope
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.target import Target
+from tests.compiler.test_decoder import SMALL
+from tests.libharness import EVERY, HERE, Session, compiled, golden, pack, random_weights
+
+FAMILIES = ["gemma2"]
+REPEATED = ["q4a8_1"]
+if EVERY:
+    FAMILIES += ["llama-llama3-gqa", "mistral-window", "phi3-longrope-long", "qwen2-window", "qwen3"]
+    REPEATED = list(quant.SCHEMES)
+
+
+def request(
+    scheme: str | quant.Scheme = "q0f32", target: str | Target = "host", **limits: int
+) -> dict[str, Json]:
+    found = quant.SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    resolved = targets.resolve(target) if isinstance(target, str) else target
+    defaults = {"context_window": 128, "prefill_chunk": 64, "max_batch": 4}
+    return {
+        "scheme": cast(Json, quant.to_json(found)),
+        "target": cast(Json, targets.to_json(resolved)),
+        "limits": cast(Json, {**defaults, **limits}),
+    }
+
+
+def build(directory: Path, config: ModelConfig, params: Mapping[str, Json]) -> Path:
+    (directory / "in").mkdir(parents=True)
+    (directory / "in" / "config.json").write_text(json.dumps(models.to_json(config)))
+    out = directory / "out"
+    out.mkdir()
+    compile_library(params, {"config": directory / "in"}, out)
+    return out
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_a_library_describes_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
+    scheme = quant.SCHEMES["q4a8_1"]
+    library = compiled(tmp_path_factory, SMALL, scheme)
+    assert sorted(path.name for path in library.iterdir()) == ["library.json", "model.so"]
+    about = json.loads((library / "library.json").read_text())
+    session = Session(library / "model.so", pack(SMALL, scheme, random_weights(SMALL)))
+    assert json.loads(session.vm["_metadata"]()) == about
+    assert about["format"] == "mlcbuild-library/1"
+    assert models.from_json(about["config"]) == SMALL
+    assert quant.from_json(about["scheme"]) == scheme
+    assert targets.from_json(about["target"]) == replace(targets.resolve("host"), name="")
+    assert about["limits"] == {"context_window": 128, "prefill_chunk": 64, "max_batch": 4, "page_size": 16}
+    stored = quant.stored_parameters(models.parameters(SMALL), scheme)
+    assert about["params"] == [[t.name, list(t.shape), t.dtype, t.layout] for t in stored]
+    assert about["signature"] == signature((t.name, t.shape, t.dtype, t.layout) for t in stored)
+    assert set(about["kernels"]) == {
+        *("attention", "attention.decode", "attn.o.weight", "attn.qkv.weight", "embed.lookup"),
+        *("lm_head.weight", "mlp.down.weight", "mlp.gate_up.weight"),
+    }
+    assert about["kernels"]["mlp.down.weight"].startswith("w4a8.")
+    page = 2 * 2 * 2 * 16 * 16 * 2  # layers, keys and values, heads, tokens, dimensions, bytes
+    assert about["memory"]["kv_page"] == page
+    assert about["memory"]["kv_cache"] == page * 8 * 4
+    assert about["memory"]["weights"] == quant.stored_bytes(models.parameters(SMALL), scheme)
+
+
+def test_an_object_for_linking_elsewhere_and_slow_kernels_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Target("old", "x86_64-unknown-linux-gnu", "x86-64", output="object")
+    if not linkable(target):
+        pytest.skip("no linker for x86-64 here")
+    out = build(tmp_path, SMALL, request(target=target))
+    assert sorted(path.name for path in out.iterdir()) == ["library.json", "model.o"]
+    about = json.loads((out / "library.json").read_text())
+    assert "slow: attn.o.weight: no vector instructions" in capsys.readouterr().err
+    assert set(about["fallbacks"]) == {name for name in about["kernels"] if name.endswith(".weight")}
+    assert all(reason.startswith("no vector instructions") for reason in about["fallbacks"].values())
+
+
+def test_what_tile_registers_cannot_take_is_named() -> None:
+    """Heads of 16 values, and gated rows that are too short: prompts take other paths there."""
+    target = targets.resolve("x86-64-v4-amx")
+
+    def fallbacks(config: ModelConfig) -> dict[str, str]:
+        return CpuOps(config, quant.SCHEMES["q4a8_1"], target).kernel_names()[1]
+
+    found = fallbacks(SMALL)
+    assert set(found) == {"attention.prompt", "mlp.down.weight"}
+    assert found["attention.prompt"].startswith("heads of 16 values")
+    assert "too short" in found["mlp.down.weight"]
+    assert not fallbacks(replace(SMALL, head_dim=32, intermediate_size=352))
+    assert "bias" in fallbacks(replace(SMALL, mlp_bias=True))["mlp.down.weight"]
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_the_same_bytes_for_every_family(
+    variant: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = golden(variant)
+    first = compiled(
+        tmp_path_factory, case.config, quant.SCHEMES["q0f32"], context_window=case.context_window
+    )
+    for name, value in {"PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo", "LANG": "de_DE.UTF-8"}.items():
+        monkeypatch.setenv(name, value)
+    again = build(tmp_path / "elsewhere", case.config, request(context_window=case.context_window))
+    assert files(first) == files(again)
+
+
+@pytest.mark.parametrize("scheme", REPEATED)
+def test_the_same_bytes_for_every_scheme(
+    scheme: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first = compiled(tmp_path_factory, SMALL, quant.SCHEMES[scheme])
+    assert files(first) == files(build(tmp_path, SMALL, request(scheme)))
+
+
+def smol(layers: int) -> ModelConfig:
+    """The shape of SmolLM2-135M."""
+    return ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=layers,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_position=8192,
+        norm_eps=1e-5,
+        activation="silu",
+        rope=Rope(64, tuple(float(np.float32(100000 ** (-i / 32))) for i in range(32))),
+        attention_scale=0.125,
+        windows=(None,) * layers,
+        tie_embeddings=True,
+    )
+
+
+def test_layers_share_their_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A library of 30 layers has the functions of one of 2, so it takes about as long to compile."""
+
+    def compiled_functions(layers: int) -> set[bytes]:
+        config = replace(
+            SMALL, num_layers=layers, windows=SMALL.windows[:1] * (layers - 1) + SMALL.windows[1:]
+        )
+        library = compiled(tmp_path_factory, config, quant.SCHEMES["q4f16_1"])
+        return set(re.findall(rb"__tvm_ffi_\w+", (library / "model.so").read_bytes()))
+
+    assert len(compiled_functions(2)) > 10
+    assert compiled_functions(30) == compiled_functions(2)
+
+
+MEASURE = """
+import json, os, sys
+import numpy as np
+from pathlib import Path
+from tests.libharness import Session, tensor
+out = Path(sys.argv[1])
+about = json.loads((out / "library.json").read_text())
+stored = {n: np.zeros(s, d) for n, s, d, _ in about["params"]}
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+limits = about["limits"]
+tensor(np.zeros(1))  # loads the runtime
+before = resident()
+pages = limits["max_batch"] * limits["context_window"] // 16
+session = Session(out / "model.so", stored, num_pages=pages, dirty=False)
+for start in range(0, limits["context_window"], limits["prefill_chunk"]):
+    for sequence in range(limits["max_batch"]):
+        session.prefill((sequence, [1] * limits["prefill_chunk"]), rows=[0])
+        if sequence and not start:
+            session.lengths[sequence] -= 1
+            session.decode((sequence, 1))
+print(json.dumps(resident() - before))
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux's /proc"
+)
+def test_memory_is_what_was_estimated(tmp_path: Path) -> None:
+    config = replace(smol(4), vocab_size=16000, windows=(None, 200, None, 200))
+    out = build(tmp_path, config, request("q0f16", context_window=1024, prefill_chunk=512, max_batch=4))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", MEASURE, str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    about = json.loads((out / "library.json").read_text())["memory"]
+    estimate = about["weights"] + about["kv_cache"] + about["workspace"]
+    assert json.loads(done.stdout) == pytest.approx(estimate, rel=0.12)
+
+
+def test_the_parent_never_loads_tvm(tmp_path: Path) -> None:
+    code = (
+        "import sys; from mlcbuild.compiler.cpu.action import compile_library, tools;"
+        "from mlcbuild.targets import target as targets;"
+        "print(sorted(tools(targets.resolve('host')))); assert not {'tvm', 'numpy'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "['apache-tvm', 'linker', 'llvm']", done.stderr
+
+
+def test_tools_are_versions_not_places() -> None:
+    for name, version in tools(targets.resolve("host")).items():
+        assert version and "/" not in version, name
+
+
+def linkable(target: Target) -> bool:
+    try:
+        linker_identity(target)
+    except SetupError:
+        return False
+    return True
+
+
+CROSS = [targets.resolve(name) for name in ("aarch64-linux", "macos-arm64")]
+
+
+@pytest.mark.parametrize("target", CROSS, ids=lambda item: item.name)
+def test_other_machines_are_compiled_for(target: Target, tmp_path: Path) -> None:
+    """For those that this machine can link."""
+    if not linkable(target):
+        pytest.skip(f"no linker for {target.architecture} {target.system} is here")
+    out = build(tmp_path, SMALL, request("q4a8_1", target))
+    about = json.loads((out / "library.json").read_text())
+    made = (out / action.library_name(target)).read_bytes()
+    assert about["target"]["triple"] == target.triple
+    if target.system == "linux":
+        assert int.from_bytes(made[18:20], "little") == {"aarch64": 183, "x86_64": 62}[target.architecture]
+    else:
+        assert made[:4] == b"\xcf\xfa\xed\xfe"
+
+
+def refused(tmp_path: Path, params: Mapping[str, Json]) -> str:
+    with pytest.raises(CompileError) as caught:
+        build(tmp_path, SMALL, params)
+    return str(caught.value)
+
+
+def test_limits_are_checked_all_at_once(tmp_path: Path) -> None:
+    message = refused(tmp_path, request(context_window=4096, prefill_chunk=0, max_batch=-1))
+    assert message.splitlines() == [
+        "compile.prefill_chunk must be at least 1, found 0",
+        "compile.max_batch must be at least 1, found -1",
+        "compile.context_window is 4096, but the model was made for 128 positions: use at most that",
+    ]
+
+
+def test_a_system_without_shared_libraries_is_refused(tmp_path: Path) -> None:
+    target = Target("board", "aarch64-unknown-none-elf", "cortex-a72")
+    assert refused(tmp_path, request(target=target)) == (
+        "a shared library for aarch64-unknown-none-elf cannot be made: use `output: object`"
+    )
+
+
+def test_overrides_must_match_something(tmp_path: Path) -> None:
+    scheme = replace(quant.SCHEMES["q4f32_1"], overrides=(("router*", quant.SCHEMES["q0f32"]),))
+    assert "router*" in refused(tmp_path, request(scheme))
+
+
+def prepared(tmp_path: Path, **changes: Json) -> Path:
+    """A directory with a request for the compiling process."""
+    data = {**request(), "config": models.to_json(SMALL), **changes}
+    (tmp_path / "request.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+def test_a_compiler_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"^the compiler did not finish in 0.4 s; it was at 'start"):
+        action.run_child(prepared(tmp_path), 0.4, child.__name__)
+
+
+def test_a_crash_names_signal_and_phase(tmp_path: Path) -> None:
+    """A limit on processor time ends the compiling process as a crash would: by a signal."""
+    code = (
+        "import sys; from pathlib import Path; from mlcbuild.compiler import action;"
+        "action.run_child(Path(sys.argv[1]), 300, 'mlcbuild.compiler.cpu.child')"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [
+        "sh",
+        "-c",
+        'ulimit -t 1; exec "$0" -c "$1" "$2"',
+        sys.executable,
+        code,
+        str(prepared(tmp_path)),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "CompileError: the compiler was ended by SIG" in done.stderr
+    assert " at '" in done.stderr.splitlines()[-1]
+
+
+def test_errors_with_a_meaning_come_through(tmp_path: Path) -> None:
+    config = {**models.to_json(SMALL), "head_dim": 0}
+    with pytest.raises(CheckpointError, match="head_dim"):
+        action.run_child(prepared(tmp_path, config=cast(Json, config)), 300, child.__name__)
+
+
+def test_a_defect_shows_its_traceback_and_phase(tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        action.run_child(prepared(tmp_path, limits={}), 300, child.__name__)
+    assert str(caught.value).startswith("the compiler stopped with exit code 1 at 'start the compiler':")
+    assert "KeyError: 'context_window'" in str(caught.value)
+
+
+def test_what_has_no_kernel_is_named() -> None:
+    import tvm
+    from tvm import relax
+
+    from mlcbuild.compiler.passes.kernels_only import kernels_only
+
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    with builder.function("forward", [x]):
+        builder.emit_func_output(builder.emit(relax.op.exp(x)))
+    loops = tvm.te.create_prim_func([tvm.te.placeholder((4,), name="a")])
+    mod = builder.finalize()
+    mod.update_func(tvm.ir.GlobalVar("loops"), loops)
+    with pytest.raises(CompileError) as caught:
+        kernels_only(mod)
+    assert str(caught.value) == (
+        "the compiler made a library that would be slow: function 'forward' uses relax.exp, for which there"
+        " is no kernel; kernel 'loops' has no schedule"
+    )

@@ -1,0 +1,81 @@
+"""Loops that cores share."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import tvm
+from tvm.script.ir_builder import tirx as T
+
+from mlcbuild.compiler.cpu.kernels.cores import counter, one_launch, shared
+from mlcbuild.compiler.cpu.kernels.vectors import argument, i64, prim_func
+from tests import kernelbench
+
+
+def test_every_number_is_done_once() -> None:
+    """Whatever part of them has its core beforehand, in a kernel of several loops, again and again."""
+    kernelbench.need(kernelbench.TARGETS["portable"])
+    percents = (0, 75, 92, 100)
+
+    def body() -> None:
+        count = T.int64()
+        outs = [argument(f"out{percent}", (count,), "int64") for percent in percents]
+        with T.sblock("all"):
+            T.reads()
+            T.writes()
+            counters = [counter() for _ in percents]
+            with one_launch():
+                for percent, out, own in zip(percents, outs, counters, strict=True):
+                    shared(
+                        count,
+                        own,
+                        lambda i, out=out: T.buffer_store(out, out[i] + i + 1, [i]),  # type: ignore[misc]
+                        i64(percent),
+                    )
+
+    made = kernelbench.compiled(kernelbench.TARGETS["portable"], [prim_func("numbers", body)]).library[
+        "numbers"
+    ]
+    for count in (1, 2, 3, 4, 5, 7, 64, 1000, 4099):
+        found = [tvm.runtime.tensor(np.zeros(count, np.int64)) for _ in percents]
+        for _ in range(3):
+            made(*found)
+        for out in found:
+            np.testing.assert_array_equal(out.numpy(), 3 * np.arange(1, count + 1))
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="this machine has one core: none can wait for another")
+def test_nobody_waits_for_a_core_that_has_other_things_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core that has number 47 of 64 sleeps there: of the last quarter it does nothing."""
+    kernelbench.need(kernelbench.TARGETS["portable"])
+
+    def body() -> None:
+        out = argument("out", (64,), "uint64")
+
+        def emit(index: tvm.tirx.Expr) -> None:
+            with T.If(index == 47), T.Then():
+                T.evaluate(T.call_extern("int32", "usleep", T.uint32(200_000)))
+            T.buffer_store(out, T.call_extern("uint64", "pthread_self"), [index])
+
+        with T.sblock("all"):
+            T.reads()
+            T.writes()
+            own = counter()
+            with one_launch():
+                shared(i64(64), own, emit)
+
+    made = kernelbench.compiled(kernelbench.TARGETS["portable"], [prim_func("sleeper", body)]).library[
+        "sleeper"
+    ]
+    out = tvm.runtime.tensor(np.zeros(64, np.uint64))
+    # TVM gives each thread that calls a pool of its own, of as many as this says then.
+    monkeypatch.setenv("TVM_NUM_THREADS", "2")
+    caller = threading.Thread(target=made, args=(out,))
+    caller.start()
+    caller.join()
+    cores = out.numpy()
+    assert len(set(cores.tolist())) == 2
+    assert cores[47] not in cores[48:]

@@ -1,0 +1,200 @@
+"""Compiled libraries against transformers for every family, and against the reference for every scheme."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tvm import relax
+
+from mlcbuild import quant
+from mlcbuild.bundles import reference
+from mlcbuild.compiler.cpu.ops import CpuOps
+from mlcbuild.compiler.program import functions
+from mlcbuild.compiler.program.decoder import Decoder
+from mlcbuild.compiler.program.limits import Limits
+from mlcbuild.models import ModelConfig, Rope
+from mlcbuild.targets import target as targets
+from tests.libharness import EVERY, HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
+
+# These differ from another variant in data only, which tests of the reference cover: they are not compiled.
+DATA_ONLY = {"gemma2-bf16", "llama-yarn", "phi3-longrope-short", "qwen2-bias"}
+VARIANTS = sorted({path.name for path in (HERE / "golden").iterdir() if path.is_dir()} - DATA_ONLY)
+TOLERANCE = 4e-5
+"""Logits reach 6; both sides add up in float32 in their own order."""
+
+SMALL = ModelConfig(
+    family="qwen2",
+    vocab_size=205,
+    hidden_size=96,
+    intermediate_size=176,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=128,
+    norm_eps=1e-6,
+    activation="silu",
+    rope=Rope(16, tuple(float(np.float32(10000 ** (-i / 8))) for i in range(8))),
+    attention_scale=0.25,
+    windows=(None, 11),
+    qkv_bias=True,
+)
+"""Sizes that no tile and no group divides."""
+
+
+def worst(found: Floats, expected: Floats) -> float:
+    return float(np.abs(found - expected).max())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_family_gives_the_logits_of_transformers(
+    variant: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = golden(variant)
+    scheme = quant.SCHEMES["q0f32"]
+    library = compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window)
+    session = Session(library / "model.so", pack(case.config, scheme, case.weights))
+    tokens, expected = case.tokens, case.logits
+    assert worst(session.prefill((0, tokens)), expected) < TOLERANCE
+    chunks = [session.prefill((1, tokens[start:end])) for start, end in ((0, 7), (7, 24), (24, len(tokens)))]
+    assert worst(np.concatenate(chunks), expected) < TOLERANCE
+    steps = [session.decode((2, token)) for token in tokens]
+    assert worst(np.concatenate(steps), expected) < TOLERANCE
+
+
+def test_sequences_of_a_batch_do_not_see_each_other(tmp_path_factory: pytest.TempPathFactory) -> None:
+    case = golden("mistral-window")
+    scheme = quant.SCHEMES["q0f32"]
+    session = Session(
+        compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window) / "model.so",
+        pack(case.config, scheme, case.weights),
+    )
+    tokens, expected = case.tokens, case.logits
+    first = session.prefill((0, tokens[:9]), (1, tokens[:30]))
+    assert worst(first, np.concatenate([expected[:9], expected[:30]])) < TOLERANCE
+    # One sequence decodes, one goes on with its prompt, one begins; then they decode in another order.
+    mixed = session.prefill((0, tokens[9:10]), (1, tokens[30:47]), (2, tokens[:1]))
+    assert worst(mixed, np.concatenate([expected[9:10], expected[30:47], expected[:1]])) < TOLERANCE
+    later = session.decode((2, tokens[1]), (1, tokens[47]), (0, tokens[10]))
+    assert worst(later, expected[[1, 47, 10]]) < TOLERANCE
+
+
+def test_chosen_rows_come_in_the_order_asked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    case = golden("mistral-window")
+    scheme = quant.SCHEMES["q0f32"]
+    session = Session(
+        compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window) / "model.so",
+        pack(case.config, scheme, case.weights),
+    )
+    embedded = session.embed(case.tokens[:5]).copy()
+    found = session.prefill((0, case.tokens), rows=[60, 3, 3])
+    assert worst(found, case.logits[[60, 3, 3]]) < TOLERANCE
+    # Results are the caller's: later calls leave them alone, and embeddings are not used up.
+    assert np.array_equal(session.embed(case.tokens[:5]), embedded)
+    again = session.prefill((1, case.tokens), rows=[60])
+    assert worst(again, case.logits[[60]]) < TOLERANCE and worst(found[:1], again) == 0
+
+
+@pytest.mark.parametrize("variant", ["mistral-window", "qwen3", "llama-mha-tied"])
+def test_hidden_states_are_what_the_logits_are_made_of(
+    variant: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    case = golden(variant)
+    scheme = quant.SCHEMES["q0f32"]
+    library = compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window)
+    session = Session(library / "model.so", pack(case.config, scheme, case.weights))
+    tokens = case.tokens
+    model = reference.Reference(case.config, case.weights, np.float64, case.context_window)
+    expected = reference.hidden(model, tokens)[0]
+    whole = session.hidden((0, tokens))
+    assert worst(whole, expected) < TOLERANCE
+    # transformers' logits are products of the same states.
+    name = "embed.weight" if case.config.tie_embeddings else "lm_head.weight"
+    assert worst(whole @ case.weights[name].astype(np.float32).T, case.logits) < TOLERANCE
+    chunks = [session.hidden((1, tokens[start:end])) for start, end in ((0, 9), (9, len(tokens)))]
+    assert worst(np.concatenate(chunks), expected) < TOLERANCE
+    together = session.hidden((2, tokens[:20]), (3, tokens[:13]))
+    assert worst(together, np.concatenate([expected[:20], expected[:13]])) < TOLERANCE
+    # They leave keys and values behind, as any prefill does.
+    assert worst(session.decode((2, tokens[20])), case.logits[[20]]) < TOLERANCE
+
+
+# Keys and values are stored as float16 by the f16 schemes; a8 rounds activations to 8 bits as well.
+TOLERANCES = {"q0f32": 1e-5, "q4f32_1": 1e-5, "q8f32_1": 1e-5, "q4a8_1": 0.15, "q5a8_1": 0.15, "q8a8_1": 0.15}
+
+SCHEMES = list(quant.SCHEMES) if EVERY else ["q0f16", "q4f16_1", "q8f32_1", "q4a8_1", "q5a8_1", "q8a8_1"]
+"""Others have the kernels of these, or keys and values of these."""
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_scheme_gives_the_logits_of_its_unpacked_weights(
+    name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    scheme = quant.SCHEMES[name]
+    stored = pack(SMALL, scheme, random_weights(SMALL))
+    session = Session(compiled(tmp_path_factory, SMALL, scheme) / "model.so", stored)
+    tokens = np.random.default_rng(1).integers(0, SMALL.vocab_size, 40).tolist()
+    expected = reference.logits(SMALL, unpacked(SMALL, scheme, stored), tokens, dtype=np.float64)
+    tolerance = TOLERANCES.get(name, 4e-3)
+    whole = session.prefill((0, tokens))
+    assert worst(whole, expected) < tolerance
+    steps = np.concatenate([session.decode((1, token)) for token in tokens])
+    assert worst(steps, expected) < tolerance
+    together = session.prefill((2, tokens[:20]), (3, tokens[:13]))
+    assert worst(together[20:], whole[:13]) < tolerance
+
+
+def test_overrides_mix_schemes_within_a_layer_and_between_layers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    scheme = replace(
+        quant.SCHEMES["q4f16_1"],
+        name="mixed",
+        overrides=(
+            ("layers.1.attn.qkv*", quant.SCHEMES["q8f32_1"]),
+            ("lm_head|embed", quant.SCHEMES["q0f32"]),
+            ("layers.0.mlp*", quant.SCHEMES["q0f16"]),
+        ),
+    )
+    stored = pack(SMALL, scheme, random_weights(SMALL))
+    library = compiled(tmp_path_factory, SMALL, scheme)
+    session = Session(library / "model.so", stored)
+    tokens = np.random.default_rng(2).integers(0, SMALL.vocab_size, 33).tolist()
+    expected = reference.logits(SMALL, unpacked(SMALL, scheme, stored), tokens, dtype=np.float64)
+    assert worst(session.prefill((0, tokens)), expected) < 4e-3
+    kernels = json.loads((library / "library.json").read_text())["kernels"]
+    short = {name: kernel.partition(".")[0] for name, kernel in kernels.items()}
+    assert short["mlp.down.weight"] == "f16" and short["layers.1.mlp.down.weight"] == "w4f16"
+    assert short["attn.qkv.weight"] == "w4f16" and short["layers.1.attn.qkv.weight"] == "w8f32"
+    assert short["lm_head.weight"] == "f32" and "layers.1.attn.o.weight" not in short
+
+
+@pytest.mark.parametrize(
+    ("target", "ends"),
+    [("x86-64-v4-vnni", {"prefill", "batch_prefill", "step_prefill"}), ("x86-64-v4-amx", set())],
+)
+def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
+    """All others keep each row, and so does who takes rows as tiles."""
+    decoder = Decoder(CpuOps(SMALL, quant.SCHEMES["q4a8_1"], targets.resolve(target)), Limits(64, 32, 2))
+    made = {
+        name.name_hint: function
+        for name, function in functions.build(decoder).functions.items()
+        if isinstance(function, relax.Function)
+    }
+    called = {
+        name: {
+            binding.value.op.name_hint
+            for block in function.body.blocks
+            for binding in block.bindings
+            if isinstance(binding.value, relax.Call) and isinstance(binding.value.op, relax.GlobalVar)
+        }
+        for name, function in made.items()
+    }
+    assert {name for name in made if "trunk_to_rows" in called[name]} == ends
+    assert str(made["trunk"].ret_ty.shape[0]) == "n"
+    if ends:
+        assert called["trunk_to_rows"] >= {"layer", "last_layer"}
+        assert str(made["last_layer"].ret_ty.shape[0]) == "q"

@@ -1,0 +1,165 @@
+"""Products with what is fused around them against float64 NumPy: norms, gates, the residual stream."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import pytest
+import tvm
+
+from mlcbuild.compiler.cpu.isa import isa_for
+from mlcbuild.compiler.cpu.kernels.activation import Gate
+from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
+from mlcbuild.compiler.cpu.kernels.norm import Norm
+from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Gated, Given, Normed
+from mlcbuild.quant import SCHEMES
+from tests import kernelbench
+from tests.kernelbench import TARGETS, Floats, Module, Tensor
+
+pytestmark = pytest.mark.xdist_group("fusion")
+"""What is compiled is kept by a process, for many tests."""
+
+N, K = 50, 328
+"""Tails in both; a row does not fit the stack."""
+ROWS = (1, 2, 5, 33)
+CASES = (
+    ("q4a8_1", "norm"),
+    ("q4a8_1", "silu"),
+    ("q4f16_1", "gelu"),
+    ("q0f32", "norm"),
+    ("q0f32", "add"),
+)
+EPS, OFFSET = 1e-5, 1.0
+
+each_isa = pytest.mark.parametrize("isa", list(TARGETS))
+each_case = pytest.mark.parametrize(("scheme", "name"), CASES)
+
+
+def fusion(isa: str, name: str) -> Fusion:
+    made = isa_for(TARGETS[isa])
+    return {
+        "norm": Fusion(Normed(Norm(made, K, EPS, OFFSET), "float16")),
+        "silu": Fusion(Gated(Gate(made, "silu", K), None), residual=True),
+        "gelu": Fusion(Gated(Gate(made, "gelu_tanh", K), "float32")),
+        "add": Fusion(Given(), bias=True, residual=True),
+    }[name]
+
+
+def function(isa: str, scheme: str, name: str) -> tvm.tirx.PrimFunc:
+    return kernel(linear(isa_for(TARGETS[isa]), SCHEMES[scheme], N, K), fusion(isa, name))
+
+
+@cache
+def module(isa: str) -> Module:
+    return kernelbench.compiled(TARGETS[isa], [function(isa, *case) for case in CASES])
+
+
+def silu(x: Floats) -> Floats:
+    found: Floats = x / (1 + np.exp(-x))
+    return found
+
+
+def gelu(x: Floats) -> Floats:
+    found: Floats = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return found
+
+
+def made_ready(name: str, given: list[Tensor]) -> Floats:
+    """What the source makes of its arguments."""
+    x = given[0].astype(np.float64)
+    if name == "norm":
+        normed: Floats = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+        return normed * (given[1].astype(np.float64) + OFFSET)
+    if name == "add":
+        return x
+    pair = x + given[1] if name == "gelu" else x
+    return (gelu if name == "gelu" else silu)(pair[:, :K]) * pair[:, K:]
+
+
+@each_isa
+@each_case
+def test_fused_product(isa: str, scheme: str, name: str) -> None:
+    kernelbench.need(TARGETS[isa])
+    rng, fused = np.random.default_rng(6), fusion(isa, name)
+    stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], N, K)
+    extras: dict[str, list[Tensor]] = {
+        "norm": [rng.standard_normal(K).astype(np.float16)],
+        "gelu": [rng.standard_normal(2 * K).astype(np.float32)],
+    }
+    made, rounded = function(isa, scheme, name), SCHEMES[scheme].activation_bits
+    ways = (False, True) if isa == "avx512amx" and rounded else (False,)
+    for m, bfloat16 in [(m, way) for m in ROWS for way in ways]:
+        x = rng.standard_normal((m, 2 * K if name in ("silu", "gelu") else K)).astype(np.float32)
+        given = [x, *extras.get(name, [])]
+        bias = [rng.standard_normal(N).astype(np.float32)] * fused.bias
+        before = rng.standard_normal((m, N)).astype(np.float32)
+        out = tvm.runtime.tensor(before if fused.residual else np.full_like(before, np.nan))
+        arrays = [tvm.runtime.tensor(array) for array in (*given, *stored, *bias)]
+        module(isa).library[kernelbench.symbol(made)](*arrays, *kernelbench.said(made, bfloat16), out)
+        ready = made_ready(name, given)
+        seen = ready if bfloat16 else kernelbench.activations(ready.astype(np.float32), SCHEMES[scheme])
+        wanted = seen @ matrix.T + (before if fused.residual else 0) + (bias[0] if bias else 0)
+        error = np.abs(out.numpy() - wanted)
+        tight = (2e-2 * max(1, np.abs(ready).std()) if bfloat16 else 1e-5) * np.sqrt(K)
+        if rounded and not bfloat16:
+            # A value half-way between two 8-bit levels goes up or down by its last bit: a few do.
+            assert np.quantile(error, 0.75) < tight, f"m={m}"
+            tight = 3 * np.abs(ready).max() / 127 * np.abs(matrix).max()
+        assert error.max() < tight, f"m={m}"
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_tile_registers_hand_gated_rows_on(activation: Literal["silu", "gelu_tanh"]) -> None:
+    """Two products: of the first, [gate; up], what the gate makes is handed to the second as bfloat16."""
+    target, scheme, (hidden, inner) = TARGETS["avx512amx"], SCHEMES["q4a8_1"], (96, 352)
+    kernelbench.need(target)
+    isa, rng = isa_for(target), np.random.default_rng(9)
+    gate = Gate(isa, activation, inner)
+    first = kernel(linear(isa, scheme, 2 * inner, hidden), Fusion(gate=gate))
+    second = kernel(linear(isa, scheme, hidden, inner), Fusion(Gated(gate, None, packed=True), residual=True))
+    built = kernelbench.compiled(target, [first, second]).library
+    ups, matrix = kernelbench.weights(rng, scheme, 2 * inner, hidden)
+    down, last = kernelbench.weights(rng, scheme, hidden, inner)
+    for m in (1, 2, 7, 33, 63, 64, 97, 130, 550):
+        x = (rng.standard_normal((m, hidden)) / np.sqrt(hidden)).astype(np.float32)
+        before = rng.standard_normal((m, hidden)).astype(np.float32)
+        pair = tvm.runtime.tensor(np.full((m, 2 * inner), np.nan, np.float32))
+        out = tvm.runtime.tensor(before)
+        for function, given, stored, into in (
+            (first, tvm.runtime.tensor(x), ups, pair),
+            (second, pair, down, out),
+        ):
+            arrays = [tvm.runtime.tensor(array) for array in stored]
+            built[kernelbench.symbol(function)](given, *arrays, 1, into)
+        both = x.astype(np.float64) @ matrix.T
+        act = gelu if activation == "gelu_tanh" else silu
+        ready = act(both[:, :inner]) * both[:, inner:]
+        error = (out.numpy() - (before + ready @ last.T)) / (ready.std() * np.sqrt(inner))
+        # Rounding to 8 bits takes about 2^-9: of x and weights, twice, and of what is handed on.
+        assert np.sqrt((error**2).mean()) < 8e-3, f"m={m}"
+        assert np.abs(error).max() < 4e-2, f"m={m}"
+
+
+@each_isa
+def test_a_row_is_the_same_in_every_company(isa: str) -> None:
+    """Few rows give what each gives alone, bit by bit: what is fused does not depend on the batch."""
+    kernelbench.need(TARGETS[isa])
+    rng, fused = np.random.default_rng(7), function(isa, "q4a8_1", "norm")
+    stored, _ = kernelbench.weights(rng, SCHEMES["q4a8_1"], N, K)
+    weight = rng.standard_normal(K).astype(np.float16)
+    x = rng.standard_normal((5, K)).astype(np.float32)
+    together = module(isa).run(fused, (5, N), x, weight, *stored)
+    alone = [module(isa).run(fused, (1, N), row[None], weight, *stored) for row in x]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+def test_names_say_what_is_fused() -> None:
+    assert [kernelbench.symbol(function("avx2", *case)) for case in CASES] == [
+        "rms_norm_f16_w4a8_50x328",
+        "silu_w4a8_50x328_add",
+        "bias_f32_gelu_tanh_w4f16_50x328",
+        "rms_norm_f16_f32_50x328",
+        "f32_50x328_bias_add",
+    ]

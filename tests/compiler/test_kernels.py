@@ -1,0 +1,278 @@
+"""Matrix products and embeddings of every format and instruction set against float64 NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm import relax
+from tvm.relax.frontend.nn import Tensor as NnTensor
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Var
+
+from mlcbuild import quant
+from mlcbuild.compiler.cpu.isa import isa_for
+from mlcbuild.compiler.cpu.kernels import embedding
+from mlcbuild.compiler.cpu.kernels.embedding import Embedding
+from mlcbuild.compiler.cpu.kernels.linear import Linear, kernel, linear
+from mlcbuild.compiler.cpu.kernels.prologue import Fusion
+from mlcbuild.compiler.cpu.kernels.vectors import argument, prim_func
+from mlcbuild.compiler.cpu.memory import taken_by
+from mlcbuild.quant import SCHEMES, Scheme
+from tests import kernelbench
+from tests.kernelbench import TARGETS, Module
+
+pytestmark = pytest.mark.xdist_group("kernels")
+"""What is compiled is kept by a process, for many tests."""
+
+BIAS = (50, 72)
+SHAPES = (BIAS, (320, 576), (1, 31), (20, 1100))
+"""[n, k]: tails in n and k, a whole model's width, K within one group, more than one block of K."""
+CASES = [(scheme, BIAS) for scheme in SCHEMES]
+CASES += [
+    (scheme, shape) for scheme in ("q0f32", "q4f16_1", "q8f16_1", "q4a8_1", "q8a8_1") for shape in SHAPES[1:]
+]
+CASES += [("q0f16", (20, 1100)), ("q0f16", (7, 1)), ("q5a8_1", (20, 1100))]
+ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
+TABLES = ((37, 72), (37, 64))
+
+each_isa = pytest.mark.parametrize("isa", list(TARGETS))
+each_scheme = pytest.mark.parametrize("scheme", list(SCHEMES))
+
+
+def product(isa: str, scheme: str, shape: tuple[int, int]) -> Linear:
+    return linear(isa_for(TARGETS[isa]), SCHEMES[scheme], *shape)
+
+
+def table(isa: str, scheme: str, shape: tuple[int, int]) -> Embedding:
+    return embedding.embedding(isa_for(TARGETS[isa]), SCHEMES[scheme], *shape)
+
+
+def module(isa: str) -> Module:
+    """All kernels of this file for one instruction set."""
+    return kernelbench.once(f"kernels {isa}", lambda: _compiled(isa))
+
+
+def _compiled(isa: str) -> Module:
+    functions = [kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES]
+    functions += [embedding.kernel(table(isa, s, shape)) for s in SCHEMES for shape in TABLES]
+    return kernelbench.compiled(TARGETS[isa], functions)
+
+
+@each_isa
+@pytest.mark.parametrize(("scheme", "shape"), CASES)
+def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
+    kernelbench.need(TARGETS[isa])
+    rng = np.random.default_rng(1)
+    stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], *shape)
+    bias = rng.standard_normal(shape[0]).astype(np.float32)
+    added = (bias,) if shape == BIAS else ()
+    made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
+    asks = product(isa, scheme, shape).asks
+    assert asks == (isa == "avx512amx" and bool(SCHEMES[scheme].activation_bits))
+    for m, bfloat16 in [(m, prompt) for m in ROWS for prompt in (False, True)[: 1 + asks]]:
+        x = kernelbench.rows(rng, m, shape[1])
+        found = module(isa).run(made, (m, shape[0]), x, *stored, *added, prompt=bfloat16)
+        seen = x.astype(np.float64) if bfloat16 else kernelbench.activations(x, SCHEMES[scheme])
+        wanted = seen @ matrix.T + (bias if added else 0)
+        bound = (2e-2 if bfloat16 else 8e-6) * np.sqrt(shape[1])
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=bound, err_msg=f"m={m}")
+
+
+@each_isa
+@pytest.mark.parametrize(("scheme", "shape"), CASES)
+def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int, int]) -> None:
+    """Bit by bit, up to 16 rows, and any number where the kernel is told of prompts: what shares a step,
+    drafts too, must not change an answer."""
+    kernelbench.need(TARGETS[isa])
+    rng = np.random.default_rng(2)
+    stored, _ = kernelbench.weights(rng, SCHEMES[scheme], *shape)
+    added = (rng.standard_normal(shape[0]).astype(np.float32),) if shape == BIAS else ()
+    made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
+    x = kernelbench.rows(rng, 70, shape[1])
+    ways = [(False, [*range(2, 17)]), (True, [2, 16, 17, 33, 70])]
+    for prompt, counts in ways[: 1 + product(isa, scheme, shape).asks]:
+        alone = [module(isa).run(made, (1, shape[0]), row[None], *stored, *added, prompt=prompt) for row in x]
+        for m in counts:
+            found = module(isa).run(made, (m, shape[0]), x[:m], *stored, *added, prompt=prompt)
+            assert (found == np.concatenate(alone[:m])).all(), (m, prompt)
+
+
+@each_isa
+@each_scheme
+@pytest.mark.parametrize("shape", TABLES)
+def test_embedding(isa: str, scheme: str, shape: tuple[int, int]) -> None:
+    kernelbench.need(TARGETS[isa])
+    rng = np.random.default_rng(2)
+    stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], *shape)
+    tokens = np.array([0, 36, 5, 5, 17, 16, 15], np.int32)
+    found = module(isa).run(embedding.kernel(table(isa, scheme, shape)), (7, shape[1]), tokens, *stored)
+    np.testing.assert_allclose(found, matrix[tokens], rtol=1e-6, atol=0)
+
+
+@each_isa
+def test_zero_rows_of_x_stay_zero(isa: str) -> None:
+    """A group of zeros has no scale: nothing is divided by it."""
+    kernelbench.need(TARGETS[isa])
+    stored, _ = kernelbench.weights(np.random.default_rng(3), SCHEMES["q4a8_1"], 320, 576)
+    made = kernel(product(isa, "q4a8_1", (320, 576)), Fusion())
+    for m in (1, 4, 65):
+        found = module(isa).run(made, (m, 320), np.zeros((m, 576), np.float32), *stored)
+        assert not found.any()
+
+
+@each_isa
+def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
+    """Scales of weights from 2**-24 to 28832 of either sign, groups of zeros; groups of x from 1e-33 to 1e30,
+    and beside them such of zeros."""
+    kernelbench.need(TARGETS[isa])
+    rng, scheme, (n, k) = np.random.default_rng(7), SCHEMES["q4a8_1"], (320, 576)
+    matrix = rng.standard_normal((n, k // 32, 32)) * np.exp2(rng.integers(-28, 17, (n, k // 32, 1)))
+    matrix[rng.random((n, k // 32)) < 0.1] = 0
+    words, scales = quant.pack(matrix.reshape(n, k).astype(np.float32), scheme)
+    assert abs(scales).min() == 2.0**-24 and abs(scales).max() > 20000 and (scales < 0).any()
+    stored, weight = (words, scales), quant.unpack(words, scales, scheme, (n, k)).astype(np.float64)
+    made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
+    for m in (1, 4, 65):
+        x = rng.standard_normal((m, k // 32, 32)) * 10.0 ** rng.integers(-33, 31, (m, k // 32, 1))
+        x[rng.random((m, k // 32)) < 0.1] = 0
+        x[0] *= 1e-20
+        x = x.reshape(m, k).astype(np.float32)
+        seen, found = kernelbench.activations(x, scheme), module(isa).run(made, (m, n), x, *stored)
+        bound = 1e-6 * (np.abs(seen) @ np.abs(weight.T)) + 1e-30
+        assert (np.abs(found - seen @ weight.T) <= bound).all(), m
+
+
+@each_isa
+@pytest.mark.parametrize("scheme", ["q4a8_1", "q5a8_1", "q8a8_1"])
+@pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_row_that_is_no_number_stays_one(isa: str, scheme: str, wrong: float) -> None:
+    """Wherever it is wrong, none of its results is finite; those of other rows are the same."""
+    kernelbench.need(TARGETS[isa])
+    rng, (n, k) = np.random.default_rng(8), (20, 1100)
+    stored, _ = kernelbench.weights(rng, SCHEMES[scheme], n, k)
+    made = kernel(product(isa, scheme, (n, k)), Fusion())
+    for m, bad, place in ((1, 0, 0), (3, 1, 1099), (9, 8, 500), (65, 40, 31)):
+        x = kernelbench.rows(rng, m, k)
+        right = module(isa).run(made, (m, n), x, *stored)
+        x[bad, place] = wrong
+        found = module(isa).run(made, (m, n), x, *stored)
+        assert not np.isfinite(found[bad]).any(), (m, found[bad])
+        rest = np.arange(m) != bad
+        assert (found[rest] == right[rest]).all()
+
+
+@each_isa
+def test_float16_of_every_magnitude(isa: str) -> None:
+    """Zeros, subnormal and normal numbers of either sign come out exactly."""
+    kernelbench.need(TARGETS[isa])
+    bits = np.arange(0, 1 << 16, 13, dtype=np.uint32).astype(np.uint16).view(np.float16)
+    values = bits[np.isfinite(bits)][: 4 * 37 * 64].reshape(-1)
+    for start in range(0, values.size - 37 * 64, 37 * 64):
+        plain = values[start : start + 37 * 64].reshape(37, 64)
+        made = embedding.kernel(table(isa, "q0f16", (37, 64)))
+        found = module(isa).run(made, (37, 64), np.arange(37, dtype=np.int32), plain)
+        np.testing.assert_array_equal(found, plain.astype(np.float32))
+
+
+@pytest.mark.parametrize(("isa", "prompt"), [("portable", False), ("avx512amx", False), ("avx512amx", True)])
+def test_error_of_8_bit_activations(isa: str, prompt: bool) -> None:
+    """Relative to the unquantized product, on gaussian data, as good as other 4-bit formats."""
+    kernelbench.need(TARGETS[isa])
+    rng, (n, k) = np.random.default_rng(4), (320, 576)
+    matrix = rng.standard_normal((n, k)).astype(np.float32)
+    x = rng.standard_normal((8, k)).astype(np.float32)
+    made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
+    found = module(isa).run(made, (8, n), x, *quant.pack(matrix, SCHEMES["q4a8_1"]), prompt=prompt)
+    exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
+    error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
+    assert error <= 0.087
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape"),
+    [(scheme, (20, 1100)) for scheme in ("q4a8_1", "q5a8_1", "q8a8_1")] + [("q4a8_1", (600, 2350))],
+)
+def test_tile_registers(scheme: str, shape: tuple[int, int]) -> None:
+    """More rows than are computed in one go; panels of two sizes, whose weights are not all at hand at once;
+    values of any magnitude; and cutting does not make results smaller on the average."""
+    target = TARGETS["avx512amx"]
+    kernelbench.need(target)
+    rng, (n, k), m = np.random.default_rng(6), shape, 530
+    stored, matrix = kernelbench.weights(rng, SCHEMES[scheme], n, k)
+    x = rng.standard_normal((m, k)).astype(np.float32)
+    made = kernel(product("avx512amx", scheme, shape), Fusion())
+    built = module("avx512amx") if shape in SHAPES else kernelbench.compiled(target, [made])
+    found = built.run(made, (m, n), x, *stored, prompt=True)
+    exact = x.astype(np.float64) @ matrix.T
+    assert np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean()) < 0.0026
+    assert abs((found * exact).sum() / (exact**2).sum() - 1) < 2e-4
+    for factor in (np.float32(2**20), np.float32(2**-20)):
+        scaled = built.run(made, (m, n), x * factor, *stored, prompt=True)
+        np.testing.assert_array_equal(scaled, found * factor)
+
+
+def test_equal_products_share_one_kernel() -> None:
+    """Two products of one shape in one function: one PrimFunc, called for any number of rows."""
+    made = product("portable", "q4f16_1", (72, 72))
+    builder = relax.BlockBuilder()
+    m = Var("m", "int64")
+    inputs = [
+        relax.Var("x", relax.TensorType((m, 72), "float32")),
+        relax.Var("w", relax.TensorType((72, 12), "uint32")),
+        relax.Var("s", relax.TensorType((72, 3), "float16")),
+    ]
+    with builder.function("main", inputs):
+        x, *stored = (NnTensor(_expr=variable) for variable in inputs)
+        y = made.apply(made.apply(x, stored), stored)
+        builder.emit_func_output(y._expr)
+    found = builder.get()
+    names = sorted(str(name.name_hint) for name in found.functions)
+    assert names == ["main", kernelbench.symbol(kernel(made, Fusion()))]
+
+
+def test_names_and_fallbacks() -> None:
+    assert product("avx512vnni", "q4a8_1", (320, 576)).name == "w4a8.avx512vnni"
+    assert product("avx2", "q8f32_1", (320, 576)).name == "w8f32.avx2"
+    assert product("avx2", "q4f16_1", (320, 576)).fallback is None
+    assert "no vector instructions" in str(product("portable", "q0f32", (320, 576)).fallback)
+
+
+def test_kernels_are_asked_how_much_they_take() -> None:
+    """Arrays of one scope add up, of two scopes that follow each other the larger counts; small ones that
+    have one size are on the stack; sizes are those of the largest dimensions, in whole pages."""
+
+    def body() -> None:
+        n = Var("n", "int64")
+        argument("x", (n, 16), "float32")
+        with T.sblock("takes"):
+            rows = T.bind((n + 31) // 32 * 32)
+            T.alloc_buffer((256,), "float32")
+            T.alloc_buffer((rows, 16), "float32")
+            with T.If(n > 1):
+                with T.Then():
+                    T.alloc_buffer((257,), "float32")
+                    T.evaluate(0)
+                with T.Else():
+                    T.alloc_buffer((n, 100), "int8")
+                    T.evaluate(0)
+
+    made = prim_func("takes", body)
+    assert taken_by(made, {"n": 65}, 0) == 4 * 96 * 16 + 2048 + 8192  # 6 KiB in two pages, then 6,500 bytes
+    assert taken_by(made, {}, 1) == 4096 + 4096
+
+
+def test_kernel_names_tell_formats_and_shapes_apart() -> None:
+    shapes = ((32, 64), (64, 32))
+    cases = [(scheme, shape, bias) for scheme in SCHEMES for shape in shapes for bias in (False, True)]
+    made = [kernel(product("avx2", scheme, shape), Fusion(bias=bias)) for scheme, shape, bias in cases]
+    tables = [embedding.kernel(table("avx2", scheme, shape)) for scheme in SCHEMES for shape in shapes]
+    names = [kernelbench.symbol(function) for function in made + tables]
+    assert len(set(names)) == len(names)
+
+
+def scheme_kernels(isa: str, scheme: Scheme) -> str:
+    """Assembly of all products of one scheme."""
+    made = [
+        kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES if case[0] == scheme.name
+    ]
+    return "\n".join(module(isa).code(function) for function in made)

@@ -1,0 +1,131 @@
+"""What instructions kernels are made of: the right ones, no others, and no calls of a C library."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from mlcbuild.compiler.cpu.isa import isa_for
+from mlcbuild.compiler.cpu.kernels import embedding
+from mlcbuild.compiler.cpu.kernels.attention import attention
+from mlcbuild.compiler.cpu.kernels.attention_plan import Attention
+from mlcbuild.compiler.cpu.kernels.cache import Heads
+from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
+from mlcbuild.compiler.cpu.kernels.prologue import Fusion
+from mlcbuild.quant import SCHEMES
+from mlcbuild.targets.target import Target
+from tests import kernelbench
+from tests.compiler.test_kernels import BIAS, module, scheme_kernels
+from tests.kernelbench import TARGETS
+
+pytestmark = pytest.mark.xdist_group("kernels")
+"""What is compiled is kept by a process, for many tests."""
+
+LINUX, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+
+
+@pytest.mark.parametrize(
+    ("triple", "cpu", "features", "name"),
+    [
+        (LINUX, "sapphirerapids", (), "avx512amx"),
+        (LINUX, "sapphirerapids", ("-amx-bf16",), "avx512vnni"),
+        (LINUX, "cascadelake", (), "avx512vnni"),
+        (LINUX, "znver4", (), "avx512vnni"),
+        (LINUX, "x86-64-v4", ("+avx512vnni",), "avx512vnni"),
+        (LINUX, "x86-64-v4", (), "avx512"),
+        (LINUX, "skylake-avx512", (), "avx512"),
+        (LINUX, "haswell", (), "avx2"),
+        (LINUX, "x86-64-v3", (), "avx2"),
+        (LINUX, "haswell", ("-avx2",), "portable"),
+        (LINUX, "x86-64-v2", (), "portable"),
+        (LINUX, "x86-64", (), "portable"),
+        (ARM, "neoverse-n1", (), "neon"),
+        (ARM, "generic", ("+dotprod",), "neon"),
+        (ARM, "cortex-a72", (), "portable"),
+        ("arm64-apple-macosx14.0.0", "apple-m1", (), "neon"),
+        ("riscv64-unknown-linux-gnu", "generic-rv64", ("+d",), "portable"),
+    ],
+)
+def test_instruction_set_of_a_target(triple: str, cpu: str, features: tuple[str, ...], name: str) -> None:
+    assert isa_for(Target("t", triple, cpu, features)).name == name
+
+
+@pytest.mark.parametrize("isa", list(TARGETS))
+def test_no_library_is_called(isa: str) -> None:
+    assert kernelbench.libraries_called(module(isa).asm) == set()
+
+
+def test_vectors_are_not_longer_than_the_target_has() -> None:
+    assert not re.search(r"%[yz]mm|\bv[a-z]+\s.*%xmm", module("portable").asm)
+    assert not re.search(r"%zmm|%[xy]mm(?:1[6-9]|2\d|3[01])\b|%k[0-7]\b", module("avx2").asm)
+    assert "vpdpbusd" not in module("avx512").asm
+    assert "tile" not in module("avx512vnni").asm
+
+
+@pytest.mark.parametrize(
+    ("isa", "scheme", "instruction"),
+    [
+        ("avx512amx", "q4a8_1", r"tdpbf16ps\s.*%tmm"),
+        ("avx512amx", "q4a8_1", r"tileloaddt1\s.*%tmm"),
+        ("avx512amx", "q4a8_1", r"vpdpbusd\s.*%zmm"),
+        ("avx512vnni", "q4a8_1", r"vpdpbusd\s.*%zmm"),
+        ("avx512", "q4a8_1", r"vpmaddubsw\s.*%zmm"),
+        ("avx2", "q4a8_1", r"vpmaddubsw\s.*%ymm"),
+        ("portable", "q4a8_1", r"pmullw\s.*%xmm"),
+        ("avx512vnni", "q8a8_1", r"vpdpbusd\s.*%zmm"),
+        ("avx512", "q8a8_1", r"vpmaddwd\s.*%zmm"),
+        ("avx2", "q8a8_1", r"vpmaddwd\s.*%ymm"),
+        ("portable", "q8a8_1", r"pm(?:ullw|addwd)\s.*%xmm"),
+        ("avx512", "q4f16_1", r"vfmadd\d+ps\s.*%zmm"),
+        ("avx2", "q8f16_1", r"vfmadd\d+ps\s.*%ymm"),
+        ("avx2", "q0f16", r"vcvtph2ps\s"),
+        ("avx2", "q4f16_1", r"prefetcht0\s"),
+    ],
+)
+def test_instructions_of_a_product(isa: str, scheme: str, instruction: str) -> None:
+    assert re.search(instruction, scheme_kernels(isa, SCHEMES[scheme]))
+
+
+@pytest.mark.parametrize("isa", list(TARGETS))
+def test_rows_are_ready_before_they_are_multiplied(isa: str) -> None:
+    """Cores wait for each other within a launch; without, it would go well most of the time."""
+    product = kernel(linear(isa_for(TARGETS[isa]), SCHEMES["q4a8_1"], *BIAS), Fusion(bias=True))
+    assert "TVMBackendParallelBarrier" in module(isa).code(product)
+    # What is left at the end is counted: see tests/compiler/test_cores.py.
+    added = r"\b(?:ldadd|ldxr|__aarch64_ldadd)" if isa == "neon" else r"\block\s+xadd"
+    assert re.search(added, module(isa).code(product))
+
+
+def test_parts_are_there_before_they_are_joined() -> None:
+    # The instruction set with a way of its own for prompts, and that with the shortest vectors.
+    for name in ("avx512amx", "portable"):
+        target = TARGETS[name]
+        spec = Attention(isa_for(target), Heads(1, 4, 2, 16, "float16"), 0.25, None)
+        asm = kernelbench.compiled(target, [attention(spec).with_attr("global_symbol", "seen")]).asm
+        assert "TVMBackendParallelBarrier" in asm, name
+        assert re.search(r"\block\s+xadd", asm), name
+
+
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [
+        (Target("t", ARM, "neoverse-n1"), r"\bsdot\s+v\d+\.4s"),
+        (Target("t", "arm64-apple-macosx14.0.0", "apple-m1"), r"\bsdot\.4s|\bsdot\s+v\d+\.4s"),
+        (Target("t", ARM, "cortex-a72"), r"\bmla(?:\.8h|\s+v\d+\.8h)"),
+        (
+            Target("t", "riscv64-unknown-linux-gnu", "generic-rv64", ("+a", "+d", "+m")),
+            r"\bfmul\.s|\bfmadd\.s",
+        ),
+    ],
+    ids=["neoverse-n1", "apple-m1", "cortex-a72", "riscv64"],
+)
+def test_other_architectures(target: Target, instruction: str) -> None:
+    """They compile, with the right instructions and without calls; nothing is run."""
+    isa = isa_for(target)
+    schemes = [SCHEMES[name] for name in ("q0f16", "q4f16_1", "q4a8_1", "q8a8_1")]
+    functions = [kernel(linear(isa, scheme, 20, 72), Fusion(bias=True)) for scheme in schemes]
+    functions += [embedding.kernel(embedding.embedding(isa, scheme, 20, 72)) for scheme in schemes]
+    asm = kernelbench.compiled(target, functions).asm
+    assert re.search(instruction, asm)
+    assert kernelbench.libraries_called(asm) == set()

@@ -1,0 +1,302 @@
+"""The kernel that draws tokens, on every instruction set, against float64 NumPy."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlcbuild_format.abi import INVALID_TOKEN, NO_TOKEN
+from numpy.typing import NDArray
+
+from mlcbuild.compiler.cpu.isa import isa_for
+from mlcbuild.compiler.cpu.kernels.logit_mask import masked
+from mlcbuild.compiler.cpu.kernels.sampling import sample
+from mlcbuild.targets.target import Target
+from tests import kernelbench
+from tests.kernelbench import TARGETS, Module
+from tests.libharness import EVERY
+
+pytestmark = pytest.mark.xdist_group("kernels")
+"""What is compiled is kept by a process, for many tests."""
+
+Floats = NDArray[np.float32]
+Reals = NDArray[np.float64]
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXACT = 2e-6
+"""Of all probability: how far float32 may be from float64."""
+EXAMPLES = 400 if EVERY else 12
+each_isa = pytest.mark.parametrize("isa", list(TARGETS))
+two_isas = pytest.mark.parametrize("isa", ["avx512vnni", "portable"])
+
+
+@dataclass(frozen=True)
+class Way:
+    """What is said of a row."""
+
+    temperature: float = 1.0
+    min_p: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    number: float = 0.5
+
+    @property
+    def columns(self) -> tuple[float, ...]:
+        if not self.temperature:
+            return 0.0, -math.inf, 1.0, 0.0, self.number
+        drop = self.temperature * math.log(self.min_p) if self.min_p else -math.inf
+        return 1 / self.temperature, drop, self.top_p, float(self.top_k), self.number
+
+
+def kept(logits: Floats, way: Way, slack: float) -> Reals:
+    """What each token weighs, by the definitions of the filters; `slack` is given to shares."""
+    wide = logits.astype(np.float64)
+    weights: Reals = np.exp((wide - wide.max()) / way.temperature)
+    if 0 < way.top_k < len(wide):
+        weights[wide < np.sort(wide)[-way.top_k]] = 0
+    weights[weights < min(1.0, way.min_p * (1 - slack))] = 0
+    if way.top_p < 1:
+        order = np.argsort(-wide, kind="stable")
+        sums = np.cumsum(weights[order]) / weights.sum()
+        enough = int(np.searchsorted(sums, min(1.0, way.top_p + slack)))
+        weights[wide < wide[order[min(enough, len(order) - 1)]]] = 0
+    return weights
+
+
+def misses(logits: Floats, way: Way, token: int) -> float:
+    """How far the way's number lies from the token's part of all probability: less than nothing is inside."""
+    best = math.inf
+    for slack in (0, -EXACT, EXACT):  # another one where a token lies at the edge of a filter
+        weights = kept(logits, way, slack)
+        sums = np.cumsum(weights) / weights.sum()
+        low = sums[token] - weights[token] / weights.sum()
+        if weights[token] > 0:
+            best = min(best, max(low - way.number, way.number - sums[token]))
+        if best < EXACT:
+            break
+    return best
+
+
+def module(isa: str) -> Module:
+    function = sample(isa_for(TARGETS[isa])).with_attr("global_symbol", "sample")
+    return kernelbench.once(f"sampling {isa}", lambda: kernelbench.compiled(TARGETS[isa], [function]))
+
+
+def tokens(isa: str, logits: Floats, ways: list[tuple[float, ...]]) -> list[int]:
+    given = [tvm_ffi.from_dlpack(array) for array in (logits[None], np.array(ways, np.float64))]
+    out: Any = tvm.runtime.tensor(np.full(len(logits), -9, np.int32))
+    module(isa).library["sample"](*given, out)
+    found: list[int] = out.numpy().tolist()
+    return found
+
+
+def chosen(isa: str, logits: Floats, way: Way) -> int:
+    return tokens(isa, logits[None], [way.columns])[0]
+
+
+def check(isa: str, logits: Floats, way: Way) -> None:
+    token = chosen(isa, logits, way)
+    if way.temperature == 0:
+        assert token == logits.argmax()
+    else:
+        assert misses(logits, way, token) < EXACT, (token, way)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How a row of logits is made."""
+
+    size: int
+    spread: float
+    rounded: bool
+    masked: float
+    seed: int
+
+    @property
+    def logits(self) -> Floats:
+        random = np.random.default_rng(self.seed)
+        found = (random.standard_normal(self.size) * self.spread).astype(np.float32)
+        found = np.round(found) if self.rounded else found
+        found[random.random(self.size) < self.masked] = -np.inf
+        found[random.integers(self.size)] = np.float32(0.5 * self.spread)
+        return found
+
+
+ways = st.builds(
+    Way,
+    temperature=st.sampled_from([0.0, 1.0, 0.7, 1.5, 0.1, 1e-3, 1e3]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.5, 1.0]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.05]),
+    top_k=st.sampled_from([0, 0, 1, 2, 40, 300, 5000]),
+    number=st.floats(0, 1, exclude_max=True),
+)
+drawn = st.builds(
+    Drawn,
+    size=st.sampled_from([1, 2, 7, 17, 255, 256, 257, 4097, 9001]),
+    spread=st.sampled_from([0.0, 1e-3, 1.0, 4.0, 1e4]),
+    rounded=st.booleans(),
+    masked=st.sampled_from([0.0, 0.0, 0.5, 0.999]),
+    seed=st.integers(0, 1 << 30),
+)
+
+
+@each_isa
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(way=ways, drawn=drawn)
+def test_every_filter_by_its_definition(isa: str, way: Way, drawn: Drawn) -> None:
+    kernelbench.need(TARGETS[isa])
+    check(isa, drawn.logits, way)
+
+
+@two_isas
+@pytest.mark.parametrize(("size", "spread"), [(49152, 1.0), (49152, 3.0), (151936, 2.0)])
+def test_vocabularies_of_models(isa: str, size: int, spread: float) -> None:
+    kernelbench.need(TARGETS[isa])
+    logits = Drawn(size, spread, False, 0.0, 1).logits
+    for way in (Way(), Way(0.7, top_p=0.9), Way(top_k=40), Way(top_k=3000), Way(min_p=0.05), Way(0.0)):
+        check(isa, logits, replace(way, number=0.3))
+
+
+@two_isas
+def test_a_row_is_the_same_among_others_and_wherever_it_lies(isa: str) -> None:
+    """Rows of an odd size lie at any place, and one may be skipped."""
+    kernelbench.need(TARGETS[isa])
+    random = np.random.default_rng(3)
+    logits = np.stack([Drawn(5001, spread, False, 0.1, 4).logits for spread in (0.5, 1, 2, 3, 4, 5, 6)])
+    for way in (Way(), Way(top_p=0.9), Way(top_k=1500), Way(min_p=0.01), Way(0.0)):
+        columns = [replace(way, number=float(number)).columns for number in random.random(len(logits))]
+        alone = [tokens(isa, row[None], [each])[0] for row, each in zip(logits, columns, strict=True)]
+        assert tokens(isa, logits, columns) == alone
+        assert tokens(isa, logits[2:4], columns[2:4]) == alone[2:4]
+        skipped = [(-1.0, *columns[0][1:]), *columns[1:]]
+        assert tokens(isa, logits, skipped) == [NO_TOKEN, *alone[1:]]
+
+
+@two_isas
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf])
+def test_rows_that_are_not_numbers(isa: str, value: float) -> None:
+    """Wherever in the row, and for this row only."""
+    kernelbench.need(TARGETS[isa])
+    plain = Drawn(700, 1.0, False, 0.0, 1).logits
+    for way in (Way(), Way(0.0), Way(top_p=0.5), Way(top_k=5)):
+        good = chosen(isa, plain, way)
+        for place in (0, 255, 400, 699):
+            logits = np.stack([plain] * 3)
+            logits[1, place] = value
+            assert tokens(isa, logits, [way.columns] * 3) == [good, INVALID_TOKEN, good]
+        nothing = np.full((1, 700), -np.inf, np.float32)
+        assert tokens(isa, nothing, [way.columns]) == [INVALID_TOKEN]
+
+
+@two_isas
+def test_numbers_at_the_edges_choose_no_impossible_token(isa: str) -> None:
+    kernelbench.need(TARGETS[isa])
+    logits = np.full(600, -np.inf, np.float32)
+    logits[[5, 300]] = 1.0
+    assert [chosen(isa, logits, Way(number=number)) for number in (0.0, 0.499, 0.501)] == [5, 5, 300]
+    assert chosen(isa, logits, Way(number=math.nextafter(1, 0))) == 300
+    logits[300] = -100.0
+    assert chosen(isa, logits, Way(number=math.nextafter(1, 0))) == 5
+
+
+@two_isas
+def test_extreme_logits_and_temperatures(isa: str) -> None:
+    kernelbench.need(TARGETS[isa])
+    largest = float(np.finfo(np.float32).max)
+    logits = np.array([-largest, largest, 0, -np.inf, 1e-45, largest], np.float32)
+    for scale in (1e-30, 1.0, 1e30):
+        for rest in ((-math.inf, 1.0, 0.0), (-math.inf, 0.9, 2.0), (-1 / scale, 0.5, 5.0)):
+            found = {tokens(isa, logits[None], [(scale, *rest, number)])[0] for number in (0.0, 0.9)}
+            assert found <= ({0, 1, 2, 4, 5} if scale < 1 else {1, 5})
+    close = np.array([1e-42, 2e-42, 0.0], np.float32)
+    assert chosen(isa, close, Way(1e-30, top_p=0.5, top_k=2)) in {0, 1, 2}
+
+
+@two_isas
+def test_what_is_drawn_often_is_likely(isa: str) -> None:
+    """Chi-squared of 20,000 draws."""
+    kernelbench.need(TARGETS[isa])
+    logits, total = Drawn(600, 1.0, False, 0.0, 7).logits, 20_000
+    numbers = np.random.default_rng(9).random(total).tolist()
+    for way in (Way(), Way(0.8, top_p=0.6), Way(1.3, min_p=0.05, top_k=90)):
+        exact = kept(logits, way, 0)
+        exact /= exact.sum()
+        drawn = tokens(isa, np.repeat(logits[None], total, 0), [(*way.columns[:4], n) for n in numbers])
+        counts = np.bincount(drawn, minlength=600)
+        assert not counts[exact == 0].any()
+        common = exact * total >= 5
+        statistic = ((counts - exact * total)[common] ** 2 / (exact * total)[common]).sum()
+        assert abs(statistic - common.sum()) / math.sqrt(2 * common.sum()) < 5
+
+
+@each_isa
+def test_no_library_is_called(isa: str) -> None:
+    assert kernelbench.libraries_called(module(isa).asm) == set()
+    if isa == "portable":
+        assert not re.search(r"%[yz]mm|\bv[a-z]+\s.*%xmm", module(isa).asm)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        Target("t", "aarch64-unknown-linux-gnu", "neoverse-n1"),
+        Target("t", "arm64-apple-macosx14.0.0", "apple-m1"),
+        Target("t", "riscv64-unknown-linux-gnu", "generic-rv64", ("+d", "+m")),
+    ],
+    ids=["neoverse-n1", "apple-m1", "riscv64"],
+)
+def test_other_architectures(target: Target) -> None:
+    """It compiles without calls; nothing is run."""
+    function = sample(isa_for(target)).with_attr("global_symbol", "sample")
+    assert kernelbench.libraries_called(kernelbench.compiled(target, [function]).asm) == set()
+
+
+def test_threads_do_not_show() -> None:
+    """One and two of them give the same tokens."""
+    code = (
+        "import sys, numpy as np\n"
+        "from tests.compiler.test_sampling import Drawn, Way, tokens\n"
+        "logits = np.stack([Drawn(20_000, 2.0, False, 0.0, seed).logits for seed in range(5)])\n"
+        "ways = [Way(number=0.2), Way(top_p=0.9), Way(0.0), Way(top_k=700), Way(min_p=0.1, number=0.9)]\n"
+        "print(tokens('portable', logits, [way.columns for way in ways]))\n"
+    )
+    kernelbench.need(TARGETS["portable"])
+    found = []
+    for count in ("1", "2"):
+        path = os.pathsep.join(str(ROOT / part) for part in ("", "runtime"))
+        own = {**os.environ, "TVM_NUM_THREADS": count, "TVM_BIND_THREADS": "0", "PYTHONPATH": path}
+        command = [sys.executable, "-c", code]
+        found.append(subprocess.run(command, env=own, check=True, capture_output=True, text=True).stdout)
+    assert found[0] == found[1] and found[0].count(",") == 4
+
+
+@pytest.mark.parametrize("width", [1, 31, 33, 260, 4103])
+@each_isa
+def test_masked_logits(isa: str, width: int) -> None:
+    """Rows without a mask stay as they are; a mask may have more bits than there are logits."""
+    kernelbench.need(TARGETS[isa])
+    function = masked(isa_for(TARGETS[isa])).with_attr("global_symbol", "masked")
+    made = kernelbench.once(f"masks {isa}", lambda: kernelbench.compiled(TARGETS[isa], [function]))
+    rng = np.random.default_rng(width)
+    for count in (0, 1, 3):
+        logits = rng.standard_normal((4, width)).astype(np.float32)
+        words = rng.integers(-(1 << 31), 1 << 31, (max(1, count), 2 + width // 32), dtype=np.int32)[:count]
+        words[:, 0] = rows = rng.permutation(4)[:count]
+        wanted = logits.copy()
+        for row, mask in zip(rows, words[:, 1:], strict=True):
+            bits = np.unpackbits(mask.copy().view(np.uint8), count=width, bitorder="little")
+            wanted[row, bits == 0] = -np.inf
+        found: Any = tvm.runtime.tensor(logits)
+        made.library["masked"](tvm_ffi.from_dlpack(words), found)
+        assert np.array_equal(found.numpy(), wanted)

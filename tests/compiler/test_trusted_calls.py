@@ -1,0 +1,77 @@
+"""What a library still checks when it is called, and what it does no more."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tvm import relax
+
+from mlcbuild import quant
+from mlcbuild.compiler import phases as pipeline
+from mlcbuild.compiler.cpu.isa import tvm_target
+from mlcbuild.compiler.cpu.ops import CpuOps
+from mlcbuild.compiler.program import functions
+from mlcbuild.compiler.program.decoder import Decoder
+from mlcbuild.compiler.program.limits import Limits
+from mlcbuild.targets import target as targets
+from tests.libharness import Session, compiled, golden, pack, tensor
+
+SCHEME = quant.SCHEMES["q0f32"]
+HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
+FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify"}
+ENTRIES = {
+    "choose",
+    "create_paged_kv_cache",
+    "embed",
+    "step",
+    "step_on",
+    "step_prefill",
+    "steps",
+    *FORWARD,
+    *HIDDEN,
+}
+
+
+def calls() -> dict[str, list[str]]:
+    """Function of a small library -> the names of the runtime's functions that it calls."""
+    target = targets.resolve("host")
+    made = Decoder(CpuOps(golden("qwen3").config, SCHEME, target), Limits(64, 32, 2))
+    phases = (*pipeline.PLAN, *pipeline.LOWER)
+    mod = pipeline.run(functions.build(made), phases, tvm_target(target), lambda name: None)
+    return {
+        name.name_hint: [
+            str(binding.value.op.global_symbol)
+            for block in function.body.blocks
+            for binding in block.bindings
+            if isinstance(binding.value, relax.Call) and isinstance(binding.value.op, relax.ExternFunc)
+        ]
+        for name, function in mod.functions.items()
+        if isinstance(function, relax.Function)
+    }
+
+
+def test_only_entries_check_types_and_nothing_checks_weights() -> None:
+    found = calls()
+    checks = {
+        name: sum(call.startswith("vm.builtin.check_") for call in made) for name, made in found.items()
+    }
+    assert {name for name, count in checks.items() if count} == ENTRIES
+    assert checks["batch_decode"] == 8  # its tensors without the weights
+    assert checks["embed"] == 1
+
+
+def test_a_layer_costs_few_steps_of_the_virtual_machine() -> None:
+    assert len(calls()["layer"]) < 30
+
+
+def test_entries_refuse_wrong_tensors(tmp_path_factory: pytest.TempPathFactory) -> None:
+    case = golden("qwen3")
+    library = compiled(tmp_path_factory, case.config, SCHEME) / "model.so"
+    session = Session(library, pack(case.config, SCHEME, case.weights))
+    with pytest.raises(Exception, match="ErrorContext\\(fn=embed"):
+        session.vm["embed"](tensor(np.zeros(3, np.int64)), session.params)
+    given = session._batch([(0, [1, 2])])
+    embedded = tensor(session.embed([1, 2])[None])
+    given[1] = tensor(np.zeros(3, np.int32))  # one position too many
+    with pytest.raises(Exception, match="ErrorContext\\(fn=prefill"):
+        session.vm["prefill"](embedded, tensor(np.array([1], np.int32)), *given)

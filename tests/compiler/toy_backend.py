@@ -1,0 +1,152 @@
+"""A backend from outside: Ops that count their calls and compute nothing, and an action that needs no TVM.
+
+Run as a program, it builds the functions of a library and prints what was called, what was made, and which
+modules of other backends that has loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlcbuild_format.abi import PAGE
+
+from mlcbuild.models import ModelConfig, Rope
+from mlcbuild.quant import SCHEMES, Scheme
+from mlcbuild.targets.target import Target
+
+if TYPE_CHECKING:
+    from mlcbuild.compiler.program.limits import Limits
+    from mlcbuild.compiler.program.ops import Layer, Ops, Rows
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=50,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    max_position=64,
+    norm_eps=1e-6,
+    activation="silu",
+    rope=Rope(4, (1.0, 0.5)),
+    attention_scale=0.5,
+    windows=(None, None, 7),
+)
+
+
+def compile_library(params: Mapping[str, Any], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: a library that is a file of text."""
+    (out / "model.toy").write_text(json.dumps(params["target"]))
+
+
+def tools(target: Target) -> dict[str, str]:
+    return {"toy": f"1 for {target.device}"}
+
+
+@dataclass(frozen=True)
+class ToyCache:
+    dtype: str = "float32"
+    page_bytes: int = 64
+
+    def cache_shape(self, pages: Any) -> tuple[Any, ...]:
+        return (pages, PAGE)
+
+
+@dataclass(frozen=True)
+class ToyOps:
+    config: ModelConfig
+    scheme: Scheme
+    decode_loop: bool = True
+    selects_rows = False
+    cache = ToyCache()
+    plan = lower = kernels = ()
+    calls: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def target(self) -> Any:
+        raise AssertionError("only code generation asks for it")
+
+    def scratch(self) -> Mapping[str, tuple[int, str]]:
+        return {"half": (self.config.hidden_size, "float16")}
+
+    def embed(self, tokens: Any, weights: Any) -> Any:
+        return self._made("embed", tokens.shape[0], self.config.hidden_size)
+
+    def angles(self, positions: Any, inv_freq: Any, factor: float) -> Any:
+        return self._made("angles", positions.shape[0], self.config.rope.dim)
+
+    def copy(self, x: Any) -> Any:
+        return self._made("copy", *x.shape)
+
+    def attention(self, rows: Rows, layer: Layer, selected: Any = None) -> Rows:
+        from mlcbuild.compiler.program.ops import Rows
+
+        assert {"attn.qkv.weight", "attn.o.weight"} < set(layer.weights) and selected is None
+        assert str(rows.scratch["half"].dtype) == "float16"
+        return Rows(self._made("attention", *rows.x.shape), rows.scratch)
+
+    def feed_forward(self, rows: Rows, layer: Layer) -> Any:
+        return self._made("feed_forward", *rows.x.shape)
+
+    def last_norm(self, x: Any, weight: Any) -> Any:
+        return self._made("last_norm", *x.shape)
+
+    def select_rows(self, x: Any, rows: Any, weight: Any) -> Any:
+        return self._made("select_rows", rows.shape[0], x.shape[1])
+
+    def logits(self, x: Any, weights: Any) -> Any:
+        return self._made("logits", x.shape[0], self.config.vocab_size)
+
+    def mask(self, logits: Any, masks: Any) -> Any:
+        return self._made("mask", *logits.shape)
+
+    def sample(self, logits: Any, params: Any, out: Any) -> Any:
+        return self._made("sample", *logits.shape)
+
+    def next_inputs(self, given: Mapping[str, Any]) -> None:
+        self.calls["next_inputs"] += 1
+
+    def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
+        return {"all": "toy"}, {}
+
+    def workspace(self, limits: Limits, mod: Any) -> int:
+        return 0
+
+    def _made(self, name: str, *shape: Any) -> Any:
+        """Counts a call, and emits zeros in the place of what it would compute."""
+        from tvm import relax
+        from tvm.relax.frontend.nn import Tensor
+
+        self.calls[name] += 1
+        zeros = relax.op.zeros(relax.ShapeExpr(list(shape)), "float32")
+        return Tensor(_expr=relax.BlockBuilder.current().emit(zeros))
+
+
+def main() -> None:
+    from mlcbuild.compiler.program import functions
+    from mlcbuild.compiler.program.decoder import Decoder
+    from mlcbuild.compiler.program.limits import Limits
+
+    toy = ToyOps(CONFIG, SCHEMES["q4f16_1"], decode_loop=sys.argv[1:] != ["--no-loop"])
+    ops: Ops = toy
+    mod = functions.build(Decoder(ops, Limits(64, 16, 2)))
+    public = [
+        str(name.name_hint)
+        for name, function in mod.functions.items()
+        if function.attrs and "global_symbol" in function.attrs
+    ]
+    loaded = [name for name in sys.modules if name.startswith("mlcbuild.compiler.cpu")]
+    found = {"calls": toy.calls, "functions": sorted(public), "loaded": loaded}
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,351 @@
+"""Kernels of other processors, run by this one: instructions that it lacks are functions in LLVM IR.
+
+A kernel is compiled for its own target, as ever. In the optimized IR, calls of the few intrinsics that stand
+for one instruction become calls of a definition below, and LLVM generates code of the result for a processor
+that this machine can run: vectors of 512 bits become two of 256, tiles live in memory. The program, its
+register tiles, masks and tails stay those of the target; what is not run is LLVM's choice of instructions.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tvm
+import tvm_ffi
+from mlcbuild_runtime.devices import machine
+
+from mlcbuild.compiler.cpu.isa import ISAS, tvm_target
+from mlcbuild.targets.target import Target
+
+BASE = Target("base", "x86_64-unknown-linux-gnu", "x86-64-v3")
+"""The processor that emulates: any with AVX2."""
+MODULE = (
+    r"^target triple = (.*)$",
+    r"^target datalayout = (.*)$",
+    r'^!\d+ = (!{i32 \d, !"tvm_target", .*)$',
+)
+"""Lines of a module that name its target."""
+
+
+def available() -> bool:
+    """Returns whether this machine can run BASE's code."""
+    needed = next(isa for isa in ISAS if isa.name == "avx2").features
+    return set(needed) <= (machine.features() or frozenset())
+
+
+def emulated(ir: str) -> Any:
+    """Returns a module with the functions of `ir`, LLVM IR of kernels for any target. Raises AssertionError
+    for an intrinsic that has no definition here."""
+    used = set(re.findall(r"@(llvm\.(?:x86|aarch64)\.[\w.]+)", ir))
+    missing = used - DEFINITIONS.keys()
+    assert not missing, f"tests/emulation.py lacks a definition of {', '.join(sorted(missing))}"
+    for name in used:
+        ir = re.sub(rf"^declare .*@{re.escape(name)}\(.*\n", "", ir, flags=re.MULTILINE)
+        ir = ir.replace(f"@{name}(", f"@emulated.{name}(")
+        ir += DEFINITIONS[name].replace("NAME", f"emulated.{name}")
+    if any("@slot" in DEFINITIONS[name] for name in used):
+        ir += _TILES
+    return _loaded(_retargeted(ir))
+
+
+def _retargeted(ir: str) -> str:
+    nothing = tvm.tirx.PrimFunc([], tvm.tirx.Evaluate(0)).with_attr("global_symbol", "nothing")
+    base = tvm.compile(tvm.IRModule({"nothing": nothing}), target=tvm_target(BASE)).mod.inspect_source("ll")
+    for line in MODULE:
+        own, given = (re.search(line, text, re.MULTILINE) for text in (str(base), ir))
+        assert own is not None and given is not None, line
+        ir = ir.replace(given[1], own[1])
+    ir = re.sub(r'"target-cpu"="[^"]*"', f'"target-cpu"="{BASE.cpu}"', ir)
+    return re.sub(r' ?"(?:target-features|target-abi|tune-cpu)"="[^"]*"', "", ir)
+
+
+def _loaded(ir: str) -> Any:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "kernels.ll")
+        path.write_text(ir)
+        return tvm_ffi.load_module(str(path))
+
+
+def _indexes(numbers: Iterable[int]) -> str:
+    listed = [f"i32 {number}" for number in numbers]
+    return f"<{len(listed)} x i32> <{', '.join(listed)}>"
+
+
+def _every(step: int, start: int, count: int, source: str, kind: str = "i32") -> str:
+    """Elements start, start + step, ... of a vector of count * step."""
+    whole = f"<{count * step} x {kind}>"
+    return f"shufflevector {whole} {source}, {whole} poison, {_indexes(range(start, count * step, step))}"
+
+
+def _dot(lanes: int, first: str) -> str:
+    """Each lane plus four products of bytes: `first` extends one of the two, the other is signed."""
+    wide = f"<{4 * lanes} x i32>"
+    sums = "".join(
+        f"  %e{j} = {_every(4, j, lanes, '%p')}\n  %s{j + 1} = add <{lanes} x i32> %s{j}, %e{j}\n"
+        for j in range(4)
+    )
+    return f"""
+define internal <{lanes} x i32> @NAME(<{lanes} x i32> %t, <{4 * lanes} x i8> %a, <{4 * lanes} x i8> %b) {{
+  %x = {first} <{4 * lanes} x i8> %a to {wide}
+  %y = sext <{4 * lanes} x i8> %b to {wide}
+  %p = mul {wide} %x, %y
+  %s0 = add <{lanes} x i32> %t, zeroinitializer
+{sums}  ret <{lanes} x i32> %s4
+}}
+"""
+
+
+def _pairs(first: str, narrow: str, end: Sequence[str], given: int) -> str:
+    """Sums of two neighbouring products; `given` elements of type `narrow`."""
+    wide, half = f"<{given} x i32>", given // 2
+    body = "\n".join(f"  {line}" for line in end)
+    kind = "i16" if narrow == "i8" else "i32"
+    return f"""
+define internal <{half} x {kind}> @NAME(<{given} x {narrow}> %a, <{given} x {narrow}> %b) {{
+  %x = {first} <{given} x {narrow}> %a to {wide}
+  %y = sext <{given} x {narrow}> %b to {wide}
+  %p = mul {wide} %x, %y
+  %even = {_every(2, 0, half, "%p")}
+  %odd = {_every(2, 1, half, "%p")}
+  %sum = add <{half} x i32> %even, %odd
+{body}
+}}
+"""
+
+
+def _chosen_words() -> str:
+    """VPERMW: 32 words, each from where its index says."""
+    lines, last = [], "poison"
+    for i in range(32):
+        lines += [
+            f"  %i{i} = extractelement <32 x i16> %low, i32 {i}",
+            f"  %v{i} = extractelement <32 x i16> %a, i16 %i{i}",
+            f"  %r{i} = insertelement <32 x i16> {last}, i16 %v{i}, i32 {i}",
+        ]
+        last = f"%r{i}"
+    body = "\n".join(lines)
+    return f"""
+define internal <32 x i16> @NAME(<32 x i16> %a, <32 x i16> %indexes) {{
+  %low = and <32 x i16> %indexes, splat (i16 31)
+{body}
+  ret <32 x i16> {last}
+}}
+"""
+
+
+def _shifted_bytes() -> str:
+    """VPMULTISHIFTQB: each byte of a word of 64 bits is the word turned right by the byte of `by`."""
+    lines = ["  %d = bitcast <64 x i8> %data to <8 x i64>"]
+    last = "zeroinitializer"
+    for i in range(8):
+        lines += [
+            f"  %n{i} = {_every(8, i, 8, '%by', 'i8')}",
+            f"  %c{i} = zext <8 x i8> %n{i} to <8 x i64>",
+            f"  %t{i} = call <8 x i64> @llvm.fshr.v8i64(<8 x i64> %d, <8 x i64> %d, <8 x i64> %c{i})",
+            f"  %b{i} = and <8 x i64> %t{i}, splat (i64 255)",
+            f"  %m{i} = shl <8 x i64> %b{i}, splat (i64 {8 * i})",
+            f"  %r{i} = or <8 x i64> {last}, %m{i}",
+        ]
+        last = f"%r{i}"
+    body = "\n".join(lines)
+    return f"""
+declare <8 x i64> @llvm.fshr.v8i64(<8 x i64>, <8 x i64>, <8 x i64>)
+define internal <64 x i8> @NAME(<64 x i8> %by, <64 x i8> %data) {{
+{body}
+  %r = bitcast <8 x i64> {last} to <64 x i8>
+  ret <64 x i8> %r
+}}
+"""
+
+
+def _move(load: bool) -> str:
+    """A tile from or to rows of memory."""
+    to, source = ("%own", "%other") if load else ("%other", "%own")
+    return f"""
+define internal void @NAME(i8 %number, ptr %memory, i64 %stride) {{
+entry:
+  %tile = call ptr @slot(i8 %number)
+  br label %rows
+rows:
+  %i = phi i64 [ 0, %entry ], [ %next, %rows ]
+  %inside = shl i64 %i, 6
+  %own = getelementptr i8, ptr %tile, i64 %inside
+  %outside = mul i64 %i, %stride
+  %other = getelementptr i8, ptr %memory, i64 %outside
+  %row = load <64 x i8>, ptr {source}, align 1
+  store <64 x i8> %row, ptr {to}, align 1
+  %next = add i64 %i, 1
+  %end = icmp eq i64 %next, 16
+  br i1 %end, label %done, label %rows
+done:
+  ret void
+}}
+"""
+
+
+_HALVES = """
+define internal <16 x float> @NAME(<16 x i16> %bits, <16 x float> %other, i16 %mask, i32 %rounding) {
+  %half = bitcast <16 x i16> %bits to <16 x half>
+  %wide = fpext <16 x half> %half to <16 x float>
+  %kept = bitcast i16 %mask to <16 x i1>
+  %r = select <16 x i1> %kept, <16 x float> %wide, <16 x float> %other
+  ret <16 x float> %r
+}
+"""
+_FRACTION = """
+define internal <16 x float> @NAME(<16 x float> %x, i32 %way, <16 x float> %other, i16 %mask, i32 %rounding) {
+  %down = call <16 x float> @llvm.floor.v16f32(<16 x float> %x)
+  %r = fsub <16 x float> %x, %down
+  ret <16 x float> %r
+}
+"""
+_SCALED = """
+define internal <16 x float> @NAME(
+    <16 x float> %a, <16 x float> %b, <16 x float> %other, i16 %mask, i32 %rounding) {
+  %down = call <16 x float> @llvm.floor.v16f32(<16 x float> %b)
+  %least = call <16 x float> @llvm.maxnum.v16f32(
+      <16 x float> %down, <16 x float> splat (float -3.000000e+02))
+  %clipped = call <16 x float> @llvm.minnum.v16f32(
+      <16 x float> %least, <16 x float> splat (float 2.500000e+02))
+  %n = fptosi <16 x float> %clipped to <16 x i32>
+  %first = sdiv <16 x i32> %n, splat (i32 3)
+  %second = sub <16 x i32> %n, %first
+  %third = sdiv <16 x i32> %second, splat (i32 2)
+  %fourth = sub <16 x i32> %second, %third
+  %e1 = add <16 x i32> %first, splat (i32 127)
+  %e2 = add <16 x i32> %third, splat (i32 127)
+  %e3 = add <16 x i32> %fourth, splat (i32 127)
+  %b1 = shl <16 x i32> %e1, splat (i32 23)
+  %b2 = shl <16 x i32> %e2, splat (i32 23)
+  %b3 = shl <16 x i32> %e3, splat (i32 23)
+  %f1 = bitcast <16 x i32> %b1 to <16 x float>
+  %f2 = bitcast <16 x i32> %b2 to <16 x float>
+  %f3 = bitcast <16 x i32> %b3 to <16 x float>
+  %m1 = fmul <16 x float> %a, %f1
+  %m2 = fmul <16 x float> %m1, %f2
+  %m3 = fmul <16 x float> %m2, %f3
+  ret <16 x float> %m3
+}
+"""
+_RECIPROCAL = """
+define internal <16 x float> @NAME(<16 x float> %x, <16 x float> %other, i16 %mask) {
+  %r = fdiv <16 x float> splat (float 1.000000e+00), %x
+  ret <16 x float> %r
+}
+"""
+_NOTHING = "\ndefine internal void @NAME(ptr %config) {\n  ret void\n}\n"
+_RELEASE = "\ndefine internal void @NAME() {\n  ret void\n}\n"
+_ZERO = """
+define internal void @NAME(i8 %number) {
+  %tile = call ptr @slot(i8 %number)
+  store <1024 x i8> zeroinitializer, ptr %tile, align 1
+  ret void
+}
+"""
+_PRODUCT = """
+define internal void @NAME(i8 %c, i8 %a, i8 %b) {
+entry:
+  %sums = call ptr @slot(i8 %c)
+  %left = call ptr @slot(i8 %a)
+  %right = call ptr @slot(i8 %b)
+  br label %row
+row:
+  %i = phi i64 [ 0, %entry ], [ %i1, %after ]
+  %down = shl i64 %i, 6
+  %sum = getelementptr i8, ptr %sums, i64 %down
+  %old = load <16 x float>, ptr %sum, align 1
+  br label %pair
+pair:
+  %k = phi i64 [ 0, %row ], [ %k1, %pair ]
+  %total = phi <16 x float> [ %old, %row ], [ %second, %pair ]
+  %across = shl i64 %k, 2
+  %where = add i64 %down, %across
+  %from = getelementptr i8, ptr %left, i64 %where
+  %x = load i32, ptr %from, align 1
+  %xl = shl i32 %x, 16
+  %xh = and i32 %x, -65536
+  %fl = bitcast i32 %xl to float
+  %fh = bitcast i32 %xh to float
+  %vl0 = insertelement <16 x float> poison, float %fl, i32 0
+  %vl = shufflevector <16 x float> %vl0, <16 x float> poison, <16 x i32> zeroinitializer
+  %vh0 = insertelement <16 x float> poison, float %fh, i32 0
+  %vh = shufflevector <16 x float> %vh0, <16 x float> poison, <16 x i32> zeroinitializer
+  %line = shl i64 %k, 6
+  %weights = getelementptr i8, ptr %right, i64 %line
+  %y = load <16 x i32>, ptr %weights, align 1
+  %yl = shl <16 x i32> %y, splat (i32 16)
+  %yh = and <16 x i32> %y, splat (i32 -65536)
+  %gl = bitcast <16 x i32> %yl to <16 x float>
+  %gh = bitcast <16 x i32> %yh to <16 x float>
+  %first = call <16 x float> @llvm.fma.v16f32(<16 x float> %vl, <16 x float> %gl, <16 x float> %total)
+  %second = call <16 x float> @llvm.fma.v16f32(<16 x float> %vh, <16 x float> %gh, <16 x float> %first)
+  %k1 = add i64 %k, 1
+  %kend = icmp eq i64 %k1, 16
+  br i1 %kend, label %after, label %pair
+after:
+  store <16 x float> %second, ptr %sum, align 1
+  %i1 = add i64 %i, 1
+  %iend = icmp eq i64 %i1, 16
+  br i1 %iend, label %done, label %row
+done:
+  ret void
+}
+"""
+_TILES = """
+@tiles = internal global [64 x [8192 x i8]] zeroinitializer, align 64
+@owners = internal global [64 x i64] zeroinitializer
+declare ptr @llvm.thread.pointer.p0()
+define internal ptr @slot(i8 %number) {
+entry:
+  %thread = call ptr @llvm.thread.pointer.p0()
+  %me = ptrtoint ptr %thread to i64
+  br label %look
+look:
+  %i = phi i64 [ 0, %entry ], [ %next, %look ]
+  %place = getelementptr [64 x i64], ptr @owners, i64 0, i64 %i
+  %swap = cmpxchg ptr %place, i64 0, i64 %me seq_cst seq_cst
+  %old = extractvalue { i64, i1 } %swap, 0
+  %new = extractvalue { i64, i1 } %swap, 1
+  %own = icmp eq i64 %old, %me
+  %mine = or i1 %new, %own
+  %more = add i64 %i, 1
+  %next = and i64 %more, 63
+  br i1 %mine, label %done, label %look
+done:
+  %which = zext i8 %number to i64
+  %inside = shl i64 %which, 10
+  %tile = getelementptr [64 x [8192 x i8]], ptr @tiles, i64 0, i64 %i, i64 %inside
+  ret ptr %tile
+}
+"""
+"""Eight tiles for each thread, all of them with 16 rows of 64 bytes as kernels configure them."""
+_SATURATED = (
+    "%low = call <32 x i32> @llvm.smax.v32i32(<32 x i32> %sum, <32 x i32> splat (i32 -32768))",
+    "%both = call <32 x i32> @llvm.smin.v32i32(<32 x i32> %low, <32 x i32> splat (i32 32767))",
+    "%r = trunc <32 x i32> %both to <32 x i16>",
+    "ret <32 x i16> %r",
+)
+DEFINITIONS = {
+    "llvm.x86.avx512.vpdpbusd.512": _dot(16, "zext"),
+    "llvm.aarch64.neon.sdot.v4i32.v16i8": _dot(4, "sext"),
+    "llvm.x86.avx512.pmaddubs.w.512": _pairs("zext", "i8", _SATURATED, 64),
+    "llvm.x86.avx512.pmaddw.d.512": _pairs("sext", "i16", ("ret <16 x i32> %sum",), 32),
+    "llvm.x86.avx512.mask.vcvtph2ps.512": _HALVES,
+    "llvm.x86.avx512.permvar.hi.512": _chosen_words(),
+    "llvm.x86.avx512.pmultishift.qb.512": _shifted_bytes(),
+    "llvm.x86.avx512.mask.reduce.ps.512": _FRACTION,
+    "llvm.x86.avx512.mask.scalef.ps.512": _SCALED,
+    "llvm.x86.avx512.rcp14.ps.512": _RECIPROCAL,
+    "llvm.x86.ldtilecfg": _NOTHING,
+    "llvm.x86.tilerelease": _RELEASE,
+    "llvm.x86.tilezero": _ZERO,
+    "llvm.x86.tileloadd64": _move(load=True),
+    "llvm.x86.tileloaddt164": _move(load=True),
+    "llvm.x86.tilestored64": _move(load=False),
+    "llvm.x86.tdpbf16ps": _PRODUCT,
+}
+"""LLVM's name of an intrinsic -> IR that does what its instruction does; NAME stands for the function's."""

@@ -1,0 +1,280 @@
+"""OCI registries: what only this protocol has. The common ground of all remotes is in test_remotes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import secrets
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes import auth, fault, registry
+from mlcbuild.remotes.reference import parse
+from mlcbuild.remotes.registry import Registry
+from tests import registries
+from tests.caches import Handler, serving
+from tests.registries import LOGIN, Server
+from tests.remotes.test_remotes import BUILT, User, statuses
+
+needs_registry = pytest.mark.skipif(registries.REGISTRY is None, reason=registries.WITHOUT_REGISTRY)
+
+
+@pytest.fixture(autouse=True)
+def no_logins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("DOCKER_CONFIG", "REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def digest_of(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def test_a_cache_is_made_of_artifacts_that_a_registry_understands(
+    registry_server: Server, tmp_path: Path
+) -> None:
+    repository = f"team/{secrets.token_hex(8)}"
+    result = User(tmp_path / "one", registry_server.url(repository)).run()
+    tags = json.loads(registry_server.get(f"{repository}/tags/list"))["tags"]
+    assert len(tags) == 6
+    for step in result.steps:
+        assert step.record is not None and f"ac-{step.record.key}" in tags
+        (entry,) = step.record.files
+        manifest = json.loads(registry_server.get(f"{repository}/manifests/cas-{entry.digest}"))
+        assert manifest["artifactType"] == "application/vnd.mlcbuild.cache.v1"
+        (layer,) = manifest["layers"]
+        data = registry_server.get(f"{repository}/blobs/{layer['digest']}")
+        assert digest_of(data) == layer["digest"] and len(data) == layer["size"] == entry.size
+
+
+def test_large_blobs_go_in_pieces(registry_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PIECE", 1_000_000)
+    data = os.urandom(3_500_000)
+    with Registry(parse(registry_server.url(f"r{secrets.token_hex(8)}"))) as repository:
+        digest = repository.send(io.BytesIO(data), len(data))
+        assert digest == digest_of(data) and repository.has(digest)
+        body = repository.blob(digest, 3_499_990)
+        assert body is not None
+        with body:
+            assert body.start == 3_499_990 and body.read() == data[-10:]
+        assert not repository.has(digest_of(b"other")) and repository.blob(digest_of(b"other")) is None
+
+
+def test_a_blob_is_mounted_from_another_repository(registry_server: Server) -> None:
+    first, second = (f"r{secrets.token_hex(8)}" for _ in range(2))
+    data = secrets.token_bytes(1000)
+    with Registry(parse(registry_server.url(first))) as one:
+        digest = one.send(io.BytesIO(data), len(data))
+    with Registry(parse(registry_server.url(second))) as other:
+        assert not other.has(digest) and other.mount(digest, first) and other.has(digest)
+        assert not other.mount(digest_of(b"nothing"), first)
+
+
+class Uploads:
+    """A registry's uploads, of which the connection breaks after some bytes of each request."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.data = b""
+        self.pieces: list[str] = []
+
+    def __call__(self, handler: Handler) -> bool:
+        place = {"Location": "/v2/r/blobs/uploads/1?state=x"}
+        if handler.command == "PATCH":
+            length = int(handler.headers["Content-Length"])
+            self.pieces.append(handler.headers["Content-Range"])
+            self.data += handler.rfile.read(min(length, self.most))
+            if length > self.most:
+                handler.close_connection = True
+                return True
+            handler.answer(202, extra=place)
+        elif handler.command == "PUT":
+            handler.answer(201)
+        elif handler.command == "GET":
+            handler.answer(204, extra={**place, "Range": f"0-{max(0, len(self.data) - 1)}"})
+        else:
+            handler.answer(202, extra=place)
+        return True
+
+
+def test_an_upload_goes_on_where_it_broke_off() -> None:
+    """What the server took of a request is not sent again."""
+    data = os.urandom(2500)
+    uploads = Uploads(1000)
+    with serving(uploads) as server, Registry(parse(f"oci://{server.url[7:]}/r")) as repository:
+        found = repository.send(io.BytesIO(data), len(data))
+    assert found == digest_of(data) and uploads.data == data
+    assert uploads.pieces[0] == "0-2499" and uploads.pieces[-1] == "2000-2499"
+
+
+def test_an_upload_that_never_comes_through_is_given_up() -> None:
+    with (
+        serving(Uploads(0)) as server,
+        Registry(parse(f"oci://{server.url[7:]}/r")) as repository,
+        pytest.raises(RemoteError, match=r"it does not take the bytes|Connection|closed the connection"),
+    ):
+        repository.send(io.BytesIO(b"x" * 100), 100)
+
+
+def test_a_blob_may_be_on_another_server_which_gets_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLCBUILD_LOGIN_127_0_0_1", LOGIN)
+    with serving() as storage:
+        storage.content["/blob"] = b"content"
+
+        def elsewhere(handler: Handler) -> bool:
+            if "Authorization" not in handler.headers:
+                handler.answer(401, extra={"WWW-Authenticate": 'Basic realm="x"'})
+            else:
+                handler.answer(307, extra={"Location": f"{storage.url}/blob"})
+            return True
+
+        with serving(elsewhere) as server, Registry(parse(f"oci://{server.url[7:]}/r")) as repository:
+            body = repository.blob(digest_of(b"content"), 3)
+            assert body is not None and (body.start, body.read()) == (3, b"tent")
+        assert "Authorization" not in storage.headers[0]
+
+
+@needs_registry
+def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with registries.registry(tmp_path / "registry", registries.PASSWORDS) as server:
+        refused = User(tmp_path / "0", server.url("cache"))
+        assert statuses(refused.run()) == BUILT
+        assert "it wants credentials (status 401): set $MLCBUILD_TOKEN_127_0_0_1" in refused.warnings()[0]
+        monkeypatch.setenv("MLCBUILD_LOGIN_127_0_0_1", "ann:wrong-s3")
+        wrong = User(tmp_path / "1", server.url("cache"))
+        assert wrong.run().ok
+        assert "it refuses the credentials for 127.0.0.1" in wrong.warnings()[0]
+        assert "wrong-s3" not in wrong.warnings()[0]
+        monkeypatch.delenv("MLCBUILD_LOGIN_127_0_0_1")
+        (tmp_path / ".docker").mkdir()
+        stored = auth._basic(LOGIN).removeprefix("Basic ")
+        document = {"auths": {f"127.0.0.1:{server.port}": {"auth": stored}, "other": {"auth": "x"}}}
+        (tmp_path / ".docker" / "config.json").write_text(json.dumps(document))
+        user = User(tmp_path / "2", server.url("cache"))
+        assert user.run().not_uploaded == {} and user.warnings() == []
+        helper = tmp_path / "bin" / "docker-credential-tests"
+        helper.parent.mkdir()
+        helper.write_text(
+            f"#!{sys.executable}\nimport sys\nassert sys.argv[1:] == ['get']\n"
+            f"assert sys.stdin.read() == '127.0.0.1:{server.port}'\n"
+            'print(\'{"ServerURL": "x", "Username": "ann", "Secret": "s3cret"}\')\n'
+        )
+        helper.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{helper.parent}:{os.environ['PATH']}")
+        (tmp_path / ".docker" / "config.json").write_text(json.dumps({"credsStore": "tests"}))
+        assert set(statuses(User(tmp_path / "3", server.url("cache")).run()).values()) == {"reused"}
+        (tmp_path / ".docker" / "config.json").write_text("s3cret")
+        broken = User(tmp_path / "4", server.url("cache"))
+        assert broken.run().ok
+        (warning,) = broken.warnings()
+        assert ".docker/config.json: the file cannot be understood" in warning and "s3cret" not in warning
+
+
+@needs_registry
+def test_tokens_are_fetched_from_the_service_that_the_registry_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with registries.tokens(tmp_path) as service, registries.registry(tmp_path / "r", service.auth) as server:
+        monkeypatch.setenv("MLCBUILD_LOGIN_127_0_0_1", LOGIN)
+        assert User(tmp_path / "1", server.url("team/cache")).run().not_uploaded == {}
+        assert set(statuses(User(tmp_path / "2", server.url("team/cache")).run()).values()) == {"reused"}
+        scopes = [scope for query in service.asked for scope in query["scope"]]
+        assert set(scopes) == {"repository:team/cache:pull", "repository:team/cache:pull,push"}
+        assert len(scopes) <= 6, "a token is used until it is refused"
+        monkeypatch.setenv("MLCBUILD_LOGIN_127_0_0_1", "ann:other")
+        wrong = User(tmp_path / "3", server.url("team/cache"))
+        assert wrong.run().ok
+        assert "it refuses the credentials for 127.0.0.1" in wrong.warnings()[0]
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("oci://host", "names no repository: oci://host/name"),
+        ("oci://host/Team", "names no repository: oci://host/name"),
+        ("oci:///x", "names no repository: oci://host/name"),
+        ("oci://host/x?insecure=1", "after '?' there can be plain-http=true or plain-http=false"),
+        ("oci://host/x:tag", "has a tag or digest: a cache is a whole repository"),
+        ("oci://host/x:-tag", "'-tag' is neither a tag (letters, digits, '.', '_', '-') nor sha256: and"),
+        ("oci://u:secret@host/x", "a URL with a user name or password is not taken"),
+        ("oci://host:5000/team/x_y?plain-http=true", ""),
+    ],
+)
+def test_addresses_are_checked(url: str, words: str) -> None:
+    found = fault(url)
+    assert words in found if words else found == ""
+
+
+def test_http_is_spoken_where_that_is_safe_or_wanted() -> None:
+    addresses = {
+        "oci://host/x": "https://host",
+        "oci://127.0.0.1:5000/x": "http://127.0.0.1:5000",
+        "oci://localhost/x": "http://localhost",
+        "oci://127.0.0.1/x?plain-http=false": "https://127.0.0.1",
+        "oci://host/x?plain-http=true": "http://host",
+    }
+    assert {url: parse(url).address for url in addresses} == addresses
+
+
+LIARS = {
+    "other bytes": (200, b'{"layers": []}', "other bytes than its digest says"),
+    "too much": (200, b"x" * (5 << 20), "has more than 4194304 bytes"),
+    "missing": (404, b"", ""),
+    "broken": (500, b"", "it answered with status 500"),
+}
+
+
+@pytest.mark.parametrize("name", LIARS)
+def test_a_manifest_is_what_its_digest_says(name: str) -> None:
+    status, data, words = LIARS[name]
+
+    def lies(handler: Handler) -> bool:
+        handler.answer(status, data)
+        return True
+
+    with serving(lies) as server, Registry(parse(f"oci://{server.url[7:]}/r")) as repository:
+        if not words:
+            assert repository.manifest(digest_of(b"x")) is None
+            return
+        with pytest.raises(RemoteError, match=words):
+            repository.manifest(digest_of(b"x"))
+
+
+@pytest.mark.parametrize("data", [b"[]", b"{", b'{"layers": []}', b'{"layers": [{"digest": "x"}]}'])
+def test_a_tag_of_something_else_is_refused(data: bytes, tmp_path: Path) -> None:
+    def other(handler: Handler) -> bool:
+        handler.answer(200, data)
+        return True
+
+    with serving(other) as server:
+        user = User(tmp_path / "one", f"oci://{server.url[7:]}/r")
+        assert statuses(user.run()) == BUILT
+        refused = [warning for warning in user.warnings() if " is refused: " in warning]
+        assert all("the tag stands for something else than a file of a cache" in text for text in refused)
+        assert len(refused) == 3 and "is not asked again in this run" in " ".join(user.warnings())
+
+
+def test_a_blob_that_the_registry_lost_is_sent_anew(registry_server: Server, tmp_path: Path) -> None:
+    """A tag outlives its blob where somebody removed that, and is mended by who builds the step."""
+    repository = f"team/{secrets.token_hex(8)}"
+    first = User(tmp_path / "1", registry_server.url(repository))
+    (record,) = [step.record for step in first.run().steps if step.name == "c"]
+    assert record is not None
+    manifest = json.loads(registry_server.get(f"{repository}/manifests/cas-{record.files[0].digest}"))
+    digest = manifest["layers"][0]["digest"]
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{registry_server.port}/v2/{repository}/blobs/{digest}", method="DELETE"
+    )
+    urllib.request.urlopen(asked).close()
+    second = User(tmp_path / "2", registry_server.url(repository))
+    assert statuses(second.run())["c"] == "built"
+    (warning,) = second.warnings()
+    assert "is refused: the registry lacks the blob that the tag names" in warning
+    third = User(tmp_path / "3", registry_server.url(repository))
+    assert statuses(third.run())["c"] == "reused" and third.warnings() == []

@@ -1,0 +1,524 @@
+"""S3: what only this protocol has. The common ground of all remotes is in test_remotes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import BinaryIO, Literal
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+
+from mlcbuild.build.graph import Graph
+from mlcbuild.canon import bytes_digest
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes import aws, client, fault, ranges, s3
+from mlcbuild.remotes.kinds import connect
+from mlcbuild.remotes.transport import Transport
+from mlcbuild.store.upkeep import verify
+from tests.buckets import Server
+from tests.caches import Handler, serving
+from tests.conftest import checked, mlcbuild
+from tests.remotes.test_remotes import BUILT, CHAIN, User, statuses, step
+
+NAME = "cas/" + "5" * 64
+LOGIN = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+
+@pytest.fixture
+def bucket(s3_login: None, s3_server: Server) -> str:
+    return s3_server.bucket(f"b{secrets.token_hex(8)}")
+
+
+def content(transport: Transport, name: str, start: int = 0) -> bytes:
+    body = transport.open(name, start)
+    assert body is not None and body.start == start
+    with body:
+        return b"".join(bytes(data) for data in iter(body.read, b""))  # the buffer is filled anew
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_large_objects_go_in_parts_and_come_in_ranges(
+    fast: bool, bucket: str, s3_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "FAST", 0 if fast else 1e18)
+    for module in (ranges, s3):
+        monkeypatch.setattr(module, "FIRST", 3_000_000)
+    graph = Graph([step("big", "big", bytes=30_000_001)])
+    User(tmp_path / "one", bucket).run(graph)
+    second = User(tmp_path / "two", bucket)
+    with second.store.session():
+        pass
+    digest = bytes_digest(b"x" * 30_000_001)
+    (second.store.root / "partial").mkdir()
+    (second.store.root / "partial" / digest).write_bytes(b"x" * 9_999_999)
+    assert statuses(second.run(graph)) == {"big": "reused"} and second.warnings() == []
+    assert verify(second.store).ok
+    name = bucket[5:].partition("/")[0]
+    log = (s3_server.home / "radosgw.log").read_text().splitlines()
+    requests = [line for line in log if name in line and digest in line and "beast" in line]
+    assert sum("PUT" in line and "partNumber" in line for line in requests) == 4
+    starts = sorted(int(line.split("bytes=")[1].partition("-")[0]) for line in requests if "bytes=" in line)
+    if fast:
+        assert starts == [9_999_999, 12_999_999], "each is much longer than the one before"
+    else:
+        pieces = range(12_999_999, 30_000_001, ranges.PIECE)
+        assert starts == [9_999_999, *pieces], "one piece after the other, each once"
+
+
+def test_what_is_there_first_stays(bucket: str) -> None:
+    """Two who found nothing send at the same time; who found something wrong replaces it."""
+    transport = connect(bucket)
+    transport.put(NAME, io.BytesIO(b"first"), 5, new=True)
+    transport.put(NAME, io.BytesIO(b"second"), 6, new=True)
+    assert (content(transport, NAME), transport.size(NAME)) == (b"first", 5)
+    transport.put(NAME, io.BytesIO(b"third"), 5)
+    assert content(transport, NAME) == b"third" and content(transport, NAME, 2) == b"ird"
+    assert transport.open("cas/" + "6" * 64) is None and transport.size("cas/" + "6" * 64) is None
+
+
+def test_a_server_that_knows_no_conditions_will_do(s3_login: None, tmp_path: Path) -> None:
+    def old(handler: Handler) -> bool:
+        conditional = any(name.lower() == "if-none-match" for name in handler.headers)
+        if conditional:
+            handler.body()
+            handler.answer(501, b"<Error><Code>NotImplemented</Code></Error>")
+        return conditional
+
+    with serving(old) as cache:
+        first = User(tmp_path / "one", cache.bucket)
+        assert statuses(first.run()) == BUILT and first.warnings() == []
+        assert len(cache.names("ac")) == 3
+
+
+def test_a_body_begins_at_0_where_less_is_there(bucket: str) -> None:
+    transport = connect(bucket)
+    for data in (b"short", b""):
+        transport.put(NAME, io.BytesIO(data), len(data))
+        body = transport.open(NAME, 7)
+        assert body is not None and (body.start, body.read(), body.read()) == (0, data, b"")
+
+
+@pytest.mark.parametrize("fast", [0, 1e18])
+def test_an_object_that_is_replaced_while_it_is_read_is_no_mixture(
+    fast: float, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "FAST", fast)
+    transport = connect(bucket)
+    size = 40 << 20
+    transport.put(NAME, io.BytesIO(b"a" * size), size)
+    body = transport.open(NAME)
+    assert body is not None
+    with body:
+        assert body.read()[:1] == b"a"
+        transport.put(NAME, io.BytesIO(b"b" * size), size)
+        with pytest.raises(RemoteError, match=r"the object was replaced while it was read|status 412"):
+            while data := body.read():
+                assert set(data) == {ord("a")}
+
+
+SIZE = 20_000_000
+
+
+@pytest.fixture
+def short_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ranges, s3):
+        monkeypatch.setattr(module, "FIRST", 1_000_000)
+    monkeypatch.setattr(ranges, "PIECE", 1_000_000)
+
+
+@dataclass
+class Slow:
+    """A server that gives 50 MB/s to each connection."""
+
+    now: int = 0
+    most: int = 0
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, handler: Handler) -> bool:
+        if handler.command != "GET":
+            return False
+        with self.guard:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        start, end = map(int, handler.headers["Range"][6:].split("-"))
+        data = handler.cache.content[handler.path][start : end + 1]
+        handler.send_response(206)
+        handler.send_header("ETag", '"1"')
+        handler.send_header("Content-Range", f"bytes {start}-{start + len(data) - 1}/{SIZE}")
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        for at in range(0, len(data), 100_000):
+            time.sleep(0.002)
+            handler.wfile.write(data[at : at + 100_000])
+        with self.guard:
+            self.now -= 1
+        return True
+
+
+def test_a_server_that_is_slow_for_each_connection_is_read_by_several(
+    s3_login: None, short_ranges: None
+) -> None:
+    data = random.Random(1).randbytes(SIZE)
+    slow = Slow()
+    with serving(slow) as cache:
+        transport = connect(cache.bucket)
+        transport.put(NAME, io.BytesIO(data), SIZE // 3)  # less than a part, in one request
+        cache.content[f"/{NAME}"] = data
+        before = len(cache.requests)
+        for start in (0, 7_777_777):
+            assert content(transport, NAME, start) == data[start:]
+        assert 2 <= slow.most <= ranges.AHEAD
+        assert len(cache.requests) - before == 20 + 13, "each range once"
+        assert len(cache.clients) <= 2 + ranges.AHEAD, "connections are used again"
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("cut", "its answer ended early"),
+        ("missing", "the object was removed while it was read"),
+        ("longer", "it answered another range than the one it was asked for"),
+        ("all", "it does not always know ranges"),
+        ("elsewhere", "it answered another range than the one it was asked for"),
+        ("refused", r"it refuses the credentials \(status 403, AccessDenied\)"),
+    ],
+)
+@pytest.mark.parametrize("fast", [0, 1e18])
+def test_a_range_that_goes_wrong_is_told(
+    wrong: str, words: str, fast: float, s3_login: None, short_ranges: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "FAST", fast)
+    monkeypatch.setattr(client, "PAUSES", ())
+    data = bytes(SIZE)
+
+    def fault(handler: Handler) -> bool:
+        start, end = map(int, handler.headers.get("Range", "bytes=0-0")[6:].split("-"))
+        if handler.command != "GET" or not start:
+            return False
+        end = min(end, SIZE - 1)
+        there = {"Content-Range": f"bytes {start}-{end}/{SIZE}"}
+        if wrong == "cut":
+            handler.answer(206, data[start : end - 9], there, end + 1 - start)
+        elif wrong == "missing":
+            handler.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        elif wrong == "longer":
+            handler.answer(
+                206, data[: end + 99 - start], there | {"Content-Range": f"bytes {start}-{end + 98}/{SIZE}"}
+            )
+        elif wrong == "all":
+            handler.answer(200, data)
+        elif wrong == "elsewhere":
+            handler.answer(206, data[:10], {"Content-Range": f"bytes 10-19/{SIZE}"})
+        else:
+            handler.answer(403, b"<Error><Code>AccessDenied</Code><X>X-Amz-Signature</X></Error>")
+        return True
+
+    with serving(fault) as cache:
+        cache.content[f"/{NAME}"] = data
+        transport = connect(cache.bucket)
+        with pytest.raises(RemoteError, match=words) as caught:
+            content(transport, NAME)
+        assert "X-Amz" not in str(caught.value)
+        transport.close()
+
+
+class Ends(io.BytesIO):
+    def read(self, count: int | None = -1) -> bytes:
+        if self.tell() > 20 << 20:
+            raise RemoteError("the source ends")
+        return super().read(count)
+
+
+def test_an_upload_that_ends_early_leaves_nothing(bucket: str, s3_server: Server) -> None:
+    transport = connect(bucket)
+    sources: tuple[tuple[BinaryIO, int, type[Exception]], ...] = (
+        (Ends(b"x" * (30 << 20)), 30 << 20, RemoteError),
+        (io.BytesIO(b"x" * (20 << 20)), 30 << 20, OSError),
+        (io.BytesIO(b"x"), 2, OSError),
+    )
+    for source, size, kind in sources:
+        with pytest.raises(kind, match=r"the source ends|bytes to send are missing"):
+            transport.put(NAME, source, size)
+    assert s3_server.objects(bucket[5:].partition("/")[0]) == []
+
+
+def test_a_closed_transport_wakes_who_waits(s3_login: None) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def silent(handler: Handler) -> bool:
+        asked.set()
+        answered.wait()
+        return True
+
+    with serving(silent) as cache:
+        transport = connect(cache.bucket)
+
+        def close() -> None:
+            asked.wait()
+            transport.close()
+
+        threading.Thread(target=close).start()
+        with pytest.raises(RemoteError, match="the run ends"):
+            transport.open(NAME)
+        with pytest.raises(RemoteError, match="the run ends"):
+            transport.size(NAME)
+        answered.set()
+
+
+# Addresses and credentials
+
+
+def queries(handlers: list[str]) -> list[dict[str, str]]:
+    return [dict(parse_qsl(urlsplit(line.split()[1]).query)) for line in handlers]
+
+
+def test_what_is_read_is_signed_in_its_address(s3_login: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token/+=")
+    lines: list[str] = []
+
+    def noting(handler: Handler) -> bool:
+        lines.append(handler.requestline)
+        return False
+
+    with serving(noting) as cache:
+        cache.content[f"/{NAME}"] = b"data"
+        assert content(connect(cache.bucket), NAME) == b"data"
+        assert connect(f"s3://bucket/a%20b?region=eu-9&endpoint={cache.url}/some/where").size(NAME) is None
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+        assert content(connect(cache.bucket), NAME) == b"data"
+        assert connect(cache.bucket).size(NAME) == 4
+    first, second, *public = queries(lines)
+    assert first["X-Amz-Security-Token"] == "token/+=" and first["X-Amz-Expires"] == "1200"
+    assert first["X-Amz-SignedHeaders"] == "host" and len(first["X-Amz-Signature"]) == 64
+    assert lines[1].startswith(f"HEAD /some/where/bucket/a%20b/{NAME}?X-Amz-")
+    assert second["X-Amz-Credential"].endswith("/eu-9/s3/aws4_request")
+    assert public == [{}, {}]
+
+
+def test_a_long_download_is_signed_again_before_the_signature_expires(
+    s3_login: None, short_ranges: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed = []
+    sign = s3.S3.sign
+
+    def noted(self: s3.S3, method: Literal["GET", "HEAD"], name: str) -> str:
+        signed.append(name)
+        return sign(self, method, name)
+
+    monkeypatch.setattr(s3.S3, "sign", noted)
+    monkeypatch.setattr(ranges, "FAST", 0)
+    with serving() as cache:
+        cache.content[f"/{NAME}"] = bytes(SIZE)
+        transport = connect(cache.bucket)
+        assert len(content(transport, NAME)) == SIZE and len(signed) == 1
+        monkeypatch.setattr(s3, "EXPIRY", timedelta(seconds=s3._SKEW))
+        assert len(content(transport, NAME)) == SIZE and len(signed) == 1 + 3
+        transport.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "answer", "words"),
+    [
+        (
+            400,
+            {"x-amz-bucket-region": "eu-1"},
+            b"",
+            "the bucket is in the region eu-1: write region=eu-1 into",
+        ),
+        (
+            301,
+            {"x-amz-bucket-region": "us-east-1"},
+            b"",
+            "it sends clients elsewhere (status 301): write the",
+        ),
+        (301, {"x-amz-bucket-region": "e\\u"}, b"", "it sends clients elsewhere (status 301): write the"),
+        (403, {"Date": "Mon, 01 Jan 2024 00:00:00 GMT"}, b"", "its clock and that of this machine differ by"),
+        (
+            403,
+            {"Date": "Mon, 99 Jan 99999999999 00:00:00 GMT"},
+            b"",
+            "it refuses the credentials (status 403)",
+        ),
+        (404, {}, b"<Error><Code>NoSuchBucket</Code>", "there is no bucket bucket: create it"),
+        (503, {}, b"<Error><Code>SlowDown</Code>", "it answered with status 503, SlowDown"),
+        (418, {}, b"<Code>" + b"x" * 300_000, "it answered with status 418"),
+    ],
+)
+def test_refusals_are_explained(
+    status: int,
+    headers: dict[str, str],
+    answer: bytes,
+    words: str,
+    s3_login: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "PAUSES", (0.0,))
+
+    def refuses(handler: Handler) -> bool:
+        handler.answer(status, answer, headers)
+        return True
+
+    with serving(refuses) as cache, pytest.raises(RemoteError) as caught:
+        connect(cache.bucket).open(NAME)
+    assert str(caught.value).startswith(words) and len(str(caught.value)) < 200
+
+
+def test_where_credentials_come_from_is_asked_and_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3_login: None
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    given: list[bool] = []
+
+    def guard(handler: Handler) -> bool:
+        if "/login" not in handler.path:
+            return False
+        if given:
+            document = {
+                "AccessKeyId": "me",
+                "SecretAccessKey": "hunter2",
+                "Token": "t",
+                "Expiration": "2999-01-01T00:00:00Z",
+            }
+            handler.answer(200, json.dumps(document).encode())
+        else:
+            handler.answer(403, b"hunter2")
+        return True
+
+    with serving(guard) as cache:
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{cache.url}/login?secret=hunter2")
+        token = tmp_path / "token"
+        token.write_text("hunter2")
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
+        with pytest.raises(RemoteError) as caught:
+            connect(cache.bucket).size(NAME)
+        assert "hunter2" not in str(caught.value)
+        given.append(True)
+        assert connect(cache.bucket).size(NAME) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("s3://", "'s3://' names no bucket: s3://bucket/prefix"),
+        ("s3://Bad_Name/x", "names no bucket"),
+        ("s3://b1x/x?endpont=https://y", "the option 'endpont' is unknown: there are endpoint and region"),
+        ("s3://b1x?endpoint=ftp://y", "the endpoint must be https://host or http://host"),
+        ("s3://b1x?endpoint=https://u:secret@y", "the endpoint must be https://host or http://host"),
+        ("s3://u:secret@b1x", "a URL with a user name or password is not taken"),
+        ("s3://b1x/#f", "must be an address alone"),
+        ("s3://b1x/p?endpoint=https://y:9000&region=eu", ""),
+    ],
+)
+def test_addresses_are_checked(url: str, words: str) -> None:
+    found = fault(url)
+    assert (words in found if words else found == "") and "secret@" not in found.replace(url, "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "files", "expected"),
+    [
+        (LOGIN, {}, {"region": "us-east-1"}),
+        (
+            LOGIN | {"AWS_DEFAULT_REGION": "a", "AWS_REGION": "b", "AWS_ENDPOINT_URL": "http://h"},
+            {"config": "[default]\nregion = c\n"},
+            {"region": "b", "endpoint": "http://h"},
+        ),
+        (
+            {},
+            {"credentials": "[default]\naws_access_key_id=me\naws_secret_access_key = secret\n"},
+            {"region": "us-east-1"},
+        ),
+        (
+            {"AWS_PROFILE": "work"},
+            {
+                "credentials": "[default]\naws_access_key_id=no\n[work]\naws_access_key_id=me\n"
+                "aws_secret_access_key=secret\naws_session_token=t\n",
+                "config": "[profile work]\nregion = r\nendpoint_url = https://h\n[default]\nregion=no\n",
+            },
+            {"region": "r", "endpoint": "https://h", "session_token": "t"},
+        ),
+        (
+            LOGIN,
+            {"credentials": "[default]\naws_access_key_id=no\naws_session_token=not mine\n"},
+            {"region": "us-east-1"},
+        ),
+    ],
+)
+def test_credentials_are_where_other_tools_have_them(
+    environ: Mapping[str, str],
+    files: Mapping[str, str],
+    expected: Mapping[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".aws").mkdir()
+    for name, text in files.items():
+        (tmp_path / ".aws" / name).write_text(text)
+    found = aws.settings("s3://bucket", environ)
+    assert found == {"access_key_id": "me", "secret_access_key": "secret", **expected}
+    assert aws.settings("s3://bucket?region=mine", environ)["region"] == "mine"
+    assert aws.settings("s3://b", {"AWS_SKIP_SIGNATURE": "true", **environ}).get("access_key_id") is None
+
+
+def test_credentials_that_are_missing_or_wrong_cost_one_warning(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    wrong = User(tmp_path / "1", bucket)
+    assert wrong.run().ok
+    (warning,) = wrong.warnings()
+    assert "it refuses the credentials (status 403" in warning and "hunter2" not in warning
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    without = User(tmp_path / "2", bucket)
+    assert without.run().ok
+    (warning,) = without.warnings()
+    assert "there are no credentials for it: set $AWS_ACCESS_KEY_ID and" in warning
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "credentials").write_text("hunter2\n")
+    broken = User(tmp_path / "3", bucket)
+    assert broken.run().ok
+    (warning,) = broken.warnings()
+    assert warning.endswith(".aws/credentials: the file cannot be understood") and "hunter2" not in warning
+
+
+def test_a_bucket_that_is_not_there_costs_one_warning(bucket: str, tmp_path: Path) -> None:
+    user = User(tmp_path / "1", bucket.replace("s3://b", "s3://no"))
+    result = user.run()
+    assert statuses(result) == BUILT and len(result.not_uploaded) == 3
+    (warning,) = user.warnings()
+    assert "there is no bucket nob" in warning or "there is no bucket no" in warning
+
+
+def test_without_the_package_a_sentence_says_how_to_get_it(
+    tmp_path: Path, s3_login: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    user = User(tmp_path / "1", "s3://bucket/x")
+    assert statuses(user.run()) == BUILT
+    assert user.warnings() == [
+        "s3://bucket/x is not used in this run: it needs the package obstore: pip install 'mlcbuild[s3]'"
+    ]
+
+
+def test_a_store_is_pushed_to_a_bucket(bucket: str, tmp_path: Path) -> None:
+    user = User(tmp_path / "one")
+    user.run(CHAIN)
+    variables = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    said = checked(mlcbuild("cache", "push", "--all", bucket, store=user.store.root, variables=variables))
+    assert said == f"{bucket}: 3 of 3 records are there\n"
+    assert set(statuses(User(tmp_path / "two", bucket).run()).values()) == {"reused"}

@@ -1,0 +1,266 @@
+"""What a run tells: plain lines, the live view, the JSON document."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mlcbuild.build.events import (
+    Event,
+    RunFinished,
+    RunResult,
+    RunStarted,
+    SourceRead,
+    StepFinished,
+    StepPlaced,
+    StepProgress,
+    StepResult,
+    StepStarted,
+    StepWaiting,
+    Warned,
+    silent,
+)
+from mlcbuild.canon import Entry, Tree
+from mlcbuild.errors import StepError
+from mlcbuild.reports.report import (
+    Lines,
+    Tally,
+    View,
+    amount,
+    document,
+    duration,
+    reporting,
+    summary,
+    write_report,
+)
+from mlcbuild.store.records import Made, Preimage, Record
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+LOG = Path("/store/logs/bad.log")
+RECORD = Record.create(
+    "00" * 32, Tree.of([Entry("f", "11" * 32, 2_500_000)]), Made("a", Preimage("", {}, {}, {}, {}))
+)
+BUILT = StepResult("weights/a", "built", "00" * 32, 75.4, "scheme: bits 4 -> 8", RECORD, log=LOG)
+FAILED = StepResult("bad", "failed", "22" * 32, 0.25, "never built", error=StepError("it broke"), log=LOG)
+SKIPPED = StepResult("after", "skipped", reason="needs bad, which failed")
+REUSED = StepResult("library/a", "reused", "33" * 32, record=RECORD)
+RESULT = RunResult((REUSED, BUILT, FAILED, SKIPPED), 80.0)
+EVENTS: list[Event] = [
+    SourceRead(Path("model.safetensors"), 5_000_000_000),
+    RunStarted(4, 1),
+    StepStarted("weights/a", "scheme: bits 4 -> 8", 61.0, LOG),
+    StepStarted("bad", "never built", None, LOG),
+    StepWaiting("other", "pid 42"),
+    StepProgress("weights/a", 1_000_000, 4_000_000, "B"),
+    Warned("a blob was damaged"),
+    StepFinished(BUILT),
+    StepFinished(FAILED, "first line\nlast line"),
+    StepFinished(SKIPPED),
+    RunFinished(RESULT),
+]
+
+
+def test_plain_lines_are_exactly_these() -> None:
+    stream = io.StringIO()
+    report = Lines(stream)
+    for event in EVENTS:
+        report(event)
+        silent(event)
+    assert (
+        stream.getvalue()
+        == """\
+read    model.safetensors (5.0 GB)
+start   weights/a (scheme: bits 4 -> 8, 1 min 01 s last time)
+start   bad (never built)
+wait    other: waiting for another mlcbuild (pid 42)
+warning a blob was damaged
+built   [2/4] weights/a in 1 min 15 s, 2.5 MB
+failed  [3/4] bad after 0.25 s: it broke
+  first line
+  last line
+  log: /store/logs/bad.log
+skipped [4/4] after: needs bad, which failed
+1 built, 1 reused, 1 failed, 1 skipped in 1 min 20 s
+"""
+    )
+
+
+def test_the_live_view_shows_running_steps_and_keeps_finished_ones() -> None:
+    stream = io.StringIO()
+    view = View(Console(file=stream, force_terminal=True, width=100, color_system=None))
+    for event in EVENTS[:7]:
+        view(event)
+    time.sleep(0.01)
+    view.console.print(view.render())
+    shown = stream.getvalue()
+    assert "a blob was damaged" in shown
+    assert "1.0 MB of 4.0 MB" in shown
+    assert "other" in shown and "for another mlcbuild (pid 42)" in shown
+    assert "1 of 4 steps" in shown and "2 running" in shown
+    for event in EVENTS[7:]:
+        view(event)
+    lines = stream.getvalue()
+    assert "built   weights/a in 1 min 15 s, 2.5 MB" in lines
+    assert "  last line" in lines
+    assert lines.rstrip().endswith("1 built, 1 reused, 1 failed, 1 skipped in 1 min 20 s")
+
+
+def test_time_left_comes_from_progress_or_the_last_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    tally = Tally()
+    tally.note(StepStarted("a", "", 60.0, LOG))
+    tally.note(StepStarted("b", "", None, LOG))
+    tally.note(StepStarted("c", "", 2.0, LOG))
+    now = 1010.0
+    assert tally.left("a") == 50.0
+    assert tally.left("b") is None
+    assert tally.left("c") is None
+    tally.note(StepProgress("a", 1, 4, "layers"))
+    assert tally.left("a") == 30.0
+    now = 2000.0
+    tally.note(StepProgress("a", 0, 0, "layers"))
+    assert tally.left("a") is None
+
+
+def test_the_summary_of_an_interrupted_run_says_what_was_kept() -> None:
+    result = RunResult((BUILT, SKIPPED), 3.0, "SIGINT", ("after",))
+    assert summary(result) == (
+        "interrupted by SIGINT: 1 built, 0 reused, 1 skipped in 3.0 s; stopped: after. "
+        "What was built is kept; run again to go on"
+    )
+    assert result.exit_code == 130 and not result.ok
+
+
+def test_the_document_has_the_documented_form(tmp_path: Path) -> None:
+    variants = [{"name": "a-q4", "bundle": "dist/a-q4", "status": "built"}]
+    found = document(RESULT, variants)
+    assert found == {
+        "variants": variants,
+        "steps": [
+            {"name": "library/a", "key": "33" * 32, "status": "reused", "seconds": 0.0, "reason": ""},
+            {
+                "name": "weights/a",
+                "key": "00" * 32,
+                "status": "built",
+                "seconds": 75.4,
+                "reason": "scheme: bits 4 -> 8",
+            },
+            {"name": "bad", "key": "22" * 32, "status": "failed", "seconds": 0.25, "reason": "it broke"},
+            {
+                "name": "after",
+                "key": None,
+                "status": "skipped",
+                "seconds": 0.0,
+                "reason": "needs bad, which failed",
+            },
+        ],
+        "seconds": 80.0,
+    }
+    write_report(tmp_path / "run.json", RESULT, variants)
+    assert json.loads((tmp_path / "run.json").read_text()) == found
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.00 s"),
+        (0.123, "0.12 s"),
+        (8.06, "8.1 s"),
+        (59.9, "59.9 s"),
+        (184, "3 min 04 s"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_times_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_amounts_for_people() -> None:
+    assert amount(StepProgress("", 3, 12, "layers")) == "3 of 12 layers"
+    assert amount(StepProgress("", 3, 0, "layers")) == "3 layers"
+    assert amount(StepProgress("", 3, 12, "")) == "3 of 12"
+    assert amount(StepProgress("", 2000, 0, "B")) == "2.0 kB"
+
+
+CODE = """
+import sys
+from pathlib import Path
+from mlcbuild.build.execute import execute
+from mlcbuild.build.graph import Graph, Input, Step
+from mlcbuild.reports.report import reporting
+from mlcbuild.store.store import Store
+first = Step("a", "tests.actions:slow_progress", {}, {})
+steps = [first, Step("b", "tests.actions:text", {}, {"x": Input("a")})]
+with reporting(sys.stdout) as report:
+    execute(Graph(steps), Store(Path(sys.argv[1])), None, report)
+print("rich" in sys.modules)
+"""
+
+
+def on_a_terminal(store: Path, **environment: str) -> str:
+    """What the code above writes to a pseudo terminal."""
+    leader, follower = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in {"CI", "TERM", "COLUMNS"}}
+    command = [sys.executable, "-c", CODE, str(store)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=follower, env={**kept, "TERM": "xterm", **environment}
+    ) as process:
+        os.close(follower)
+        parts = []
+        try:
+            while part := os.read(leader, 65536):
+                parts.append(part)
+        except OSError:  # how Linux says that nobody writes any more
+            pass
+        os.close(leader)
+    assert process.returncode == 0
+    return b"".join(parts).decode()
+
+
+def test_the_live_view_names_the_critical_path_and_the_worker() -> None:
+    stream = io.StringIO()
+    view = View(Console(file=stream, force_terminal=True, width=120, color_system=None))
+    view(RunStarted(3, 0, {"weights/a": 100.0, "bundle/a": 20.0, "library/a": 30.0}))
+    view(StepStarted("weights/a", "", 80.0, Path("log")))
+    view(StepPlaced("weights/a", "rack7"))
+    view.console.print(view.render())
+    assert "weights/a on rack7" in stream.getvalue()
+    assert "critical path: weights/a  at least 1 min 40 s left" in stream.getvalue()
+    view(StepFinished(StepResult("weights/a", "built")))
+    view(StepFinished(StepResult("library/a", "built")))
+    view.console.print(view.render())
+    assert "critical path: bundle/a  at least 20.0 s left" in stream.getvalue()
+
+
+def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
+    shown = on_a_terminal(tmp_path / "store")
+    assert "\x1b[" in shown
+    assert "2 of 3 layers" in shown
+    assert "2 built, 0 reused in" in shown
+
+
+@pytest.mark.parametrize("environment", [{"CI": "true"}, {"TERM": "dumb"}])
+def test_ci_and_dumb_terminals_get_lines_without_loading_rich(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    shown = on_a_terminal(tmp_path / "store", **environment)
+    assert "\x1b[" not in shown
+    assert "start   a (never built)" in shown
+    assert shown.rstrip().endswith("False")
+
+
+def test_a_file_gets_lines(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as stream, reporting(stream) as report:
+        report(RunFinished(RESULT))
+    assert (tmp_path / "log").read_text().startswith("1 built, 1 reused")

@@ -1,0 +1,122 @@
+"""kill -9 at random moments: what is there stays whole, a re-run completes, nothing is left behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.store.store import Store
+from mlcbuild.store.upkeep import verify
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def build(store: Path, note: Path) -> subprocess.Popen[str]:
+    """The twelve steps of `tests.builder.chain`, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.builder", str(store), "chain", str(note)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def workers(parent: int) -> list[int]:
+    """Process ids of a builder's workers."""
+    found = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+    rows = [line.split() for line in found.stdout.splitlines()]
+    return [int(pid) for pid, owner in rows if int(owner) == parent]
+
+
+def wait_for_session(store: Path, process: subprocess.Popen[str]) -> None:
+    """Returns when a builder has made its directory, so that kills do not only meet its start."""
+    before = set(store.glob("tmp/*.lock"))
+    end = time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < end:
+        if set(store.glob("tmp/*.lock")) - before:
+            return
+        time.sleep(0.01)
+
+
+def files(store: Path) -> set[str]:
+    """Names of all files but the index, whose write-ahead log a killed process may leave to the next one."""
+    return {
+        path.relative_to(store).as_posix()
+        for path in store.rglob("*")
+        if path.is_file() and not path.name.startswith("index.sqlite")
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """What the store holds after one build that nobody disturbs; the note's path enters the keys."""
+    place = tmp_path_factory.mktemp("crash")
+    with build(place / "store", Path("/dev/null")) as process:
+        process.communicate()
+    assert process.returncode == 0
+    return files(place / "store")
+
+
+@pytest.mark.parametrize("batch", range(8))
+def test_killed_builders_leave_a_store_that_a_rerun_completes(
+    tmp_path: Path, undisturbed: set[str], batch: int
+) -> None:
+    """Three builders in a row, each killed at a random moment, work on one store."""
+    moments = random.Random(batch)
+    store = tmp_path / "store"
+    for _ in range(3):
+        process = build(store, Path("/dev/null"))
+        wait_for_session(store, process)
+        time.sleep(moments.uniform(0.0, 0.35))
+        process.kill()
+        process.communicate()
+        if store.exists():
+            assert verify(Store(store)).ok
+    with build(store, Path("/dev/null")) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert {step["status"] for step in json.loads(out)["steps"]} <= {"built", "reused"}
+    report = verify(Store(store))
+    assert report.ok and report.records == 12 and report.unused == 0
+    with Store(store).session():
+        pass  # who finds nothing to do does not clean up, and the last kill may have met an end
+    assert files(store) == undisturbed
+
+
+@pytest.mark.parametrize("batch", range(2))
+def test_killed_workers_fail_their_step_only(tmp_path: Path, undisturbed: set[str], batch: int) -> None:
+    """Workers of a living builder are killed at random moments until it ends; then it is run again."""
+    moments = random.Random(100 + batch)
+    killed = 0
+    for attempt in itertools.count():
+        store = tmp_path / f"store{attempt}"
+        process, before = build(store, Path("/dev/null")), killed
+        while process.poll() is None and killed - before < 3:
+            time.sleep(moments.uniform(0.02, 0.2))
+            for pid in workers(process.pid)[:1]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed += 1
+        out, err = process.communicate(timeout=60)
+        statuses = {step["status"] for step in json.loads(out)["steps"]}
+        assert process.returncode == (1 if "failed" in statuses else 0), err
+        assert "Traceback" not in err
+        assert verify(Store(store)).ok
+        with build(store, Path("/dev/null")) as process:
+            _, err = process.communicate()
+        assert process.returncode == 0, err
+        assert files(store) == undisturbed
+        if killed >= 4:  # a loaded machine looks for workers too late at times
+            return

@@ -1,0 +1,345 @@
+"""Signed records, and archives for machines without a network: what is taken, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlcbuild import keyfile
+from mlcbuild.build.graph import Graph
+from mlcbuild.canon import bytes_digest
+from mlcbuild.errors import StoreError, UsageError
+from mlcbuild.remotes import Remote, archive, signing
+from mlcbuild.remotes.link import Link
+from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.store.store import Store
+from mlcbuild.store.upkeep import verify
+from tests.caches import serving
+from tests.conftest import checked, mlcbuild
+from tests.remotes.test_remotes import BUILT, REUSED, User, by_name, statuses, step
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> keyfile.Signer:
+    monkeypatch.setenv("MLCBUILD_KEY", str(tmp_path / "key.pem"))
+    return keyfile.create(tmp_path / "key.pem")
+
+
+class Signing(User):
+    """A user whose uploads are signed."""
+
+    signer: keyfile.Signer | None = None
+
+    def sharing(self) -> Sharing:
+        return Sharing(self.store, [Link(remote, self.signer) for remote in self.remotes])
+
+
+def signed(root: Path, url: str, signer: keyfile.Signer | None) -> Signing:
+    user = Signing(root, url)
+    user.signer = signer
+    return user
+
+
+# Signatures
+
+
+def test_records_signed_by_a_trusted_key_are_used(tmp_path: Path, key: keyfile.Signer) -> None:
+    with serving() as cache:
+        signed(tmp_path / "one", cache.url, key).run()
+        second = User(tmp_path / "two", cache.url, trust=("ed25519:" + "A" * 43, key.public))
+        assert statuses(second.run()) == REUSED and second.warnings() == []
+        assert statuses(User(tmp_path / "three", cache.url).run()) == REUSED, "who asks for none needs none"
+
+
+def test_records_that_nobody_trusted_signed_are_refused(tmp_path: Path, key: keyfile.Signer) -> None:
+    other = keyfile.create(tmp_path / "other.pem")
+    for signer in (None, other):
+        with serving() as cache:
+            signed(tmp_path / f"one{signer}", cache.url, signer).run()
+            second = User(tmp_path / f"two{signer}", cache.url, trust=(key.public,))
+            assert statuses(second.run()) == BUILT
+            assert second.warnings()[0].endswith("is refused: it is not signed by a key that is trusted")
+            third = signed(tmp_path / f"three{signer}", cache.url, key)
+            third.remotes = [Remote(cache.url, trust=(key.public,))]
+            assert third.run().ok
+            last = User(tmp_path / f"four{signer}", cache.url, trust=(key.public,))
+            assert statuses(last.run()) == REUSED, "a trusted result replaced the others"
+
+
+def test_an_older_record_is_not_taken_for_the_present_one(tmp_path: Path, key: keyfile.Signer) -> None:
+    """A cache that answers with what a trusted key signed before the source changed."""
+    with serving() as cache:
+        before, after = (Graph([step("a", text=text)]) for text in ("old", "new"))
+        signed(tmp_path / "one", cache.url, key).run(before)
+        (old,) = cache.names("ac")
+        signed(tmp_path / "two", cache.url, key).run(after)
+        (new,) = set(cache.names("ac")) - {old}
+        cache.content[new] = cache.content[old]
+        user = User(tmp_path / "three", cache.url, trust=(key.public,))
+        result = user.run(after)
+        assert statuses(result) == {"a": "built"} and user.text(result, "a") == "new"
+        (warning,) = user.warnings()
+        assert "its key does not follow" in warning
+
+
+def other_key(data: bytes, signer: keyfile.Signer) -> bytes:
+    return data.replace(signer.public.encode(), b"ed25519:" + b"B" * 43)
+
+
+def other_record(data: bytes, signer: keyfile.Signer) -> bytes:
+    return data.replace(b'"measured":[', b'"measured":[1')
+
+
+def no_base64(data: bytes, signer: keyfile.Signer) -> bytes:
+    return data.replace(b'"signature":"', b'"signature":"*')
+
+
+def no_json(data: bytes, signer: keyfile.Signer) -> bytes:
+    return b"".join(data.splitlines(keepends=True)[:2]) + b'{"key":1}\n[]\nnonsense\n'
+
+
+def deep(data: bytes, signer: keyfile.Signer) -> bytes:
+    return b"".join(data.splitlines(keepends=True)[:2]) + b"[" * 100_000 + b"\n"
+
+
+@pytest.mark.parametrize("change", [other_key, other_record, no_base64, no_json, deep])
+def test_signatures_that_do_not_fit_are_none(
+    change: Callable[[bytes, keyfile.Signer], bytes], tmp_path: Path, key: keyfile.Signer
+) -> None:
+    record = by_name(User(tmp_path / "one").run())["a"].record
+    assert record is not None
+    data = signing.seal(record, key)
+    assert signing.unseal(record.key, data, [key.public]) == record
+    assert change(data, key) != data
+    with pytest.raises(signing.RefusedError, match="it is not signed by a key that is trusted"):
+        signing.unseal(record.key, change(data, key), [key.public])
+
+
+def test_a_signature_is_what_the_format_says(tmp_path: Path, key: keyfile.Signer) -> None:
+    """Checked with the library alone, by the words of the format."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    record = by_name(User(tmp_path / "one").run())["a"].record
+    assert record is not None
+    first, second, line = signing.seal(record, key).splitlines(keepends=True)
+    found = json.loads(line)
+    raw = base64.urlsafe_b64decode(found["key"].removeprefix("ed25519:") + "=")
+    message = b"mlcbuild-record/1\0" + record.key.encode() + b"\0" + first + second
+    Ed25519PublicKey.from_public_bytes(raw).verify(base64.b64decode(found["signature"]), message)
+
+
+def test_keys_are_made_once_and_shown(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "key.pem"
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return mlcbuild("keys", *command, "--file", path, store=tmp_path / "store")
+
+    public = checked(run("new")).splitlines()[-1]
+    assert keyfile.is_public(public)
+    assert path.stat().st_mode & 0o777 == 0o600
+    shown = json.loads(checked(run("show", "--json")))
+    assert shown == {"file": str(path), "public": public}
+    again = run("new")
+    assert (again.returncode, again.stderr) == (2, f"{path}: there is a key already; it was not changed\n")
+    path.chmod(0o644)
+    path.write_text("something else")
+    broken = run("show")
+    assert broken.returncode == 2 and "it holds no ed25519 key in PEM form" in broken.stderr
+    path.unlink()
+    missing = run("show")
+    assert "there is no key; `mlcbuild keys new` makes one" in missing.stderr
+
+
+# Archives
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    user = User(tmp_path / "source")
+    records = [found.record for found in user.run().steps if found.record is not None]
+    path = tmp_path / "cache.tar"
+    moved = archive.write(user.store, records, path)
+    assert (moved.records, moved.blobs) == (3, 3)
+    return path
+
+
+def test_an_archive_makes_another_store_know_everything(exported: Path, tmp_path: Path) -> None:
+    there = Store(tmp_path / "there")
+    moved = archive.read(there, exported)
+    assert (moved.records, moved.blobs) == (3, 3)
+    assert statuses(User(there.root).run()) == REUSED
+    assert verify(there).ok and not any((there.root / "tmp").iterdir())
+    assert archive.read(there, exported) == moved, "twice does no harm"
+    with tarfile.open(exported) as tar:
+        assert all(member.isreg() for member in tar)
+
+
+def members(path: Path) -> list[tuple[tarfile.TarInfo, bytes]]:
+    with tarfile.open(path) as tar:
+        found = []
+        for member in tar:
+            file = tar.extractfile(member)
+            found.append((member, file.read() if file is not None else b""))
+        return found
+
+
+def link(kind: bytes, name: str = "cas/" + "0" * 64) -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, "/etc/passwd"
+    return member, b""
+
+
+def named(name: str, data: bytes = b"x") -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    return member, data
+
+
+EVIL = {
+    "traversal": (named("../../etc/evil"), "it holds a member called '../../etc/evil'"),
+    "absolute": (named("/etc/evil"), "it holds a member called '/etc/evil'"),
+    "odd digest": (named("cas/" + "Z" * 64), "it holds a member called 'cas/ZZZ"),
+    "symlink": (link(tarfile.SYMTYPE), "is a symbolic link: only regular files are taken"),
+    "hard link": (link(tarfile.LNKTYPE), "is a hard link: only regular files are taken"),
+    "device": (link(tarfile.CHRTYPE), "is a device: only regular files are taken"),
+    "block device": (link(tarfile.BLKTYPE), "is a device: only regular files are taken"),
+    "pipe": (link(tarfile.FIFOTYPE), "is a pipe: only regular files are taken"),
+    "directory": (link(tarfile.DIRTYPE), "is a directory: only regular files are taken"),
+    "sparse": (link(tarfile.GNUTYPE_SPARSE), "is a sparse file: only regular files are taken"),
+    "long name": (link(tarfile.GNUTYPE_LONGNAME), "is of the kind 'L': only regular files are taken"),
+    "pax header": (link(tarfile.XHDTYPE), "is of the kind 'x': only regular files are taken"),
+    "swapped blob": (named("cas/" + "0" * 64), f"the bytes of cas/{'0' * 64} are wrong"),
+    "false record": (named("ac/" + "0" * 64), f"ac/{'0' * 64}: it is no whole record"),
+}
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_an_evil_archive_is_refused_with_its_reason(name: str, exported: Path, tmp_path: Path) -> None:
+    member, words = EVIL[name]
+    write(exported, [*members(exported), member])
+    there = Store(tmp_path / "there")
+    with pytest.raises(UsageError) as caught:
+        archive.read(there, exported)
+    assert str(caught.value).startswith(f"{exported} is refused: ") and words in str(caught.value)
+    assert verify(there).ok and not any((there.root / "tmp").iterdir())
+
+
+def write(path: Path, content: list[tuple[tarfile.TarInfo, bytes]]) -> None:
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+        for member, data in content:
+            if member.type in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.GNUTYPE_SPARSE):
+                assert tar.fileobj is not None
+                tar.fileobj.write(member.tobuf(tarfile.GNU_FORMAT))
+            else:
+                tar.addfile(member, io.BytesIO(data))
+
+
+def refused(path: Path, tmp_path: Path, **options: object) -> str:
+    with pytest.raises(UsageError) as caught:
+        archive.read(Store(tmp_path / "there"), path, **options)  # type: ignore[arg-type]
+    assert verify(Store(tmp_path / "there")).ok
+    return str(caught.value).removeprefix(f"{path} is refused: ")
+
+
+def test_archives_of_another_shape_are_refused(exported: Path, tmp_path: Path, key: keyfile.Signer) -> None:
+    content = members(exported)
+    assert refused(exported, tmp_path, trust=[key.public]).endswith("not signed by a key that is trusted")
+    write(exported, [*content, content[1]])
+    assert refused(exported, tmp_path) == f"it holds {content[1][0].name} twice"
+    write(exported, [content[0], *reversed(content[1:])])
+    shutil.rmtree(tmp_path / "there")
+    assert "comes before its files: text.txt is missing" in refused(exported, tmp_path)
+    write(exported, content[1:])
+    assert refused(exported, tmp_path) == "it is no archive of format mlcbuild-archive/1"
+    for data in (b"", b"hello", b"\0" * 1024):
+        exported.write_bytes(data)
+        assert refused(exported, tmp_path) in (
+            "it is no archive of format mlcbuild-archive/1",
+            "it is cut off",
+        )
+    exported.write_bytes(b"x" * 2000)
+    assert refused(exported, tmp_path) == "it is no tar archive, or damaged"
+    assert "cannot be read: No such file" in refused(tmp_path / "nowhere.tar", tmp_path)
+
+
+def test_a_cut_archive_is_refused_wherever_it_was_cut(exported: Path, tmp_path: Path) -> None:
+    whole = exported.read_bytes()
+    end = len(whole.rstrip(b"\0"))
+    for length in (100, 512, 600, 1024, 1500, 2048, end - 600, end - 1):
+        exported.write_bytes(whole[:length])
+        refused(exported, tmp_path)
+
+
+def test_sizes_that_are_lies_are_refused(exported: Path, tmp_path: Path) -> None:
+    content = members(exported)
+    for name, size, words in (
+        ("cas/" + "1" * 64, 1 << 50, "bytes: more than the archive"),
+        ("ac/" + "1" * 64, 1 << 40, "bytes: more than a record can"),
+    ):
+        member = tarfile.TarInfo(name)
+        member.size = size
+        write(exported, content)
+        data = exported.read_bytes().rstrip(b"\0")
+        data += b"\0" * (-len(data) % 512) + member.tobuf(tarfile.GNU_FORMAT)
+        exported.write_bytes(data)
+        assert words in refused(exported, tmp_path)
+
+
+def test_a_small_archive_that_claims_much_writes_nothing(exported: Path, tmp_path: Path) -> None:
+    """A sparse file of a few kB, whose hole stands for 1 TB of zeros."""
+    member = tarfile.TarInfo("cas/" + "1" * 64)
+    member.size = 1 << 40
+    write(exported, members(exported))
+    data = exported.read_bytes().rstrip(b"\0")
+    exported.write_bytes(data + b"\0" * (-len(data) % 512) + member.tobuf(tarfile.GNU_FORMAT))
+    os.truncate(exported, exported.stat().st_size + (1 << 40) + 1024)
+    if exported.stat().st_blocks * 512 > 1 << 30:
+        pytest.skip("this filesystem has no holes")
+    done = mlcbuild("cache", "import", exported, store=tmp_path / "there")
+    assert done.returncode == 2 and done.stderr.endswith(
+        f"cas/{'1' * 64} says that it has {1 << 40} bytes, which are not in the archive\n"
+    )
+    assert verify(Store(tmp_path / "there")).ok
+
+
+def test_an_archive_with_small_holes_is_taken(exported: Path, tmp_path: Path) -> None:
+    """As `cp --sparse=always` makes of one that holds zeros."""
+    zeros = bytes(300_000)
+    write(exported, [*members(exported), named(f"cas/{bytes_digest(zeros)}", zeros)])
+    subprocess.run(["cp", "--sparse=always", exported, tmp_path / "sparse.tar"], check=True)
+    assert archive.read(Store(tmp_path / "there"), tmp_path / "sparse.tar").blobs == 4
+
+
+def test_more_than_fits_is_not_begun(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    with pytest.raises(StoreError, match="no space is left"):
+        archive.read(Store(tmp_path / "there"), exported)
+    assert not list((tmp_path / "there").rglob("*.part")) and verify(Store(tmp_path / "there")).blobs == 0
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_no_archive(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / "x.tar")
+    with pytest.raises(UsageError, match=r"x\.tar: (an archive is a regular file|cannot be read: Is a dir)"):
+        archive.read(Store(tmp_path / "there"), tmp_path / "x.tar")
+
+
+def test_a_damaged_store_is_not_exported(tmp_path: Path) -> None:
+    user = User(tmp_path / "one")
+    record = by_name(user.run())["a"].record
+    assert record is not None
+    user.store.blob(record.rows[0][1]).unlink()
+    with pytest.raises(StoreError, match=r"was not written: text\.txt is missing"):
+        archive.write(user.store, [record], tmp_path / "x.tar")
+    assert bytes_digest(b"A") == record.rows[0][1]
+    assert not list(tmp_path.glob("*.tar")) and not list(tmp_path.glob(".*.part"))

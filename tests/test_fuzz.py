@@ -1,0 +1,50 @@
+"""A little of what `ci/bench/fuzz` does at length, and the cases that once found something."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPT = ROOT / "ci" / "bench" / "fuzz"
+SAVED = ROOT / "tests" / "fuzz_cases"
+CASES = {
+    "recipes": 50,
+    "records": 500,
+    "stores": 20,
+    "manifests": 30,
+    "safetensors": 150,
+    "archives": 20,
+    "answers": 25,
+    "requests": 40,
+    "bodies": 120,
+}
+"""Target -> cases, which take a second or two."""
+
+
+def fuzz(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("target", CASES)
+def test_a_little_fuzzing_finds_nothing(target: str, tmp_path: Path) -> None:
+    done = fuzz("--only", target, "--cases", str(CASES[target]), "--seed", "5", "--save", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(f"{target} ") and f" {CASES[target]} cases,   0 findings" in done.stdout
+
+
+def test_every_target_is_fuzzed_here() -> None:
+    told = fuzz("--help").stdout
+    assert "{" + ",".join(CASES) + "}" in told.replace("\n", "").replace(" ", "")
+
+
+@pytest.mark.parametrize("target", sorted(path.name for path in SAVED.iterdir()))
+def test_what_was_found_once_is_right(target: str) -> None:
+    done = fuzz("--replay", SAVED / target)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": right\n") == len(list((SAVED / target).iterdir()))

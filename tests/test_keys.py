@@ -1,0 +1,148 @@
+"""Cache keys: the source files of each action, and which steps an edit of one file makes run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from mlcbuild.build.plan import step_modules
+from mlcbuild.canon import code_files
+from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.pipeline import build
+from mlcbuild.recipe import load
+from tests.conftest import ROOT, project
+
+GOLDEN = ROOT / "tests" / "golden" / "closures.json"
+"""Kind of step -> the source files of its key. Change it on purpose only: every key of that kind moves then.
+
+Written by `python -m tests.test_keys`."""
+
+RECIPE = """\
+version: 1
+models: {tiny: ./tiny}
+quantizations: [q4f16_1]
+targets: [x86-64-v3]
+bench: {prompt_tokens: 16, generate_tokens: 8}
+"""
+
+
+def closures(recipe: Path) -> dict[str, list[str]]:
+    """Kind of step -> source files in its key."""
+    graph = build(load(recipe), Lock({})).graph
+    kinds: dict[str, list[str]] = {}
+    for step in graph.steps():
+        files = sorted({name for module in step_modules(step) for name in code_files(module)})
+        kinds[step.name.partition("/")[0]] = files
+    return kinds
+
+
+def test_the_source_files_in_each_key_are_known(tmp_path: Path) -> None:
+    """A longer list means that edits of more files rebuild a step: a lazy import once put a server in."""
+    assert closures(project(tmp_path, RECIPE)) == json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("kind", ["fetch", "config", "tokenizer", "weights", "library", "bundle"])
+def test_no_key_of_a_build_holds_the_runtime(kind: str) -> None:
+    known = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
+    assert not [name for name in known.get(kind, []) if name.startswith("mlcbuild_runtime/")]
+
+
+EDITS: list[tuple[str, set[str]]] = [
+    ("runtime/mlcbuild_runtime/engine/engine.py", set()),
+    ("runtime/mlcbuild_runtime/http/server.py", set()),
+    ("runtime/mlcbuild_runtime/http/page.html", set()),
+    ("runtime/mlcbuild_runtime/openai/service.py", set()),
+    ("runtime/mlcbuild_runtime/constraints/grammar.py", set()),
+    ("runtime/mlcbuild_runtime/chat.py", set()),
+    ("runtime/mlcbuild_runtime/devices/cpu.py", {"verify", "bench"}),
+    ("runtime/mlcbuild_runtime/executor/batch.py", {"verify", "bench"}),
+    ("runtime/mlcbuild_runtime/text/tokenizer.py", {"reference"}),
+    ("mlcbuild/cli/build.py", set()),
+    ("mlcbuild/ci/matrix.py", set()),
+    ("mlcbuild/build/execute.py", set()),
+    ("mlcbuild/build/cluster/client.py", set()),
+    ("mlcbuild/store/store.py", set()),
+    ("mlcbuild/remotes/oci.py", set()),
+    ("mlcbuild/reports/report.py", set()),
+    ("mlcbuild/recipe/axes.py", set()),
+    ("mlcbuild/pipeline.py", set()),
+    ("mlcbuild/models/families/gemma2.py", set()),
+    ("mlcbuild/models/families/llama.py", {"config"}),
+    ("mlcbuild/compiler/cpu/kernels/norm.py", {"library"}),
+    ("mlcbuild/compiler/program/decoder.py", {"library"}),
+    ("mlcbuild/checkpoints/conversion.py", {"weights", "reference"}),
+    ("mlcbuild/bundles/assemble.py", {"tokenizer"}),
+    ("mlcbuild/bundles/reference.py", {"reference"}),
+]
+"""File -> kinds of steps that must run. What waits for their results runs only if those change."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the packages to edit, with a recipe and its store, built once."""
+    root = tmp_path_factory.mktemp("source")
+    for package in ("mlcbuild", "runtime", "targets"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, root / package, ignore=ignored, symlinks=True)
+    (root / "work").mkdir()
+    text = RECIPE.replace("x86-64-v3", "host")
+    project(root / "work", text + "verify: {prompts: [The quick brown fox.]}\n")
+    assert {status for _, status in steps(root, "run")} == {"built"}
+    return root
+
+
+def steps(root: Path, verb: str) -> list[tuple[str, str]]:
+    """Runs a verb on the recipe with the copied packages. Returns (kind, status) of every step."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "runtime")])
+    environment["MLCBUILD_STORE"] = str(root / "store")
+    done = subprocess.run(
+        [sys.executable, "-m", "mlcbuild", verb, "recipe.yaml", "--json"],
+        cwd=root / "work",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(step["name"].partition("/")[0], step["status"]) for step in json.loads(done.stdout)["steps"]]
+
+
+def test_an_edit_runs_the_steps_whose_keys_hold_the_file(source: Path) -> None:
+    """One file of every room is edited, by a comment, and put back."""
+    wrong = {}
+    for name, kinds in EDITS:
+        path = source / name
+        text = path.read_bytes()
+        path.write_bytes(text + b"\n# edited\n")
+        # What waits for a result that may stay as it is, is `pending`, and no step to run.
+        runs = {kind for kind, status in steps(source, "plan") if status == "run"}
+        path.write_bytes(text)
+        if runs != kinds:
+            wrong[name] = sorted(runs)
+    assert not wrong
+
+
+def test_an_edit_without_effect_stops_at_its_step(source: Path) -> None:
+    """The family's config step runs again, gives the same bytes, and all behind it is reused."""
+    path = source / "mlcbuild" / "models" / "families" / "llama.py"
+    text = path.read_bytes()
+    path.write_bytes(text + b"\n# edited\n")
+    built = {kind for kind, status in steps(source, "run") if status == "built"}
+    path.write_bytes(text)
+    assert built == {"config"}
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as area:
+        found = closures(project(Path(area), RECIPE))
+    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
