@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -63,6 +64,23 @@ def ask(engine: Engine, request: Request) -> SimpleQueue[Event]:
     events: SimpleQueue[Event] = SimpleQueue()
     engine.submit(request, events.put)
     return events
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """Keeps the engine's thread from working, so that all requests submitted meanwhile arrive at once."""
+    reached, release = threading.Event(), threading.Event()
+
+    def hold(_event: Event) -> None:
+        reached.set()
+        release.wait(60)
+
+    engine.submit(greedy([1], 1), hold)
+    assert reached.wait(60)
+    try:
+        yield
+    finally:
+        release.set()
 
 
 def drain(events: SimpleQueue[Event]) -> list[Event]:
@@ -293,11 +311,12 @@ def test_what_a_constraint_forces_is_not_asked_of_the_model(toy_bundle: Path, ma
     try:
         asked: list[list[SimpleQueue[Event]]] = [[], []]
         constraints = [engine.grammars.compiled(Constraint("regex", p, "x"), False) for p in FORCING]
-        for seed, compiled in enumerate(constraints * 3):
-            sampling = Sampling(1.0 if seed % 4 else 0.0, seed=seed)
-            plain = Request(tuple(range(seed, 30 + 2 * seed)), 70, sampling, constraint=compiled)
-            for queues, logprobs in zip(asked, (None, 0), strict=True):
-                queues.append(ask(engine, replace(plain, logprobs=logprobs)))
+        with held(engine):
+            for seed, compiled in enumerate(constraints * 3):
+                sampling = Sampling(1.0 if seed % 4 else 0.0, seed=seed)
+                plain = Request(tuple(range(seed, 30 + 2 * seed)), 70, sampling, constraint=compiled)
+                for queues, logprobs in zip(asked, (None, 0), strict=True):
+                    queues.append(ask(engine, replace(plain, logprobs=logprobs)))
         found, wanted = ([drain(queue) for queue in queues] for queues in asked)
         for few, all_ in zip(found, wanted, strict=True):
             assert text_of(few) == text_of(all_)

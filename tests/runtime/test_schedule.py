@@ -20,7 +20,7 @@ from mlcbuild_runtime.executor.sampling_params import Floats, Sampling, Way
 
 from . import shared, toy
 from .stepwise import Stepwise
-from .test_engine import GREEDY, ask, drain, greedy, start, tokens_of, wait_idle
+from .test_engine import GREEDY, ask, drain, greedy, held, start, tokens_of, wait_idle
 
 
 class Recorder(Stepwise):
@@ -112,8 +112,9 @@ def test_answers_are_the_same_when_pages_run_out(toy_bundle: Path, pages: int) -
     try:
         jobs = [(prompt(i % 5, source.randrange(1, 80)), source.randrange(40, 170)) for i in range(12)]
         sampling = Sampling(1.2, seed=5, repetition_penalty=1.1)
-        queues = [ask(engine, greedy(*job)) for job in jobs]
-        sampled = [ask(engine, Request(tuple(job[0]), job[1], sampling, logprobs=0)) for job in jobs]
+        with held(engine):
+            queues = [ask(engine, greedy(*job)) for job in jobs]
+            sampled = [ask(engine, Request(tuple(job[0]), job[1], sampling, logprobs=0)) for job in jobs]
         for (tokens, count), events in zip(jobs, queues, strict=True):
             assert tokens_of(drain(events)) == toy.expected(tokens, count)
         crowded = [tokens_of(drain(events)) for events in sampled]

@@ -33,7 +33,7 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared, toy
 from .shared import Server
-from .test_engine import GREEDY, ask, drain, greedy, tokens_of, wait_idle
+from .test_engine import GREEDY, ask, drain, greedy, held, tokens_of, wait_idle
 from .test_grammar import allowed_by
 from .test_sampling import chi_squared
 
@@ -185,7 +185,8 @@ def test_answers_when_pages_run_out(toy_bundle: Path, guess: Guess) -> None:
     engine = start(toy_bundle, guess, max_pages=18)
     try:
         many = [(prompt[:70], count) for prompt, count in jobs(5, 12)]
-        queues = [ask(engine, greedy(*job)) for job in many]
+        with held(engine):
+            queues = [ask(engine, greedy(*job)) for job in many]
         for (prompt, count), queue in zip(many, queues, strict=True):
             assert tokens_of(drain(queue)) == toy.expected(prompt, count)
         wait_idle(engine)

@@ -26,7 +26,7 @@ from mlcbuild_runtime.executor.sampling_params import Sampling
 
 from . import toy
 from .stepwise import Stepwise
-from .test_engine import GREEDY, ask, drain, greedy, tokens_of, wait_idle
+from .test_engine import GREEDY, ask, drain, greedy, held, tokens_of, wait_idle
 from .test_speculation import SAMPLINGS, TEXT, jobs, start
 
 PAGE = 16
@@ -184,7 +184,8 @@ def test_answers_when_pages_run_out(toy_bundle: Path, pages: int) -> None:
     engine, speculation = grow(toy_bundle, max_pages=pages)
     try:
         many = [(prompt[:70], count) for prompt, count in jobs(5, 12)]
-        queues = [ask(engine, greedy(*job)) for job in many]
+        with held(engine):
+            queues = [ask(engine, greedy(*job)) for job in many]
         for (prompt, count), queue in zip(many, queues, strict=True):
             assert tokens_of(drain(queue)) == toy.expected(prompt, count)
         wait_idle(engine)
