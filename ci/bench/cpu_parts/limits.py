@@ -1,7 +1,22 @@
-"""What this machine can do: kernels of ours that only read memory, or only multiply and add in registers.
+"""The limits of this machine: kernels that only read memory, or only multiply and add in registers.
 
-As a program (argv: threads) it answers each line on stdin with the rates, measured anew. The number of
-threads is TVM_NUM_THREADS, set before TVM is loaded.
+As a program (argv: threads) it answers each line on stdin with freshly measured rates, as JSON. The number of
+threads is TVM_NUM_THREADS, which is set before TVM is loaded.
+
+What bounds each loop, by the tables of uops.info and Agner Fog (instructions per cycle and core):
+
+    float32     fmadd: 2 on every x86 core here (Zen 4 splits 512 bits: 1), 2 to 4 on Arm
+    vpdpbusd    Zen 5: 2 of 512 bits; Zen 4: 1; Intel servers since Ice Lake: 1 or 2, by model
+    pmaddubsw   2 of 256 bits (Zen 2 and 3: pipes 0 and 3; Intel: ports 0 and 1), each with one
+                addition, which has ports to spare. 32 byte products twice a cycle at 3.5 GHz are
+                448 Gop/s.
+    sdot        2 (Neoverse N1) to 4 (Neoverse V1, Apple), of 128 bits
+    mul16       pmullw: 2 of 128 bits
+
+A loop that gave all of its products the same operands would let the compiler compute one product
+before the loop and time additions only. So the weights of each turn come from memory (first-level
+cache), and every product of a turn has a pair of operands of its own. `tests/bench/test_limits.py`
+counts the instructions of the timed loops.
 """
 
 from __future__ import annotations
@@ -11,6 +26,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 if __name__ == "__main__":
     os.environ["TVM_NUM_THREADS"], os.environ["TVM_BIND_THREADS"] = sys.argv[1], "0"
@@ -37,12 +53,36 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 from mlcbuild.targets import target as targets
 
 READ = 256 << 20
-"""Bytes read in all: far more than a last cache holds."""
-LOOPS, CHAINS = 1 << 19, 12
+"""Bytes of the array that is read: far more than a last-level cache holds."""
+TURNS = 1 << 20
+"""Iterations of the compute loops: 4 ms at two products a cycle, so a launch of threads does not count."""
+CHAINS = 12
+"""Independent sums of the float32 loop: latency (4 cycles) times throughput (2 a cycle), and some more."""
+WEIGHT_ROWS = 64
+"""Rows of weights that the int8 loop reads in turn: at most 16 KiB, which stays in the first-level cache."""
+
+
+@dataclass(frozen=True)
+class DotTile:
+    """The register tile of the int8 loop: every column of weights times every row of activations."""
+
+    rows: int
+    columns: int
+
+    @property
+    def products(self) -> int:
+        """Products in one iteration: as many independent sums."""
+        return self.rows * self.columns
+
+
+def dot_tile(isa: ISA) -> DotTile:
+    """Returns the largest tile whose sums and operands fit the instruction set's registers."""
+    has_16_registers = isa.name in ("avx2", "portable")
+    return DotTile(4, 2) if has_16_registers else DotTile(4, 4)
 
 
 def reads(isa: ISA, words: int, parts: int) -> tvm.tirx.PrimFunc:
-    """Sum `words` int32, in as many parts as there are threads."""
+    """Returns a kernel that sums `words` int32, in as many parts as there are threads."""
     step = 4 * isa.lanes
     each = words // parts
 
@@ -63,14 +103,14 @@ def reads(isa: ISA, words: int, parts: int) -> tvm.tirx.PrimFunc:
 
 
 def products(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
-    """LOOPS times CHAINS multiply-adds of float32 vectors in each part."""
+    """Returns a kernel of TURNS times CHAINS multiply-adds of float32 vectors in each part."""
 
     def body() -> None:
         out = argument("out", (parts, CHAINS * isa.lanes), "float32")
         with T.sblock("products"), T.parallel(i64(parts)) as part:
             factor = T.bind(out[part, span(0, isa.lanes)])
             sums = [register(f32(c, isa.lanes), isa.lanes) for c in range(CHAINS)]
-            with T.serial(0, i64(LOOPS)):
+            with T.serial(0, i64(TURNS)):
                 for total in sums:
                     total.set(fma(total.value, factor, factor, isa.lanes))
             for c, total in enumerate(sums):
@@ -80,29 +120,43 @@ def products(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
 
 
 def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
-    """LOOPS times CHAINS int8 dot products of four in each part, as the int8 kernels do them."""
-    form = dot.Products(isa, 4)
-    kind, count = ("int16", 2 * isa.lanes) if form.narrow else ("int32", isa.lanes)
+    """Returns a kernel of TURNS tiles of products of 4-bit weights and int8 activations in each part.
+
+    weights: int32 [WEIGHT_ROWS, columns * lanes]; activations: int32 [rows], four int8 each.
+    """
+    form, tile = dot.Products(isa, 4), dot_tile(isa)
+    kind, count = _sums(form)
 
     def body() -> None:
-        out = argument("out", (parts, CHAINS * count), kind)
-        seed = argument("seed", (parts, isa.lanes + 1), "int32")
+        out = argument("out", (parts, tile.products * count), kind)
+        weights = argument("weights", (WEIGHT_ROWS, tile.columns * isa.lanes), "int32")
+        activations = argument("activations", (tile.rows,), "int32")
         with T.sblock("dots"), T.parallel(i64(parts)) as part:
-            weights = T.bind(seed[part, span(0, isa.lanes)])
-            activations = T.bind(seed[part, isa.lanes])
+            right = [T.bind(activations[row]) for row in range(tile.rows)]
             zero = T.Cast(typed(kind, count), i32(0, count))
-            sums = [register(zero, count, kind) for _ in range(CHAINS)]
-            with T.serial(0, i64(LOOPS)):
-                for total in sums:
-                    total.set(form.step(total.value, weights, activations))
-            for c, total in enumerate(sums):
+            sums = [[register(zero, count, kind) for _ in right] for _ in range(tile.columns)]
+            with T.serial(0, i64(TURNS)) as turn:
+                for column, totals in enumerate(sums):
+                    left = T.bind(weights[turn % WEIGHT_ROWS, span(column * isa.lanes, isa.lanes)])
+                    for total, operand in zip(totals, right, strict=True):
+                        total.set(form.step(total.value, left, operand))
+            for c, total in enumerate(total for totals in sums for total in totals):
                 T.buffer_store(out, total.value, [part, span(c * count, count)])
 
     return prim_func("dots", body)
 
 
+def _sums(form: dot.Products) -> tuple[str, int]:
+    """Returns dtype and lanes of an accumulator of 4-bit products."""
+    return ("int16", 2 * form.isa.lanes) if form.narrow else ("int32", form.isa.lanes)
+
+
 def tiles(parts: int) -> tvm.tirx.PrimFunc:
-    """LOOPS products of two AMX tiles of bfloat16 in each part: 16 rows, 16 columns, 32 values of k."""
+    """Returns a kernel of TURNS products of two AMX tiles of bfloat16 in each part (16 x 16, 32 values of k).
+
+    One tdpbf16ps every 16 cycles. Tiles have no shared result that could be computed before the loop: the
+    intrinsics have side effects.
+    """
 
     def emit(name: str, *arguments: tvm.tirx.Expr) -> None:
         T.evaluate(T.call_llvm_intrin("void", f"llvm.x86.{name}", *arguments))
@@ -113,7 +167,7 @@ def tiles(parts: int) -> tvm.tirx.PrimFunc:
             emit("ldtilecfg", T.address_of(shapes[0]))
             for number in range(8):
                 emit("tilezero", T.int8(number))
-            with T.serial(0, i64(LOOPS // 4)):
+            with T.serial(0, i64(TURNS // 8)):
                 for number in range(4):
                     emit("tdpbf16ps", T.int8(number), T.int8(4 + number // 2), T.int8(6 + number % 2))
             emit("tilerelease")
@@ -122,30 +176,42 @@ def tiles(parts: int) -> tvm.tirx.PrimFunc:
 
 
 def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]) -> dict[str, float]:
-    """Best of three: GB/s read, float32 GFlop/s, Gop/s of what multiplies quantized weights: int8, or tiles
-    (a product and a sum are two)."""
-    words = READ // 4
-    data = tvm.runtime.tensor(np.ones(words, np.int32))
+    """Returns the best of three: GB/s read, float32 GFlop/s, int8 Gop/s (a product and a sum are two).
+
+    int8 is the rate of what multiplies quantized weights: byte products, or tiles where these are faster.
+    """
+    data = tvm.runtime.tensor(np.ones(READ // 4, np.int32))
     sums = tvm.runtime.tensor(np.zeros((parts, 4 * isa.lanes), np.int32))
     floats = tvm.runtime.tensor(np.zeros((parts, CHAINS * isa.lanes), np.float32))
-    form = dot.Products(isa, 4)
-    count = CHAINS * isa.lanes * (2 if form.narrow else 1)
-    ints = tvm.runtime.tensor(np.zeros((parts, count), np.int16 if form.narrow else np.int32))
-    seed = tvm.runtime.tensor(np.zeros((parts, isa.lanes + 1), np.int32))
-    work = parts * LOOPS * CHAINS * isa.lanes
-    int8 = 2 * work * 4 / form.parts / _best(lambda: compiled("dots")(ints, seed)) / 1e9
-    if isa.amx:
-        shapes = np.array([1, *[0] * 3, *[0x400040] * 4, *[0] * 4, *[0x10101010] * 2, 0, 0], np.int32)
-        given = tvm.runtime.tensor(shapes)
-        int8 = max(int8, 2 * parts * LOOPS * 16 * 16 * 32 / _best(lambda: compiled("tiles")(given)) / 1e9)
-    return {
+    rates = {
         "read": READ / _best(lambda: compiled("reads")(data, sums)) / 1e9,
-        "float32": 2 * work / _best(lambda: compiled("products")(floats)) / 1e9,
-        "int8": int8,
+        "float32": 2 * parts * TURNS * CHAINS * isa.lanes / _best(lambda: compiled("products")(floats)) / 1e9,
+        "int8": _int8_rate(isa, parts, compiled("dots")),
     }
+    if isa.amx:
+        palette = np.array([1, *[0] * 3, *[0x400040] * 4, *[0] * 4, *[0x10101010] * 2, 0, 0], np.int32)
+        shapes = tvm.runtime.tensor(palette)
+        seconds = _best(lambda: compiled("tiles")(shapes))
+        rates["int8"] = max(rates["int8"], 2 * parts * (TURNS // 8 * 4) * 16 * 16 * 32 / seconds / 1e9)
+    return rates
+
+
+def _int8_rate(isa: ISA, parts: int, run: Callable[..., None]) -> float:
+    """Returns Gop/s of `dots`."""
+    form, tile = dot.Products(isa, 4), dot_tile(isa)
+    kind, count = _sums(form)
+    rng = np.random.default_rng(0)
+    out = tvm.runtime.tensor(np.zeros((parts, tile.products * count), kind))
+    codes = rng.integers(0, 16, (WEIGHT_ROWS, 4 * tile.columns * isa.lanes), np.uint8)
+    weights = tvm.runtime.tensor(codes.view(np.int32))
+    activations = tvm.runtime.tensor(rng.integers(-127, 127, 4 * tile.rows, np.int8).view(np.int32))
+    macs = parts * TURNS * tile.products * 4 * isa.lanes // form.parts
+    return 2 * macs / _best(lambda: run(out, weights, activations)) / 1e9
 
 
 def _best(run: Callable[[], object]) -> float:
+    """Returns the shortest of three runs, in seconds."""
+
     def once() -> float:
         start = time.perf_counter()
         run()
