@@ -331,6 +331,7 @@ _SATURATED = (
 )
 DEFINITIONS = {
     "llvm.x86.avx512.vpdpbusd.512": _dot(16, "zext"),
+    "llvm.x86.avx512.vpdpbusd.256": _dot(8, "zext"),
     "llvm.aarch64.neon.sdot.v4i32.v16i8": _dot(4, "sext"),
     "llvm.x86.avx512.pmaddubs.w.512": _pairs("zext", "i8", _SATURATED, 64),
     "llvm.x86.avx512.pmaddw.d.512": _pairs("sext", "i16", ("ret <16 x i32> %sum",), 32),

@@ -29,11 +29,14 @@ TARGETS: Mapping[str, Target] = {
     "avx512amx": presets()["x86-64-v4-amx"],
     "avx512vnni": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4", ("+avx512vnni",)),
     "avx512": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4"),
+    "avxvnni": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v3", ("+avxvnni",)),
     "avx2": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v3"),
     "neon": Target("t", "aarch64-unknown-linux-gnu", "neoverse-n1"),
     "portable": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v2"),
 }
 """A target for each instruction set."""
+DISTINCT = tuple(name for name in TARGETS if name != "avxvnni")
+"""Instruction sets without avxvnni, which is avx2 but for int8 products."""
 
 
 MEMORY = {"memcpy", "memset", "memmove", "memset_pattern16"}

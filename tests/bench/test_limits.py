@@ -20,6 +20,7 @@ TARGETS = {
     "avx2": Target("avx2", X86, "x86-64-v3"),
     "avx512": Target("avx512", X86, "x86-64-v4"),
     "avx512vnni": Target("avx512vnni", X86, "cascadelake"),
+    "avxvnni": Target("avxvnni", X86, "alderlake"),
     "neon": Target("neon", "aarch64-unknown-linux-gnu", "neoverse-n1"),
     "portable": Target("portable", X86, "x86-64-v2"),
 }
@@ -27,6 +28,7 @@ PRODUCT = {
     "avx2": r"vpmaddubsw\s+%ymm",
     "avx512": r"vpmaddubsw\s+%zmm",
     "avx512vnni": r"vpdpbusd\s+%zmm",
+    "avxvnni": r"vpdpbusd\s+.*%ymm",
     "neon": r"sdot\s+v\d+\.4s",
     "portable": r"pmullw\s+",
 }
@@ -35,6 +37,7 @@ FUSED = {
     "avx2": r"vfmadd\w+ps\s.*%ymm",
     "avx512": r"vfmadd\w+ps\s.*%zmm",
     "avx512vnni": r"vfmadd\w+ps\s.*%zmm",
+    "avxvnni": r"vfmadd\w+ps\s.*%ymm",
     "neon": r"fmla\s+v\d+\.4s",
     "portable": r"mulps\s+",
 }

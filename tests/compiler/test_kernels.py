@@ -19,7 +19,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, prim_func
 from mlcbuild.compiler.cpu.memory import taken_by
 from mlcbuild.quant import SCHEMES, Scheme
 from tests import kernelbench
-from tests.kernelbench import TARGETS, Module
+from tests.kernelbench import DISTINCT, TARGETS, Module
 
 pytestmark = pytest.mark.xdist_group("kernels")
 """What is compiled is kept by a process, for many tests."""
@@ -35,7 +35,17 @@ CASES += [("q0f16", (20, 1100)), ("q0f16", (7, 1)), ("q5a8_1", (20, 1100))]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
 TABLES = ((37, 72), (37, 64))
 
-each_isa = pytest.mark.parametrize("isa", list(TARGETS))
+
+def cases(isa: str) -> list[tuple[str, tuple[int, int]]]:
+    """Returns scheme and shape of the products that an instruction set has kernels of its own for."""
+    return [case for case in CASES if isa in DISTINCT or SCHEMES[case[0]].activation_bits]
+
+
+each_isa = pytest.mark.parametrize("isa", DISTINCT)
+each_int8_isa = pytest.mark.parametrize("isa", list(TARGETS))
+each_product = pytest.mark.parametrize(
+    ("isa", "scheme", "shape"), [(isa, *case) for isa in TARGETS for case in cases(isa)]
+)
 each_scheme = pytest.mark.parametrize("scheme", list(SCHEMES))
 
 
@@ -53,13 +63,14 @@ def module(isa: str) -> Module:
 
 
 def _compiled(isa: str) -> Module:
-    functions = [kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES]
+    functions = [kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in cases(isa)]
+    if isa not in DISTINCT:
+        return kernelbench.compiled(TARGETS[isa], functions)
     functions += [embedding.kernel(table(isa, s, shape)) for s in SCHEMES for shape in TABLES]
     return kernelbench.compiled(TARGETS[isa], functions)
 
 
-@each_isa
-@pytest.mark.parametrize(("scheme", "shape"), CASES)
+@each_product
 def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     kernelbench.need(TARGETS[isa])
     rng = np.random.default_rng(1)
@@ -78,8 +89,7 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
         np.testing.assert_allclose(found, wanted, rtol=0, atol=bound, err_msg=f"m={m}")
 
 
-@each_isa
-@pytest.mark.parametrize(("scheme", "shape"), CASES)
+@each_product
 def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     """Bit by bit, up to 16 rows, and any number where the kernel is told of prompts: what shares a step,
     drafts too, must not change an answer."""
@@ -109,7 +119,7 @@ def test_embedding(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(found, matrix[tokens], rtol=1e-6, atol=0)
 
 
-@each_isa
+@each_int8_isa
 def test_zero_rows_of_x_stay_zero(isa: str) -> None:
     """A group of zeros has no scale: nothing is divided by it."""
     kernelbench.need(TARGETS[isa])
@@ -120,7 +130,7 @@ def test_zero_rows_of_x_stay_zero(isa: str) -> None:
         assert not found.any()
 
 
-@each_isa
+@each_int8_isa
 def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
     """Scales of weights from 2**-24 to 28832 of either sign, groups of zeros; groups of x from 1e-33 to 1e30,
     and beside them such of zeros."""
@@ -142,7 +152,7 @@ def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
         assert (np.abs(found - seen @ weight.T) <= bound).all(), m
 
 
-@each_isa
+@each_int8_isa
 @pytest.mark.parametrize("scheme", ["q4a8_1", "q5a8_1", "q8a8_1"])
 @pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
 def test_a_row_that_is_no_number_stays_one(isa: str, scheme: str, wrong: float) -> None:

@@ -37,6 +37,8 @@ LINUX, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
         (LINUX, "skylake-avx512", (), "avx512"),
         (LINUX, "haswell", (), "avx2"),
         (LINUX, "x86-64-v3", (), "avx2"),
+        (LINUX, "x86-64-v3", ("+avxvnni",), "avxvnni"),
+        (LINUX, "alderlake", (), "avxvnni"),
         (LINUX, "haswell", ("-avx2",), "portable"),
         (LINUX, "x86-64-v2", (), "portable"),
         (LINUX, "x86-64", (), "portable"),
@@ -59,7 +61,8 @@ def test_no_library_is_called(isa: str) -> None:
 def test_vectors_are_not_longer_than_the_target_has() -> None:
     assert not re.search(r"%[yz]mm|\bv[a-z]+\s.*%xmm", module("portable").asm)
     assert not re.search(r"%zmm|%[xy]mm(?:1[6-9]|2\d|3[01])\b|%k[0-7]\b", module("avx2").asm)
-    assert "vpdpbusd" not in module("avx512").asm
+    assert not re.search(r"%zmm|%[xy]mm(?:1[6-9]|2\d|3[01])\b|%k[0-7]\b", module("avxvnni").asm)
+    assert "vpdpbusd" not in module("avx512").asm + module("avx2").asm
     assert "tile" not in module("avx512vnni").asm
 
 
@@ -73,6 +76,8 @@ def test_vectors_are_not_longer_than_the_target_has() -> None:
         ("avx512", "q4a8_1", r"vpmaddubsw\s.*%zmm"),
         ("avx2", "q4a8_1", r"vpmaddubsw\s.*%ymm"),
         ("portable", "q4a8_1", r"pmullw\s.*%xmm"),
+        ("avxvnni", "q4a8_1", r"\{vex\}\s+vpdpbusd\s.*%ymm"),
+        ("avxvnni", "q8a8_1", r"\{vex\}\s+vpdpbusd\s.*%ymm"),
         ("avx512vnni", "q8a8_1", r"vpdpbusd\s.*%zmm"),
         ("avx512", "q8a8_1", r"vpmaddwd\s.*%zmm"),
         ("avx2", "q8a8_1", r"vpmaddwd\s.*%ymm"),

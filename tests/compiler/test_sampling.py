@@ -25,7 +25,7 @@ from mlcbuild.compiler.cpu.kernels.logit_mask import masked
 from mlcbuild.compiler.cpu.kernels.sampling import sample
 from mlcbuild.targets.target import Target
 from tests import kernelbench
-from tests.kernelbench import TARGETS, Module
+from tests.kernelbench import DISTINCT, TARGETS, Module
 from tests.libharness import EVERY
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 EXACT = 2e-6
 """Of all probability: how far float32 may be from float64."""
 EXAMPLES = 400 if EVERY else 12
-each_isa = pytest.mark.parametrize("isa", list(TARGETS))
+each_isa = pytest.mark.parametrize("isa", DISTINCT)
 two_isas = pytest.mark.parametrize("isa", ["avx512vnni", "portable"])
 
 

@@ -280,7 +280,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         changed(targets="[cuda-sm90]"),
         [
             "4:11: target 'cuda-sm90' is unknown; known: aarch64-linux, host, macos-arm64, x86-64-v2, "
-            "x86-64-v3, "
+            "x86-64-v3, x86-64-v3-vnni, "
             "x86-64-v4, x86-64-v4-amx, x86-64-v4-vnni"
         ],
     ),

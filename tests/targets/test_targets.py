@@ -79,6 +79,7 @@ def test_presets_are_what_their_names_say() -> None:
         "macos-arm64": ("arm64-apple-macosx11.0.0", "apple-m1", (), "shared"),
         "x86-64-v2": (LINUX, "x86-64-v2", (), "shared"),
         "x86-64-v3": (LINUX, "x86-64-v3", (), "shared"),
+        "x86-64-v3-vnni": (LINUX, "x86-64-v3", ("+avxvnni",), "shared"),
         "x86-64-v4": (LINUX, "x86-64-v4", (), "shared"),
         "x86-64-v4-amx": (
             LINUX,

@@ -6,7 +6,8 @@ threads is TVM_NUM_THREADS, which is set before TVM is loaded.
 What bounds each loop, by the tables of uops.info and Agner Fog (instructions per cycle and core):
 
     float32     fmadd: 2 on every x86 core here (Zen 4 splits 512 bits: 1), 2 to 4 on Arm
-    vpdpbusd    Zen 5: 2 of 512 bits; Zen 4: 1; Intel servers since Ice Lake: 1 or 2, by model
+    vpdpbusd    512 bits: Zen 5: 2; Zen 4: 1; Intel servers since Ice Lake: 1 or 2, by model.
+                256 bits (AVX-VNNI): 2 on Intel (ports 0 and 1) and on Zen 5
     pmaddubsw   2 of 256 bits (Zen 2 and 3: pipes 0 and 3; Intel: ports 0 and 1), each with one
                 addition, which has ports to spare. 32 byte products twice a cycle at 3.5 GHz are
                 448 Gop/s.
@@ -76,9 +77,13 @@ class DotTile:
 
 
 def dot_tile(isa: ISA) -> DotTile:
-    """Returns the largest tile whose sums and operands fit the instruction set's registers."""
-    has_16_registers = isa.name in ("avx2", "portable")
-    return DotTile(4, 2) if has_16_registers else DotTile(4, 4)
+    """Returns a tile whose sums and operands fit the registers, with enough sums to hide latency.
+
+    vpdpbusd adds to its sum and takes 5 cycles, twice a cycle: at least ten sums. pmaddubsw and pmullw are
+    followed by an addition of one cycle, so fewer sums do.
+    """
+    tiles = {"avx2": DotTile(4, 2), "portable": DotTile(4, 2), "avxvnni": DotTile(3, 4)}
+    return tiles.get(isa.name, DotTile(4, 4))
 
 
 def reads(isa: ISA, words: int, parts: int) -> tvm.tirx.PrimFunc:

@@ -90,6 +90,18 @@ ISAS: tuple[ISA, ...] = (
         dot_tile=None,
     ),
     ISA(
+        "avxvnni",
+        ("avx2", "fma", "f16c", "avxvnni"),
+        lanes=8,
+        half=True,
+        dot="vpdpbusd",
+        tile_rows=3,
+        stream_rows=2,
+        batch=4,
+        dot_batch=4,
+        dot_tile=(4, 2),
+    ),
+    ISA(
         "avx2",
         ("avx2", "fma", "f16c"),
         lanes=8,

@@ -22,6 +22,12 @@ QUADS = 8
 _PAIRS_OF_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _PAIRS_OF_WORDS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
+_QUADS_OF_BYTES = {
+    ("vpdpbusd", 8): "llvm.x86.avx512.vpdpbusd.256",  # LLVM encodes it as AVX-VNNI where that is all there is
+    ("vpdpbusd", 16): "llvm.x86.avx512.vpdpbusd.512",
+    ("sdot", 4): "llvm.aarch64.neon.sdot",
+}
+
 
 @dataclass(frozen=True)
 class Products:
@@ -99,8 +105,7 @@ class Products:
         w, a = (T.reinterpret(typed("int8", 4 * lanes), operand) for operand in both)
         if self.way == "pmaddubsw":
             return total + intrinsic(typed("int16", 2 * lanes), _PAIRS_OF_BYTES[lanes], w, a)
-        name = {"vpdpbusd": "llvm.x86.avx512.vpdpbusd.512", "sdot": "llvm.aarch64.neon.sdot"}[self.way]
-        return intrinsic(typed("int32", lanes), name, total, w, a)
+        return intrinsic(typed("int32", lanes), _QUADS_OF_BYTES[self.way, lanes], total, w, a)
 
     def finish(self, total: Expr, correction: Expr) -> Expr:
         """The sums of a group as int32 lanes."""
