@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as something a loop can wait for."""
+"""Requests to end a run: SIGINT and SIGTERM, and cancellation by the caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from types import FrameType
 class Bell:
     """Wakes a loop that waits for a descriptor. May be rung from any thread, and after it was closed."""
 
-    def __init__(self, reading: int, writing: int) -> None:
+    def __init__(self) -> None:
+        reading, writing = os.pipe()
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
         self._reading = reading
@@ -29,6 +30,12 @@ class Bell:
             if self._open:
                 os.write(self._writing, b"\0")
 
+    def __enter__(self) -> Bell:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def heard(self) -> None:
         """Silences it until it is rung again."""
         with suppress(BlockingIOError):
@@ -41,25 +48,51 @@ class Bell:
             os.close(self._writing)
 
 
+class Cancellation:
+    """Ends runs early. `cancel` may be called from any thread, an event handler or a signal handler."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """Who cancelled, as the result of the run names it; "" until then."""
+        self._listeners: list[Callable[[str], None]] = []
+
+    def cancel(self, reason: str = "the caller") -> None:
+        """Ends the runs that were started with this object, now and later. The first reason counts."""
+        self.reason = self.reason or reason
+        for listener in tuple(self._listeners):
+            listener(self.reason)
+
+    @contextmanager
+    def attached(self, listener: Callable[[str], None]) -> Iterator[None]:
+        """Calls `listener` with the reason once cancelled, at once if that is so already."""
+        self._listeners.append(listener)
+        try:
+            if self.reason:
+                listener(self.reason)
+            yield
+        finally:
+            self._listeners.remove(listener)
+
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def caught(interrupt: Callable[[str], None], inline: bool) -> Iterator[Bell]:
-    """A bell that rings on SIGINT or SIGTERM, after `interrupt` was told the signal's name."""
-    bell = Bell(*os.pipe())
+def caught(interrupt: Callable[[str], None], inline: bool) -> Iterator[None]:
+    """In the main thread, has SIGINT and SIGTERM call `interrupt` with the signal's name.
+
+    inline: actions run in this very thread, so KeyboardInterrupt ends them.
+    """
 
     def handle(number: int, frame: FrameType | None) -> None:
         interrupt(signal.Signals(number).name)
-        bell.ring()
-        if inline:  # the action runs in this very thread
+        if inline:
             raise KeyboardInterrupt
 
     mine = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handle) for number in _SIGNALS} if mine else {}
     try:
-        yield bell
+        yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-        bell.close()

@@ -64,7 +64,7 @@ def main(place: str, graph: str, note: str = "", executor: str = "pool", remote:
     nodes = {"chain": chain, "shared": shared, "holding": holding, "heavy": heavy}[graph](note)
     store = Store(Path(place))
     sharing = Sharing(store, [Link(Remote(remote))] if remote else [])
-    options = Options(jobs=2, executor=executor)
+    options = Options(jobs=2, executor=executor, handle_signals=True)
     with reporting(sys.stderr, plain=True) as report:
         try:
             result = execute(Graph(nodes), store, options, report, sharing)

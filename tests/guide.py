@@ -1,4 +1,4 @@
-"""The code blocks of mlcbuild/README.md, for the tests that execute them."""
+"""The code blocks of the guides, for the tests that execute them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from tests.conftest import ROOT
 
 
-def example(heading: str) -> str:
-    """Returns the Python block of one section of the guide."""
-    text = (ROOT / "mlcbuild" / "README.md").read_text(encoding="utf-8")
+def example(heading: str, document: str = "mlcbuild/README.md") -> str:
+    """Returns the Python block of one section of a guide."""
+    text = (ROOT / document).read_text(encoding="utf-8")
     _, _, section = text.partition(f"\n## {heading}\n")
     (block,) = re.findall(r"^```python\n(.*?)^```$", section.partition("\n## ")[0], re.DOTALL | re.MULTILINE)
     return str(block)

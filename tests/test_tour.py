@@ -54,6 +54,7 @@ ELSEWHERE = {
         "tests/recipe/test_recipe.py loads ten; the comment for editors, here",
     ),
     ("recipes/README.md", "text"): (1, "here"),
+    ("recipes/README.md", "python"): (1, "tests/test_session.py"),
     ("targets/README.md", "yaml"): (2, "tests/recipe/test_recipe.py"),
     ("targets/README.md", "text"): (1, "here"),
     ("runtime/README.md", "sh"): (2, "tests/runtime/test_readme.py"),

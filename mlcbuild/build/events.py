@@ -39,7 +39,7 @@ class RunResult:
     """In the order of the plan."""
     seconds: float
     interrupted: str = ""
-    """The signal that ended the run, such as SIGINT."""
+    """Who ended the run early: a signal such as SIGINT, or the reason of its Cancellation."""
     stopped: tuple[str, ...] = ()
     """Steps that were running when the signal came."""
     not_uploaded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -152,6 +152,13 @@ class Warned:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """A fact about what is chosen and why, which is no warning."""
+
+    message: str
+
+
+@dataclass(frozen=True)
 class RunFinished:
     result: RunResult
 
@@ -168,6 +175,7 @@ Event: TypeAlias = (
     | StepFinished
     | Uploading
     | Warned
+    | Noted
     | RunFinished
 )
 Reporter: TypeAlias = Callable[[Event], None]

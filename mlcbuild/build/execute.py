@@ -32,7 +32,7 @@ from mlcbuild.build.usage import Notes
 from mlcbuild.build.worker import Outcome, tail
 from mlcbuild.errors import SetupError, StoreError
 from mlcbuild.remotes.sharing import Sharing
-from mlcbuild.signals import Bell, caught
+from mlcbuild.signals import Bell, Cancellation, caught
 from mlcbuild.store.locks import Lock
 from mlcbuild.store.staging import Session, remove_tree
 from mlcbuild.store.store import Store
@@ -49,12 +49,14 @@ def execute(
     options: Options | None = None,
     report: Reporter = silent,
     sharing: Sharing | None = None,
+    cancel: Cancellation | None = None,
 ) -> RunResult:
     """Builds what the plan lacks and returns what became of every step.
 
-    A failed step is in the result, not an exception; so is SIGINT or SIGTERM, which ends running steps
-    at once and keeps every published one. Running again goes on from there. What the remotes of `sharing`
-    have is not built, and what is built is sent to them; nothing that they do fails a run. Raises
+    A failed step is in the result, not an exception. So is the end by `cancel`, or by SIGINT and SIGTERM
+    when the options say so: running steps end at once, published ones are kept, and the next run goes
+    on from there. What the remotes of `sharing` have is not built, and what is built is sent to them;
+    nothing that they do fails a run. An exception of `report` ends the run and leaves this function. Raises
     UsageError for an unknown name, SourceError for an unreadable source, StoreError when the store cannot
     be used at all.
     """
@@ -62,19 +64,25 @@ def execute(
     started = time.monotonic()
     force, only = graph.match(options.force), graph.match(options.only)
     planner = Planner(graph, store, force=force, only=only, sharing=sharing, report=report)
-    run = _Run(planner, options, report)
-    run.begin()
-    if run.left or planner.sharing.promised():
-        with ExitStack() as stack:
-            run.open(stack)
-            run.loop()
+    with Bell() as bell:
+        run = _Run(planner, options, report, bell)
+        with (cancel or Cancellation()).attached(run.interrupt):
+            _carry_out(run)
     result = run.result(time.monotonic() - started)
     report(RunFinished(result))
     return result
 
 
+def _carry_out(run: _Run) -> None:
+    run.begin()
+    if run.left or run.planner.sharing.promised():
+        with ExitStack() as stack:
+            run.open(stack)
+            run.loop()
+
+
 class _Run:
-    def __init__(self, planner: Planner, options: Options, report: Reporter) -> None:
+    def __init__(self, planner: Planner, options: Options, report: Reporter, bell: Bell) -> None:
         self.planner = planner
         self.graph = planner.graph
         self.store = planner.store
@@ -94,6 +102,7 @@ class _Run:
         self.stopping = ""
         """Why no more steps are started."""
         self.interrupted = ""
+        self.bell = bell
         self.stopped: tuple[str, ...] = ()
         self.not_uploaded: dict[str, tuple[str, ...]] = {}
         self.elsewhere: dict[str, StepResult] = {}
@@ -129,7 +138,8 @@ class _Run:
 
     def open(self, stack: ExitStack) -> None:
         self.session: Session = stack.enter_context(self.store.session())
-        self.bell: Bell = stack.enter_context(caught(self._interrupt, self.options.executor == "inline"))
+        if self.options.handle_signals:
+            stack.enter_context(caught(self.interrupt, self.options.executor == "inline"))
         self.executor = executor(self.options, self.planner.sharing, self.session, self.bell)
         self.capacity = Capacity(self.executor, self.options)
         self.transfers = Transfers(self.planner.sharing, self.bell.ring)
@@ -150,9 +160,11 @@ class _Run:
         for name, why in refused.items():
             self._settle(StepResult(name, "failed", self.plans[name].key, error=SetupError(why)))
 
-    def _interrupt(self, name: str) -> None:
-        self.interrupted = self.interrupted or name
+    def interrupt(self, reason: str) -> None:
+        """Has the loop return and start no step. Any thread or signal handler may call it."""
+        self.interrupted = self.interrupted or reason
         self.planner.sharing.interrupt()
+        self.bell.ring()
 
     def _finish(self) -> None:
         self.executor.close()
@@ -175,7 +187,8 @@ class _Run:
             while self.transfers.uploading and not self.interrupted:
                 self._listen()
         except KeyboardInterrupt:
-            self.interrupted = self.interrupted or "SIGINT"
+            if not self.interrupted:  # no handler of ours raised it
+                raise
         self.stopped = tuple(self.running)
         reason = f"interrupted by {self.interrupted}" if self.interrupted else self.stopping
         for name in sorted(self.left, key=self.places.__getitem__):

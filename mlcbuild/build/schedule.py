@@ -35,6 +35,8 @@ class Options:
     """ "pool": processes of this machine; "inline": this process; "dask://host:port": a cluster."""
     tls: str | None = None
     """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts."""
+    handle_signals: bool = False
+    """In the main thread, SIGINT and SIGTERM end the run instead of the process."""
 
 
 def outputs(planner: Planner, options: Options) -> frozenset[str]:

@@ -55,6 +55,20 @@ class Command:
         return shlex.join([*words, *more])
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """The form of a CI matrix."""
+
+    command: Command
+    """What the command lines of all jobs have in common."""
+    shards: int | None = None
+    """Number of jobs that share all the work; None: one job for each variant."""
+    labels: tuple[str, ...] = ()
+    """TARGET=RUNNER for targets that need a runner of their own; * stands for all targets."""
+    all: bool = False
+    """Includes variants that need no work."""
+
+
 def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
     """`--label target=runner` options; the target may be `*`. Raises UsageError with every problem."""
     found, problems, known = {}, [], [*targets, ANY]
@@ -86,6 +100,19 @@ def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
             waits = (need for need in graph.needs(graph.step(planned.name)) if need in found)
             found[planned.name] = found[next(waits)]
     return found
+
+
+def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Matrix) -> list[Job]:
+    """Returns a job for each variant that needs work, or jobs that share all the work. Raises UsageError."""
+    if matrix.shards is not None and matrix.shards < 1:
+        raise UsageError(f"--shards {matrix.shards}: there must be at least one")
+    names = dict.fromkeys(item.variant.target.name for item in pipeline.products)
+    runners = labels(matrix.labels, names)
+    rows = list(zip(products, variants(products, pipeline, plan, runners, matrix.command), strict=True))
+    chosen = [(product, job) for product, job in rows if job.reason or matrix.all]
+    if matrix.shards is None:
+        return [job for _, job in chosen]
+    return shards([product for product, _ in chosen], matrix.shards, runners, matrix.command)
 
 
 def variants(

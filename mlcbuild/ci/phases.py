@@ -9,6 +9,7 @@ from mlcbuild.build.events import Reporter, RunResult, StepResult
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph
 from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.signals import Cancellation
 
 
 def run(
@@ -17,6 +18,7 @@ def run(
     turns: Sequence[tuple[str, ...] | None],
     sharing: Callable[[], Sharing],
     report: Reporter,
+    cancel: Cancellation | None = None,
 ) -> RunResult:
     """Executes one turn after the other; each is the names of the steps wanted, None for all.
 
@@ -35,7 +37,7 @@ def run(
             done = frozenset(step.name for step in whole.steps)
             now = replace(options, only=left, force=tuple(sorted(force - done)))
             shared = sharing()
-            whole = _joined(whole, execute(graph, shared.store, now, report, shared))
+            whole = _joined(whole, execute(graph, shared.store, now, report, shared, cancel))
         known = {step.name for step in whole.steps}
         skipped = [
             StepResult(name, "skipped", reason=f"needs {min(needs)}, which failed")

@@ -7,34 +7,20 @@ import json
 from pathlib import Path
 
 from mlcbuild.ci import matrix as matrices
-from mlcbuild.ci import split as splits
 from mlcbuild.ci.outputs import headline
-from mlcbuild.cli.build import choice, open_sharing, open_store, read_pipeline, tell
+from mlcbuild.cli.build import print_warnings, selection
 from mlcbuild.cli.listing import show
+from mlcbuild.cli.recipes import open_session
+from mlcbuild.cli.store import open_store
 from mlcbuild.errors import UsageError
 from mlcbuild.reports.report import duration
+from mlcbuild.selection import durations
 
 
 def matrix(arguments: argparse.Namespace) -> int:
-    from mlcbuild.build import plan as planning
-
-    pipeline, store = read_pipeline(arguments), open_store(arguments)
-    count = arguments.shards
-    if count is not None and count < 1:
-        raise UsageError(f"--shards {count}: there must be at least one")
-    names = dict.fromkeys(item.variant.target.name for item in pipeline.products)
-    given = matrices.labels(arguments.label, names)
     command = matrices.Command(arguments.recipe, tuple(arguments.settings), arguments.allow_outside)
-    only = choice(arguments, pipeline)
-    products = [item for item in pipeline.products if only is None or item.last in only]
-    sharing = open_sharing(arguments, pipeline.recipe, store)
-    found = planning.plan(pipeline.graph, store, sharing=sharing, report=tell)
-    jobs = matrices.variants(products, pipeline, found, given, command)
-    if not arguments.all:
-        products = [item for item, job in zip(products, jobs, strict=True) if job.reason]
-        jobs = [job for job in jobs if job.reason]
-    if count is not None:
-        jobs = matrices.shards(products, count, given, command)
+    form = matrices.Matrix(command, arguments.shards, tuple(arguments.label), arguments.all)
+    jobs = open_session(arguments).jobs(form, selection(arguments), print_warnings)
     if arguments.format == "json":
         print(json.dumps([vars(job) for job in jobs], indent=2, ensure_ascii=False))
     else:
@@ -44,27 +30,19 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 def shard(arguments: argparse.Namespace) -> int:
     """Shows the split that `run --shard` uses; with --record, of the durations that it writes first."""
-    pipeline = read_pipeline(arguments)
-    if arguments.count < 1:
-        raise UsageError(f"--count {arguments.count}: there must be at least one")
-    path = splits.place(pipeline.recipe.path)
+    session = open_session(arguments)
     if arguments.record:
-        known = splits.read(path) if path.exists() else {}
-        mine = splits.recorded(pipeline.graph, open_store(arguments))
-        if not mine:
-            raise UsageError("there is nothing to record: no step of this recipe was built in this store")
-        kept = {name: spent for name, spent in known.items() if name in pipeline.graph}
-        splits.write(path, {**kept, **mine})
-    only = choice(arguments, pipeline) or ()
-    found = splits.split(pipeline.graph, only, arguments.count, splits.read(path))
+        session.record_durations()
+    dealt = session.split(arguments.count, selection(arguments), print_warnings)
     lines = []
-    for index, part in enumerate(found.shards, 1):
+    for index, part in enumerate(dealt.shards, 1):
         lines.append(f"shard {index}/{arguments.count}: {duration(part.milliseconds / 1000)}")
         lines += [f"  {name}" for name in part.steps]
-    lines.append(f"split {found.identity}, {_basis(path.name if path.exists() else '')}")
+    path = durations(session.pipeline)
+    lines.append(f"split {dealt.identity}, {_basis(path.name if path.exists() else '')}")
     document = {
-        "split": found.identity,
-        "shards": [{"steps": list(part.steps), "seconds": part.milliseconds / 1000} for part in found.shards],
+        "split": dealt.identity,
+        "shards": [{"steps": list(part.steps), "seconds": part.milliseconds / 1000} for part in dealt.shards],
     }
     show(arguments.json, document, lines)
     return 0

@@ -11,7 +11,7 @@ from ctypes.util import find_library
 
 from mlcbuild import machine
 from mlcbuild.build import cluster
-from mlcbuild.cli.build import open_store
+from mlcbuild.cli.store import open_store
 from mlcbuild.errors import SetupError
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend

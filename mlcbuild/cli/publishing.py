@@ -3,115 +3,86 @@
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mlcbuild_format import sizes
 
 from mlcbuild.bundles.publish import fault, pinned
-from mlcbuild.bundles.publish.transfer_bundle import publish as send
+from mlcbuild.bundles.publish.delivery import Sent, publish_bundle
 from mlcbuild.bundles.publish.transfer_bundle import pull as fetch
 from mlcbuild.cli import build
 from mlcbuild.cli.listing import show
-from mlcbuild.errors import PublishError, UsageError
-from mlcbuild.pipeline import Product
+from mlcbuild.cli.recipes import open_session
+from mlcbuild.errors import UsageError
+from mlcbuild.outcomes import Result
+from mlcbuild.session import Session
 
 
 def publish(arguments: argparse.Namespace) -> int:
-    """`publish RECIPE` builds and sends what the recipe says; `publish BUNDLE --to URL` sends one bundle.
+    """`publish RECIPE` builds and sends what the recipe lists; `publish BUNDLE --to URL` sends one bundle.
 
-    Exit code 1 when anything that should have been sent was not; the rest is sent all the same.
+    Exit code 1 when a bundle that should have been sent was not; the others are sent all the same.
     """
     for url in arguments.to:
         if problem := fault(url, writing=True):
             raise UsageError(f"mlcbuild publish: --to {problem}")
     if Path(arguments.recipe).is_dir():
-        if not arguments.to:
-            raise UsageError(
-                "mlcbuild publish: say where to: mlcbuild publish BUNDLE --to oci://host/name:tag"
-            )
-        bundle = Path(arguments.recipe)
-        rows = [*_send(arguments, [(bundle.name, bundle, url) for url in arguments.to])]
-        document: dict[str, object] = {"published": rows}
-    else:
-        if arguments.to:
-            raise UsageError("mlcbuild publish: --to is for a bundle; a recipe says it in 'publish'")
-        products = _products(arguments)
-        if arguments.dry_run:
-            return build.plan(arguments)
-        run, code = _build(arguments)
-        if code:
-            print("nothing was published: not all of it was built", file=sys.stderr)
-            return code
-        rows = [*_send(arguments, list(_wanted(arguments, products, run)))]
-        document = {"published": rows, "run": run}
+        return _publish_bundle(arguments)
+    if arguments.to:
+        raise UsageError("mlcbuild publish: --to is for a bundle; a recipe says it in 'publish'")
+    open_session(arguments).require_destinations()
+    if arguments.dry_run:
+        return build.plan(arguments)
+    session, result = _build(arguments)
+    if code := result.exit_code:
+        print("nothing was published: not all of it was built", file=sys.stderr)
+        return code
+    sent = session.publish(result, unverified=arguments.unverified, on_sent=_printing(arguments))
+    return _conclude(arguments, sent, {"run": build.document(result)})
+
+
+def _publish_bundle(arguments: argparse.Namespace) -> int:
+    if not arguments.to:
+        raise UsageError("mlcbuild publish: say where to: mlcbuild publish BUNDLE --to oci://host/name:tag")
+    return _conclude(arguments, publish_bundle(arguments.recipe, arguments.to, _printing(arguments)), {})
+
+
+def _build(arguments: argparse.Namespace) -> tuple[Session, Result]:
+    """Runs the recipe; what is for people goes to stderr."""
+    return build.build(argparse.Namespace(**{**vars(arguments), "json": True}))
+
+
+def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
+    """Returns a function that prints what became of a bundle, as soon as that is known."""
+
+    def show_one(sent: Sent) -> None:
+        if sent.status == "skipped":
+            hint = "--unverified publishes it all the same"
+            print(f"skipped publish/{sent.name}: {sent.note}; {hint}", file=sys.stderr)
+        elif sent.status == "failed":
+            print(f"failed  publish/{sent.name}: {sent.note}", file=sys.stderr)
+        elif not arguments.json:
+            size = f"  ({sizes.show(sent.size)} sent)" if sent.size else ""
+            print(f"{sent.status:<9} {sent.address}{size}")
+
+    return show_one
+
+
+def _conclude(arguments: argparse.Namespace, sent: Iterable[Sent], more: Mapping[str, object]) -> int:
+    """Prints the document of --json, and returns the exit code."""
+    rows = [_row(item) for item in sent if item.status != "skipped"]
     if arguments.json:
-        show(True, document, [])
+        show(True, {"published": rows, **more}, [])
     return 1 if any(row["status"] == "failed" for row in rows) else 0
 
 
-def _send(
-    arguments: argparse.Namespace, wanted: list[tuple[str, Path, str]]
-) -> Iterator[dict[str, str | int]]:
-    """Sends one after the other, and tells of each when it is there."""
-    seen: dict[tuple[str, str], tuple[str, str]] = {}
-    for name, bundle, url in wanted:
-        row: dict[str, str | int] = {"step": f"publish/{name}", "to": url}
-        try:
-            found = send(bundle, url, seen)
-        except PublishError as error:
-            yield {**row, "status": "failed", "note": str(error)}
-            print(f"failed  publish/{name}: {error}", file=sys.stderr)
-            continue
-        status = "published" if found.sent else "present"
-        yield {**row, "status": status, "address": found.url, "sent": found.sent}
-        if not arguments.json:
-            print(f"{status:<9} {found.url}" + (f"  ({sizes.show(found.sent)} sent)" if found.sent else ""))
-
-
-def _products(arguments: argparse.Namespace) -> Mapping[str, Product]:
-    """By the names of variants. Raises UsageError when the recipe sends nothing."""
-    pipeline = build.read_pipeline(arguments)
-    if not pipeline.recipe.destinations:
-        raise UsageError(
-            f"{arguments.recipe}: it says nowhere to publish to: add `publish: [{{to: "
-            '"oci://host/team/{model}:{quantization}-{target}"}]`'
-        )
-    return {product.variant.name: product for product in pipeline.products}
-
-
-def _build(arguments: argparse.Namespace) -> tuple[dict[str, list[dict[str, str]]], int]:
-    """What a run says with --json, and its exit code; what is for people goes to stderr meanwhile."""
-    wanted, arguments.json = arguments.json, True
-    try:
-        with redirect_stdout(io.StringIO()) as said:
-            code = build.run(arguments)
-    finally:
-        arguments.json = wanted
-    return json.loads(said.getvalue()), code
-
-
-def _wanted(
-    arguments: argparse.Namespace, products: Mapping[str, Product], run: Mapping[str, list[dict[str, str]]]
-) -> Iterator[tuple[str, Path, str]]:
-    """Variant, bundle and address of everything that this run has finished."""
-    for row in run["variants"]:
-        product = products[row["name"]]
-        if row["status"] not in ("built", "reused"):
-            continue
-        if product.verify is None and not arguments.unverified:
-            print(
-                f"skipped publish/{row['name']}: it is not verified, {product.unverified}; "
-                "--unverified publishes it all the same",
-                file=sys.stderr,
-            )
-            continue
-        for url in product.variant.destinations:
-            yield row["name"], product.variant.output, url
+def _row(sent: Sent) -> dict[str, str | int]:
+    row: dict[str, str | int] = {"step": f"publish/{sent.name}", "to": sent.to, "status": sent.status}
+    if sent.status == "failed":
+        return {**row, "note": sent.note}
+    return {**row, "address": sent.address, "sent": sent.size}
 
 
 def pull(arguments: argparse.Namespace) -> int:

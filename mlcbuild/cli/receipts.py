@@ -15,13 +15,14 @@ import mlcbuild_runtime
 
 import mlcbuild
 from mlcbuild import keyfile
-from mlcbuild.build.events import RunResult
 from mlcbuild.build.graph import Source
 from mlcbuild.compiler.cpu.toolchain import programs
+from mlcbuild.outcomes import Result
 from mlcbuild.pipeline import Pipeline
 from mlcbuild.recipe import LocalSource
 from mlcbuild.reports import runlog
 from mlcbuild.reports.runlog import LoggedStep, RunLog
+from mlcbuild.session import Session
 from mlcbuild.store import receipt
 from mlcbuild.store.links import STAMP
 from mlcbuild.store.statcache import RACY_NS
@@ -30,18 +31,8 @@ from mlcbuild.targets import target as targets
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A run after which nothing is left to do."""
-
-    pipeline: Pipeline
-    store: Store
-    result: RunResult
-    log: RunLog
-
-
-@dataclass(frozen=True)
-class Said:
-    """What a run without work says."""
+class Printed:
+    """What a run without work prints."""
 
     lines: tuple[str, ...]
     places: str
@@ -52,38 +43,38 @@ class _DoubtError(Exception):
     """Something is too young to be told from its next state, or not as it should be: no receipt this time."""
 
 
-def leave(run: Settled, said: Said, bundles: Iterable[Path], words: Sequence[str], began: int) -> None:
-    """Writes the receipt of the command line `words`, if everything in it can be vouched for.
+def leave(session: Session, result: Result, printed: Printed, words: Sequence[str], began: int) -> None:
+    """Writes the receipt of the command line `words`, unless an input is too recent to detect a change.
 
-    The run read nothing before `began`, in nanoseconds since 1970.
+    The run that gave `result` left nothing to do. It read nothing before `began`, in nanoseconds since 1970.
     """
     if sys.platform == "darwin":
         return  # its `clang` is a stub: which linker it starts shows in no file of ours
-    looked = time.time_ns()
+    looked, store = time.time_ns(), session.store
     with suppress(OSError, _DoubtError):
-        read = list(dict.fromkeys(_read(run.pipeline, run.store)))
+        read = list(dict.fromkeys(_read(session.pipeline, store)))
         watched = [path for path in read if os.path.lexists(path)]
         absent = [path for path in read if not os.path.lexists(path)]
         if _latest(receipt.stats(watched)) >= began - RACY_NS:
             raise _DoubtError("what was read is too young")
-        found = _Blobs(run.store)
-        records = {step.record.key: step.record for step in run.result.steps if step.record is not None}
+        found = _Blobs(store)
+        records = {step.record.key: step.record for step in result.steps if step.record is not None}
         for record in records.values():
             for _, digest, size in record.rows:
                 found.add(digest, size)
         listed: list[str] = []
-        for output in bundles:
+        for output in result.bundles.values():
             watched += _output(output, found, listed, looked)
         # Beside bundles lie the lists of what was written into them: new ones replace old ones by name.
-        for parent in {str(output.parent) for output in bundles}:
+        for parent in {str(output.parent) for output in result.bundles.values()}:
             watched += _directory(parent, listed, looked)
         if _latest(receipt.stats(watched)) >= max(looked, began) - RACY_NS:
             raise _DoubtError("changed meanwhile")
-        kept, rest = runlog.keep_rest(run.store, run.pipeline.recipe.path, _without_work(run.log))
+        kept, rest = runlog.keep_rest(store, session.recipe.path, _without_work(result.log))
         watched.append(str(kept))
-        shelves = _shelves(run.store, records, looked)
+        shelves = _shelves(store, records, looked)
         texts = {
-            "said": _said(said, len(run.result.steps)),
+            "said": _texts(printed, len(result.steps)),
             "watched": map(receipt.short, watched),
             "absent": absent,
             "records": records,
@@ -99,7 +90,7 @@ def leave(run: Settled, said: Said, bundles: Iterable[Path], words: Sequence[str
             "blob_sizes": list(found.blobs.values()),
             "copy_sizes": list(found.copies.values()),
         }
-        receipt.write(receipt.place(str(run.store.root), words), texts, numbers)
+        receipt.write(receipt.place(str(store.root), words), texts, numbers)
 
 
 def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
@@ -218,6 +209,6 @@ def _without_work(log: RunLog) -> RunLog:
     return replace(log, steps=tuple(map(reused, log.steps)), variants=variants)
 
 
-def _said(said: Said, steps: int) -> list[str]:
-    """The text before and behind the seconds that a run took."""
-    return ["\n".join([*said.lines, f"0 built, {steps} reused in "]), said.places]
+def _texts(printed: Printed, steps: int) -> list[str]:
+    """Returns the text before and after the seconds that a run took."""
+    return ["\n".join([*printed.lines, f"0 built, {steps} reused in "]), printed.places]

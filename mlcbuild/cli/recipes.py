@@ -6,11 +6,15 @@ import argparse
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.errors import InputError, UsageError
-from mlcbuild.recipe import Recipe, expand, load
+
+if TYPE_CHECKING:
+    from mlcbuild.remotes import Remote
+    from mlcbuild.session import Session
 
 FIRST = """\
 # For completion in an editor: mlcbuild schema recipe > recipe.schema.json
@@ -26,43 +30,29 @@ bundle: {output: "dist/{model}-{quantization}-{target}"}
 
 
 def settings(pairs: list[str]) -> dict[str, str]:
-    """`--set` options. Raises UsageError."""
-    found = {}
+    """Returns the values of `--set` options by name. Raises UsageError."""
+    values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
             raise UsageError(f"mlcbuild: --set {pair}: write --set name=value")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
-def read_recipe(arguments: argparse.Namespace, with_models: bool = False) -> Recipe:
-    """The recipe that a command line names; `with_models` looks into local checkpoints as well."""
-    from mlcbuild.prospect import faults
+def open_session(arguments: argparse.Namespace, remotes: Sequence[Remote] | None = None) -> Session:
+    """Opens the recipe that a command line names; `remotes` take the place of those of the recipe."""
+    from mlcbuild import session
 
     gc.set_threshold(200_000, 10, 10)  # variants and steps live to the end: little of them is ever garbage
-    path, values = Path(arguments.recipe), settings(arguments.settings)
-    if with_models:
-        return load(path, values, arguments.allow_outside, faults)
-    return load(path, values, arguments.allow_outside)
-
-
-def read_lock(recipe: Recipe) -> Lock:
-    """The recipe's lock, complete; an empty one for a recipe whose sources are all local."""
-    from mlcbuild.checkpoints import lock as locks
-    from mlcbuild.pipeline import hub_sources
-
-    sources = hub_sources(recipe)
-    if not sources:
-        return Lock()
-    if not recipe.lock.exists():
-        named = ", ".join(map(str, sources))
-        raise UsageError(
-            f"{recipe.path}: {named} must be pinned before it is used: run `mlcbuild lock {recipe.path}`"
-        )
-    lock = locks.read(recipe.lock)
-    locks.check(sources, lock, recipe.lock)
-    return lock
+    none = getattr(arguments, "no_remote", False)
+    return session.open(
+        arguments.recipe,
+        store=arguments.store or None,
+        remotes=() if none else remotes,
+        settings=settings(arguments.settings),
+        allow_outside=arguments.allow_outside,
+    )
 
 
 def init(arguments: argparse.Namespace) -> int:
@@ -81,66 +71,50 @@ def init(arguments: argparse.Namespace) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     """With --json, problems are facts: they go to stdout as a document."""
-    from mlcbuild.checkpoints import lock as locks
-    from mlcbuild.pipeline import hub_sources
-    from mlcbuild.prospect import check
+    from mlcbuild.locking import check
 
     try:
-        recipe = read_recipe(arguments, with_models=True)
-        check(recipe)
-        if recipe.lock.exists() and hub_sources(recipe):
-            locks.read(recipe.lock)
+        variants = check(
+            arguments.recipe, settings=settings(arguments.settings), allow_outside=arguments.allow_outside
+        )
     except InputError as error:
         if arguments.json:
             print(json.dumps({"problems": [vars(problem) for problem in error.problems]}, indent=2))
             return error.exit_code
         raise
-    variants = expand(recipe)
     if arguments.json:
         document = {"problems": [], "variants": [{"name": v.name, "bundle": str(v.output)} for v in variants]}
         print(json.dumps(document, indent=2))
     else:
         count = f"{len(variants)} variant{'s' if len(variants) != 1 else ''}"
-        print("\n".join([*(variant.name for variant in variants), f"{recipe.path}: {count}"]))
+        print("\n".join([*(variant.name for variant in variants), f"{Path(arguments.recipe)}: {count}"]))
     return 0
 
 
 def lock(arguments: argparse.Namespace) -> int:
-    from mlcbuild.checkpoints import lock as locks
-    from mlcbuild.pipeline import hub_sources
+    from mlcbuild import locking
 
-    recipe = read_recipe(arguments)
-    sources = hub_sources(recipe)
-    if not sources and not recipe.lock.exists():
-        print(f"{recipe.path}: every source is local: there is nothing to lock")
-        return 0
-    known = locks.read(recipe.lock) if recipe.lock.exists() else None
+    values, outside = settings(arguments.settings), arguments.allow_outside
     if arguments.check:
-        return _check(recipe, known)
-    # Without --check a lock is made anew: branches and tags are asked again.
-    made = locks.resolve(sources)
-    for source, locked in sorted(made.sources.items()):
-        before = known.sources.get(source) if known else None
-        note = f" (was {before.commit[:12]})" if before is not None and before.commit != locked.commit else ""
-        print(f"{source}: {locked.commit[:12]}, {len(locked.files)} files{note}")
-    wrote = locks.write(recipe.lock, made)
-    print(f"{recipe.lock}: {'written' if wrote else 'unchanged'}")
+        path, moved = locking.moved(arguments.recipe, settings=values, allow_outside=outside)
+        for source, (pinned, commit) in moved.items():
+            print(
+                f"{source}: now at {commit[:12]}, pinned at {pinned[:12]}: run `mlcbuild lock` to pin that",
+                file=sys.stderr,
+            )
+        if not moved:
+            print(f"{path}: up to date" if path.exists() else _all_local(arguments.recipe))
+        return 2 if moved else 0
+    path, sources, wrote = locking.lock(arguments.recipe, settings=values, allow_outside=outside)
+    for row in sources:
+        note = f" (was {row.before[:12]})" if row.before is not None and row.before != row.commit else ""
+        print(f"{row.source}: {row.commit[:12]}, {row.files} files{note}")
+    if not sources and not path.exists():
+        print(_all_local(arguments.recipe))
+    else:
+        print(f"{path}: {'written' if wrote else 'unchanged'}")
     return 0
 
 
-def _check(recipe: Recipe, known: Lock | None) -> int:
-    from mlcbuild.checkpoints import lock as locks
-    from mlcbuild.pipeline import hub_sources
-
-    current = read_lock(recipe) if known is None else known
-    locks.check(hub_sources(recipe), current, recipe.lock)
-    moved = locks.moved(current)
-    for source, commit in moved.items():
-        pinned = current.sources[source].commit
-        print(
-            f"{source}: now at {commit[:12]}, pinned at {pinned[:12]}: run `mlcbuild lock` to take it",
-            file=sys.stderr,
-        )
-    if not moved:
-        print(f"{recipe.lock}: up to date")
-    return 2 if moved else 0
+def _all_local(recipe: str) -> str:
+    return f"{Path(recipe)}: every source is local: there is nothing to lock"

@@ -12,24 +12,22 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 from mlcbuild_format import sizes
 
 from mlcbuild import keyfile
-from mlcbuild.build.events import Reporter, Warned, silent
-from mlcbuild.build.plan import Plan, plan
+from mlcbuild.build.events import Event, Warned
 from mlcbuild.canon import Entry
-from mlcbuild.cli.build import open_store
 from mlcbuild.cli.listing import show
-from mlcbuild.cli.recipes import read_lock, read_recipe
-from mlcbuild.cli.store import no_operands, status
+from mlcbuild.cli.recipes import open_session
+from mlcbuild.cli.store import no_operands, open_store, status
 from mlcbuild.errors import RemoteError, StoreError, UsageError
-from mlcbuild.pipeline import build
 from mlcbuild.remotes import Mode, Remote, archive, fault
 from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.selection import Selection
+from mlcbuild.session import Session
 from mlcbuild.store import upkeep
 from mlcbuild.store.records import Record
 from mlcbuild.store.store import Store
@@ -76,8 +74,9 @@ def push(arguments: argparse.Namespace) -> int:
     """Sends records of a recipe, or of the whole store, to remotes; exit code 1 when any did not arrive."""
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
-    remotes = _remotes(arguments, recipe, urls, "write")
-    records = _all(store) if recipe is None else _of_recipe(arguments, store)
+    session = None if recipe is None else open_session(arguments)
+    remotes = _remotes(arguments, session, urls, "write")
+    records = _all(store) if session is None else _of_recipe(arguments, session)
     signer = keyfile.load(keyfile.default_path())
     sharing = Sharing(store, [Link(remote, signer) for remote in remotes])
     count, lacking = _send(sharing, records)
@@ -112,27 +111,34 @@ def pull(arguments: argparse.Namespace) -> int:
     store = open_store(arguments)
     if arguments.all:
         raise UsageError("mlcbuild cache pull: a remote cannot list what it has: name a recipe, not --all")
-    recipe, urls = _operands(arguments, "pull", everything=False)
-    sharing = Sharing(store, [Link(remote) for remote in _remotes(arguments, recipe, urls, "read")])
+    _, urls = _operands(arguments, "pull", everything=False)
+    session = open_session(arguments)
+    session = session.over(_remotes(arguments, session, urls, "read"))
     warnings: list[str] = []
-    found = _plan(arguments, store, sharing, lambda event: warnings.append(cast(Warned, event).message))
-    there = [(step, step.record) for step in found.steps if step.state == "remote" and step.record]
+    plan = session.plan(Selection(tuple(arguments.only)), partial(_collect, warnings)).plan
+    remote = [(step, step.record) for step in plan.steps if step.state == "remote" and step.record]
+    sharing = Sharing(store, [Link(remote) for remote in session.recipe.remotes])
     missing = []
-    with store.session() as session:
-        fetched = _fetch(sharing, (entry for _, record in there for entry in record.files))
-        for step, record in there:
+    with store.session() as area:
+        fetched = _fetch(sharing, (entry for _, record in remote for entry in record.files))
+        for step, record in remote:
             if why := next(filter(None, (fetched[entry.digest] for entry in record.files)), ""):
                 missing.append(f"{step.name}: {why}")
             else:
-                store.put_record(record, session.area() / "record")
+                store.put_record(record, area.area() / "record")
     warnings += sharing.take_warnings()
-    absent = found.count("run") + found.count("pending")
+    absent = plan.count("run") + plan.count("pending")
     if missing or (warnings and absent):
         raise RemoteError("\n".join([*warnings, *missing]))
     for sentence in warnings:
         print(f"warning {sentence}", file=sys.stderr)
-    print(f"{found.count('remote')} fetched, {found.count('hit')} were here, {absent} are in no remote")
+    print(f"{plan.count('remote')} fetched, {plan.count('hit')} were here, {absent} are in no remote")
     return 0
+
+
+def _collect(warnings: list[str], event: Event) -> None:
+    if isinstance(event, Warned):
+        warnings.append(event.message)
 
 
 def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
@@ -173,7 +179,8 @@ def _mend(arguments: argparse.Namespace, store: Store) -> upkeep.Verified:
     named = "://" not in arguments.operands[0]
     arguments.recipe = arguments.operands[0] if named else None
     urls = arguments.operands[1:] if named else arguments.operands
-    sharing = Sharing(store, [Link(remote) for remote in _remotes(arguments, arguments.recipe, urls, "read")])
+    session = open_session(arguments) if named else None
+    sharing = Sharing(store, [Link(remote) for remote in _remotes(arguments, session, urls, "read")])
     try:
         with store.session():
             found = upkeep.verify(
@@ -208,7 +215,7 @@ def export(arguments: argparse.Namespace) -> int:
         raise UsageError("mlcbuild cache export: write `mlcbuild cache export FILE [RECIPE]`")
     path, *recipe = arguments.operands
     arguments.recipe = recipe[0] if recipe else None
-    records = _of_recipe(arguments, store) if recipe else _all(store)
+    records = _of_recipe(arguments, open_session(arguments, ())) if recipe else _all(store)
     moved = archive.write(store, records, Path(path), keyfile.load(keyfile.default_path()))
     print(f"{path}: {moved.records} records and {moved.blobs} files, {sizes.show(moved.bytes)}")
     return 0
@@ -241,7 +248,7 @@ def _operands(
 
 
 def _remotes(
-    arguments: argparse.Namespace, recipe: str | None, urls: Sequence[str], mode: Mode
+    arguments: argparse.Namespace, session: Session | None, urls: Sequence[str], mode: Mode
 ) -> Sequence[Remote]:
     """The remotes that the command names, or else those of the recipe.
 
@@ -252,15 +259,15 @@ def _remotes(
         if problem := fault(url):
             raise UsageError(f"mlcbuild cache: {problem}")
     trust = _trusted(arguments)
-    listed = [] if recipe is None else read_recipe(arguments).remotes
+    listed = () if session is None else session.recipe.remotes
     known = {remote.url: remote.trust for remote in listed}
-    if urls or recipe is None:
+    if urls or session is None:
         names = [url.rstrip("/") for url in urls]
         return [Remote(name, mode, trust=trust or known.get(name, ())) for name in names]
     found = [remote for remote in listed if mode == "write" or remote.reads]
     chosen = [remote for remote in found if mode == "read" or remote.writes()]
     if not chosen:
-        raise UsageError(f"{recipe}: it names no remote to {mode}: name one on the command line")
+        raise UsageError(f"{session.recipe.path}: it names no remote to {mode}: name one on the command line")
     return [replace(remote, trust=trust or remote.trust) for remote in chosen]
 
 
@@ -273,17 +280,9 @@ def _trusted(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(arguments.trust)
 
 
-def _plan(
-    arguments: argparse.Namespace, store: Store, sharing: Sharing | None = None, report: Reporter = silent
-) -> Plan:
-    """Of the recipe, or of what --only names of it and all that this needs."""
-    recipe = read_recipe(arguments)
-    pipeline = build(recipe, read_lock(recipe))
-    return plan(pipeline.graph, store, only=pipeline.choose(arguments.only), sharing=sharing, report=report)
-
-
-def _of_recipe(arguments: argparse.Namespace, store: Store) -> Iterator[Record]:
-    steps = _plan(arguments, store).steps
+def _of_recipe(arguments: argparse.Namespace, session: Session) -> Iterator[Record]:
+    """Returns the records that the store has of a recipe."""
+    steps = session.over(()).plan(Selection(tuple(arguments.only))).steps
     return _shared(step.record for step in steps if step.state == "hit" and step.record is not None)
 
 

@@ -1,16 +1,22 @@
-"""What the store holds: cache status, cache verify."""
+"""Opens the store that a command line names, and shows what it holds: cache status."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 from mlcbuild_format import sizes
 
-from mlcbuild.cli.build import open_store
 from mlcbuild.cli.listing import show, table
 from mlcbuild.errors import UsageError
 from mlcbuild.store import upkeep
+from mlcbuild.store.store import Store, default_root
+
+
+def open_store(arguments: argparse.Namespace) -> Store:
+    """Returns the store of --store, or the user's. Raises StoreError for one of another format."""
+    return Store(Path(arguments.store) if arguments.store else default_root())
 
 
 def no_operands(arguments: argparse.Namespace) -> None:

@@ -1,100 +1,19 @@
-"""What `run` leaves behind besides bundles: the log of the run, JUnit, a summary, annotations."""
+"""What `run` writes for CI systems: JUnit, a summary, annotations."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlcbuild.build.events import RunResult, StepResult
 from mlcbuild.cli.annotations import annotate
-from mlcbuild.errors import Problem, StoreError, UsageError
-from mlcbuild.pipeline import Pipeline, Product
+from mlcbuild.errors import Problem, UsageError
 from mlcbuild.reports import runlog
-from mlcbuild.reports.runlog import Clock, LoggedVariant, RunLog
-from mlcbuild.store.store import Store
-
-Row = tuple[Product, str, str]
-"""A variant, its status, and the message of its failure or a note."""
-
-
-def make_log(
-    pipeline: Pipeline, store: Store, result: RunResult, clock: Clock, rows: Sequence[Row]
-) -> RunLog:
-    steps = {step.name: step for step in result.steps}
-    return RunLog(
-        pipeline.recipe.name,
-        str(pipeline.recipe.path),
-        clock.time,
-        clock.seconds(),
-        runlog.machine(),
-        runlog.steps(pipeline.graph, result, clock),
-        tuple(_variant(pipeline, store, steps, row) for row in rows),
-        result.interrupted,
-    )
-
-
-def _variant(pipeline: Pipeline, store: Store, steps: Mapping[str, StepResult], row: Row) -> LoggedVariant:
-    product, status, words = row
-    variant, place = product.variant, product.variant.model.place
-
-    def made(name: str | None) -> StepResult | None:
-        found = steps.get(pipeline.graph.resolve(name)) if name is not None else None
-        return found if found is not None and found.record is not None else None
-
-    bundle, verified = made(product.bundle), made(product.verify)
-    weights = made(next((name for name in product.steps if name.startswith("weights/")), None))
-    failed = [step.error for name in product.steps if (step := steps.get(name)) and step.error is not None]
-    return LoggedVariant(
-        variant.name,
-        variant.model.name,
-        variant.quantization,
-        variant.target.name,
-        status,
-        str(failed[0]) if failed else words,
-        place.line,
-        place.column,
-        bundle.record.size if bundle is not None and bundle.record is not None else None,
-        weights.record.size if weights is not None and weights.record is not None else None,
-        _figures(store, verified) | _speed(store, made(product.bench)),
-    )
-
-
-def _figures(store: Store, verified: StepResult | None) -> dict[str, float]:
-    if verified is None or verified.record is None:
-        return {}
-    entries = {entry.path: entry for entry in verified.record.files}
-    try:
-        manifest = json.loads(store.read_blob(entries["bundle.json"]))
-    except StoreError:  # its record came from a remote, and its files were not needed here; or it is damaged
-        return {}
-    return {
-        name: value
-        for name, value in (manifest["verification"] or {}).items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
-def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
-    """Tokens per second: speed_prefill, speed_decode_1 and speed_decode_<largest batch>."""
-    if measured is None or measured.record is None:
-        return {}
-    (entry,) = measured.record.files
-    try:
-        found = json.loads(store.read_blob(entry))
-    except StoreError:
-        return {}
-    return {
-        f"speed_{name.replace(' ', '_')}": figure["tokens_per_second"]
-        for name, figure in found.items()
-        if isinstance(figure, dict)
-    }
+from mlcbuild.reports.runlog import RunLog
 
 
 def speeds(log: RunLog) -> list[str]:
-    """A line for each variant whose speed is known: "speed   tiny-q4-host  prefill: 900 tok/s, ..."."""
+    """Returns a line for each variant with a measured speed: "speed   tiny-q4  prefill: 900 tok/s, ..."."""
     names = runlog.speeds(log)
     lines = []
     for item in log.variants:
@@ -103,8 +22,8 @@ def speeds(log: RunLog) -> list[str]:
     return lines
 
 
-def tell(arguments: argparse.Namespace, log: RunLog) -> None:
-    """Writes what was asked for and what the CI system around this process understands."""
+def write(arguments: argparse.Namespace, log: RunLog) -> None:
+    """Writes the files that options name, and what the CI system around this process reads."""
     from mlcbuild.ci.outputs import junit, markdown
 
     if arguments.junit is not None:

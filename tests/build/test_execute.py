@@ -439,7 +439,9 @@ def test_a_run_in_a_thread_works_without_signals(store: Store) -> None:
 def test_an_inline_run_stops_at_a_signal(store: Store) -> None:
     before = signal.getsignal(signal.SIGTERM)
     result = execute(
-        Graph([step("a", text="x"), step("s", "send_signal", "a"), step("z", "text", "s")]), store, INLINE
+        Graph([step("a", text="x"), step("s", "send_signal", "a"), step("z", "text", "s")]),
+        store,
+        replace(INLINE, handle_signals=True),
     )
     assert result.interrupted == "SIGTERM" and result.stopped == ("s",) and result.exit_code == 130
     assert statuses(result) == {"a": "built", "s": "skipped", "z": "skipped"}

@@ -290,7 +290,7 @@ def test_affected_needs_a_repository_and_git(recipe: Path, tmp_path: Path) -> No
 
 
 def test_the_source_of_mlcbuild_is_an_input_where_it_is_in_the_repository() -> None:
-    from mlcbuild.cli.recipes import read_lock
+    from mlcbuild.locking import read_lock
     from mlcbuild.pipeline import build
     from mlcbuild.recipe import load
 

@@ -242,7 +242,7 @@ class _Attempt:
             log=log,
             shared=order.made.shared,
         )
-        pool, bell = site.take(), Bell(*os.pipe())
+        pool, bell = site.take(), Bell()
         outcome = None
         try:
             pool.start(job)

@@ -1,0 +1,74 @@
+"""Sends bundles to their destinations, one after the other, whatever becomes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from mlcbuild.bundles.publish import fault
+from mlcbuild.bundles.publish.transfer_bundle import publish
+from mlcbuild.errors import PublishError, UsageError
+
+Parcel: TypeAlias = tuple[str, Path, str]
+"""Name, bundle and destination."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What became of one bundle at one destination."""
+
+    name: str
+    """The variant, or the name of the bundle's directory."""
+    to: str
+    """The address as the recipe or the caller states it; "" for a variant that is not sent."""
+    status: Literal["published", "present", "failed", "skipped"]
+    """present: the destination had all of it already."""
+    address: str = ""
+    """With the digest or commit that stands for exactly this content."""
+    size: int = 0
+    """Bytes that were sent."""
+    note: str = ""
+    """Why it failed or was skipped."""
+
+
+def publish_bundle(
+    bundle: str | Path, to: Sequence[str], on_sent: Callable[[Sent], None] | None = None
+) -> tuple[Sent, ...]:
+    """Sends one bundle to registries and model hubs, after a check of every file.
+
+    to: addresses such as oci://host/repository:tag or hf://organisation/name. on_sent is called after each.
+    Raises UsageError for an address that cannot be published to, and BundleError for a damaged bundle;
+    a destination that fails is in the result.
+    """
+    for url in to:
+        if problem := fault(url, writing=True):
+            raise UsageError(f"mlcbuild publish: --to {problem}")
+    place = Path(bundle)
+    return send(((place.name, place, url) for url in to), on_sent)
+
+
+def send(parcels: Iterable[Sent | Parcel], on_sent: Callable[[Sent], None] | None) -> tuple[Sent, ...]:
+    """Sends each parcel, and passes on what is skipped. on_sent is called after each.
+
+    Raises BundleError for a damaged bundle; a destination that fails is in the result.
+    """
+    seen: dict[tuple[str, str], tuple[str, str]] = {}
+    rows = []
+    for parcel in parcels:
+        if isinstance(parcel, Sent):
+            sent = parcel
+        else:
+            name, bundle, url = parcel
+            try:
+                place = publish(bundle, url, seen)
+            except PublishError as error:
+                sent = Sent(name, url, "failed", note=str(error))
+            else:
+                status: Literal["published", "present"] = "published" if place.sent else "present"
+                sent = Sent(name, url, status, place.url, place.sent)
+        rows.append(sent)
+        if on_sent is not None:
+            on_sent(sent)
+    return tuple(rows)

@@ -1,0 +1,104 @@
+"""Reads a recipe with its lock, checks both, and pins sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlcbuild import prospect
+from mlcbuild.checkpoints import lock as locks
+from mlcbuild.checkpoints.hub import HubSource
+from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.errors import UsageError
+from mlcbuild.pipeline import hub_sources
+from mlcbuild.recipe import Recipe, Variant, expand, load
+
+
+@dataclass(frozen=True)
+class LockedSource:
+    """A source that `lock` pinned."""
+
+    source: HubSource
+    commit: str
+    files: int
+    before: str | None
+    """The commit that was pinned until now."""
+
+
+def read_recipe(
+    recipe: str | Path, settings: Mapping[str, str] | None = None, allow_outside: bool = False
+) -> Recipe:
+    """Reads a recipe and the configs of its local models. Raises InputError with all problems of both."""
+    return load(Path(recipe), settings, allow_outside, prospect.faults)
+
+
+def read_lock(recipe: Recipe) -> Lock:
+    """Reads a recipe's complete lock; an empty one for a recipe whose sources are all local.
+
+    Raises UsageError when a source is not pinned yet, InputError for a lock that does not fit the recipe.
+    """
+    sources = hub_sources(recipe)
+    if not sources:
+        return Lock()
+    if not recipe.lock.exists():
+        named = ", ".join(map(str, sources))
+        raise UsageError(
+            f"{recipe.path}: {named} must be pinned before it is used: run `mlcbuild lock {recipe.path}`"
+        )
+    lock = locks.read(recipe.lock)
+    locks.check(sources, lock, recipe.lock)
+    return lock
+
+
+def check(
+    recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
+) -> tuple[Variant, ...]:
+    """Checks a recipe, its local models and its lock, and returns the variants.
+
+    Raises InputError with all problems. Unlike `open` it accepts sources that are not locked yet.
+    """
+    read = read_recipe(recipe, settings, allow_outside)
+    prospect.check(read)
+    if read.lock.exists() and hub_sources(read):
+        locks.read(read.lock)
+    return expand(read)
+
+
+def lock(
+    recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
+) -> tuple[Path, tuple[LockedSource, ...], bool]:
+    """Pins every hub source of a recipe at the commit that its branch or tag has now.
+
+    Returns the path of the lock, the pinned sources by name, and True if the file was written, False when
+    it said the same already, or there is nothing to pin. Raises InputError for the recipe, SourceError for
+    a source that cannot be read.
+    """
+    read = load(Path(recipe), settings, allow_outside)
+    sources = hub_sources(read)
+    if not sources and not read.lock.exists():
+        return read.lock, (), False
+    old = locks.read(read.lock).sources if read.lock.exists() else {}
+    new = locks.resolve(sources)
+    rows = tuple(
+        LockedSource(source, locked.commit, len(locked.files), old[source].commit if source in old else None)
+        for source, locked in sorted(new.sources.items())
+    )
+    return read.lock, rows, locks.write(read.lock, new)
+
+
+def moved(
+    recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
+) -> tuple[Path, dict[HubSource, tuple[str, str]]]:
+    """Compares a recipe's lock with the hub, and writes nothing.
+
+    Returns the path of the lock and, for each source whose branch or tag moved, the pinned commit and the
+    present one. Raises InputError and UsageError for a lock that does not fit the recipe, SourceError.
+    """
+    read = load(Path(recipe), settings, allow_outside)
+    if not hub_sources(read) and not read.lock.exists():
+        return read.lock, {}
+    pinned = read_lock(read)
+    return read.lock, {
+        source: (pinned.sources[source].commit, commit) for source, commit in locks.moved(pinned).items()
+    }

@@ -1,0 +1,234 @@
+"""What became of each variant of a recipe: its bundle, its figures, and the log of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mlcbuild.build.events import RunResult, Status, StepResult
+from mlcbuild.build.plan import Plan
+from mlcbuild.bundles.assemble import LIBRARY
+from mlcbuild.emit import Finished, emit
+from mlcbuild.errors import MlcbuildError, StoreError
+from mlcbuild.keyfile import Signer
+from mlcbuild.pipeline import Pipeline, Product
+from mlcbuild.reports import runlog
+from mlcbuild.reports.runlog import Clock, LoggedVariant, RunLog
+from mlcbuild.store.store import Store
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """How one variant of a recipe ended."""
+
+    product: Product
+    status: Status
+    error: MlcbuildError | None = None
+    """Why the bundle could not be put into its output directory."""
+    note: str = ""
+    """Why there is no bundle, or why it was not verified."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """Figures of verification (kl_mean, top1_agreement, perplexity ...) and of speed (speed_decode_8, tokens
+    per second), as far as they were computed."""
+
+    @property
+    def name(self) -> str:
+        """model-quantization-target, unique in the recipe."""
+        return self.product.variant.name
+
+    @property
+    def bundle(self) -> Path | None:
+        """Directory of the finished bundle, absolute; None when there is none."""
+        return self.product.variant.output if self.is_done else None
+
+    @property
+    def is_done(self) -> bool:
+        return self.status in ("built", "reused")
+
+    @property
+    def words(self) -> str:
+        """The message of the failure, or the note."""
+        return str(self.error) if self.error is not None else self.note
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    variants: tuple[VariantResult, ...]
+    run: RunResult
+    log: RunLog
+    warned: bool = False
+    """True when the run reported damage in the store or trouble with a remote."""
+
+    @property
+    def steps(self) -> tuple[StepResult, ...]:
+        """Name, key, status, seconds and reason of every step, in the order of the plan."""
+        return self.run.steps
+
+    @property
+    def seconds(self) -> float:
+        return self.run.seconds
+
+    @property
+    def bundles(self) -> dict[str, Path]:
+        """Variant -> directory of its finished bundle."""
+        return {item.name: item.bundle for item in self.variants if item.bundle is not None}
+
+    @property
+    def failures(self) -> tuple[MlcbuildError, ...]:
+        """The errors of failed steps, then those of bundles that could not be put in place."""
+        errors = [step.error for step in self.run.steps] + [item.error for item in self.variants]
+        return tuple(error for error in errors if error is not None)
+
+    @property
+    def ok(self) -> bool:
+        """True when every selected step has a result and every bundle is in place."""
+        return self.run.ok and not self.failures
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of `mlcbuild run`: 0, 130 when interrupted, otherwise that of the failures."""
+        errors = [item.error.exit_code for item in self.variants if item.error is not None]
+        return self.run.exit_code or max(errors, default=0)
+
+    def check(self) -> None:
+        """Raises the first failure, and MlcbuildError when the run was interrupted."""
+        for error in self.failures:
+            raise error
+        if self.run.interrupted:
+            raise MlcbuildError(f"the run was interrupted by {self.run.interrupted}; run it again to go on")
+
+
+def finish(
+    pipeline: Pipeline, products: Sequence[Product], result: RunResult, store: Store, signer: Signer | None
+) -> tuple[VariantResult, ...]:
+    """Puts the bundles of variants whose steps succeeded in place, and returns how every variant ended.
+
+    `signer` signs the provenance of bundles. An output that cannot be written fails its variant only.
+    """
+    steps = {step.name: step for step in result.steps}
+    records = {name: step.record for name, step in steps.items() if step.record is not None}
+    run = Finished(pipeline, store, records, signer)
+    return tuple(_finish_one(run, product, steps) for product in products)
+
+
+def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> VariantResult:
+    own = [steps.get(run.pipeline.graph.resolve(name)) for name in product.steps]
+    ended = [step for step in own if step is not None]
+    figures = _figures(run, product, steps)
+    if any(step.status == "failed" for step in ended):
+        return VariantResult(product, "failed", note="a step of it failed", figures=figures)
+    if len(ended) < len(own) or any(step.status == "skipped" for step in ended):
+        return VariantResult(product, "skipped", figures=figures)
+    note = f"not verified: {product.unverified}" if product.verify is None else ""
+    try:
+        wrote = emit(run, product)
+    except MlcbuildError as error:
+        return VariantResult(product, "failed", error, figures=figures)
+    is_new = wrote or any(step.status == "built" for step in ended)
+    return VariantResult(product, "built" if is_new else "reused", note=note, figures=figures)
+
+
+def _figures(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> dict[str, float]:
+    resolve = run.pipeline.graph.resolve
+    verified = steps.get(resolve(product.verify)) if product.verify is not None else None
+    measured = steps.get(resolve(product.bench)) if product.bench is not None else None
+    return _verification(run.store, verified) | _speed(run.store, measured)
+
+
+def _verification(store: Store, verified: StepResult | None) -> dict[str, float]:
+    if verified is None or verified.record is None:
+        return {}
+    entries = {entry.path: entry for entry in verified.record.files}
+    try:
+        manifest = json.loads(store.read_blob(entries["bundle.json"]))
+    except StoreError:  # its record came from a remote, and its files were not needed here; or it is damaged
+        return {}
+    return {
+        name: value
+        for name, value in (manifest["verification"] or {}).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
+    """Tokens per second: speed_prefill, speed_decode_1 and speed_decode_<largest batch>."""
+    if measured is None or measured.record is None:
+        return {}
+    (entry,) = measured.record.files
+    try:
+        document = json.loads(store.read_blob(entry))
+    except StoreError:
+        return {}
+    return {
+        f"speed_{name.replace(' ', '_')}": figure["tokens_per_second"]
+        for name, figure in document.items()
+        if isinstance(figure, dict)
+    }
+
+
+def run_log(pipeline: Pipeline, result: RunResult, clock: Clock, variants: Sequence[VariantResult]) -> RunLog:
+    """The log of a run, as `mlcbuild report` and CI systems show it."""
+    steps = {step.name: step for step in result.steps}
+    return RunLog(
+        pipeline.recipe.name,
+        str(pipeline.recipe.path),
+        clock.time,
+        clock.seconds(),
+        runlog.machine(),
+        runlog.steps(pipeline.graph, result, clock),
+        tuple(_logged(pipeline, steps, item) for item in variants),
+        result.interrupted,
+    )
+
+
+def _logged(pipeline: Pipeline, steps: Mapping[str, StepResult], item: VariantResult) -> LoggedVariant:
+    product, variant = item.product, item.product.variant
+
+    def size(name: str | None) -> int | None:
+        step = steps.get(pipeline.graph.resolve(name)) if name is not None else None
+        return step.record.size if step is not None and step.record is not None else None
+
+    errors = [step.error for name in product.steps if (step := steps.get(name)) and step.error is not None]
+    return LoggedVariant(
+        variant.name,
+        variant.model.name,
+        variant.quantization,
+        variant.target.name,
+        item.status,
+        str(errors[0]) if errors else item.words,
+        variant.model.place.line,
+        variant.model.place.column,
+        size(product.bundle),
+        size(next((name for name in product.steps if name.startswith("weights/")), None)),
+        item.figures,
+    )
+
+
+def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Store) -> dict[str, int] | None:
+    """Bytes that a bundle takes when it is served, by part; None for a model that is not downloaded yet.
+
+    A compiled library states all parts. Before that, weights and KV cache follow from the recipe, and
+    the workspace is missing.
+    """
+    from mlcbuild.models import context_window, parameters
+    from mlcbuild.quant import stored_bytes
+
+    planned = plan.by_name.get(pipeline.graph.resolve(product.library))
+    if planned is not None and planned.state == "hit" and planned.record is not None:
+        library = next(entry for entry in planned.record.files if entry.path == LIBRARY)
+        memory = json.loads(store.read_blob(library))["memory"]
+        return {part: int(memory[part]) for part in ("weights", "kv_cache", "workspace")}
+    variant = product.variant
+    config = pipeline.configs.get(variant.model.name)
+    if config is None:
+        return None
+    tokens = context_window(config, variant.limits.context_window) * variant.limits.max_batch
+    item = 4 if variant.scheme.dtype == "float32" else 2
+    return {
+        "weights": stored_bytes(parameters(config), variant.scheme),
+        "kv_cache": tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * item,
+    }

@@ -1,0 +1,96 @@
+"""The part of a recipe that is planned or run: by name, by what changed in Git, by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlcbuild.build.events import Noted, Reporter, silent
+from mlcbuild.pipeline import Pipeline, Product
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The part of a recipe that is planned or run; by default all of it."""
+
+    only: tuple[str, ...] = ()
+    """Names or shell patterns of variants and steps; what they need is included. () selects everything."""
+    affected_by: str | None = None
+    """A range of Git commits, such as "main...HEAD": only variants with an input that changed in it."""
+    shard: str | None = None
+    """ "2/3": the second of three parts; a run of every part on different machines runs each step once."""
+    force: tuple[str, ...] = ()
+    """Names or shell patterns of steps that run even when the store holds their results."""
+
+
+EVERYTHING = Selection()
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What a selection leaves of a recipe."""
+
+    products: tuple[Product, ...]
+    """The variants to finish."""
+    only: tuple[str, ...] | None
+    """Steps to look at, with what they need: None for all, () when nothing is left."""
+    turns: tuple[tuple[str, ...] | None, ...]
+    """The steps of each turn of a run, one turn after the other; None for all steps."""
+    outputs: tuple[str, ...]
+    """Steps whose files a run needs here: parts of bundles, and steps that were named."""
+
+
+def select(pipeline: Pipeline, selection: Selection, on_event: Reporter = silent) -> Selected:
+    """Applies a selection to a recipe.
+
+    on_event receives a `Noted` for each variant that `affected_by` leaves, and for the shard. Raises
+    UsageError for names that mean nothing, and for a range that Git does not know.
+    """
+    only = _only(pipeline, selection, on_event)
+    products = [item for item in pipeline.products if only is None or item.last in only]
+    turns: Sequence[tuple[str, ...] | None] = () if only == () else (only,)
+    named = selection.only
+    if selection.shard is not None:
+        named = ()
+        if turns:
+            turns, products = _shard(pipeline, selection.shard, only or (), products, on_event)
+    files = [step for item in products for step in (item.bundle, item.verify, item.bench) if step is not None]
+    outputs = tuple(dict.fromkeys([*pipeline.choose(named), *files]))
+    return Selected(tuple(products), only, tuple(turns), outputs)
+
+
+def _only(pipeline: Pipeline, selection: Selection, on_event: Reporter) -> tuple[str, ...] | None:
+    only = pipeline.choose(selection.only)
+    if selection.affected_by is None:
+        return only or None
+    from mlcbuild.ci import affected
+
+    files = affected.changed(pipeline.recipe.directory, selection.affected_by)
+    reasons = affected.affected(pipeline, files)
+    for name, reason in reasons.items():
+        on_event(Noted(f"affected {name}: {reason}"))
+    ends = (end for item in pipeline.products if item.variant.name in reasons for end in item.ends)
+    return tuple(end for end in ends if not only or end in only)
+
+
+def _shard(
+    pipeline: Pipeline, text: str, only: Sequence[str], products: Sequence[Product], on_event: Reporter
+) -> tuple[list[tuple[str, ...] | None], list[Product]]:
+    """Returns the turns of one shard, and the variants that it finishes."""
+    from mlcbuild.ci import split as splits
+
+    graph = pipeline.graph
+    index, count = splits.parse(text)
+    dealt = splits.split(graph, only, count, splits.read(durations(pipeline)))
+    own = dealt.shards[index - 1]
+    on_event(Noted(f"shard {text} of split {dealt.identity}: {len(own.steps)} steps"))
+    turns: list[tuple[str, ...] | None] = [turn for turn in dict.fromkeys((own.first, own.steps)) if turn]
+    return turns, [item for item in products if graph.resolve(item.last) in own.steps]
+
+
+def durations(pipeline: Pipeline) -> Path:
+    """Returns the path of the measured durations beside the recipe, by which steps are dealt out."""
+    from mlcbuild.ci import split as splits
+
+    return splits.place(pipeline.recipe.path)

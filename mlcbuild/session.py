@@ -1,0 +1,377 @@
+"""Builds from Python: opens a recipe with a store, plans it, runs it, publishes its bundles.
+
+    from mlcbuild import session
+
+    build = session.open("recipe.yaml", store="store")
+    result = build.run(session.Selection(only=("tiny-*",)), on_event=print)
+    result.check()
+    for variant in result.variants:
+        print(variant.name, variant.bundle, variant.figures)
+
+Nothing here prints, exits, or reads a command line, and no signal handler is installed unless `Execution`
+asks for it. Functions may be called from any thread, several at a time: a `Session` holds no state that a
+call changes, and any number of sessions, processes and machines may share one store. Every expected failure
+is an exception of `mlcbuild.errors`; one that concerns a recipe holds all problems of the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from mlcbuild import keyfile, outcomes
+from mlcbuild.build import plan as planning
+from mlcbuild.build.events import Event, Reporter, RunFinished, silent
+from mlcbuild.build.plan import Change, Plan, Planned
+from mlcbuild.build.schedule import Options
+from mlcbuild.errors import UsageError
+from mlcbuild.keyfile import Signer
+from mlcbuild.locking import LockedSource, check, lock, moved, read_lock, read_recipe
+from mlcbuild.outcomes import Result, VariantResult
+from mlcbuild.pipeline import Pipeline, Product, build
+from mlcbuild.recipe import Recipe
+from mlcbuild.remotes import Remote, fault
+from mlcbuild.reports import runlog
+from mlcbuild.selection import EVERYTHING, Selection, durations, select
+from mlcbuild.signals import Cancellation
+from mlcbuild.store.store import Store, default_root
+
+if TYPE_CHECKING:
+    from mlcbuild.bundles.publish.delivery import Parcel, Sent
+    from mlcbuild.ci.matrix import Job, Matrix
+    from mlcbuild.ci.split import Split
+    from mlcbuild.remotes.sharing import Sharing
+
+__all__ = [
+    "Cancellation",
+    "Execution",
+    "Explanation",
+    "LockedSource",
+    "RecipePlan",
+    "Result",
+    "Selection",
+    "Session",
+    "VariantResult",
+    "check",
+    "lock",
+    "moved",
+    "open",
+]
+
+GraphFormat: TypeAlias = Literal["mermaid", "dot", "svg", "html"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How steps are run. Zero stands for what this machine has."""
+
+    jobs: int = 0
+    """Cores that are shared among steps."""
+    memory: int = 0
+    """Bytes of memory that are shared among steps."""
+    keep_going: bool = False
+    """After a failed step, run the steps that do not need it."""
+    executor: str = "processes"
+    """ "processes": worker processes; "dask://HOST:PORT": a cluster; "inline": this process, for debugging:
+    an action's output is redirected to its log by redirecting descriptors 1 and 2 of the whole process."""
+    tls: str | None = None
+    """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts."""
+    handle_signals: bool = False
+    """In the main thread, SIGINT and SIGTERM end the run, whose result names the signal. Otherwise no handler
+    is installed, and KeyboardInterrupt leaves `run` once its workers have ended."""
+
+
+HERE = Execution()
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """What a run would do."""
+
+    plan: Plan
+    """What a run would do with each step, in the order of the graph."""
+    products: tuple[Product, ...]
+    """The selected variants."""
+    memory: Mapping[str, dict[str, int] | None]
+    """Variant -> bytes that its bundle takes when it is served, by part; None for a model that is not
+    downloaded yet."""
+
+    @property
+    def steps(self) -> tuple[Planned, ...]:
+        return self.plan.steps
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a step would run, or not."""
+
+    planned: Planned
+    changes: tuple[Change, ...]
+    """Every difference to the closest earlier record of this step; () while an input is not built."""
+
+
+def open(
+    recipe: str | Path,
+    *,
+    store: str | Path | None = None,
+    remotes: Iterable[str | Remote] | None = None,
+    settings: Mapping[str, str] | None = None,
+    allow_outside: bool = False,
+    key: str | Path | None = None,
+) -> Session:
+    """Reads a recipe, its lock and the configs of its local models, and returns a session.
+
+    store: directory of the artifact store, made when first written to; by default $MLCBUILD_STORE, or a
+    directory in the user's cache. remotes: shared caches in place of those of the recipe, as URLs or `Remote`
+    objects; () for none. settings: values for the recipe's vars. allow_outside: paths in the recipe
+    may leave its project. key: file with the private key that signs records and provenance; by default
+    $MLCBUILD_KEY or the user's key, if there is one.
+
+    Raises InputError with all problems of the recipe, the models and the lock; UsageError for sources that
+    are not locked, and for URLs that name no remote; StoreError for a store of another format.
+    """
+    read = read_recipe(recipe, settings, allow_outside)
+    if remotes is not None:
+        read = replace(read, remotes=_remotes(remotes, read))
+    root = Path(store) if store is not None else default_root()
+    return Session(build(read, read_lock(read)), Store(root), None if key is None else Path(key))
+
+
+def _remotes(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
+    """Whom the recipe trusts for an address holds for that address here, too."""
+    trust = {remote.url: remote.trust for remote in recipe.remotes}
+    remotes = []
+    for item in listed:
+        if isinstance(item, str):
+            if problem := fault(item):
+                raise UsageError(f"remotes: {problem}")
+            url = item.rstrip("/")
+            item = Remote(url, trust=trust.get(url, ()))  # noqa: PLW2901
+        remotes.append(item)
+    return tuple(remotes)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A recipe and a store. Made by `open`."""
+
+    pipeline: Pipeline
+    store: Store
+    """For reading: every call opens the store anew, so that calls in several threads share no state."""
+    key: Path | None = None
+    """File with the key that signs; None: the user's, if there is one."""
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.pipeline.recipe
+
+    def over(self, remotes: Iterable[str | Remote]) -> Session:
+        """Returns a session with other remotes, as `open` takes them. Raises UsageError."""
+        recipe = replace(self.recipe, remotes=_remotes(remotes, self.recipe))
+        return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
+
+    # Planning
+
+    def plan(self, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> RecipePlan:
+        """Computes what a run would do, and why. Writes nothing but remembered digests of sources.
+
+        on_event receives warnings about the store and remotes. Raises UsageError for names that mean
+        nothing, SourceError for a source that cannot be read, StoreError.
+        """
+        selected, store = (
+            select(self.pipeline, replace(selection, shard=None), on_event),
+            Store(self.store.root),
+        )
+        plan = planning.Plan(())
+        if selected.only != ():
+            plan = planning.plan(
+                self.pipeline.graph,
+                store,
+                force=selection.force,
+                only=selected.only or (),
+                sharing=self._sharing(store),
+                report=on_event,
+            )
+        memory = {
+            item.variant.name: outcomes.serving_memory(self.pipeline, item, plan, store)
+            for item in selected.products
+        }
+        return RecipePlan(plan, selected.products, memory)
+
+    def explain(self, step: str) -> Explanation:
+        """Computes why a step would run, down to the parameter, file or tool that differs.
+
+        step: a step's name, or a shell pattern that means one step. Raises UsageError, and as `plan`.
+        """
+        names = sorted(self.pipeline.graph.match([step]))
+        if len(names) > 1:
+            raise UsageError(f"'{step}' means {len(names)} steps: {', '.join(names)}; name one")
+        store = Store(self.store.root)
+        return Explanation(*planning.explain(self.pipeline.graph, store, names[0], self._sharing(store)))
+
+    def graph(self, form: GraphFormat = "mermaid", on_event: Reporter = silent) -> str:
+        """Returns a drawing of all steps with their states, as text of the given format."""
+        from mlcbuild.reports import graph_picture
+
+        graph, store = self.pipeline.graph, Store(self.store.root)
+        plan = planning.plan(graph, store, sharing=self._sharing(store), report=on_event)
+        if form == "html":
+            return graph_picture.html(graph, plan, self.recipe.name)
+        draw: Callable[..., str] = getattr(graph_picture, form)
+        return draw(graph, plan)
+
+    def jobs(
+        self, matrix: Matrix, selection: Selection = EVERYTHING, on_event: Reporter = silent
+    ) -> list[Job]:
+        """Returns the jobs of a CI matrix: one for each selected variant that needs work, or shards of them.
+
+        Raises UsageError for labels of targets that no variant has, and as `plan`.
+        """
+        from mlcbuild.ci import matrix as matrices
+
+        products = select(self.pipeline, selection, on_event).products
+        graph, store = self.pipeline.graph, Store(self.store.root)
+        plan = planning.plan(graph, store, sharing=self._sharing(store), report=on_event)
+        return matrices.jobs(products, self.pipeline, plan, matrix)
+
+    def split(self, count: int, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> Split:
+        """Deals the selected steps out to `count` machines, as `run` does for `Selection.shard`."""
+        from mlcbuild.ci import split as splits
+
+        if count < 1:
+            raise UsageError(f"--count {count}: there must be at least one")
+        only = select(self.pipeline, selection, on_event).only
+        # An empty selection deals out everything, as `mlcbuild shard` always did.
+        return splits.split(self.pipeline.graph, only or (), count, splits.read(durations(self.pipeline)))
+
+    def record_durations(self) -> None:
+        """Writes what steps took, by the records of this store, beside the recipe, for `split` and shards.
+
+        Raises UsageError when no step of the recipe was built in this store.
+        """
+        from mlcbuild.ci import split as splits
+
+        graph, path = self.pipeline.graph, durations(self.pipeline)
+        measured = splits.recorded(graph, Store(self.store.root))
+        if not measured:
+            raise UsageError("there is nothing to record: no step of this recipe was built in this store")
+        old = splits.read(path) if path.exists() else {}
+        splits.write(path, {**{name: spent for name, spent in old.items() if name in graph}, **measured})
+
+    # Running
+
+    def run(
+        self,
+        selection: Selection = EVERYTHING,
+        execution: Execution = HERE,
+        *,
+        on_event: Reporter = silent,
+        cancel: Cancellation | None = None,
+    ) -> Result:
+        """Builds what the selection declares and the store lacks, and puts bundles in place.
+
+        on_event is called in this thread with every event of `mlcbuild.build.events`, RunFinished last; an
+        exception that it raises ends the run and its workers, and leaves this function. cancel ends the run
+        from another thread, or from on_event. Steps that were built are kept in every case.
+
+        A failed or cancelled run is a result, not an exception: see `Result.check`. Raises UsageError for
+        names that mean nothing, SourceError for a source that cannot be read, SetupError for a step that
+        no worker can run, StoreError when the store cannot be used.
+        """
+        from mlcbuild.ci import phases
+
+        store, signer = Store(self.store.root), self._signer()
+        selected = select(self.pipeline, selection, on_event)
+        options = _options(execution, selection.force, selected.outputs)
+        clock = runlog.Clock(partial(_forward, on_event))
+        sharing = partial(self._sharing, store)
+        result = phases.run(self.pipeline.graph, options, selected.turns, sharing, clock, cancel)
+        variants = outcomes.finish(self.pipeline, selected.products, result, store, signer)
+        log = replace(outcomes.run_log(self.pipeline, result, clock, variants), shard=selection.shard or "")
+        runlog.save(store, self.recipe.path, log)
+        on_event(RunFinished(result))
+        return Result(variants, result, log, clock.warned)
+
+    def publish(
+        self,
+        result: Result,
+        *,
+        unverified: bool = False,
+        on_sent: Callable[[Sent], None] | None = None,
+    ) -> tuple[Sent, ...]:
+        """Sends the finished bundles of a run to the destinations that the recipe names.
+
+        unverified: also bundles that this machine could not compare with their model; otherwise those are
+        skipped. on_sent is called after each. A destination that fails is in the result and stops
+        no other. Raises UsageError when the recipe names no destination.
+        """
+        from mlcbuild.bundles.publish.delivery import send
+
+        self.require_destinations()
+        return send(self._parcels(result, unverified), on_sent)
+
+    def require_destinations(self) -> None:
+        """Raises UsageError when the recipe names no destination, before hours of work and not after."""
+        if not self.recipe.destinations:
+            raise UsageError(
+                f"{self.recipe.path}: it says nowhere to publish to: add `publish: [{{to: "
+                '"oci://host/team/{model}:{quantization}-{target}"}]`'
+            )
+
+    @staticmethod
+    def _parcels(result: Result, unverified: bool) -> Iterator[Sent | Parcel]:
+        from mlcbuild.bundles.publish.delivery import Sent
+
+        for item in result.variants:
+            product = item.product
+            if item.bundle is None:
+                continue
+            if product.verify is None and not unverified:
+                yield Sent(item.name, "", "skipped", note=f"it is not verified, {product.unverified}")
+                continue
+            for url in product.variant.destinations:
+                yield item.name, item.bundle, url
+
+    def _signer(self) -> Signer | None:
+        return keyfile.load(self.key or keyfile.default_path())
+
+    def _sharing(self, store: Store) -> Sharing:
+        from mlcbuild.remotes.link import Link
+        from mlcbuild.remotes.sharing import Sharing
+
+        if not self.recipe.remotes:
+            return Sharing(store)
+        signer = self._signer()
+        return Sharing(store, [Link(remote, signer) for remote in self.recipe.remotes])
+
+
+def _options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:
+    """Raises UsageError for an executor that does not exist."""
+    from mlcbuild.build.cluster import SCHEME, address
+
+    name = {"processes": "pool"}.get(execution.executor, execution.executor)
+    if name.startswith(SCHEME):
+        name = str(address(name))
+    elif name not in ("pool", "inline"):
+        raise UsageError(
+            f"--executor: '{execution.executor}' must be processes, inline, or {SCHEME}HOST:PORT"
+        )
+    return Options(
+        jobs=execution.jobs,
+        memory=execution.memory,
+        keep_going=execution.keep_going,
+        force=force,
+        outputs=outputs,
+        executor=name,
+        tls=execution.tls,
+        handle_signals=execution.handle_signals,
+    )
+
+
+def _forward(on_event: Reporter, event: Event) -> None:
+    """Drops the ends of a run's turns: the end of the whole run is reported once."""
+    if not isinstance(event, RunFinished):
+        on_event(event)
