@@ -48,6 +48,21 @@ class Bell:
             os.close(self._writing)
 
 
+class Interruption:
+    """The early end of one run. Any thread or signal handler may call it, with the reason."""
+
+    def __init__(self, bell: Bell, stop: Callable[[], None]) -> None:
+        self.reason = ""
+        """Who ended the run; "" while it goes on."""
+        self._bell = bell
+        self._stop = stop
+
+    def __call__(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self._stop()
+        self._bell.ring()
+
+
 class Cancellation:
     """Ends runs early. `cancel` may be called from any thread, an event handler or a signal handler."""
 

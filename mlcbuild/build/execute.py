@@ -1,19 +1,16 @@
-"""The loop that carries a plan out: what may run, when, and what became of it."""
+"""The loop that carries a plan out: it starts steps, and listens to workers and downloads."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import replace
-from heapq import heappop, heappush
-from math import inf
 
 from mlcbuild.build.events import (
     Reporter,
     RunFinished,
     RunResult,
     RunStarted,
-    StepFinished,
+    StepFetched,
     StepPlaced,
     StepResult,
     StepStarted,
@@ -22,17 +19,18 @@ from mlcbuild.build.events import (
     Warned,
     silent,
 )
-from mlcbuild.build.graph import Graph, Step
-from mlcbuild.build.input_fetch import Demand
+from mlcbuild.build.graph import Graph
+from mlcbuild.build.input_fetch import InputFetcher
 from mlcbuild.build.plan import Planned, Planner
 from mlcbuild.build.resources import Capacity, Running, executor
-from mlcbuild.build.schedule import Blocked, Options, estimate, outputs, weights
+from mlcbuild.build.schedule import LockWait, Options, estimate
+from mlcbuild.build.tracking import StepState, TrackedStep, Tracker
 from mlcbuild.build.transfer import Fetched, Transfers
 from mlcbuild.build.usage import Notes
-from mlcbuild.build.worker import Outcome, tail
+from mlcbuild.build.worker import Outcome
 from mlcbuild.errors import SetupError, StoreError
-from mlcbuild.remotes.sharing import Sharing
-from mlcbuild.signals import Bell, Cancellation, caught
+from mlcbuild.remotes.sharing import Found, Sharing
+from mlcbuild.signals import Bell, Cancellation, Interruption, caught
 from mlcbuild.store.locks import Lock
 from mlcbuild.store.staging import Session, remove_tree
 from mlcbuild.store.store import Store
@@ -65,219 +63,225 @@ def execute(
     force, only = graph.match(options.force), graph.match(options.only)
     planner = Planner(graph, store, force=force, only=only, sharing=sharing, report=report)
     with Bell() as bell:
-        run = _Run(planner, options, report, bell)
-        with (cancel or Cancellation()).attached(run.interrupt):
-            _carry_out(run)
+        end = Interruption(bell, planner.sharing.interrupt)
+        with (cancel or Cancellation()).attached(end):
+            run = _Run(planner, options, report, bell, end)
+            run.carry_out()
     result = run.result(time.monotonic() - started)
     report(RunFinished(result))
     return result
 
 
-def _carry_out(run: _Run) -> None:
-    run.begin()
-    if run.left or run.planner.sharing.promised():
-        with ExitStack() as stack:
-            run.open(stack)
-            run.loop()
-
-
 class _Run:
-    def __init__(self, planner: Planner, options: Options, report: Reporter, bell: Bell) -> None:
+    """One run: what it plans, and how it ends."""
+
+    def __init__(
+        self, planner: Planner, options: Options, report: Reporter, bell: Bell, end: Interruption
+    ) -> None:
         self.planner = planner
-        self.graph = planner.graph
-        self.store = planner.store
         self.options = options
         self.report = report
-        self.results: dict[str, StepResult] = {}
-        self.left: set[str] = set()
-        """Steps without a result."""
-        self.missing: dict[str, set[str]] = {}
-        """Pending step -> those of its inputs that are not known."""
-        self.demand = Demand(planner, report)
-        self.ready: list[tuple[float, int, str]] = []
-        """Heap of (-seconds of work that hang on it, place in the plan, step)."""
-        self.plans: dict[str, Planned] = {}
-        self.blocked = Blocked()
-        self.running: dict[str, Running] = {}
-        self.stopping = ""
-        """Why no more steps are started."""
-        self.interrupted = ""
         self.bell = bell
-        self.stopped: tuple[str, ...] = ()
-        self.not_uploaded: dict[str, tuple[str, ...]] = {}
-        self.elsewhere: dict[str, StepResult] = {}
-        """Results of workers with other stores."""
+        self.end = end
         self.notes = Notes(planner)
+        self.tracker = Tracker(planner, self.notes, options, report, end)
+        self.stopped: tuple[str, ...] = ()
+        """Steps that ran when the run was interrupted."""
+        self.not_uploaded: dict[str, tuple[str, ...]] = {}
+        """Step -> the remotes that should have its result and lack it."""
 
-    # Setting up
+    def carry_out(self) -> None:
+        """Settles every step, with workers if there is anything to do."""
+        self.warn()
+        steps = self.tracker.steps.values()
+        reused = sum(item.state is StepState.DONE for item in steps)
+        chains = {item.name: item.chain for item in self.tracker.left()}
+        self.report(RunStarted(len(steps), reused, chains))
+        if not self.tracker.is_complete or self.planner.sharing.promised():
+            with ExitStack() as stack:
+                _Loop(self, stack).run()
 
-    def begin(self) -> None:
-        """Settles what is known from the start."""
-        self.places = {step.name: place for place, step in enumerate(self.planner.steps)}
-        self.outputs = outputs(self.planner, self.options)
-        for planned in self.notes.plan():
-            if planned.state == "remote":
-                self.demand.remote[planned.name] = planned
-            if planned.state == "hit" or (planned.state == "remote" and planned.name not in self.outputs):
-                self.results[planned.name] = _reused(planned)
-            else:
-                self.left.add(planned.name)
-                self.plans[planned.name] = planned
-        self.weights = weights(self.graph, self.plans)
-        for name in self.left:
-            if self.plans[name].state == "run":
-                self._enqueue(name)
-            elif self.plans[name].state == "pending":
-                self.missing[name] = self._unknown(name)
-        self._warn()
-        self.report(RunStarted(len(self.planner.steps), len(self.results), self.weights))
+    def warn(self) -> None:
+        """Reports damage in the store and trouble with remotes, once each."""
+        for sentence in (*self.planner.store.take_warnings(), *self.planner.sharing.take_warnings()):
+            self.report(Warned(sentence))
 
-    def _unknown(self, name: str) -> set[str]:
-        needs = self.graph.needs(self.graph.step(name))
-        return {need for need in needs if need in self.left and self.plans[need].state != "remote"}
+    def result(self, seconds: float) -> RunResult:
+        """The result of the whole run. Called once, at the end."""
+        results = self.tracker.results()
+        self.notes.write(results)
+        for item in self.tracker.steps.values():
+            planned, is_used = item.remote, item.result is not None and item.result.record is not None
+            if planned is not None and planned.record is not None and is_used:
+                self.planner.sharing.keep(Found(planned.record, planned.origin))
+        self.warn()
+        return RunResult(tuple(results.values()), seconds, self.end.reason, self.stopped, self.not_uploaded)
 
-    def open(self, stack: ExitStack) -> None:
-        self.session: Session = stack.enter_context(self.store.session())
-        if self.options.handle_signals:
-            stack.enter_context(caught(self.interrupt, self.options.executor == "inline"))
-        self.executor = executor(self.options, self.planner.sharing, self.session, self.bell)
-        self.capacity = Capacity(self.executor, self.options)
-        self.transfers = Transfers(self.planner.sharing, self.bell.ring)
-        self.demand.open(self.transfers, self.session)
-        stack.callback(self._finish)
-        self._refuse()
-        self.transfers.resume(self.results.values())
-        for name in sorted(self.left, key=self.places.__getitem__):
-            if self.plans[name].state == "remote":
-                self.demand.fetch_all(name)
 
-    def _refuse(self) -> None:
-        """Finds the steps that nobody can run before any is started. Raises SetupError."""
-        steps = (self.graph.step(name) for name in self.left if self.plans[name].state != "remote")
-        refused = self.executor.refusals(sorted(steps, key=lambda step: self.places[step.name]))
-        if refused and not self.options.keep_going:
-            raise SetupError("\n".join(refused.values()))
-        for name, why in refused.items():
-            self._settle(StepResult(name, "failed", self.plans[name].key, error=SetupError(why)))
+class _Loop:
+    """The part of a run that has workers and transfers."""
 
-    def interrupt(self, reason: str) -> None:
-        """Has the loop return and start no step. Any thread or signal handler may call it."""
-        self.interrupted = self.interrupted or reason
-        self.planner.sharing.interrupt()
-        self.bell.ring()
+    def __init__(self, run: _Run, stack: ExitStack) -> None:
+        """Everything that is opened here is closed by `stack`."""
+        self.owner = run
+        self.tracker = run.tracker
+        self.planner = run.planner
+        self.store = run.planner.store
+        self.report = run.report
+        self.area: Session = stack.enter_context(self.store.session())
+        if run.options.handle_signals:
+            stack.enter_context(caught(run.end, run.options.executor == "inline"))
+        self.executor = executor(run.options, self.planner.sharing, self.area, run.bell)
+        self.capacity = Capacity(self.executor, run.options)
+        self.transfers = Transfers(self.planner.sharing, run.bell.ring)
+        self.inputs = InputFetcher(self.planner, self.tracker.steps, self.transfers, self.area)
+        self.tracker.fetch_all = self._fetch_all
+        stack.callback(self._close)
 
-    def _finish(self) -> None:
+    def _close(self) -> None:
         self.executor.close()
         self.transfers.close()
-        self.not_uploaded |= self.transfers.not_uploaded
-        for running in self.running.values():
-            running.lock.release()
-        self.notes.write(self.results)
+        self.owner.not_uploaded |= self.transfers.not_uploaded
+        for item in self.tracker.steps.values():
+            if item.running is not None:
+                item.running.lock.release()
+        self.owner.notes.write(self.tracker.results())
 
-    # The loop
-
-    def loop(self) -> None:
+    def run(self) -> None:
+        """Runs until every step is settled, or the run is interrupted."""
+        tracker, end = self.tracker, self.owner.end
+        self._refuse()
+        self.transfers.resume(tracker.results().values())
+        for item in tracker.in_state(StepState.ARRIVING):
+            self._fetch_all(item.name)
         try:
-            while not self.interrupted and (self.running or (self.left and not self.stopping)):
+            while not end.reason and (tracker.is_running or not (tracker.is_complete or tracker.stopping)):
                 self._start_ready()
                 self._listen()
-                self.notes.write_sometimes(self.results)
+                self.owner.notes.write_sometimes(tracker.results)
             if self.transfers.uploading:
                 self.report(Uploading(self.transfers.uploading))
-            while self.transfers.uploading and not self.interrupted:
+            while self.transfers.uploading and not end.reason:
                 self._listen()
         except KeyboardInterrupt:
-            if not self.interrupted:  # no handler of ours raised it
+            if not end.reason:  # no handler of ours raised it
                 raise
-        self.stopped = tuple(self.running)
-        reason = f"interrupted by {self.interrupted}" if self.interrupted else self.stopping
-        for name in sorted(self.left, key=self.places.__getitem__):
-            self._settle(StepResult(name, "skipped", self.plans[name].key, reason=reason))
+        self.owner.stopped = tuple(item.name for item in tracker.in_state(StepState.RUNNING))
+        reason = f"interrupted by {end.reason}" if end.reason else tracker.stopping
+        for item in tuple(tracker.left()):
+            tracker.settle(StepResult(item.name, "skipped", item.planned.key, reason=reason))
+
+    def _refuse(self) -> None:
+        """Fails the steps that no worker can ever run, before any is started. Raises SetupError."""
+        steps = (item.step for item in self.tracker.left() if item.planned.state != "remote")
+        refused = self.executor.refusals(list(steps))
+        if refused and not self.owner.options.keep_going:
+            raise SetupError("\n".join(refused.values()))
+        for name, why in refused.items():
+            key = self.tracker.steps[name].planned.key
+            self.tracker.settle(StepResult(name, "failed", key, error=SetupError(why)))
 
     def _listen(self) -> None:
-        for message in self.executor.messages(self.blocked.patience(_TICK), self.bell.fileno()):
+        """Waits for workers and transfers, and notes what they report."""
+        locked = self.tracker.in_state(StepState.LOCKED)
+        now = time.monotonic()
+        waits = [max(0.0, item.lock_wait.again - now) for item in locked if item.lock_wait is not None]
+        for message in self.executor.messages(min([_TICK, *waits]), self.owner.bell.fileno()):
             if isinstance(message, Outcome):
                 self._end(message)
                 continue
-            if isinstance(message, StepPlaced) and message.name in self.running:
-                self.running[message.name].started = time.monotonic()
+            running = self.tracker.steps[message.name].running if isinstance(message, StepPlaced) else None
+            if running is not None:
+                running.started = time.monotonic()
             self.report(message)
-        self.bell.heard()
-        for told in self.transfers.messages():
-            if isinstance(told, Fetched):
-                self._fetched(told)
+        self.owner.bell.heard()
+        for event in self.transfers.messages():
+            if isinstance(event, Fetched):
+                self._fetched(event)
             else:
-                self.report(told)
-        self._warn()
+                self.report(event)
+        self.owner.warn()
+
+    # Starting steps
 
     def _start_ready(self) -> None:
-        for name in self.blocked.due():
-            self._enqueue(name)
-        later = []
-        while self.ready and not self.stopping and not self.interrupted and self.capacity.open():
-            item = heappop(self.ready)
-            name = item[2]
-            if not self._can_start(name):
-                continue  # it is queued again when it can
-            step = self.graph.step(name)
-            if self.capacity.fits(step):
-                self._try_start(step)
-            else:
-                later.append(item)
-        for item in later:
-            heappush(self.ready, item)
+        for item in self.tracker.in_state(StepState.LOCKED):
+            if item.lock_wait is None or item.lock_wait.again <= time.monotonic():
+                self.tracker.enqueue(item)
+        self.tracker.start_ready(self._try_start, self._may_start)
 
-    def _can_start(self, name: str) -> bool:
-        waits = self.missing.get(name) or self.demand.waits(name)
-        return name in self.left and name not in self.running and not waits
+    def _may_start(self) -> bool:
+        return not (self.tracker.stopping or self.owner.end.reason) and self.capacity.open()
 
-    def _try_start(self, step: Step) -> None:
-        planned = self.plans[step.name]
-        key = planned.key
-        assert key is not None  # only steps with a key are ready
+    def _try_start(self, item: TrackedStep) -> bool:
+        """Starts a ready step, or finds what it must wait for; False when it does not fit now."""
+        if not self.capacity.fits(item.step):
+            return False
+        planned = item.planned
+        assert planned.key is not None  # a step without a key is pending
         try:
-            lock = self.store.try_lock(key)
+            lock = self.store.try_lock(planned.key)
         except StoreError as error:
-            self._settle(StepResult(step.name, "failed", key, reason=planned.reason, error=error))
-            return
+            self.tracker.settle(
+                StepResult(item.name, "failed", planned.key, reason=planned.reason, error=error)
+            )
+            return True
         if lock is None:
-            self._wait_for(step.name, key)
-            return
-        record = None if step.name in self.planner.force else self.notes.find(key)
-        if record is not None:  # somebody built it since the plan was made
-            lock.release()
-            self._settle(StepResult(step.name, "reused", key, reason="built meanwhile", record=record))
-            return
-        if self.executor.here(step) and self.demand.fetch_inputs(step):
-            lock.release()
-            return
-        self._start(step, planned, lock)
+            self._wait_for_lock(item, planned.key)
+        elif not self._is_needless(item, planned.key, lock) and not self._waits_for_inputs(item, lock):
+            self._start(item, lock)
+        return True
 
-    def _wait_for(self, name: str, key: str) -> None:
-        ours = any(running.planned.key == key for running in self.running.values())
-        if self.blocked.add(name) and not ours:
-            self.report(StepWaiting(name, self.store.holder(key)))
+    def _wait_for_lock(self, item: TrackedStep, key: str) -> None:
+        self.tracker.move(item, StepState.LOCKED)
+        item.lock_wait = item.lock_wait or LockWait()
+        ours = any(other.planned.key == key for other in self.tracker.in_state(StepState.RUNNING))
+        if item.lock_wait.postpone() and not ours:
+            self.report(StepWaiting(item.name, self.store.holder(key)))
 
-    def _start(self, step: Step, planned: Planned, lock: Lock) -> None:
-        granted = self.capacity.take(step, len(self.ready))
-        running = Running(step, planned, lock, granted, self.store.log(step.name))
-        self.running[step.name] = running
+    def _is_needless(self, item: TrackedStep, key: str, lock: Lock) -> bool:
+        """Settles a step that another process built since the plan was made."""
+        record = None if item.name in self.planner.force else self.owner.notes.find(key)
+        if record is None:
+            return False
+        lock.release()
+        self.tracker.settle(StepResult(item.name, "reused", key, reason="built meanwhile", record=record))
+        return True
+
+    def _waits_for_inputs(self, item: TrackedStep, lock: Lock) -> bool:
+        """Requests files that the step reads and only remotes have."""
+        missing = self.inputs.missing_inputs(item.step) if self.executor.here(item.step) else {}
+        if not missing:
+            return False
+        lock.release()
+        self.tracker.move(item, StepState.FETCHING)
+        for name, files in missing.items():
+            self.report(self.inputs.fetch(name, files, item.name))
+        return True
+
+    def _start(self, item: TrackedStep, lock: Lock) -> None:
+        step, planned = item.step, item.planned
+        granted = self.capacity.take(step, self.tracker.queued)
+        running = item.running = Running(step, planned, lock, granted, self.store.log(step.name))
+        self.tracker.move(item, StepState.RUNNING)
         self.report(StepStarted(step.name, planned.reason, estimate(planned), running.log))
         try:
             with self.store.writing():
-                area = running.area = self.session.area()
+                area = running.area = self.area.area()
         except StoreError as error:
             self._end(Outcome(step.name, error=error))
             return
         if step.shared and planned.key:
             self.planner.sharing.promise(planned.key)
-        job = self.demand.job(running, area, again=step.name in self.planner.force)
+        job = self.inputs.job(running, area, again=step.name in self.planner.force)
         self.executor.start(job, step)
 
     # Results
 
     def _end(self, outcome: Outcome) -> None:
-        running = self.running.pop(outcome.name)
+        item = self.tracker.steps[outcome.name]
+        running, item.running = item.running, None
+        assert running is not None
         if running.area is not None:
             remove_tree(running.area)  # there still when its worker was killed
         running.lock.release()
@@ -298,115 +302,39 @@ class _Run:
             outcome.worker,
         )
         if outcome.origin:
-            self._take_elsewhere(result, outcome)
+            self._end_elsewhere(item, result, outcome)
         else:
-            self._settle(result)
+            self.tracker.settle(result)
 
-    def _take_elsewhere(self, result: StepResult, outcome: Outcome) -> None:
-        """Settles a step whose files are in a remote, at once or when they have come, if they are wanted."""
-        self.demand.remote[result.name] = Planned(
-            result.name, "remote", result.key, result.reason, outcome.record, outcome.origin
-        )
+    def _end_elsewhere(self, item: TrackedStep, result: StepResult, outcome: Outcome) -> None:
+        """Settles a step whose files a remote has; if they are needed here, once they have come."""
+        item.remote = Planned(item.name, "remote", result.key, result.reason, outcome.record, outcome.origin)
         if outcome.unsent:
-            self.not_uploaded[result.name] = outcome.unsent
+            self.owner.not_uploaded[item.name] = outcome.unsent
         elif outcome.record is not None:
             self.planner.sharing.kept(outcome.record.key)
-        self.elsewhere[result.name] = result
-        if result.name in self.outputs:
-            self.demand.fetch_all(result.name)
+        item.built_elsewhere = result
+        if item.name in self.tracker.outputs:
+            self.tracker.move(item, StepState.ARRIVING)
+            self._fetch_all(item.name)
         else:
-            self._settle(result)
-
-    def _settle(self, result: StepResult) -> None:
-        """Notes a result and, from it, whatever becomes known of the steps behind it."""
-        pending = [result]
-        while pending:
-            result = pending.pop()
-            if result.name not in self.left:
-                continue  # skipped already, through another input
-            self.results[result.name] = result
-            self.left.discard(result.name)
-            self.report(StepFinished(result, tail(result.log) if result.status == "failed" else ""))
-            if result.status == "failed" and not self.options.keep_going:
-                self.stopping = f"not started: {result.name} failed"
-            if result.record is not None:
-                self.planner.results[result.name] = result.record
-            for user in self.graph.users[result.name]:
-                if user in self.left and user not in self.running and not self.interrupted:
-                    pending += self._advance(user, result)
-
-    def _advance(self, name: str, need: StepResult) -> list[StepResult]:
-        waits = self.missing.get(name, set())
-        if need.name not in waits:
-            return []
-        if need.record is None:
-            reason = f"needs {need.name}, which failed" if need.status == "failed" else need.reason
-            return [StepResult(name, "skipped", reason=reason)]
-        waits.discard(need.name)
-        if waits:
-            return []
-        planned, before = self.notes.consider(self.graph.step(name)), self.plans[name]
-        if planned.state == "run" and planned.key == before.key:
-            planned = before  # why it runs is that its files cannot be fetched
-        self.plans[name] = planned
-        if planned.state == "remote" and planned.record is not None:
-            self.demand.remote[name] = planned
-            self.planner.results[name] = planned.record
-            if name in self.outputs:
-                self.demand.fetch_all(name)
-                return []
-        if planned.state in ("hit", "remote"):
-            return [_reused(planned)]
-        self._enqueue(name)
-        return []
-
-    def _enqueue(self, name: str) -> None:
-        heappush(self.ready, (-self.weights.get(name, inf), self.places[name], name))
+            self.tracker.settle(result)
 
     # Files of remotes
 
+    def _fetch_all(self, name: str) -> None:
+        self.report(self.inputs.fetch_all(name))
+
     def _fetched(self, done: Fetched) -> None:
-        name, user = self.demand.fetched(done)
-        made = self.elsewhere.get(name)
+        source, user = self.inputs.end(done)
+        self.report(StepFetched(source.name))
+        made = source.built_elsewhere
         if done.why and made is not None:
-            why = f"{name} was built by {made.worker}, but its files cannot be fetched: {done.why}"
-            self._settle(StepResult(user, "failed", self.plans[user].key, error=StoreError(why)))
+            why = f"{source.name} was built by {made.worker}, but its files cannot be fetched: {done.why}"
+            self.tracker.settle(StepResult(user.name, "failed", user.planned.key, error=StoreError(why)))
         elif done.why:
-            self._demote(name, done.why)
-        elif user == name and (planned := self.demand.remote.get(name)) is not None:
-            self._settle(made or _reused(planned))
-        if user != name and user in self.left and not self.demand.waits(user) and not self.missing.get(user):
-            self._enqueue(user)
-
-    def _demote(self, name: str, why: str) -> None:
-        """Has a step run after all, and those that wait for its files wait for it."""
-        planned = self.demand.forget(name)
-        if planned is None:
-            return
-        self.results.pop(name, None)
-        self.left.add(name)
-        self.plans[name] = replace(planned, state="run", reason=f"its files cannot be fetched: {why}")
-        for user in self.graph.users[name]:
-            if user in self.left and user not in self.running and user not in self.demand.remote:
-                self.missing.setdefault(user, set()).add(name)
-        self.missing[name] = self._unknown(name)
-        if not self.missing[name]:
-            self._enqueue(name)
-
-    def _warn(self) -> None:
-        for sentence in (*self.store.take_warnings(), *self.planner.sharing.take_warnings()):
-            self.report(Warned(sentence))
-
-    def result(self, seconds: float) -> RunResult:
-        """Called once, at the end."""
-        self.notes.write(self.results)
-        for step in self.results.values():
-            if step.record is not None:
-                self.demand.keep(step.name)
-        self._warn()
-        steps = tuple(self.results[step.name] for step in self.planner.steps)
-        return RunResult(steps, seconds, self.interrupted, self.stopped, self.not_uploaded)
-
-
-def _reused(planned: Planned) -> StepResult:
-    return StepResult(planned.name, "reused", planned.key, reason=planned.reason, record=planned.record)
+            self.tracker.demote(source, done.why)
+        elif user is source:
+            self.tracker.arrived(source)
+        if user.state is StepState.FETCHING and not user.requests:
+            self.tracker.enqueue(user)

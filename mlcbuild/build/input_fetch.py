@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from mlcbuild.build.events import Reporter, StepFetched, StepFetching
+from mlcbuild.build.events import StepFetching
 from mlcbuild.build.graph import Source, Step
-from mlcbuild.build.plan import Planned, Planner
+from mlcbuild.build.plan import Planner
 from mlcbuild.build.resources import Running
+from mlcbuild.build.tracking import TrackedStep
 from mlcbuild.build.transfer import Fetched, Transfers
 from mlcbuild.build.worker import Given, Job
 from mlcbuild.canon import Entry
 from mlcbuild.errors import StoreError
-from mlcbuild.remotes.sharing import Found
 from mlcbuild.store.staging import Session
 
 
-class Demand:
+class InputFetcher:
     """Files of remotes come only when something here reads them: a step that runs, or the user."""
 
-    def __init__(self, planner: Planner, report: Reporter) -> None:
-        self.remote: dict[str, Planned] = {}
-        """Steps that need not run because a remote has their records."""
+    def __init__(
+        self, planner: Planner, steps: Mapping[str, TrackedStep], transfers: Transfers, session: Session
+    ) -> None:
         self._planner = planner
-        self._report = report
-        self._requests: dict[int, tuple[str, str]] = {}
-        """Request -> the step whose files it is for, and the step that waits for them."""
-        self._awaited: dict[str, set[int]] = {}
-
-    def open(self, transfers: Transfers, session: Session) -> None:
+        self._steps = steps
         self._transfers = transfers
         self._session = session
-
-    def waits(self, name: str) -> bool:
-        """Whether a step waits for files."""
-        return bool(self._awaited.get(name))
+        self._requests: dict[int, tuple[str, str]] = {}
+        """Request -> the step whose files it is for, and the step that waits for them."""
 
     def job(self, running: Running, area: Path, *, again: bool) -> Job:
-        """What a worker must know to run a step in the directory `area`."""
+        """Returns all that a worker needs to run a step in the directory `area`."""
         step = running.step
         preimage = self._planner.preimage(step)
         return Job(
             name=step.name,
             key=running.planned.key or preimage.key(),
             preimage=preimage,
-            inputs=tuple(self._given(argument, step) for argument in step.inputs),
+            inputs=tuple(self._input(argument, step) for argument in step.inputs),
             cores=running.cores,
             store=self._planner.store.root,
             area=area,
@@ -54,55 +48,46 @@ class Demand:
             again=again,
         )
 
-    def fetch_inputs(self, step: Step) -> bool:
-        """Whether a step must wait for files of its inputs; they are on their way then."""
+    def missing_inputs(self, step: Step) -> dict[str, tuple[Entry, ...]]:
+        """Returns the files that a step reads and this store lacks, by the step of a remote that has them."""
         store = self._planner.store
+        missing: dict[str, tuple[Entry, ...]] = {}
         for item in step.inputs.values():
             name = self._planner.graph.resolve(item.node)
-            if name in self.remote:
+            if name in self._steps and self._steps[name].remote is not None:
                 files = self._planner.tree(item).files
-                absent = [entry for entry in files if not store.hold(entry.digest, entry.size)]
+                absent = tuple(entry for entry in files if not store.hold(entry.digest, entry.size))
                 if absent:
-                    self._fetch(name, tuple(absent), step.name)
-        return self.waits(step.name)
+                    missing[name] = (*missing.get(name, ()), *absent)
+        return missing
 
-    def fetch_all(self, name: str) -> None:
-        """Brings the whole artifact of a step that a remote has; it waits for itself."""
-        record = self.remote[name].record
-        assert record is not None  # the remote has it
-        self._fetch(name, record.files, name)
-
-    def fetched(self, done: Fetched) -> tuple[str, str]:
-        """Takes note of the end of a request: the step whose files it was for, and the step that waited."""
-        name, user = self._requests.pop(done.request)
-        self._awaited[user].discard(done.request)
-        self._report(StepFetched(name))
-        store, planned = self._planner.store, self.remote.get(name)
-        if planned is not None and planned.record is not None and not store.lost(planned.record):
-            with suppress(StoreError):  # without it, the next run finds the record as it was found now
-                store.put_record(planned.record, self._session.area() / "record")
-        return name, user
-
-    def forget(self, name: str) -> Planned | None:
-        """The step must run after all; what was planned for it, or None when that was said before."""
-        planned = self.remote.pop(name, None)
-        if planned is not None and planned.key is not None:
-            self._planner.sharing.forget(planned.key)
-        return planned
-
-    def keep(self, name: str) -> None:
-        """The record of a step was used, whether or not its files are here."""
-        planned = self.remote.get(name)
-        if planned is not None and planned.record is not None:
-            self._planner.sharing.keep(Found(planned.record, planned.origin))
-
-    def _fetch(self, name: str, files: tuple[Entry, ...], user: str) -> None:
-        self._report(StepFetching(name, self.remote[name].origin, sum(entry.size for entry in files)))
+    def fetch(self, name: str, files: tuple[Entry, ...], user: str) -> StepFetching:
+        """Requests files of the step `name`, which a remote has, for the step `user`."""
+        remote = self._steps[name].remote
+        assert remote is not None
         number = self._transfers.fetch(name, files)
         self._requests[number] = name, user
-        self._awaited.setdefault(user, set()).add(number)
+        self._steps[user].requests |= {number}
+        return StepFetching(name, remote.origin, sum(entry.size for entry in files))
 
-    def _given(self, argument: str, step: Step) -> Given:
+    def fetch_all(self, name: str) -> StepFetching:
+        """Requests the whole artifact of a step that a remote has; the step waits for itself."""
+        remote = self._steps[name].remote
+        assert remote is not None and remote.record is not None
+        return self.fetch(name, remote.record.files, name)
+
+    def end(self, done: Fetched) -> tuple[TrackedStep, TrackedStep]:
+        """Notes the end of a request: the step whose files it was for, and the step that waited for them."""
+        name, waiting = self._requests.pop(done.request)
+        source, user = self._steps[name], self._steps[waiting]
+        user.requests -= {done.request}
+        store, record = self._planner.store, source.remote.record if source.remote is not None else None
+        if record is not None and not store.lost(record):
+            with suppress(StoreError):  # without it, the next run finds the record as it was found now
+                store.put_record(record, self._session.area() / "record")
+        return source, user
+
+    def _input(self, argument: str, step: Step) -> Given:
         item = step.inputs[argument]
         node = self._planner.graph[item.node]
         files = self._planner.tree(item).files

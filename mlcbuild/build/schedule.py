@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlcbuild.build.graph import Graph
 from mlcbuild.build.plan import Planned, Planner
@@ -47,37 +47,26 @@ def outputs(planner: Planner, options: Options) -> frozenset[str]:
     return frozenset(step.name for step in planner.steps if step.name not in read)
 
 
-class Blocked:
-    """Steps whose keys are locked, and when to look at them again."""
+@dataclass
+class LockWait:
+    """A step whose key is locked by another process, or by another step of this run."""
 
-    def __init__(self) -> None:
-        self._again: dict[str, float] = {}
-        self._since: dict[str, float] = {}
-        self._told: set[str] = set()
+    since: float = field(default_factory=time.monotonic)
+    again: float = 0.0
+    """When to look at the lock again."""
+    is_reported: bool = False
 
-    def add(self, name: str) -> bool:
-        """Whether it is time to say, once, that the step waits.
+    def postpone(self) -> bool:
+        """Sets when to look again. True if it is time to report, once, that the step waits.
 
         Not at once: a process that only cleans up stale locks holds them for a moment too.
         """
         now = time.monotonic()
-        self._again[name] = now + _POLL
-        if name in self._told or now - self._since.setdefault(name, now) <= 2 * _POLL:
+        self.again = now + _POLL
+        if self.is_reported or now - self.since <= 2 * _POLL:
             return False
-        self._told.add(name)
+        self.is_reported = True
         return True
-
-    def due(self) -> list[str]:
-        """Takes out the steps to look at now."""
-        now = time.monotonic()
-        found = [name for name, when in self._again.items() if when <= now]
-        for name in found:
-            del self._again[name]
-        return found
-
-    def patience(self, most: float) -> float:
-        """Seconds until one is due, up to `most`."""
-        return min([most, *(max(0.0, when - time.monotonic()) for when in self._again.values())])
 
 
 def weights(graph: Graph, plans: Mapping[str, Planned]) -> dict[str, float]:

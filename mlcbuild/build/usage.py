@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mlcbuild.build.events import StepResult
 from mlcbuild.build.graph import Step
@@ -46,9 +46,10 @@ class Notes:
                 self._store.touch(record)
         return record
 
-    def write_sometimes(self, results: Mapping[str, StepResult]) -> None:
+    def write_sometimes(self, results: Callable[[], Mapping[str, StepResult]]) -> None:
+        """Writes the present results, if the last write is some seconds ago."""
         if time.monotonic() - self._saved > _SAVE_SECONDS:
-            self.write(results)
+            self.write(results())
 
     def write(self, results: Mapping[str, StepResult]) -> None:
         self._saved = time.monotonic()

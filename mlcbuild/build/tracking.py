@@ -1,0 +1,273 @@
+"""The state of every step of a run, and which state may follow which.
+
+One record stands for each step. The loop in execute.py starts and ends steps; here follows what that means
+for the steps behind them: their keys become known, they can start, are reused, or are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from heapq import heappop, heappush
+from math import inf
+
+from mlcbuild.build.events import Reporter, StepFinished, StepResult
+from mlcbuild.build.graph import Step
+from mlcbuild.build.plan import Planned, Planner
+from mlcbuild.build.resources import Running
+from mlcbuild.build.schedule import LockWait, Options, outputs, weights
+from mlcbuild.build.usage import Notes
+from mlcbuild.build.worker import tail
+from mlcbuild.signals import Interruption
+
+
+class StepState(Enum):
+    """What a step waits for."""
+
+    PENDING = "an input without a result"
+    READY = "cores and memory"
+    LOCKED = "whoever builds the same key"
+    FETCHING = "files of its inputs, which come from a remote"
+    RUNNING = "the end of its action"
+    ARRIVING = "its own files, which come from a remote"
+    DONE = "nothing: it has a result"
+
+
+_PENDING, _READY, _LOCKED, _FETCHING, _RUNNING, _ARRIVING, _DONE = StepState
+
+TRANSITIONS: Mapping[StepState, frozenset[StepState]] = {
+    _PENDING: frozenset((_READY, _FETCHING, _ARRIVING, _DONE)),
+    _READY: frozenset((_PENDING, _LOCKED, _FETCHING, _RUNNING, _DONE)),
+    _LOCKED: frozenset((_PENDING, _READY, _DONE)),
+    _FETCHING: frozenset((_PENDING, _READY, _DONE)),
+    _RUNNING: frozenset((_ARRIVING, _DONE)),
+    _ARRIVING: frozenset((_PENDING, _READY, _FETCHING, _DONE)),
+    # A remote has the record of a reused step, and then fails to send a file that another step reads.
+    _DONE: frozenset((_PENDING, _READY, _FETCHING)),
+}
+
+
+@dataclass(slots=True)
+class TrackedStep:
+    """One step of a run. `Tracker` changes its state."""
+
+    step: Step
+    place: int
+    """Its index in the plan."""
+    planned: Planned
+    state: StepState = StepState.PENDING
+    missing: frozenset[str] = frozenset()
+    """Inputs without a result, of a pending step."""
+    remote: Planned | None = None
+    """Set while a remote has the record, and this store need not have the files."""
+    requests: frozenset[int] = frozenset()
+    """Downloads that the step waits for."""
+    lock_wait: LockWait | None = None
+    running: Running | None = None
+    """What the step holds while it runs."""
+    built_elsewhere: StepResult | None = None
+    """The result of a worker with another store, until its files are here."""
+    result: StepResult | None = None
+    chain: float = inf
+    """Seconds from its start to the end of the longest chain of steps after it, by earlier records."""
+
+    @property
+    def name(self) -> str:
+        return self.step.name
+
+
+class Tracker:
+    """All steps of one run.
+
+    `fetch_all` has the files of a step come from its remote; the step has moved to ARRIVING before.
+    """
+
+    def __init__(
+        self, planner: Planner, notes: Notes, options: Options, report: Reporter, end: Interruption
+    ) -> None:
+        self.steps: dict[str, TrackedStep] = {}
+        """In the order of the plan."""
+        self.outputs = outputs(planner, options)
+        self.stopping = ""
+        """Why no more steps are started; "" while they are."""
+        self.fetch_all: Callable[[str], None] = lambda name: None
+        self._planner = planner
+        self._notes = notes
+        self._report = report
+        self._keep_going = options.keep_going
+        self._end = end
+        self._ready: list[tuple[float, int, str]] = []
+        """Heap of (-chain, place, name). An entry whose step is not READY any more is skipped."""
+        self._by_state: dict[StepState, dict[str, TrackedStep]] = {state: {} for state in StepState}
+        self._plan()
+
+    def _plan(self) -> None:
+        """Gives every step its first state."""
+        for place, planned in enumerate(self._notes.plan()):
+            step = self._planner.graph.step(planned.name)
+            item = self.steps[planned.name] = TrackedStep(step, place, planned)
+            self._by_state[_PENDING][item.name] = item
+            needs_files = item.name in self.outputs
+            if planned.state == "remote":
+                item.remote = planned
+            if planned.state == "hit" or (planned.state == "remote" and not needs_files):
+                self._finish(item, _reused(planned))
+        chains = weights(self._planner.graph, {item.name: item.planned for item in self.left()})
+        for name, seconds in chains.items():
+            self.steps[name].chain = seconds
+        for item in tuple(self.left()):
+            if item.planned.state == "run":
+                self.enqueue(item)
+            elif item.planned.state == "remote":
+                self.move(item, _ARRIVING)
+            else:
+                item.missing = self._missing(item)
+
+    # States
+
+    def move(self, item: TrackedStep, state: StepState) -> None:
+        """Changes the state of a step, as TRANSITIONS allows."""
+        assert state in TRANSITIONS[item.state], f"{item.name}: {item.state.name} -> {state.name}"
+        del self._by_state[item.state][item.name]
+        self._by_state[state][item.name] = item
+        item.state = state
+
+    def enqueue(self, item: TrackedStep) -> None:
+        """Makes a step ready, or has it wait for files that are on their way to it."""
+        self.move(item, _FETCHING if item.requests else _READY)
+        if item.state is _READY:
+            heappush(self._ready, (-item.chain, item.place, item.name))
+
+    def in_state(self, state: StepState) -> tuple[TrackedStep, ...]:
+        return tuple(self._by_state[state].values())
+
+    def left(self) -> Iterator[TrackedStep]:
+        """The steps without a result, in the order of the plan."""
+        return (item for item in self.steps.values() if item.state is not _DONE)
+
+    @property
+    def queued(self) -> int:
+        """Steps that are offered to `start_ready` next."""
+        return len(self._ready)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._by_state[_DONE]) == len(self.steps)
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._by_state[_RUNNING])
+
+    def start_ready(self, start: Callable[[TrackedStep], bool], is_open: Callable[[], bool]) -> None:
+        """Offers ready steps to `start` while `is_open`, those with the longest chains first.
+
+        `start` returns False for a step that does not fit now; it stays ready.
+        """
+        kept = []
+        while self._ready and is_open():
+            entry = heappop(self._ready)
+            item = self.steps[entry[2]]
+            if item.state is _READY and not start(item):
+                kept.append(entry)
+        for entry in kept:
+            heappush(self._ready, entry)
+
+    def results(self) -> dict[str, StepResult]:
+        return {name: item.result for name, item in self.steps.items() if item.result is not None}
+
+    # Results
+
+    def settle(self, result: StepResult) -> None:
+        """Notes a result and, from it, whatever becomes known of the steps behind it."""
+        pending = [result]
+        while pending:
+            result = pending.pop()
+            item = self.steps[result.name]
+            if item.state is _DONE:
+                continue  # skipped already, through another input
+            self._finish(item, result)
+            self._report(StepFinished(result, tail(result.log) if result.status == "failed" else ""))
+            if result.status == "failed" and not self._keep_going:
+                self.stopping = f"not started: {result.name} failed"
+            if result.record is not None:
+                self._planner.results[result.name] = result.record
+            if not self._end.reason:
+                users = (self.steps.get(name) for name in self._planner.graph.users[result.name])
+                pending += [
+                    later
+                    for user in users
+                    if user is not None and result.name in user.missing
+                    for later in self._advance(user, result)
+                ]
+
+    def _finish(self, item: TrackedStep, result: StepResult) -> None:
+        self.move(item, _DONE)
+        item.result = result
+        item.missing = frozenset()
+
+    def _advance(self, item: TrackedStep, need: StepResult) -> list[StepResult]:
+        """Considers a pending step whose input `need` has a result now; [] while it has none of its own."""
+        if need.record is None:
+            reason = f"needs {need.name}, which failed" if need.status == "failed" else need.reason
+            return [StepResult(item.name, "skipped", reason=reason)]
+        item.missing -= {need.name}
+        if item.missing:
+            return []
+        planned, before = self._notes.consider(item.step), item.planned
+        if planned.state == "run" and planned.key == before.key:
+            planned = before  # the reason for running it is that its files cannot be fetched
+        item.planned = planned
+        if planned.state == "remote" and planned.record is not None:
+            item.remote = planned
+            self._planner.results[item.name] = planned.record
+            if item.name in self.outputs:
+                self.move(item, _ARRIVING)
+                self.fetch_all(item.name)
+                return []
+        if planned.state in ("hit", "remote"):
+            return [_reused(planned)]
+        self.enqueue(item)
+        return []
+
+    # Files of remotes
+
+    def arrived(self, item: TrackedStep) -> None:
+        """Settles a step whose own files have come."""
+        if item.remote is not None and item.state is _ARRIVING:
+            self.settle(item.built_elsewhere or _reused(item.remote))
+
+    def demote(self, item: TrackedStep, why: str) -> None:
+        """Has a step run after all, and those that wait for its files wait for it."""
+        planned, item.remote = item.remote, None
+        if planned is None:
+            return  # the failure of another download said so before
+        item.result = None
+        item.planned = replace(planned, state="run", reason=f"its files cannot be fetched: {why}")
+        if planned.key is not None:
+            self._planner.sharing.forget(planned.key)
+        for name in self._planner.graph.users[item.name]:
+            user = self.steps.get(name)
+            if user is None or user.state in (_RUNNING, _DONE, _ARRIVING):
+                continue
+            user.missing |= {item.name}
+            if user.state is not _PENDING:
+                self.move(user, _PENDING)
+        item.missing = self._missing(item)
+        if item.missing:
+            self.move(item, _PENDING)
+        else:
+            self.enqueue(item)
+
+    def _missing(self, item: TrackedStep) -> frozenset[str]:
+        """The inputs of a step whose records are not known."""
+        needs = (self.steps.get(name) for name in self._planner.graph.needs(item.step))
+        return frozenset(
+            need.name
+            for need in needs
+            if need is not None and need.state is not _DONE and need.planned.state != "remote"
+        )
+
+
+def _reused(planned: Planned) -> StepResult:
+    return StepResult(planned.name, "reused", planned.key, reason=planned.reason, record=planned.record)
