@@ -85,11 +85,11 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "executor": "",
     "constraints": "executor text",
     "devices": "executor",
-    "engine": "constraints devices executor text",
+    "engine": "constraints executor text",
     "openai": "constraints engine executor text",
     "http": "engine openai",
-    "local": "devices engine openai text",
-    "chat": "devices engine openai text",
+    "local": "engine executor openai text",
+    "chat": "engine executor openai text",
     "__main__": "http",
 }
 SHARED = {"errors", "canon"}
@@ -209,7 +209,18 @@ def test_tvm_ffi_is_imported_only_by_the_cpu_device() -> None:
     users = [
         name for name, path in modules(RUNTIME).items() if any(i.startswith("tvm_ffi") for i in imports(path))
     ]
-    assert users == ["devices.cpu", "devices.cpu_tensors"]
+    assert users == ["devices.cpu", "devices.cpu_library", "devices.cpu_tensors"]
+
+
+def test_only_its_table_entry_names_a_device_of_the_runtime() -> None:
+    """`loading.load` imports a device when a bundle needs it, so that no room above depends on one."""
+    for name, path in modules(RUNTIME).items():
+        if not name.startswith("devices"):
+            assert not any(item.startswith("mlcbuild_runtime.devices") for item in imports(path)), path
+    users = [
+        name for name, path in modules(RUNTIME).items() if "mlcbuild_runtime.devices" in path.read_text()
+    ]
+    assert [name for name in users if not name.startswith("devices")] == ["executor.loading"]
 
 
 def test_a_program_knows_no_device() -> None:

@@ -20,7 +20,7 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError, VerificationError
 
 if TYPE_CHECKING:
-    from mlcbuild_runtime.devices.cpu import Model
+    from mlcbuild_runtime.devices.cpu import CpuExecutor
 
 
 SPEED = "speed.json"
@@ -64,11 +64,11 @@ def measure(bundle: Path, plan: Plan) -> dict[str, object]:
 
 def _main(path: str, plan: Plan) -> None:
     from mlcbuild_format.errors import ServingError
-    from mlcbuild_runtime.devices.cpu import Model
+    from mlcbuild_runtime.devices.cpu import CpuExecutor
 
     try:
         start = time.perf_counter()
-        model = Model.load(Path(path), plan.threads)
+        model = CpuExecutor.load(Path(path), plan.threads)
         loaded = time.perf_counter() - start
         batch = model.limits.max_batch
         _decode(model, plan, 1, steps=1)  # the first call allocates the cache
@@ -95,13 +95,13 @@ def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, fl
     }
 
 
-def _pages(model: Model, plan: Plan, number: int) -> range:
+def _pages(model: CpuExecutor, plan: Plan, number: int) -> range:
     """Of one sequence."""
     each = -(-(plan.prompt_tokens + plan.answer_tokens) // model.limits.page_size)
     return range(number * each, (number + 1) * each)
 
 
-def _prefill(model: Model, plan: Plan, number: int) -> float:
+def _prefill(model: CpuExecutor, plan: Plan, number: int) -> float:
     """Seconds for the prompt of one sequence, chunk by chunk."""
     from mlcbuild_runtime.executor.batch import Step
 
@@ -115,7 +115,7 @@ def _prefill(model: Model, plan: Plan, number: int) -> float:
     return time.perf_counter() - begun
 
 
-def _decode(model: Model, plan: Plan, count: int, steps: int | None = None) -> float:
+def _decode(model: CpuExecutor, plan: Plan, count: int, steps: int | None = None) -> float:
     """Seconds for the answers of `count` sequences that have their prompts behind them."""
     from mlcbuild_runtime.executor.batch import Step
 

@@ -36,11 +36,11 @@ def _peak() -> int:
 
 def _main(path: str) -> None:
     from mlcbuild_format.errors import ServingError
-    from mlcbuild_runtime.devices.cpu import Model
+    from mlcbuild_runtime.devices.cpu import CpuExecutor
     from mlcbuild_runtime.executor.batch import Step
 
     try:
-        model = Model.load(Path(path))
+        model = CpuExecutor.load(Path(path))
         # Weights are mapped and the cache is reserved: neither takes memory before it is used.
         before = _peak()
         limits = model.limits

@@ -174,10 +174,10 @@ def _main(bundle: str, reference_dir: str, result: str) -> None:
     """The fresh process: loads the bundle as a server does, and nothing of the compiler."""
     import numpy as np
     from mlcbuild_format.errors import ServingError
-    from mlcbuild_runtime.devices.cpu import Model
+    from mlcbuild_runtime.devices.cpu import CpuExecutor
 
     try:
-        model = Model.load(Path(bundle), threads=int(os.environ.get("MLCBUILD_CORES", "1")))
+        model = CpuExecutor.load(Path(bundle), threads=int(os.environ.get("MLCBUILD_CORES", "1")))
         sums = _Sums()
         for i, tokens in enumerate(json.loads(Path(reference_dir, "tokens.json").read_bytes())):
             expected = np.load(Path(reference_dir, f"logits-{i:04}.npy"))

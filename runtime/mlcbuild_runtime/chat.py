@@ -20,6 +20,7 @@ from mlcbuild_format.errors import RequestError, ServingError
 from mlcbuild_format.fields import Json
 
 from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.request import Event, Request
 from mlcbuild_runtime.openai import api
 
@@ -85,7 +86,7 @@ class _Session:
         """The checked request, by the rules of the HTTP API."""
         head: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
         body: dict[str, Json] = {**settings, "messages": head + messages}
-        return api.chat_call(body, self.running.model.manifest.serving)
+        return api.chat_call(body, self.running.manifest.serving)
 
     def answer(self, text: str) -> None:
         """Asks, and prints the answer as it comes. Raises RequestError."""
@@ -191,7 +192,7 @@ class _Session:
         if not name:
             return "usage: /save FILE"
         head: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
-        model = self.running.model.manifest.name
+        model = self.running.manifest.name
         document = {"model": model, **self.settings, "messages": head + self.history}
         try:
             with Path(name).open("x", encoding="utf-8") as file:
@@ -243,16 +244,16 @@ def chat(path: Path | str, threads: int | None = None) -> int:
     On a terminal there is a prompt; otherwise every line of the input is a message or a command, and only
     answers are written. The exit code is 1 when a message of such an input could not be answered.
     """
-    from mlcbuild_runtime.devices.cpu import Model
+    from mlcbuild_runtime.executor import loading
     from mlcbuild_runtime.text.tokenizer import Tokenizer
 
     try:
-        model = Model.load(Path(path), threads)
-        tokenizer = Tokenizer.of(model.path, model.manifest)
+        executor = loading.load(path, threads)
+        tokenizer = Tokenizer.of(executor.path, executor.manifest)
     except ServingError as error:
         sys.stderr.write(f"mlcbuild chat: {error}\n")
         return error.exit_code
-    running = Engine(model, tokenizer, max_batch=1).start()
+    running = Engine(executor, tokenizer, EngineOptions(max_batch=1)).start()
     try:
         return _converse(_Session(running, sys.stdout, sys.stdin.isatty() and sys.stdout.isatty()))
     except KeyboardInterrupt:
@@ -270,7 +271,7 @@ def _converse(session: _Session) -> int:
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (gives input() a history and editing)
-        session.out.write(f"{session.running.model.manifest.name}: /help lists the commands\n")
+        session.out.write(f"{session.running.manifest.name}: /help lists the commands\n")
     for line in _messages(_typed() if terminal else _piped()):
         try:
             if line.startswith("/") and "\n" not in line:

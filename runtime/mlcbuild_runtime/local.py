@@ -10,11 +10,11 @@ from typing import Literal, Self, overload
 
 from mlcbuild_format.fields import Json, plain
 
-from mlcbuild_runtime.devices.cpu import Model
 from mlcbuild_runtime.engine import engine
 from mlcbuild_runtime.engine.drafts import Speculate
-from mlcbuild_runtime.engine.engine_options import Role
+from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.request import Event, State
+from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.openai import embeddings, responses_request, service
 from mlcbuild_runtime.openai.history import History, Kept, begun
 from mlcbuild_runtime.openai.responses_stream import Output
@@ -62,10 +62,12 @@ class _Local:
         max_batch: answers at a time (default: the library's limit).
         speculate: draft tokens by `lookup`, or by a smaller bundle of the same vocabulary.
         """
-        model = Model.load(bundle, threads)
-        tokenizer = Tokenizer.of(model.path, model.manifest)
+        executor = loading.load(bundle, threads)
+        tokenizer = Tokenizer.of(executor.path, executor.manifest)
         how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
-        self._running = engine.Engine(model, tokenizer, max_batch, role=Role(speculate=how)).start()
+        self._running = engine.Engine(
+            executor, tokenizer, EngineOptions(max_batch=max_batch, speculate=how)
+        ).start()
 
     @property
     def model(self) -> str:

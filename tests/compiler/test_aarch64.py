@@ -37,11 +37,11 @@ import sys
 from pathlib import Path
 import numpy as np
 from mlcbuild_format.errors import ServingError
-from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.devices.cpu import CpuExecutor
 tokens = [int(token) for token in sys.argv[2].split(",")]
 for path in map(Path, sys.argv[3:]):
     try:
-        model = Model.load(path, threads=1)
+        model = CpuExecutor.load(path, threads=1)
     except ServingError as error:
         sys.exit(str(error))
     np.save(Path(sys.argv[1], path.name), np.stack([model.score(tokens), model.score(tokens, chunk=1)]))

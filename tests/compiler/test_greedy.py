@@ -21,8 +21,8 @@ import json
 import sys
 from pathlib import Path
 from mlcbuild_runtime.executor.batch import Step
-from mlcbuild_runtime.devices.cpu import Model
-model = Model.load(Path(sys.argv[1]), threads=1)
+from mlcbuild_runtime.devices.cpu import CpuExecutor
+model = CpuExecutor.load(Path(sys.argv[1]), threads=1)
 tokens = json.loads(sys.argv[2])
 pages = list(range(-(-model.limits.context_window // 16)))
 done, new = 0, tokens

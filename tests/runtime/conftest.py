@@ -13,10 +13,11 @@ from pathlib import Path
 
 import openai
 import pytest
-from mlcbuild_runtime.devices.cpu import Model
-from mlcbuild_runtime.executor.sampling_params import Choose
+from mlcbuild_runtime.devices.cpu import CpuExecutor
+from mlcbuild_runtime.executor import loading
+from mlcbuild_runtime.executor.sampling_params import Sample
 
-from . import shared
+from . import shared, toy
 from .shared import Server
 
 BUILDER = {"PYTHONPATH": f"{shared.ROOT}{os.pathsep}{shared.ROOT / 'runtime'}"}
@@ -29,9 +30,24 @@ def needs(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
+loading.LOADERS["numpy"] = f"{__package__}.numpy_executor:load"
+
+
 @pytest.fixture(scope="session")
-def toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle of toy.py. Read only: `toy_copy` may be changed."""
+def numpy_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy bundle for the executor of numpy_executor.py. Read only."""
+    return shared.once(tmp_path_factory, "numpy_toy", lambda out: toy.write(out, "numpy"))
+
+
+@pytest.fixture(scope="session")
+def toy_bundle(cpu_toy_bundle: Path) -> Path:
+    """The toy bundle; modules that test several devices override it. Read only: `toy_copy` may be changed."""
+    return cpu_toy_bundle
+
+
+@pytest.fixture(scope="session")
+def cpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of toy.py for this machine's CPU. Read only."""
 
     needs("mlcbuild")
 
@@ -74,9 +90,9 @@ def _real(tmp_path_factory: pytest.TempPathFactory, name: str, **changes: object
 
 
 @pytest.fixture(scope="session")
-def choose(toy_bundle: Path) -> Choose:
-    """How a library chooses tokens."""
-    return Model.load(toy_bundle).choose
+def sample(cpu_toy_bundle: Path) -> Sample:
+    """The sampling function of a library."""
+    return CpuExecutor.load(cpu_toy_bundle).sample
 
 
 @pytest.fixture

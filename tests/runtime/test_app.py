@@ -9,18 +9,20 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.batch import Step
-from mlcbuild_runtime.executor.sampling_params import Floats, Way
+from mlcbuild_runtime.executor.executor import Executor, StepResult
+from mlcbuild_runtime.executor.sampling_params import SamplingRow
 from mlcbuild_runtime.http.server import create_app
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import shared
-from .stepwise import Stepwise
+from .wrapped import Stepwise
 
 POISON = 111
 
@@ -28,16 +30,17 @@ POISON = 111
 class Faulty(Stepwise):
     """Fails on one token at once, and on any other when the context has grown."""
 
-    def step(self, step: Step, ways: Sequence[Way], masks: Any = ()) -> tuple[Floats, list[int]]:
+    def step(self, step: Step, params: Sequence[SamplingRow], masks: Any = ()) -> StepResult:
         if POISON in step.tokens or (step.is_decode and 4 in step.lengths):
             raise RuntimeError("a kernel has failed")
-        return super().step(step, ways, masks)
+        return self.inner.step(step, params, masks)
 
 
 @pytest.fixture
 def engine(toy_bundle: Path) -> Iterator[Engine]:
-    model = Faulty.load(toy_bundle)
-    running = Engine(model, Tokenizer.load(toy_bundle, model.manifest.serving)).start()
+    executor = loading.load(toy_bundle)
+    tokenizer = Tokenizer.load(toy_bundle, executor.manifest.serving)
+    running = Engine(cast(Executor, Faulty(executor)), tokenizer).start()
     yield running
     running.close()
 
@@ -99,7 +102,7 @@ def test_after_the_end_of_the_engine(engine: Engine) -> None:
 
 
 def test_too_many_requests_are_a_503(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_max_waiting", 0)
+    monkeypatch.setattr(engine._intake, "max_waiting", 0)
     response = complete(engine, {"prompt": [1]})
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
@@ -109,12 +112,12 @@ def test_too_many_requests_are_a_503(engine: Engine, monkeypatch: pytest.MonkeyP
 
 SLOW = """
 import sys, time
-from mlcbuild_runtime.devices import cpu as vm
+from mlcbuild_runtime.devices import cpu
 from mlcbuild_runtime.http import serve
 def slowly(self, *given):
     print("working", flush=True)
     time.sleep(120)
-vm.Model.step = slowly
+cpu.CpuExecutor.step = slowly
 sys.exit(serve.serve(sys.argv[1], serve.Options(port=0)))
 """
 

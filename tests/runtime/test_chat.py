@@ -148,9 +148,9 @@ def test_control_c_interrupts_an_answer_and_not_the_program(toy_bundle: Path) ->
     """The model is slowed so that there is time to interrupt it."""
     slow = (
         "import sys, time\nfrom mlcbuild_runtime import chat\n"
-        "from mlcbuild_runtime.devices import cpu as vm\nforward = vm.Model.step\n"
+        "from mlcbuild_runtime.devices import cpu\nforward = cpu.CpuExecutor.step\n"
         "def slowly(self, *given):\n    time.sleep(0.1)\n    return forward(self, *given)\n"
-        "vm.Model.step = slowly\nsys.exit(chat.chat(sys.argv[1]))"
+        "cpu.CpuExecutor.step = slowly\nsys.exit(chat.chat(sys.argv[1]))"
     )
     terminal = Terminal(sys.executable, "-c", slow, str(toy_bundle))
     terminal.wait_for("toy-q0f32-host: /help lists the commands")

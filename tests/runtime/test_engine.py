@@ -1,11 +1,11 @@
-"""The engine over the toy library, whose every token depends on the whole sequence before it."""
+"""The engine over the toy model, whose tokens depend on the whole sequence before them, on two devices."""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,15 +17,18 @@ import numpy as np
 import pytest
 from mlcbuild_format.errors import EngineError, RequestError
 from mlcbuild_runtime.constraints.grammar import Constraint
-from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.batch import Step
-from mlcbuild_runtime.executor.sampling_params import Floats, Sampling, Way
+from mlcbuild_runtime.executor.executor import Executor, StepResult
+from mlcbuild_runtime.executor.sampling_params import Sampling, SamplingRow
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import toy
-from .stepwise import Stepwise
+from .wrapped import Stepwise
 
 GREEDY = Sampling(temperature=0)
 POISON = 111
@@ -35,22 +38,36 @@ POISON = 111
 class Faulty(Stepwise):
     """Fails as a library can: by raising, and by logits that are not numbers."""
 
-    def step(self, step: Step, ways: List[Way], masks: Any = ()) -> tuple[Floats, list[int]]:
+    def step(self, step: Step, params: List[SamplingRow], masks: Any = ()) -> StepResult:
         if POISON in step.tokens:
             raise RuntimeError("a kernel has failed")
-        logits, chosen = super().step(step, ways, masks)
+        result: StepResult = self.inner.step(step, params, masks)
         if POISON + 1 in step.tokens:
-            logits = logits.copy()
+            logits = result.logits().copy()
             logits[list(step.tokens).index(POISON + 1) if step.is_decode else 0] = float("nan")
-            chosen = self.choose(logits, ways)
-        return logits, chosen
+            result = StepResult(self.sample(logits, params), lambda: logits)
+        return result
 
 
-def start(bundle: Path, kind: type[Model] = Model, **options: int) -> Engine:
-    model = kind.load(bundle, max_pages=options.get("max_pages"))
-    tokenizer = Tokenizer.load(bundle, model.manifest.serving)
+def same(executor: Executor) -> Executor:
+    return executor
+
+
+def start(
+    bundle: Path, wrap: Callable[[Executor], Any] = same, pages: int | None = None, **options: Any
+) -> Engine:
+    """wrap: returns what the engine uses instead of the executor that is loaded."""
+    executor = loading.load(bundle, pages=pages)
+    tokenizer = Tokenizer.load(bundle, executor.manifest.serving)
     tokenizer.eos = frozenset()
-    return Engine(model, tokenizer, options.get("max_batch"), options.get("max_waiting")).start()
+    return Engine(wrap(executor), tokenizer, EngineOptions(**options)).start()
+
+
+@pytest.fixture(scope="module", params=["cpu", "numpy"])
+def toy_bundle(request: pytest.FixtureRequest) -> Path:
+    """The toy on each device: the engine knows none of them."""
+    bundle: Path = request.getfixturevalue(f"{request.param}_toy_bundle")
+    return bundle
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +112,13 @@ def tokens_of(events: list[Event]) -> list[int]:
     return [event.logprob.token for event in events if event.logprob is not None]
 
 
-def test_an_idle_engine_has_memory_made_ready(toy_bundle: Path) -> None:
-    model = Model.load(toy_bundle, max_pages=64)
-    tokenizer = Tokenizer.load(toy_bundle, model.manifest.serving)
+def test_an_idle_engine_prepares_pages(cpu_toy_bundle: Path) -> None:
+    executor = CpuExecutor.load(cpu_toy_bundle, pages=64)
+    tokenizer = Tokenizer.load(cpu_toy_bundle, executor.manifest.serving)
     tokenizer.eos = frozenset()
-    cache = np.from_dlpack(model._cache)
+    cache = np.from_dlpack(executor._cache)
     cache[:] = 7
-    running = Engine(model, tokenizer).start()
+    running = Engine(executor, tokenizer).start()
     try:
         # Of 41 tokens all but the last one have keys and values: three pages.
         drain(ask(running, Request(tuple(range(3, 38)), 6, GREEDY)))
@@ -167,7 +184,7 @@ def test_sampling_in_a_batch_is_as_alone(engine: Engine) -> None:
 
 
 def test_requests_wait_for_pages(toy_bundle: Path) -> None:
-    engine = start(toy_bundle, max_pages=4)
+    engine = start(toy_bundle, pages=4)
     try:
         queues = [ask(engine, greedy([i, i + 1], 40)) for i in range(6)]
         for i, events in enumerate(queues):
@@ -302,12 +319,12 @@ FORCING = (
 )
 
 
-@pytest.mark.parametrize("max_pages", [None, 10])
-def test_what_a_constraint_forces_is_not_asked_of_the_model(toy_bundle: Path, max_pages: int | None) -> None:
+@pytest.mark.parametrize("pages", [None, 10])
+def test_what_a_constraint_forces_is_not_asked_of_the_model(toy_bundle: Path, pages: int | None) -> None:
     """But where its log-probability is wanted. The answer is the same, whatever runs beside, and where pages
     have to be given up."""
-    model = Model.load(toy_bundle, max_pages=max_pages)
-    engine = Engine(model, Tokenizer.load(toy_bundle, model.manifest.serving)).start()
+    executor = loading.load(toy_bundle, pages=pages)
+    engine = Engine(executor, Tokenizer.load(toy_bundle, executor.manifest.serving)).start()
     try:
         asked: list[list[SimpleQueue[Event]]] = [[], []]
         constraints = [engine.grammars.compiled(Constraint("regex", p, "x"), False) for p in FORCING]
@@ -330,14 +347,14 @@ def test_what_a_constraint_forces_is_not_asked_of_the_model(toy_bundle: Path, ma
         assert engine.state().decode_steps - before.decode_steps <= 6
         assert engine.state().answer_tokens - before.answer_tokens == len(events) >= 26
         assert engine.state().free_pages == engine.state().pages
-        assert max_pages is None or before.preemptions > 0
+        assert pages is None or before.preemptions > 0
     finally:
         engine.close()
 
 
 def test_forced_tokens_end_where_the_answer_may_be_no_longer(toy_bundle: Path) -> None:
-    model = Model.load(toy_bundle)
-    engine = Engine(model, Tokenizer.load(toy_bundle, model.manifest.serving)).start()
+    executor = loading.load(toy_bundle)
+    engine = Engine(executor, Tokenizer.load(toy_bundle, executor.manifest.serving)).start()
     try:
         compiled = engine.grammars.compiled(Constraint("regex", "a{200}", "x"), message=False)
         for limit in (1, 2, 3, 15, 16, 17, 18, 40):

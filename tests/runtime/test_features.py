@@ -224,13 +224,13 @@ def test_limits_that_make_no_sense(toy_bundle: Path, option: tuple[str, str]) ->
 
 SLOW = """
 import sys, time
-from mlcbuild_runtime.devices import cpu as vm
+from mlcbuild_runtime.devices import cpu
 from mlcbuild_runtime.http import serve
-plain = vm.Model.step
+plain = cpu.CpuExecutor.step
 def slowly(self, *given):
     time.sleep(0.02)
     return plain(self, *given)
-vm.Model.step = slowly
+cpu.CpuExecutor.step = slowly
 sys.exit(serve.serve(sys.argv[1], serve.Options(port=0, drain=float(sys.argv[2]))))
 """
 

@@ -15,10 +15,10 @@ import openai
 import pytest
 from mlcbuild_format import bundle, memory, sizes
 from mlcbuild_format.errors import RequestError, SetupError
-from mlcbuild_runtime.devices.threads import Turns
 from mlcbuild_runtime.engine import memory_modes
 from mlcbuild_runtime.engine.memory_modes import Wanted
 from mlcbuild_runtime.engine.served_models import Models, Source
+from mlcbuild_runtime.engine.threads import Turns
 from prometheus_client.parser import text_string_to_metric_families
 
 from . import shared
@@ -256,7 +256,7 @@ def test_who_waits_for_a_turn_hurries_who_has_it() -> None:
 
     def work(name: str) -> None:
         with turns:
-            turns.may_hurry(lambda: calls.append(name))
+            turns.on_wait(lambda: calls.append(name))
 
     def wait(number: int) -> None:
         end = time.monotonic() + 60
@@ -265,7 +265,7 @@ def test_who_waits_for_a_turn_hurries_who_has_it() -> None:
             time.sleep(0.001)
 
     with turns:
-        turns.may_hurry(lambda: calls.append("first"))
+        turns.on_wait(lambda: calls.append("first"))
         assert not calls
         threads = [threading.Thread(target=work, args=(name,)) for name in ("second", "third")]
         for number, thread in enumerate(threads, 1):
@@ -276,5 +276,5 @@ def test_who_waits_for_a_turn_hurries_who_has_it() -> None:
         thread.join(60)
     assert calls == ["first", "first", "second"], "the third waited when the second came"
     with turns:
-        turns.may_hurry(lambda: calls.append("last"))
+        turns.on_wait(lambda: calls.append("last"))
     assert calls[3:] == []

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mlcbuild_format.errors import EngineError
 from mlcbuild_runtime.executor.sampling_params import (
-    Choose,
     Floats,
+    Sample,
     Sampling,
     adjusted,
     checked,
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 
 
 def frequencies(
-    choose: Choose, logits: Floats, sampling: Sampling, count: int = 5_000
+    sample: Sample, logits: Floats, sampling: Sampling, count: int = 5_000
 ) -> NDArray[np.float64]:
     numbers = generator(sampling).random(count).tolist()
-    found = choose(
-        np.repeat(logits[None], count, axis=0), [(*sampling.way, number) for number in numbers], []
+    found = sample(
+        np.repeat(logits[None], count, axis=0), [(*sampling.columns, number) for number in numbers], []
     )
     return np.bincount(found, minlength=len(logits)) / count
 
@@ -60,18 +60,18 @@ def kept(logits: Floats, sampling: Sampling) -> list[int]:
     return found or order
 
 
-def one(choose: Choose, logits: Floats, sampling: Sampling, number: float = 0.5) -> int:
-    return checked(choose(logits[None], [(*sampling.way, number)], [])[0])
+def one(sample: Sample, logits: Floats, sampling: Sampling, number: float = 0.5) -> int:
+    return checked(sample(logits[None], [(*sampling.columns, number)], [])[0])
 
 
-def test_temperature_zero_takes_the_most_likely(choose: Choose) -> None:
+def test_temperature_zero_takes_the_most_likely(sample: Sample) -> None:
     logits = np.array([0.0, 3.0, 2.9], np.float32)
-    assert one(choose, logits, Sampling(temperature=0), 0.5) == 1
+    assert one(sample, logits, Sampling(temperature=0), 0.5) == 1
 
 
 @pytest.mark.parametrize("width", [5, 260, 4103])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_a_mask_lacks_is_not_chosen(choose: Choose, width: int, temperature: float) -> None:
+def test_what_a_mask_lacks_is_not_chosen(sample: Sample, width: int, temperature: float) -> None:
     """It may have more bits than a row. Rows may lie anywhere, and one without a mask stays as it is."""
     random = np.random.default_rng(width)
     memory = random.standard_normal(1 + 3 * width).astype(np.float32)
@@ -81,24 +81,24 @@ def test_what_a_mask_lacks_is_not_chosen(choose: Choose, width: int, temperature
     for row, mask in masks:
         mask[0] |= 1
         wanted[row, np.unpackbits(mask.view(np.uint8), count=width, bitorder="little") == 0] = -np.inf
-    way = *Sampling(temperature).way, 0.7
-    expected = choose(wanted.copy(), [way] * 3, [])
-    assert choose(logits, [way] * 3, masks) == expected
+    way = *Sampling(temperature).columns, 0.7
+    expected = sample(wanted.copy(), [way] * 3, [])
+    assert sample(logits, [way] * 3, masks) == expected
     assert np.array_equal(logits, wanted)
     if temperature == 0:
         assert expected == wanted.argmax(axis=1).tolist()
 
 
-def test_tiny_temperatures_are_as_zero(choose: Choose) -> None:
+def test_tiny_temperatures_are_as_zero(sample: Sample) -> None:
     logits = np.array([0.0, 3.0, 2.9], np.float32)
-    assert frequencies(choose, logits, Sampling(temperature=5e-324), 20)[1] == 1
+    assert frequencies(sample, logits, Sampling(temperature=5e-324), 20)[1] == 1
 
 
-def test_frequencies_follow_the_softmax(choose: Choose) -> None:
+def test_frequencies_follow_the_softmax(sample: Sample) -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    found = frequencies(choose, logits, Sampling(seed=1))
+    found = frequencies(sample, logits, Sampling(seed=1))
     assert np.abs(found - [0.5, 0.3, 0.15, 0.05]).max() < 0.03
-    cooler = frequencies(choose, logits, Sampling(temperature=0.5, seed=1))
+    cooler = frequencies(sample, logits, Sampling(temperature=0.5, seed=1))
     squares = np.array([0.25, 0.09, 0.0225, 0.0025])
     assert np.abs(cooler - squares / squares.sum()).max() < 0.03
 
@@ -113,25 +113,25 @@ def test_frequencies_follow_the_softmax(choose: Choose) -> None:
 @example(logits=[0.0, -1.1754943508222875e-38, 0.0], top_p=0.25, top_k=0, min_p=0.0, seed=0)
 @example(logits=[0.0] * 5 + [1.0, 2.0, 2.5, 5.142434657634498e-39], top_p=0.8125, top_k=0, min_p=0.0, seed=0)
 def test_only_kept_tokens_are_chosen(
-    choose: Choose, logits: list[float], top_p: float, top_k: int, min_p: float, seed: int
+    sample: Sample, logits: list[float], top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     array = np.array(logits, np.float32)
     sampling = Sampling(1.0, top_p, top_k, min_p, seed)
     random = generator(sampling)
-    chosen = {one(choose, array, sampling, random.random()) for _ in range(20)}
+    chosen = {one(sample, array, sampling, random.random()) for _ in range(20)}
     probable = kept(array, Sampling(1.0, min(1.0, top_p + 1e-9), top_k, min_p * (1 - 1e-9), seed))
     assert chosen <= set(probable)
 
 
-def test_every_kept_token_can_be_chosen(choose: Choose) -> None:
+def test_every_kept_token_can_be_chosen(sample: Sample) -> None:
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     for sampling, count in ((Sampling(top_p=0.65), 2), (Sampling(top_k=3), 3), (Sampling(min_p=0.45), 3)):
-        assert frequencies(choose, logits, replace(sampling, seed=3)).nonzero()[0].tolist() == [*range(count)]
-    found = frequencies(choose, logits, Sampling(top_p=0.65, seed=3))
+        assert frequencies(sample, logits, replace(sampling, seed=3)).nonzero()[0].tolist() == [*range(count)]
+    found = frequencies(sample, logits, Sampling(top_p=0.65, seed=3))
     assert abs(found[0] - 4 / 7) < 0.03
 
 
-def test_a_large_vocabulary_is_drawn_from_as_a_small_one(choose: Choose) -> None:
+def test_a_large_vocabulary_is_drawn_from_as_a_small_one(sample: Sample) -> None:
     """By the definition: the first token up to which the probabilities sum to more than the number."""
     random = np.random.default_rng(8)
     logits = random.normal(0, 3, 1234).astype(np.float32)
@@ -142,35 +142,35 @@ def test_a_large_vocabulary_is_drawn_from_as_a_small_one(choose: Choose) -> None
         weights[[token for token in range(1234) if token not in probable]] = 0
         sums = np.cumsum(weights) / weights.sum()
         for number in (*random.random(200), 0.0, np.nextafter(1, 0)):
-            token = one(choose, logits, sampling, float(number))
+            token = one(sample, logits, sampling, float(number))
             assert weights[token] > 0
             assert (sums - weights / weights.sum())[token] - 1e-6 < number < sums[token] + 1e-6
 
 
-def test_a_seed_gives_the_same_tokens_again(choose: Choose) -> None:
+def test_a_seed_gives_the_same_tokens_again(sample: Sample) -> None:
     logits = np.zeros(50, np.float32)
     for seed in (0, 7, -7, (1 << 63) - 1, -(1 << 63)):
         a, b = generator(Sampling(seed=seed)), generator(Sampling(seed=seed))
-        first, second = ([one(choose, logits, Sampling(), g.random()) for _ in range(9)] for g in (a, b))
+        first, second = ([one(sample, logits, Sampling(), g.random()) for _ in range(9)] for g in (a, b))
         assert first == second
     assert generator(Sampling()).random() != generator(Sampling()).random()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_not_numbers_are_an_error(choose: Choose, value: float) -> None:
+def test_logits_that_are_not_numbers_are_an_error(sample: Sample, value: float) -> None:
     logits = np.array([0.0, value, 1.0], np.float32)
     for temperature in (0.0, 1.0):
         with pytest.raises(EngineError, match="logits are not numbers"):
-            one(choose, logits, Sampling(temperature))
+            one(sample, logits, Sampling(temperature))
 
 
-def test_all_logits_minus_infinity_are_an_error(choose: Choose) -> None:
+def test_all_logits_minus_infinity_are_an_error(sample: Sample) -> None:
     with pytest.raises(EngineError, match="logits are not numbers"):
-        one(choose, np.full(3, -np.inf, np.float32), Sampling())
+        one(sample, np.full(3, -np.inf, np.float32), Sampling())
 
 
-def test_one_impossible_token_is_never_chosen(choose: Choose) -> None:
-    found = frequencies(choose, np.array([0, -np.inf, 0], np.float32), Sampling(seed=5), 2000)
+def test_one_impossible_token_is_never_chosen(sample: Sample) -> None:
+    found = frequencies(sample, np.array([0, -np.inf, 0], np.float32), Sampling(seed=5), 2000)
     assert found[1] == 0
 
 

@@ -1,4 +1,4 @@
-"""Sharing prompts, running out of pages, priorities, slow readers, time: the engine over the toy library."""
+"""Prefix cache, preemption, priorities, slow readers, deadlines: over the toy model, on two devices."""
 
 from __future__ import annotations
 
@@ -16,23 +16,30 @@ from mlcbuild_format.errors import RequestError
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Event, Request
 from mlcbuild_runtime.executor.batch import Step
-from mlcbuild_runtime.executor.sampling_params import Floats, Sampling, Way
+from mlcbuild_runtime.executor.executor import Executor, StepResult
+from mlcbuild_runtime.executor.sampling_params import Sampling, SamplingRow
 
 from . import shared, toy
-from .stepwise import Stepwise
-from .test_engine import GREEDY, ask, drain, greedy, held, start, tokens_of, wait_idle
+from .test_engine import GREEDY, ask, drain, greedy, held, start, tokens_of, toy_bundle, wait_idle
+from .wrapped import Stepwise
 
 
 class Recorder(Stepwise):
-    """Remembers the steps it has made, and may take its time."""
+    """Records its steps, and may sleep before each."""
 
-    made: list[Step]
     pause = 0.0
 
-    def step(self, step: Step, ways: List[Way], masks: Any = ()) -> tuple[Floats, list[int]]:
-        self.__dict__.setdefault("made", []).append(step)
+    def __init__(self, inner: Executor) -> None:
+        super().__init__(inner)
+        self.made: list[Step] = []
+
+    def step(self, step: Step, params: List[SamplingRow], masks: Any = ()) -> StepResult:
+        self.made.append(step)
         time.sleep(self.pause)
-        return super().step(step, ways, masks)
+        return self.inner.step(step, params, masks)
+
+
+__all__ = ["toy_bundle"]  # the fixture of test_engine, with both devices
 
 
 @pytest.fixture
@@ -92,7 +99,7 @@ def test_equal_prompts_at_once_are_computed_once(engine: Engine) -> None:
 
 
 def test_old_prompts_make_room(toy_bundle: Path) -> None:
-    engine = start(toy_bundle, max_pages=8)
+    engine = start(toy_bundle, pages=8)
     try:
         for seed in range(12):
             assert tokens_of(drain(ask(engine, greedy(prompt(seed, 60), 9)))) == toy.expected(
@@ -107,7 +114,7 @@ def test_old_prompts_make_room(toy_bundle: Path) -> None:
 
 @pytest.mark.parametrize("pages", [16, 21])
 def test_answers_are_the_same_when_pages_run_out(toy_bundle: Path, pages: int) -> None:
-    engine = start(toy_bundle, max_pages=pages)
+    engine = start(toy_bundle, pages=pages)
     source = random.Random(pages)
     try:
         jobs = [(prompt(i % 5, source.randrange(1, 80)), source.randrange(40, 170)) for i in range(12)]
@@ -142,12 +149,12 @@ def test_what_was_given_up_is_computed_again_many_tokens_at_a_time(tiny_bundle: 
     ]
     answers = []
     for pages in (64, 16):
-        engine = start(tiny_bundle, Recorder, max_pages=pages)
+        engine = start(tiny_bundle, Recorder, pages=pages)
         try:
             answers.append([drain(events) for events in [ask(engine, each) for each in requests]])
             assert bool(engine.state().preemptions) == (pages == 16)
-            assert isinstance(engine.model, Recorder)
-            again = [step for step in engine.model.made if not step.prompt and not step.is_decode]
+            recorder: Any = engine.executor
+            again = [step for step in recorder.made if not step.prompt and not step.is_decode]
             assert bool(again) == (pages == 16)
             assert max((len(step.tokens) for step in again), default=16) == 16
         finally:
@@ -159,15 +166,15 @@ def test_what_was_given_up_is_computed_again_many_tokens_at_a_time(tiny_bundle: 
 
 
 def test_a_long_prompt_delays_others_by_one_chunk_at_a_time(engine: Engine) -> None:
-    assert isinstance(engine.model, Recorder)
-    engine.model.pause = 0.002
+    recorder: Any = engine.executor
+    recorder.pause = 0.002
     running = ask(engine, greedy([1], 200))
     running.get(timeout=30)
     drain(ask(engine, greedy(prompt(6, 250), 3)))
     drain(running)
-    kinds = "".join("d" if step.is_decode else "p" for step in engine.model.made[1:])
+    kinds = "".join("d" if step.is_decode else "p" for step in recorder.made[1:])
     assert "p" in kinds and "pp" not in kinds
-    assert max(len(step.tokens) for step in engine.model.made) <= 32
+    assert max(len(step.tokens) for step in recorder.made) <= 32
 
 
 def test_priorities(toy_bundle: Path) -> None:
@@ -189,7 +196,7 @@ def test_priorities(toy_bundle: Path) -> None:
 
 
 def test_a_client_that_does_not_read_stops_only_itself(toy_bundle: Path) -> None:
-    engine = start(toy_bundle, max_batch=1, max_pages=16)
+    engine = start(toy_bundle, max_batch=1, pages=16)
     try:
         slow: SimpleQueue[Event] = SimpleQueue()
         ticket = engine.submit(greedy([1], 200), slow.put, window=8)
@@ -260,7 +267,7 @@ def test_answers_go_on_after_their_end_token(toy_bundle: Path) -> None:
 
 
 def test_random_cancellations_leave_no_trace(toy_bundle: Path) -> None:
-    engine = start(toy_bundle, max_pages=20)
+    engine = start(toy_bundle, pages=20)
     source = random.Random(9)
     try:
         kept = []
@@ -292,9 +299,9 @@ def test_pages_outside_of_a_window_are_free_for_others(window_bundle: Path) -> N
     ]
     answers = []
     for pages, kept in ((None, True), (28, False)):
-        engine = start(window_bundle, max_pages=pages) if pages else start(window_bundle)
+        engine = start(window_bundle, pages=pages) if pages else start(window_bundle)
         try:
-            assert engine.model.manifest.window == engine._schedule._window == 32
+            assert engine.manifest.window == engine._schedule._window == 32
             if kept:
                 engine._schedule._window = None
             answers.append([tokens_of(drain(events)) for events in [ask(engine, each) for each in requests]])
@@ -311,7 +318,7 @@ def test_pages_outside_of_a_window_are_free_for_others(window_bundle: Path) -> N
 
 
 def test_a_prompt_longer_than_the_window_is_shared(window_bundle: Path) -> None:
-    engine = start(window_bundle, max_pages=16)
+    engine = start(window_bundle, pages=16)
     try:
         tokens = tuple(3 + token % 200 for token in prompt(9, 150))
         first = drain(ask(engine, Request(tokens, 40, GREEDY, logprobs=0)))

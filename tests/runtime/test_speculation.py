@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 from mlcbuild_format.errors import BundleError, RequestError
 from mlcbuild_runtime import local
 from mlcbuild_runtime.constraints.grammar import Constraint, Grammars
-from mlcbuild_runtime.devices.cpu import Floats, Model
+from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
 from mlcbuild_runtime.engine.drafts import Credit, Lookup, Prediction, Prices, Speculate
 from mlcbuild_runtime.engine.engine import Engine
-from mlcbuild_runtime.engine.engine_options import Role
+from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.request import Event, Request
 from mlcbuild_runtime.engine.sequence import Sequence
-from mlcbuild_runtime.engine.speculation import ROWS, Speculation
+from mlcbuild_runtime.engine.speculation import Speculation
+from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.executor import StepResult
 from mlcbuild_runtime.executor.sampling_params import Sampling
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
@@ -44,18 +46,18 @@ class Drafting(Speculation):
     """Drafts what a function says, for every sequence, however well that goes."""
 
     def __init__(self, guess: Guess) -> None:
-        super().__init__(7, ROWS)
+        super().__init__(7, EXACT_ROWS)
         self._guess = guess
         self._prices.best = lambda batch, most: most  # type: ignore[method-assign]
 
     def allot(self, sequences: Any, batch: int) -> list[tuple[Sequence, int]]:
         for sequence in sequences:
-            sequence.credit.balance, sequence.credit.length = 5.0, 7
+            sequence.draft.credit.balance, sequence.draft.credit.length = 5.0, 7
         return super().allot(sequences, batch)
 
     def propose(self, parts: Any) -> None:
         for sequence, count in parts:
-            sequence.draft = sequence.allowed(self._guess(sequence, count)[:count])
+            sequence.draft.tokens = sequence.allowed(self._guess(sequence, count)[:count])
 
 
 def perfect(sequence: Sequence, count: int) -> list[int]:
@@ -79,14 +81,13 @@ GUESSES = [perfect, garbage, partly]
 
 
 def start(bundle: Path, guess: Guess | None, eos: bool = False, **options: Any) -> Engine:
-    model = Model.load(bundle, max_pages=options.pop("max_pages", None))
-    tokenizer = Tokenizer.load(bundle, model.manifest.serving)
+    executor = loading.load(bundle, pages=options.pop("pages", None))
+    tokenizer = Tokenizer.load(bundle, executor.manifest.serving)
     if not eos:
         tokenizer.eos = frozenset()
-    role = Role(speculate=options.pop("speculate", None))
-    engine = Engine(model, tokenizer, role=role, **options)
+    engine = Engine(executor, tokenizer, EngineOptions(**options))
     if guess is not None:
-        engine._speculation = Drafting(guess)
+        engine._runner.speculation = Drafting(guess)
     return engine.start()
 
 
@@ -182,7 +183,7 @@ def test_the_same_tokens_and_logprobs_with_and_without(
 
 @pytest.mark.parametrize("guess", GUESSES)
 def test_answers_when_pages_run_out(toy_bundle: Path, guess: Guess) -> None:
-    engine = start(toy_bundle, guess, max_pages=18)
+    engine = start(toy_bundle, guess, pages=18)
     try:
         many = [(prompt[:70], count) for prompt, count in jobs(5, 12)]
         with held(engine):
@@ -279,7 +280,7 @@ def test_what_is_forced_fits_and_matchers_that_have_failed_force_nothing(tiny_bu
 @pytest.mark.parametrize("guess", [perfect, partly])
 def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
     """Triples of tokens against the product of exact probabilities."""
-    model = Model.load(toy_bundle)
+    model = CpuExecutor.load(toy_bundle)
     prompt, total = [7, 8, 9], 1500
 
     def exact(tokens: list[int], left: int) -> dict[tuple[int, ...], float]:
@@ -331,7 +332,7 @@ def test_lookup_is_what_followed_the_longest_known_end(tokens: list[int], count:
 def test_bad_drafts_cost_little(prices: list[float], seed: int) -> None:
     credit, source, cost, plain = Credit(), random.Random(seed), 0.0, 0
     for step in range(2000):
-        count = credit.wanted(8)
+        count = credit.affordable(8)
         if count:
             price = prices[step % len(prices)]
             credit.settle(count, 0, price)
@@ -347,11 +348,11 @@ def test_good_drafts_grow() -> None:
     credit = Credit()
     lengths = []
     for _ in range(4):
-        lengths.append(credit.wanted(16))
+        lengths.append(credit.affordable(16))
         credit.settle(lengths[-1], lengths[-1], 0.2)
     assert lengths == [4, 8, 16, 16]
     credit.settle(16, 3, 0.2)
-    assert credit.wanted(16) == 4
+    assert credit.affordable(16) == 4
 
 
 def test_prices_come_from_times() -> None:
@@ -364,7 +365,7 @@ def test_prices_come_from_times() -> None:
     assert prices.price(4, 4) == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("rows", range(2, ROWS + 1))
+@pytest.mark.parametrize("rows", range(2, EXACT_ROWS + 1))
 def test_checking_is_as_decoding_bit_by_bit(tiny_bundle: Path, rows: int) -> None:
     model = _tiny(tiny_bundle)
     tokens = [1, *range(30, 30 + 60)]
@@ -373,18 +374,18 @@ def test_checking_is_as_decoding_bit_by_bit(tiny_bundle: Path, rows: int) -> Non
     checked = model.forward(Step.of([(tokens[60 - rows : 60], 60, pages)], [rows]))
     assert (decoded == checked).all()
     # Beside others, too.
-    other = ([5, 6, 7][: max(1, ROWS - rows)], 3, [9])
+    other = ([5, 6, 7][: max(1, EXACT_ROWS - rows)], 3, [9])
     checked = model.forward(Step.of([other, (tokens[60 - rows : 60], 60, pages)], [len(other[0]), rows]))
-    if rows + len(other[0]) <= ROWS:
+    if rows + len(other[0]) <= EXACT_ROWS:
         assert (decoded == checked[len(other[0]) :]).all()
 
 
-_loaded: dict[Path, Model] = {}
+_loaded: dict[Path, CpuExecutor] = {}
 
 
-def _tiny(path: Path) -> Model:
+def _tiny(path: Path) -> CpuExecutor:
     if path not in _loaded:
-        _loaded[path] = Model.load(path)
+        _loaded[path] = CpuExecutor.load(path)
     return _loaded[path]
 
 
@@ -394,7 +395,7 @@ TEXT = "one two three four five six seven. one two three four five six seven. on
 @pytest.mark.parametrize("how", ["lookup", "draft", "smaller", "predicted"])
 def test_a_real_model_says_the_same(request: pytest.FixtureRequest, tiny_bundle: Path, how: str) -> None:
     """Drafted by itself, nearly all is accepted: draws and masks are those of the model."""
-    tokenizer = Tokenizer.load(tiny_bundle, Model.load(tiny_bundle).manifest.serving)
+    tokenizer = Tokenizer.load(tiny_bundle, CpuExecutor.load(tiny_bundle).manifest.serving)
     prompt = tuple(tokenizer.encode(TEXT))
     fields = '{"name": {"type": "string"}, "age": {"type": "integer"}}'
     source = f'{{"type": "object", "properties": {fields}, "required": ["name", "age"]}}'
@@ -436,15 +437,15 @@ def test_a_real_model_says_the_same(request: pytest.FixtureRequest, tiny_bundle:
         assert sum(accepted for _, accepted, _ in counts) > 20, counts
 
 
-class Broken(Model):
-    def forward(self, step: Step) -> Floats:
+class Broken(CpuExecutor):
+    def step(self, *_: Any) -> StepResult:
         raise RuntimeError("no")
 
 
 def test_a_draft_bundle_that_fails_is_left_out(tiny_bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = start(tiny_bundle, None, speculate=Speculate(tiny_bundle))
-    assert engine._speculation is not None and engine._speculation._drafter is not None
-    engine._speculation._drafter._model.__class__ = Broken
+    drafter: Any = engine._runner.speculation._drafter
+    drafter._executor.__class__ = Broken
     try:
         assert drain(ask(engine, Request((1, 40, 41), 20, GREEDY)))[-1].finish == "length"
         assert "the draft bundle has failed and is not used any more" in caplog.text

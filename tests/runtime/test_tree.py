@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlcbuild_runtime.constraints.grammar import Constraint
-from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
 from mlcbuild_runtime.engine import draft_tree
 from mlcbuild_runtime.engine.draft_tree import Branch
 from mlcbuild_runtime.engine.drafts import Lookup, Odds, Prices, Speculate
@@ -20,14 +20,15 @@ from mlcbuild_runtime.engine.pages import Pages
 from mlcbuild_runtime.engine.request import Request, Ticket
 from mlcbuild_runtime.engine.scheduler import Schedule
 from mlcbuild_runtime.engine.sequence import Sequence
-from mlcbuild_runtime.engine.speculation import ROWS, Speculation
+from mlcbuild_runtime.engine.speculation import Speculation
 from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.executor.sampling_params import Sampling
 
 from . import toy
-from .stepwise import Stepwise
 from .test_engine import GREEDY, ask, drain, greedy, held, tokens_of, wait_idle
 from .test_speculation import SAMPLINGS, TEXT, jobs, start
+from .wrapped import Stepwise
 
 PAGE = 16
 
@@ -49,7 +50,7 @@ def grown(source: random.Random, rows: int, size: int = 256) -> tuple[list[int],
     return draft, branches
 
 
-def decoded(model: Model, tokens: list[int], pages: list[int]) -> None:
+def decoded(model: CpuExecutor, tokens: list[int], pages: list[int]) -> None:
     """Puts tokens into the cache as `decode` does."""
     for end in range(1, len(tokens) + 1):
         model.forward(Step.of([(tokens[end - 1 : end], end, pages[: -(-end // PAGE)])]))
@@ -60,13 +61,13 @@ def test_every_row_is_as_decoding_its_path(
     request: pytest.FixtureRequest, bundle: str, shortest: int
 ) -> None:
     """Branches begin in all places of a page; of two sequences in a step, and branches of branches."""
-    model = Model.load(request.getfixturevalue(f"{bundle}_bundle"), max_pages=64)
+    model = CpuExecutor.load(request.getfixturevalue(f"{bundle}_bundle"), pages=64)
     source, size = random.Random(3), model.manifest.vocab_size
     for length in (shortest, shortest + 9):
         parts, wanted, paths = list[draft_tree.Part](), list[int](), list[list[int]]()
         forks, free = list[draft_tree.Fork](), source.sample(range(40, 64), 24)
         for text in ([source.randrange(size) for _ in range(length - less)] for less in (0, 17)):
-            draft, branches = grown(source, ROWS // 2 - 1, size)
+            draft, branches = grown(source, EXACT_ROWS // 2 - 1, size)
             own = [free.pop() for _ in range(-(-(len(text) + len(draft)) // PAGE))]
             decoded(model, text[:-1], own)
             for branch in branches:
@@ -92,21 +93,22 @@ class Growing(Speculation):
     """Random trees for every sequence, some paths of them right for a while, as far as a step has room."""
 
     def __init__(self, parts: int) -> None:
-        super().__init__(7, ROWS, parts=parts)
+        super().__init__(7, EXACT_ROWS, parts=parts)
         self._prices.best = lambda batch, most: most  # type: ignore[method-assign]
         self.gained = 0
 
     def allot(self, sequences: Any, rows: int) -> list[tuple[Sequence, int]]:
         for sequence in sequences:
-            sequence.credit.balance, sequence.credit.length = 5.0, 7
+            sequence.draft.credit.balance, sequence.draft.credit.length = 5.0, 7
         return super().allot(sequences, rows)
 
     def propose(self, parts: Any) -> None:
         for sequence, count in parts:
             source = random.Random(sum(sequence.tokens))
-            sequence.draft, sequence.branches = grown(source, count)
+            draft = sequence.draft
+            draft.tokens, draft.branches = grown(source, count)
             right = toy.expected(sequence.tokens, count)
-            paths = [(0, sequence.draft), *((branch.start, branch.tokens) for branch in sequence.branches)]
+            paths = [(0, draft.tokens), *((branch.start, branch.tokens) for branch in draft.branches)]
             for begin, tokens in paths:
                 if source.random() < 0.7:
                     end = source.randrange(len(tokens) + 1)
@@ -114,17 +116,15 @@ class Growing(Speculation):
 
     def spread(self, sequences: Any, rows: int, batch: int) -> None:
         for sequence in sequences:
-            sequence.draft = sequence.allowed(sequence.draft)
-            kept = 0
-            for branch in sequence.branches:
-                before = draft_tree.path_tokens(sequence.draft, sequence.branches, branch.parent)[
-                    : branch.start
-                ]
+            draft, kept = sequence.draft, 0
+            draft.tokens = sequence.allowed(draft.tokens)
+            for branch in draft.branches:
+                before = draft_tree.path_tokens(draft.tokens, draft.branches, branch.parent)[: branch.start]
                 path = before + branch.tokens
                 if batch == self._parts or len(before) < branch.start or sequence.allowed(path) != path:
                     break
                 kept, batch = kept + 1, batch + 1
-            del sequence.branches[kept:]
+            del draft.branches[kept:]
 
     def settle(self, rows: int, drafts: Any, seconds: float) -> None:
         super().settle(rows, drafts, seconds)
@@ -133,7 +133,7 @@ class Growing(Speculation):
 
 def grow(bundle: Path, **options: Any) -> tuple[Engine, Growing]:
     engine = start(bundle, None, **options)
-    engine._speculation = speculation = Growing(engine.model.limits.max_batch)
+    engine._runner.speculation = speculation = Growing(engine.manifest.limits.max_batch)
     return engine, speculation
 
 
@@ -165,7 +165,7 @@ def test_greedy_answers_alone_and_together(growing: Engine) -> None:
     state = growing.state()
     assert state.free_pages == state.pages
     assert state.drafted_tokens > state.accepted_tokens > 100
-    speculation = growing._speculation
+    speculation = growing._runner.speculation
     assert isinstance(speculation, Growing) and speculation.gained > 20
 
 
@@ -181,7 +181,7 @@ def test_the_same_tokens_and_logprobs(plain: Engine, growing: Engine, sampling: 
 
 @pytest.mark.parametrize("pages", [16, 21])
 def test_answers_when_pages_run_out(toy_bundle: Path, pages: int) -> None:
-    engine, speculation = grow(toy_bundle, max_pages=pages)
+    engine, speculation = grow(toy_bundle, pages=pages)
     try:
         many = [(prompt[:70], count) for prompt, count in jobs(5, 12)]
         with held(engine):
@@ -220,15 +220,15 @@ def test_constraints_ends_and_stop_texts(toy_bundle: Path) -> None:
 
 
 class Failing(Stepwise):
-    def step(self, step: Step, ways: Any, masks: Any = ()) -> Any:
+    def step(self, step: Step, params: Any, masks: Any = ()) -> Any:
         if step.forks:
             raise RuntimeError("no")
-        return super().step(step, ways, masks)
+        return self.inner.step(step, params, masks)
 
 
 def test_a_failing_step_gives_all_pages_back(toy_bundle: Path) -> None:
     engine, _ = grow(toy_bundle)
-    engine.model.__class__ = Failing
+    engine._runner.executor = cast(Executor, Failing(engine.executor))
     try:
         last = [drain(ask(engine, greedy([seed, 3], 90)))[-1] for seed in range(4)]
         assert any(event.error is not None for event in last)
@@ -277,26 +277,26 @@ def test_as_many_tokens_as_rows_are_cheap() -> None:
 
 def test_branches_are_drafted_while_they_pay() -> None:
     prices, odds = Prices(), Odds()
-    assert odds.wanted(1.0, [prices.share(1, 2, more) for more in (1, 2)]) == 0  # nothing is known
+    assert odds.worthwhile(1.0, [prices.share(1, 2, more) for more in (1, 2)]) == 0  # nothing is known
     for _ in range(2):
         for drafted in range(5):
             prices.observe(1, drafted, 1.0 + 0.01 * drafted + (drafted > 3))
     assert prices.share(1, 2, 1) == pytest.approx(1.03 / 1.02 - 1)
     shares = [prices.share(1, 2, more) for more in (1, 2)]
-    assert odds.wanted(1.0, shares) == 1  # two would begin a second group of rows
+    assert odds.worthwhile(1.0, shares) == 1  # two would begin a second group of rows
     for _ in range(2):
         prices.observe(1, 2, 1.12, 1)
     assert prices.share(1, 2, 1) == pytest.approx(1.12 / 1.02 - 1)  # a branch has its own price
     spent = 0.0
     for step in range(2000):
-        count = odds.wanted(2.0, [0.02])
+        count = odds.worthwhile(2.0, [0.02])
         spent += 0.02 * count
         odds.settle(count, 0, 2)
         assert step or count
     assert spent < 8  # of 4000 tokens, for branches that are never right
     for _ in range(40):
         odds.settle(2, 1, 3)
-    assert odds.wanted(3.0, [0.1, 0.2]) == 2 and odds.pace == pytest.approx(3, abs=0.1)
+    assert odds.worthwhile(3.0, [0.1, 0.2]) == 2 and odds.pace == pytest.approx(3, abs=0.1)
 
 
 @pytest.mark.parametrize(("name", "draft"), [("tiny", None), ("window", None), ("tiny", "small")])
@@ -305,18 +305,18 @@ def test_a_real_model_with_branches_says_the_same(
 ) -> None:
     """Branches that cost nothing are all drafted: greedy and sampled, alone and beside others."""
     bundle, small = (request.getfixturevalue(f"{each}_bundle") for each in (name, draft or name))
-    ways = None, Speculate(small if draft else None)
-    without, engine = (start(bundle, None, eos=True, speculate=how) for how in ways)
-    speculation, gained = engine._speculation, [0]
+    settings = None, Speculate(small if draft else None)
+    without, engine = (start(bundle, None, eos=True, speculate=how) for how in settings)
+    speculation, gained = engine._runner.speculation, [0]
     prices = speculation._prices  # not this machine's, so that there are always the same drafts
     prices.share = lambda *_: 0.0  # type: ignore[method-assign]
     prices.price = lambda *_: 0.0  # type: ignore[method-assign]
     prices.best = lambda batch, most: most  # type: ignore[method-assign]
     settle = speculation.settle
 
-    def counting(rows: int, drafts: Any, seconds: float) -> None:
-        settle(rows, drafts, seconds)
-        gained[0] += sum(draft.gained for draft in drafts)
+    def counting(rows: int, outcomes: Any, seconds: float) -> None:
+        settle(rows, outcomes, seconds)
+        gained[0] += sum(outcome.gained for outcome in outcomes)
 
     speculation.settle = counting  # type: ignore[method-assign]
     prompt = tuple(without.tokenizer.encode(TEXT))
@@ -345,26 +345,27 @@ def test_the_path_that_was_taken_keeps_its_pages(toy_bundle: Path, plain: Engine
     """A draft model has taken in the draft, but no branch: it goes on from the last page that both have."""
     schedule = Schedule(Pages(6), PAGE, 4)
     request, silent = greedy(list(range(40)), 60), Ticket(lambda: None, None)
-    sequence = Sequence(request, lambda _: None, silent, plain.tokenizer, plain.model.choose)
+    sequence = Sequence(request, lambda _: None, silent, plain.tokenizer, plain.executor.sample)
     schedule.add(sequence)
     schedule.admit()
-    sequence.length, sequence.draft, sequence.draft_length = 39, [1, 2, 3, 4], 44
+    draft = sequence.draft
+    sequence.length, draft.tokens, draft.cached = 39, [1, 2, 3, 4], 44
     assert schedule.stretch(sequence, 4) == 4
-    sequence.branches = [Branch(2, [7, 8]), Branch(3, [9], parent=1), Branch(1, [5]), Branch(0, [6])]
+    draft.branches = [Branch(2, [7, 8]), Branch(3, [9], parent=1), Branch(1, [5]), Branch(0, [6])]
     trunk = list(sequence.pages)
     schedule.branch(sequence)
-    first, second, third = sequence.branches  # there was no page for the last
-    assert [branch.shared for branch in sequence.branches] == [2, 2, 2]
-    _, forks = draft_tree.parts(40, sequence.pages, sequence.branches, PAGE)
+    first, second, third = draft.branches  # there was no page for the last
+    assert [branch.shared for branch in draft.branches] == [2, 2, 2]
+    _, forks = draft_tree.parts(40, sequence.pages, draft.branches, PAGE)
     assert forks == [
         (trunk[2], first.pages[0], 10),
         (first.pages[0], second.pages[0], 11),
         (trunk[2], third.pages[0], 9),
     ]
-    sequence.taken = 2
+    draft.best_path = 2
     schedule.prune(sequence)
     assert sequence.pages == [*trunk[:2], *second.pages]
-    assert sequence.draft_length == 32
+    assert draft.cached == 32
     assert schedule.pages.available == 3
     schedule.remove(sequence)
     assert schedule.pages.available == 6

@@ -550,10 +550,10 @@ def test_damage_at_random_does_not_end_a_server_by_a_signal(toy_copy: Path, seed
     name = [*mutations.MUTATIONS][seed % 4]
     mutations.damage(toy_copy, name, 1000 + seed)
     code = (
-        "import sys; from pathlib import Path; from mlcbuild_runtime.devices.cpu import Model;"
+        "import sys; from pathlib import Path; from mlcbuild_runtime.devices.cpu import CpuExecutor;"
         "from mlcbuild_runtime.text.tokenizer import Tokenizer\n"
         "from mlcbuild_format.errors import ServingError\n"
-        "try: model = Model.load(sys.argv[1]); Tokenizer.of(model.path, model.manifest)\n"
+        "try: model = CpuExecutor.load(sys.argv[1]); Tokenizer.of(model.path, model.manifest)\n"
         "except ServingError as error: print(error)\n"
     )
     done = shared.run("-c", code, str(toy_copy))

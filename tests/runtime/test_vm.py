@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from mlcbuild_format.errors import BundleError
 from mlcbuild_runtime.devices import tensors
-from mlcbuild_runtime.devices.cpu import Model
-from mlcbuild_runtime.devices.threads import Workers
+from mlcbuild_runtime.devices.cpu import CpuExecutor
+from mlcbuild_runtime.devices.workers import Workers
 from mlcbuild_runtime.executor.batch import Step
 
 from . import shared, toy
 
 
 @pytest.fixture(scope="module")
-def model(toy_bundle: Path) -> Model:
-    return Model.load(toy_bundle)
+def model(toy_bundle: Path) -> CpuExecutor:
+    return CpuExecutor.load(toy_bundle)
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_bundle: Path) -> Model:
-    return Model.load(tiny_bundle)
+def tiny(tiny_bundle: Path) -> CpuExecutor:
+    return CpuExecutor.load(tiny_bundle)
 
 
 def test_a_step_says_where_tokens_go() -> None:
@@ -42,7 +42,7 @@ def test_a_step_says_where_tokens_go() -> None:
     assert Step.of([([1], 3, [0]), ([2], 9, [1])]).is_decode
 
 
-def test_score_gives_every_position(model: Model) -> None:
+def test_score_gives_every_position(model: CpuExecutor) -> None:
     prompt = [(7 * i) % 256 for i in range(100)]
     logits = model.score(prompt)
     assert logits.shape == (100, toy.VOCAB)
@@ -53,17 +53,17 @@ def test_score_gives_every_position(model: Model) -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], [1] * 257])
-def test_sequences_that_do_not_fit(model: Model, tokens: list[int]) -> None:
+def test_sequences_that_do_not_fit(model: CpuExecutor, tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="do not fit a context of 256"):
         model.score(tokens)
 
 
-def test_tokens_outside_the_vocabulary(model: Model) -> None:
+def test_tokens_outside_the_vocabulary(model: CpuExecutor) -> None:
     with pytest.raises(ValueError, match="token 260 is outside the vocabulary of 260 tokens"):
         model.score([1, 260])
 
 
-def test_logits_stay_after_later_calls(model: Model) -> None:
+def test_logits_stay_after_later_calls(model: CpuExecutor) -> None:
     first = model.forward(Step.of([([1, 2], 2, [0])]))
     kept = first.copy()
     for i in range(5):
@@ -82,7 +82,7 @@ def test_weights_that_are_not_aligned_are_copied(toy_copy: Path) -> None:
     document["files"][path.name] = {"blake3": file.blake3, "size": file.size}
     (toy_copy / "bundle.json").write_text(json.dumps(document))
     prompt = [3, 1, 4, 1, 5]
-    assert Model.load(toy_copy).score(prompt).argmax(-1)[-1] == toy.expected(prompt, 1)[0]
+    assert CpuExecutor.load(toy_copy).score(prompt).argmax(-1)[-1] == toy.expected(prompt, 1)[0]
 
 
 def test_aligned() -> None:
@@ -94,7 +94,7 @@ def test_aligned() -> None:
 
 
 def test_the_cache_can_be_smaller(toy_bundle: Path) -> None:
-    model = Model.load(toy_bundle, max_pages=3)
+    model = CpuExecutor.load(toy_bundle, pages=3)
     assert model.pages == 3
     with pytest.raises(ValueError, match="49 tokens do not fit"):
         model.score([1] * 49)
@@ -102,9 +102,9 @@ def test_the_cache_can_be_smaller(toy_bundle: Path) -> None:
 
 PROGRAM = """
 import sys
-from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.devices.cpu import CpuExecutor
 try:
-    model = Model.load(sys.argv[1], threads=int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    model = CpuExecutor.load(sys.argv[1], threads=int(sys.argv[2]) if len(sys.argv) > 2 else None)
 except Exception as error:
     sys.exit(f"{type(error).__name__}: {error}")
 print(model.threads, *(name for name in ("tvm", "torch", "mlcbuild") if name in sys.modules))
@@ -124,10 +124,10 @@ def test_threads(toy_bundle: Path) -> None:
 IDLE = """
 import sys, time
 from mlcbuild_runtime.devices import machine
-from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.devices.cpu import CpuExecutor
 if len(sys.argv) > 2:  # both threads, whatever runs beside
     machine.free_cores = lambda enough: None
-model = Model.load(sys.argv[1], threads=2)
+model = CpuExecutor.load(sys.argv[1], threads=2)
 model.score(list(range(3, 20)))
 before = time.process_time()
 time.sleep(0.5)
@@ -217,8 +217,8 @@ def test_the_system_tells_that_a_machine_is_busy() -> None:
 COUNTS = """
 import sys
 import tvm_ffi
-from mlcbuild_runtime.devices.cpu import Model
-model = Model.load(sys.argv[1], threads=3)
+from mlcbuild_runtime.devices.cpu import CpuExecutor
+model = CpuExecutor.load(sys.argv[1], threads=3)
 tokens = list(range(3, 60))
 found = set()
 for count in (3, 1, 2, 3):
@@ -235,8 +235,8 @@ def test_how_many_threads_compute_does_not_show(tiny_bundle: Path) -> None:
 
 
 def test_the_first_load_decides_the_threads(toy_bundle: Path) -> None:
-    threads = Model.load(toy_bundle).threads
-    assert Model.load(toy_bundle, threads=threads + 1).threads == threads
+    threads = CpuExecutor.load(toy_bundle).threads
+    assert CpuExecutor.load(toy_bundle, threads=threads + 1).threads == threads
 
 
 def test_where_the_tvm_runtime_comes_from(toy_bundle: Path, toy_copy: Path, tmp_path: Path) -> None:
@@ -267,10 +267,10 @@ def test_a_library_without_its_functions(toy_copy: Path) -> None:
     document["files"]["model.so"] = {"blake3": file.blake3, "size": file.size}
     (toy_copy / "bundle.json").write_text(json.dumps(document))
     with pytest.raises(BundleError, match="has no function 'step_prefill'"):
-        Model.load(toy_copy)
+        CpuExecutor.load(toy_copy)
 
 
-def test_decoding_and_prefill_agree(tiny: Model) -> None:
+def test_decoding_and_prefill_agree(tiny: CpuExecutor) -> None:
     tokens = [1, *range(20, 120)]
     logits = tiny.score(tokens)
     assert np.isfinite(logits).all()
@@ -279,7 +279,7 @@ def test_decoding_and_prefill_agree(tiny: Model) -> None:
     assert np.abs(tiny.score(tokens, chunk=13) - logits).max() < 0.02 * scale
 
 
-def test_a_batch_gives_what_each_gives_alone(tiny: Model) -> None:
+def test_a_batch_gives_what_each_gives_alone(tiny: CpuExecutor) -> None:
     """Ragged prefill on scattered pages, then decoding in another order."""
     prompts = [[1, *range(30 + 9 * i, 41 + 20 * i)] for i in range(4)]
     pages = [[20 + i, 3 * i, 40 - i, 12 + i, 60 + i, 80 + i] for i in range(4)]
@@ -297,7 +297,7 @@ def test_a_batch_gives_what_each_gives_alone(tiny: Model) -> None:
 
 
 def test_weights_are_mapped_and_not_copied(tiny_bundle: Path) -> None:
-    model = Model.load(tiny_bundle)
+    model = CpuExecutor.load(tiny_bundle)
     first = model._weights.arrays[0]
     ranges = [np.frombuffer(mapped, np.uint8) for mapped in model._weights.maps]
     assert any(np.shares_memory(first, part) for part in ranges)
@@ -308,7 +308,7 @@ def test_weights_are_mapped_and_not_copied(tiny_bundle: Path) -> None:
     reason="this system has no large pages to ask for",
 )
 def test_weights_and_cache_ask_for_large_pages(tiny_bundle: Path) -> None:
-    model = Model.load(tiny_bundle)
+    model = CpuExecutor.load(tiny_bundle)
     cache, file = np.from_dlpack(model._cache), np.frombuffer(model._weights.maps[0], np.uint8)
     areas = re.split(r"^([0-9a-f]+)-([0-9a-f]+) ", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     for array in (cache, file):

@@ -52,8 +52,11 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def write(out: Path) -> None:
-    """The whole bundle, below the directory `out`."""
+def write(out: Path, device: str = "cpu") -> None:
+    """Writes the whole bundle below the directory `out`.
+
+    device: "cpu", whose library is compiled, or "numpy", for the executor of numpy_executor.py.
+    """
     from mlcbuild_format import bundle
 
     params = [["table", [VOCAB, 4], "float32", "plain"]]
@@ -68,7 +71,12 @@ def write(out: Path) -> None:
         "signature": digest,
     }
     out.mkdir(parents=True, exist_ok=True)
-    export(out / "model.so", json.dumps(metadata))
+    library, target = "model.so", TARGET
+    if device == "cpu":
+        export(out / library, json.dumps(metadata))
+    else:
+        library, target = "model.json", {**TARGET, "device": device, "output": "program"}
+        (out / library).write_text(json.dumps({"vocab_size": VOCAB}))
     write_weights(out / "weights-00001-of-00001.safetensors", digest)
     write_tokenizer(out)
     names = sorted(path.name for path in out.iterdir())
@@ -76,9 +84,9 @@ def write(out: Path) -> None:
         name="toy-q0f32-host",
         model=bundle.Model("toy", "toy", CONFIG),
         scheme=SCHEME,
-        target=TARGET,
+        target=target,
         limits=bundle.Limits(**LIMITS),
-        library="model.so",
+        library=library,
         weights=("weights-00001-of-00001.safetensors",),
         signature=digest,
         files={name: describe(out / name) for name in names},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from child import CONTEXT, SEQUENCES, clock, prompt, run, since
-from mlcbuild_runtime.devices.cpu import Model
+from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.executor.batch import Step
 
 PAGES = CONTEXT // 16 + 16
@@ -12,7 +12,7 @@ PAGES = CONTEXT // 16 + 16
 
 class Ours:
     def __init__(self, path: str, threads: int, vocabulary: int) -> None:
-        self.model = Model.load(path, threads=threads, max_pages=PAGES * SEQUENCES)
+        self.model = CpuExecutor.load(path, threads=threads, pages=PAGES * SEQUENCES)
         self.vocabulary = vocabulary
         self.filled = 0
 

@@ -1,13 +1,13 @@
-"""Tensors that go into the calls of a CPU's library, made once and written again for each call.
+"""Tensors that go into the calls of a CPU's library, created once and filled for each call.
 
-A decoding step has streamed the model through every cache before, so what is done for a call counts: the
+A decode step has streamed the model through every cache before, so every statement before a call counts: the
 tensors are views of NumPy's memory, and few statements fill them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, chain
 from operator import add
 from struct import Struct
@@ -15,18 +15,29 @@ from typing import cast
 
 import numpy as np
 from mlcbuild_format import abi
-from numpy.typing import NDArray
 
 from mlcbuild_runtime.devices import tensors
-from mlcbuild_runtime.executor.batch import Masks
+from mlcbuild_runtime.executor.batch import FollowingSteps, Masks, Step
+from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
 os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
-Floats = NDArray[np.float32]
-MOST_STEPS = 16
+BURST = 16
 """Maximum decode steps in one call of the library."""
+_TABLE = 64
+"""Page tables are padded to a multiple of this, so that their shape rarely changes."""
+_LINE = tensors.ALIGNMENT // 4
+_RANDOM = abi.SAMPLING_COLUMNS.index("random")
+_NUMBERS = (
+    *("tokens", "logit_positions", "positions", "slots"),
+    *("q_indptr", "page_indptr", "kv_lengths"),
+)
+"""Arguments of every step that lie in one block, in this order."""
+
+Arguments = dict[str, object]
+"""Name of an argument in the ABI -> what the library takes for it."""
 
 
 class IntTensors:
@@ -38,7 +49,7 @@ class IntTensors:
         self._tensors: list[tvm_ffi.Tensor] = []
 
     def tensors(self, *lists: list[int]) -> list[tvm_ffi.Tensor]:
-        """Valid until the next call."""
+        """Returns one tensor for each list, valid until the next call."""
         sizes = list(map(len, lists))
         if sizes != self._sizes:
             self._arrange(sizes)
@@ -55,60 +66,122 @@ class IntTensors:
         self._tensors = [tvm_ffi.from_dlpack(view) for view in views]
 
 
-_LINE = tensors.ALIGNMENT // 4
-_RANDOM = abi.SAMPLING_COLUMNS.index("random")
-_ROW, _BITS = abi.MASK_ROW, abi.MASK_BITS
-
-
-class ChoiceTensors:
-    """What goes into the choice of tokens for so many rows, and what comes out of it."""
+class SamplingTensors:
+    """The sampling parameters of a number of rows, and the tokens that are drawn from them."""
 
     def __init__(self, rows: int) -> None:
-        self.ways = tensors.aligned(np.empty((rows, len(abi.SAMPLING_COLUMNS)), abi.SAMPLING_DTYPE))
-        self.numbers = [way[_RANDOM:].data for way in self.ways]
-        """The random number of each way, as something that is quickly set."""
+        self.params = tensors.aligned(np.empty((rows, len(abi.SAMPLING_COLUMNS)), abi.SAMPLING_DTYPE))
+        self.random = [row[_RANDOM:].data for row in self.params]
+        """The random number of each row, as a memoryview, which is set faster than an array."""
         self.tokens = np.empty(rows, np.int32)
-        self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.ways, self.tokens)]
+        self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.params, self.tokens)]
 
 
 class LoopTensors:
-    """What goes into several steps of so many sequences, and what comes out of them."""
+    """The inputs and outputs of several decode steps of a number of sequences."""
 
     def __init__(self, rows: int) -> None:
-        self.numbers = tensors.aligned(np.zeros((MOST_STEPS, rows)))
-        self.tokens, self.heeds, self.taken, self.state = (
+        self.random_numbers = tensors.aligned(np.zeros((BURST, rows)))
+        self.tokens, self.stops_at_eos, self.sampled, self.state = (
             tensors.aligned(np.zeros(shape, np.int32))
-            for shape in (rows, rows, (MOST_STEPS, rows), len(abi.STATE_COLUMNS))
+            for shape in (rows, rows, (BURST, rows), len(abi.STATE_COLUMNS))
         )
         again = tensors.aligned(np.zeros(1, np.bool_)).reshape(())
-        self.next, self.feed = tvm_ffi.from_dlpack(self.tokens), self.tokens.data
-        arrays = {"numbers": self.numbers, "heeds": self.heeds, "taken": self.taken, "state": self.state}
-        self.tensors = {
-            name: tvm_ffi.from_dlpack(array) for name, array in {**arrays, "again": again}.items()
+        self.next_tokens, self.feed = tvm_ffi.from_dlpack(self.tokens), self.tokens.data
+        arrays = {
+            "numbers": self.random_numbers,
+            "heeds": self.stops_at_eos,
+            "taken": self.sampled,
+            "state": self.state,
+            "again": again,
         }
+        self.tensors = {name: tvm_ffi.from_dlpack(array) for name, array in arrays.items()}
 
 
 class MaskTensors:
-    """Masks as a library takes them: the row of each, then its bits. Each call overwrites the last one's."""
+    """Logit masks as a library takes them: the row of each, then its bits."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int], tuple[list[memoryview], tvm_ffi.Tensor]] = {}
 
     def tensor(self, masks: Masks) -> tvm_ffi.Tensor:
+        """Returns a tensor that is valid until the next call."""
         size = len(masks), len(masks[0][1]) if masks else 0
-        found = self._blocks.get(size)
-        if found is None:
-            block = np.empty((max(1, size[0]), _BITS + size[1]), np.int32)[: size[0]]
-            found = self._blocks[size] = [row.data for row in block], tvm_ffi.from_dlpack(block)
-        for own, (row, mask) in zip(found[0], masks, strict=True):
-            own[_ROW], own[_BITS:] = row, mask.data
-        return found[1]
+        block = self._blocks.get(size)
+        if block is None:
+            array = np.empty((max(1, size[0]), abi.MASK_BITS + size[1]), np.int32)[: size[0]]
+            block = self._blocks[size] = [row.data for row in array], tvm_ffi.from_dlpack(array)
+        for own, (row, mask) in zip(block[0], masks, strict=True):
+            own[abi.MASK_ROW], own[abi.MASK_BITS :] = row, mask.data
+        return block[1]
+
+
+class StepInputs:
+    """All arguments of calls but the weights and the KV cache. One instance serves all calls in turn."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._numbers, self._table, self._masks = IntTensors(), IntTensors(), MaskTensors()
+        self._sampling: dict[int, SamplingTensors] = {}
+        self._loops: dict[int, LoopTensors] = {}
+        self._no_forks = rows_tensor([], (0, 0, 0))
+        self._eos: tuple[Collection[int], tvm_ffi.Tensor] = (), rows_tensor([], 0)
+        interrupt = tensors.aligned(np.zeros(1, np.int32))
+        self.interrupt, self._interrupt = interrupt.data, tvm_ffi.from_dlpack(interrupt)
+        """The flag that a running loop of steps reads, as a memoryview of one int32."""
+
+    def batch(self, step: Step) -> Arguments:
+        """Returns a step's tokens, its rows, and where keys and values are."""
+        places = step.places(self._page_size)
+        numbers = self._numbers.tensors(
+            step.tokens, step.rows, *places, step.indptr, step.page_indptr, step.lengths
+        )
+        (table,) = self._table.tensors(step.page_table + [0] * (-len(step.page_table) % _TABLE))
+        arguments: Arguments = dict(zip(_NUMBERS, numbers, strict=True))
+        arguments["page_table"] = table
+        return arguments
+
+    def forks(self, step: Step) -> tvm_ffi.Tensor:
+        return rows_tensor(step.forks, (0, 0, 0)) if step.forks else self._no_forks
+
+    def masks(self, masks: Masks) -> tvm_ffi.Tensor:
+        return self._masks.tensor(masks)
+
+    def sampling(self, params: Sequence[SamplingRow]) -> SamplingTensors:
+        own = self._sampling.get(len(params))
+        if own is None:
+            own = self._sampling[len(params)] = SamplingTensors(len(params))
+        own.params[:] = params
+        return own
+
+    def loop(
+        self, step: Step, params: Sequence[SamplingRow], following: FollowingSteps, count: int
+    ) -> tuple[LoopTensors, Arguments]:
+        """Returns the tensors of up to `count` steps, and the arguments of abi.STEPS and abi.STEP_ON."""
+        arguments, loop = self.batch(step), self._loops.get(len(params))
+        if loop is None:
+            loop = self._loops[len(params)] = LoopTensors(len(params))
+        if following.eos_tokens != self._eos[0]:
+            self._eos = following.eos_tokens, rows_tensor(sorted(following.eos_tokens), 0)
+        if following.random_numbers:
+            loop.random_numbers[1 : 1 + len(following.random_numbers)] = following.random_numbers
+        loop.tokens[:], loop.stops_at_eos[:] = step.tokens, following.stops_at_eos
+        loop.state[:] = abi.LoopState(steps_done=0, pause_after=count, step_limit=count)
+        arguments |= {"tokens": loop.next_tokens, "ways": self.sampling(params).tensors[0]}
+        arguments |= {"masks": self._masks.tensor(()), "ends": self._eos[1], "stop": self._interrupt}
+        arguments |= loop.tensors
+        return loop, arguments
+
+    def set_next(self, loop: LoopTensors, row: int, token: int, random_number: float) -> None:
+        """Sets the input of one sequence in the next step of a loop."""
+        loop.feed[row], self._sampling[len(loop.tokens)].random[row][0] = token, random_number
 
 
 def rows_of(logits: tvm_ffi.Tensor) -> Floats:
+    """Returns logits [1, rows, vocabulary] as an array [rows, vocabulary] of the same memory."""
     return cast(Floats, np.from_dlpack(logits)[0])
 
 
 def rows_tensor(rows: Sequence[object], one: object) -> tvm_ffi.Tensor:
-    """int32, with as many rows, each like `one`."""
+    """Returns `rows` as an int32 tensor; each row has the shape of `one`."""
     return tvm_ffi.from_dlpack(tensors.aligned(np.array(rows or [one], np.int32))[: len(rows)])

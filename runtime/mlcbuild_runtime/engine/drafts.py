@@ -125,7 +125,7 @@ class Credit:
     def __init__(self) -> None:
         self.balance, self.length = self._FIRST, 4
 
-    def wanted(self, most: int) -> int:
+    def affordable(self, most: int) -> int:
         return min(self.length, most) if self.balance > 0 else 0
 
     def rest(self) -> None:
@@ -151,7 +151,7 @@ class Odds:
         self.pace = 1.0
         """Tokens made in a step."""
 
-    def wanted(self, pace: float, shares: Sequence[float]) -> int:
+    def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
         """Tokens to draft on branches. `pace`: tokens that the step makes for all sequences; `shares`: of its
         time, what 1, 2 ... tokens add."""
         gains = [(self.rate * count - pace * share, count) for count, share in enumerate(shares, 1)]

@@ -1,61 +1,64 @@
-"""Several steps of decoding, one after the other, before anybody is told of the first.
+"""Several decode steps before any client hears of a token.
 
-All that is done between two steps finds its code and data in no cache, after the weights of a model have gone
-through them: the less there is, the better. Where the library chooses all tokens by itself it is one call;
-where sequences follow constraints, what a token means for the next one is seen to after each step.
+Everything between two steps misses the caches, after the weights of a model have gone through them: the less
+there is, the better. Where the device draws all tokens by itself it is one call; where sequences follow
+constraints, each token decides the input of the next step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
 from collections.abc import Sequence as List
-from itertools import chain
 
-from mlcbuild_runtime.devices.cpu import Model
-from mlcbuild_runtime.engine.sequence import Sequence, masks_of
-from mlcbuild_runtime.executor.batch import Onward, Step
-from mlcbuild_runtime.executor.sampling_params import Floats, Way
-
-
-def untended(model: Model, sequences: List[Sequence], count: int, ends: Collection[int]) -> None:
-    """Up to `count` steps in which every sequence takes the token that the library has chosen. They have
-    pages for these, and one token to feed."""
-    numbers = list(zip(*(sequence.numbers(count - 1) for sequence in sequences), strict=True))
-    heeds = [not sequence.request.ignore_eos for sequence in sequences]
-    ways = list(chain.from_iterable(_ways(sequences)))
-    for tokens in model.steps(_step(sequences), ways, Onward(numbers, heeds, ends)):
-        _take(sequences, tokens, _unseen)
+from mlcbuild_runtime.engine.sequence import Rows, Sequence, masks_of
+from mlcbuild_runtime.executor.batch import FollowingSteps, Step
+from mlcbuild_runtime.executor.executor import Executor, StepResult
+from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 
-def tended(model: Model, sequences: List[Sequence], count: int, until: float) -> None:
-    """As `untended`, where each token decides what may follow it. No step begins after `until`, a time of
-    time.perf_counter."""
-    ways = _ways(sequences)
-    steps = model.tended(_step(sequences), [way for (way,) in ways], masks_of(sequences, ways), count)
-    rows, tokens = next(steps)
+def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
+    """Executes up to `count` steps in which every sequence continues with the token that was drawn for it.
+
+    The sequences have pages for these, and one token each that is not in the cache.
+    """
+    random_numbers = list(zip(*(sequence.random_numbers(count - 1) for sequence in sequences), strict=True))
+    stops_at_eos = [not sequence.request.ignore_eos for sequence in sequences]
+    following = FollowingSteps(random_numbers, stops_at_eos, sequences[0].client.eos)
+    for tokens in executor.steps(_step(sequences), _params(sequences), following):
+        _advance(sequences, StepResult(tokens, _no_logits))
+
+
+def guided(executor: Executor, sequences: List[Sequence], count: int, until: float) -> None:
+    """Executes up to `count` steps in which each token decides what may follow it. No step begins after
+    `until`, a time of time.perf_counter."""
+    params = _params(sequences)
+    masks = masks_of(sequences, [1] * len(sequences))
+    steps = executor.guided_steps(_step(sequences), params, masks, count)
+    result = next(steps)
     for _ in range(count - 1):
-        if not _take(sequences, tokens, rows) or model.halted or time.perf_counter() > until:
+        going = _advance(sequences, result)
+        if not going or executor.interrupted or time.perf_counter() > until:
             return
-        further = [found for sequence in sequences if (found := sequence.further()) is not None]
-        if len(further) < len(sequences):  # what is wrong is told after a step of its own
+        inputs = [own for sequence in sequences if (own := sequence.next_input()) is not None]
+        if len(inputs) < len(sequences):  # a step of its own reports what is wrong
             return
-        rows, tokens = steps.send(further)
-    _take(sequences, tokens, rows)
+        result = steps.send(inputs)
+    _advance(sequences, result)
 
 
-def _unseen() -> Floats:
-    raise AssertionError("the library has chosen")
+def _no_logits() -> Floats:
+    raise AssertionError("the device has drawn the token")
 
 
 def _step(sequences: List[Sequence]) -> Step:
     return Step.of([(s.tokens[-1:], s.length + 1, s.pages) for s in sequences], prompt=False)
 
 
-def _ways(sequences: List[Sequence]) -> list[list[Way]]:
-    return [sequence.ways(1) for sequence in sequences]
+def _params(sequences: List[Sequence]) -> list[SamplingRow]:
+    return [row for sequence in sequences for row in sequence.sampling_params(1)]
 
 
-def _take(sequences: List[Sequence], tokens: List[int], rows: Callable[[], Floats]) -> bool:
-    going = [s.take(token, rows, row) for row, (s, token) in enumerate(zip(sequences, tokens, strict=True))]
-    return all(going)  # after all have taken theirs
+def _advance(sequences: List[Sequence], result: StepResult) -> bool:
+    """Appends a token to each sequence. Returns false if no step may follow."""
+    going = [s.advance(Rows(result, row, row + 1)) for row, s in enumerate(sequences)]
+    return all(going)  # after each sequence has its token

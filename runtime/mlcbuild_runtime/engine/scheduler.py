@@ -1,4 +1,4 @@
-"""Which requests run, and on which pages. Knows neither threads nor the model."""
+"""Decides which requests run, and on which pages. Knows neither threads nor the model."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from mlcbuild_runtime.engine.pages import GONE, Pages
 from mlcbuild_runtime.engine.sequence import Sequence
 
 SCORED = 64
-"""Tokens of a prompt at most that get log-probabilities in one step: to make these takes as long again."""
+"""Maximum tokens of a prompt that get log-probabilities in one step: computing these takes as long again."""
 
 
 class Schedule:
-    """Requests that wait and requests that run, both by rank.
+    """The waiting and the running requests, both sorted by rank.
 
-    A request is admitted when the pages for its prompt are there and one more for each that runs. Pages for
-    the answer are taken as it grows. When there are none, the request of the highest rank gives its pages up
-    and waits again (one whose client does not read goes first); what it had computed stays in the tree
-    until the room is needed, the rest is computed again. The request of the lowest rank never loses its
-    pages to others, so that all requests come to their end.
+    A request is admitted when there are pages for its prompt and one more for each running request. Pages for
+    the answer are allocated as it grows. When there are none, the request of the highest rank is preempted
+    (one whose client does not read goes first): it frees its pages and waits again. What it had computed
+    stays in the prefix cache until the room is needed; the rest is computed again. The request of the lowest
+    rank never loses its pages to others, so that all requests come to their end.
     """
 
     def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:
-        """`window`: how many tokens the model looks back in all its layers; None: without limit."""
+        """window: tokens that every layer of the model looks back; None: without limit."""
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
         self.pages, self.preemptions, self.cached_tokens = pages, 0, 0
@@ -31,14 +31,15 @@ class Schedule:
 
     @property
     def idle(self) -> bool:
-        """Nothing can be done before somebody outside acts."""
-        return all(sequence.ticket.resting for sequence in [*self.active, *self.waiting])
+        """Every request waits for its client."""
+        return all(sequence.resting for sequence in [*self.active, *self.waiting])
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda other: other.rank)
 
     def remove(self, sequence: Sequence, forget: bool = False) -> None:
-        """The end of a request. `forget`: nobody is to use what it has computed."""
+        """Frees the place and the pages of a request. forget: other requests must not use what it has
+        computed."""
         for listed in (self.active, self.waiting):
             if sequence in listed:
                 listed.remove(sequence)
@@ -47,14 +48,14 @@ class Schedule:
         sequence.pages = []
 
     def admit(self) -> None:
-        """By rank; nobody overtakes a request that waits for pages."""
-        if len(self.active) >= self._max_batch and not any(s.ticket.resting for s in self.active):
+        """Starts waiting requests by rank; none overtakes a request that waits for pages."""
+        if len(self.active) >= self._max_batch and not any(s.resting for s in self.active):
             return
         for sequence in list(self.waiting):
-            if sequence.ticket.resting or self._is_computed_elsewhere(sequence):
+            if sequence.resting or self._is_computed_elsewhere(sequence):
                 continue
             while not self._place(sequence):
-                resting = [other for other in self.active if other.ticket.resting]
+                resting = [other for other in self.active if other.resting]
                 if not resting:
                     return
                 self._preempt(resting[-1])
@@ -62,7 +63,10 @@ class Schedule:
             self.waiting.remove(sequence)
 
     def prefills(self, room: int) -> list[tuple[Sequence, int]]:
-        """Sequences that have not all of their prompt in the cache, and how many tokens to put there now."""
+        """Returns the sequences whose prompt is not computed, and how many of its tokens to compute now.
+
+        room: tokens in the step.
+        """
         parts = []
         for sequence in self.active:
             if sequence.prefilling and room and not sequence.request.prompt_logprobs:
@@ -72,19 +76,22 @@ class Schedule:
         return parts
 
     def scored(self, room: int) -> list[tuple[Sequence, int]]:
-        """As `prefills`, of the first sequence whose prompt's log-probabilities are wanted. It has a step of
-        its own: kernels may round the logits of many rows otherwise, which is not to show in others'."""
+        """Returns the same for the first sequence whose prompt needs log-probabilities. It has a step of its
+        own: kernels may round the logits of many rows differently, which must not change other answers."""
         for sequence in self.active:
             if sequence.prefilling and sequence.request.prompt_logprobs:
                 return [(sequence, min(room, SCORED, len(sequence.request.prompt) - sequence.length))]
         return []
 
     def decodes(self, rows: int) -> list[tuple[Sequence, int]]:
-        """Sequences that take one token now; those that had to give their pages up, more of the tokens that
-        they have already, as far as the step has no more than `rows`. Each has pages for them."""
+        """Returns the sequences of the coming decode step, and how many tokens each has in it.
+
+        A sequence that was preempted computes several of its old tokens, as long as the step has no more than
+        `rows`. Each sequence has pages for its tokens.
+        """
         parts = []
         for sequence in list(self.active):
-            ready = not sequence.prefilling and not sequence.ticket.resting
+            ready = not sequence.prefilling and not sequence.resting
             if ready and sequence in self.active and self._grow(sequence):
                 parts.append((sequence, 1))
         room = rows - len(parts)
@@ -96,7 +103,7 @@ class Schedule:
         return parts
 
     def stretch(self, sequence: Sequence, count: int) -> int:
-        """Pages for a draft of `count` tokens, as far as nobody has to give any up; how many tokens fit."""
+        """Allocates pages for `count` more tokens without preempting a request; returns how many fit."""
         while len(sequence.pages) * self._page_size <= sequence.length + count:
             more = self.pages.take(1)
             if more is None:
@@ -105,48 +112,50 @@ class Schedule:
         return min(count, len(sequence.pages) * self._page_size - sequence.length - 1)
 
     def branch(self, sequence: Sequence) -> None:
-        """Pages for the branches of a draft, as far as nobody has to give any up; the others are dropped."""
-        sequence.taken = 0
-        for place, branch in enumerate(sequence.branches):
+        """Allocates pages for the branches of a draft without preempting a request; drops those that do not
+        fit."""
+        branches = sequence.draft.branches
+        for place, branch in enumerate(branches):
             begin, size = len(sequence.tokens) + branch.start, self._page_size
             branch.shared = begin // size
             own = self.pages.take(-(-(begin + len(branch.tokens)) // size) - branch.shared)
             if own is None:
-                del sequence.branches[place:]
+                del branches[place:]
                 return
             branch.pages = own
 
     def prune(self, sequence: Sequence) -> None:
-        """Of a tree of drafts, the pages of the path that was taken stay; no keys or values are moved."""
-        if not sequence.branches:
+        """Frees the pages of a draft tree but those of its accepted path; no keys or values are moved."""
+        draft = sequence.draft
+        if not draft.branches:
             return
-        trunk, own = sequence.pages, [page for branch in sequence.branches for page in branch.pages]
-        taken = draft_tree.path_pages(trunk, sequence.branches, sequence.taken)
-        kept = set(taken)
+        trunk, own = sequence.pages, [page for branch in draft.branches for page in branch.pages]
+        accepted = draft_tree.path_pages(trunk, draft.branches, draft.best_path)
+        kept = set(accepted)
         self.pages.release([page for page in (*trunk, *own) if page not in kept])
-        sequence.branches, sequence.pages = [], taken
-        # A draft model has taken in the draft, but no branch.
-        common = sum(old == new for old, new in zip(trunk, taken, strict=False))
-        sequence.draft_length = min(sequence.draft_length, common * self._page_size)
+        draft.branches, draft.best_path, sequence.pages = [], 0, accepted
+        # The draft model has computed the draft, but no branch.
+        common = sum(old == new for old, new in zip(trunk, accepted, strict=False))
+        draft.cached = min(draft.cached, common * self._page_size)
 
     def trim(self, sequence: Sequence) -> None:
-        """Gives back the pages that only rejected drafts needed."""
+        """Frees the pages that only rejected drafts needed."""
         needed = -(-len(sequence.tokens) // self._page_size)
         self.pages.release(sequence.pages[needed:])
         del sequence.pages[needed:]
 
     def computed(self, sequence: Sequence, count: int) -> None:
-        """`count` more tokens are in the cache; full pages of the prompt can now be shared."""
+        """Notes that `count` more tokens are in the cache: full pages of the prompt can be shared now."""
         before = sequence.length
         sequence.length += count
         if before < len(sequence.request.prompt):
             length = min(sequence.length, len(sequence.request.prompt))
             self.pages.keep(sequence.keys(self._page_size, length), sequence.pages)
         if self._window is not None:
-            self._let_go(sequence, max(0, sequence.length - self._window + 1) // self._page_size)
+            self._leave_window(sequence, max(0, sequence.length - self._window + 1) // self._page_size)
 
-    def _let_go(self, sequence: Sequence, count: int) -> None:
-        """The first `count` pages are outside of the window of every token to come."""
+    def _leave_window(self, sequence: Sequence, count: int) -> None:
+        """Frees the first `count` pages, which are outside of the window of every token to come."""
         first = count
         while first and sequence.pages[first - 1] != GONE:
             first -= 1
@@ -154,10 +163,10 @@ class Schedule:
         sequence.pages[first:count] = [GONE] * (count - first)
 
     def _place(self, sequence: Sequence) -> bool:
-        """Gives a sequence the pages of all its tokens so far, if there is room for it."""
+        """Allocates the pages of all tokens of a sequence. Returns false if there are too few."""
         if len(self.active) >= self._max_batch:
             return False
-        # One token at least is left to feed: its logits are wanted.
+        # At least one token must be computed: the next one is drawn from its logits.
         shared = self.pages.share(sequence.keys(self._page_size, len(sequence.tokens) - 1))
         needed = max(0, -(-len(sequence.tokens) // self._page_size) - len(shared))
         own = self.pages.take(needed) if needed + len(self.active) <= self.pages.available else None
@@ -166,14 +175,14 @@ class Schedule:
             return False
         sequence.pages = shared + own
         sequence.length = len(shared) * self._page_size
-        sequence.draft_length = min(sequence.length, len(sequence.request.prompt))
+        sequence.draft.cached = min(sequence.length, len(sequence.request.prompt))
         if sequence.cached is None:
             sequence.cached = sequence.length
             self.cached_tokens += sequence.length
         return True
 
     def _is_computed_elsewhere(self, sequence: Sequence) -> bool:
-        """A running request is about to compute pages that this one could share: it pays to wait."""
+        """A running request will compute pages that this one can share, so that waiting pays."""
         keys = sequence.keys(self._page_size, len(sequence.tokens) - 1)
         for other in self.active:
             if other.prefilling:
@@ -186,13 +195,14 @@ class Schedule:
         return False
 
     def _grow(self, sequence: Sequence) -> bool:
-        """A page for the next token, at the cost of others. False: the sequence itself had to go."""
+        """Allocates a page for the next token, preempting others. Returns false if the sequence itself was
+        preempted."""
         while len(sequence.pages) * self._page_size <= sequence.length:
             more = self.pages.take(1)
             if more is not None:
                 sequence.pages += more
                 continue
-            resting = [other for other in self.active if other.ticket.resting]
+            resting = [other for other in self.active if other.resting]
             victim = resting[-1] if resting else self.active[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -200,7 +210,7 @@ class Schedule:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to waiting; its pages may be taken now."""
+        """Frees the pages of a running request, which waits again."""
         self.pages.keep(sequence.keys(self._page_size, sequence.length), sequence.pages)
         self.pages.release(sequence.pages)
         sequence.pages, sequence.length = [], 0

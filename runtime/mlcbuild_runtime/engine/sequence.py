@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container
+from collections.abc import Container
 from collections.abc import Sequence as List
 from itertools import accumulate
+from typing import NamedTuple
 
 from mlcbuild_format.errors import ServingError
 
 from mlcbuild_runtime.constraints.grammar import Matcher
 from mlcbuild_runtime.engine import draft_tree
-from mlcbuild_runtime.engine.draft_tree import Branch
-from mlcbuild_runtime.engine.drafts import Credit, Lookup, Odds, Prediction
+from mlcbuild_runtime.engine.client_stream import ClientStream
+from mlcbuild_runtime.engine.draft_state import DraftState
 from mlcbuild_runtime.engine.pages import Key, Keys
 from mlcbuild_runtime.engine.pooling import Pool
 from mlcbuild_runtime.engine.request import Event, Finish, Request, Sink, Ticket
-from mlcbuild_runtime.engine.sampler import Chooser, second
-from mlcbuild_runtime.executor.batch import Further, Mask
-from mlcbuild_runtime.executor.sampling_params import SKIPPED, Choose, Floats, Scores, Way, logprobs
+from mlcbuild_runtime.engine.sampler import Sampler, runner_up
+from mlcbuild_runtime.executor.batch import Mask, NextInput
+from mlcbuild_runtime.executor.executor import StepResult
+from mlcbuild_runtime.executor.sampling_params import (
+    SKIP,
+    Floats,
+    PromptScores,
+    Sample,
+    SamplingRow,
+    logprobs,
+)
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
-FORCED = 15
-"""Tokens that a constraint may force between two that the model chooses."""
-STOPPING = 4
-"""Steps of decoding at once, at most, where a text may end the answer: those after it are in vain."""
+MAX_FORCED = 15
+"""Maximum tokens that a constraint adds between two that the model draws."""
+STOP_STEPS = 4
+"""Maximum decode steps at once while a stop string may end the answer: those after it are in vain."""
+
+
+class Rows(NamedTuple):
+    """The rows of one sequence in the result of a step."""
+
+    result: StepResult
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def token(self, row: int) -> int:
+        """Returns the token that was drawn from a row, counted from this sequence's first one."""
+        return self.result.tokens[self.start + row]
+
+    def logits(self) -> Floats:
+        """Returns the logits of all rows, float32 [rows, vocabulary]."""
+        return self.result.logits()[self.start : self.stop]
+
+    def last(self, count: int) -> Rows:
+        return Rows(self.result, self.stop - count, self.stop)
 
 
 class Sequence:
@@ -36,52 +66,37 @@ class Sequence:
         sink: Sink,
         ticket: Ticket,
         tokenizer: Tokenizer,
-        choose: Choose,
+        sample: Sample,
         matcher: Matcher | None = None,
     ) -> None:
-        """`request` has a max_tokens that fits the context. `matcher`: of its constraint."""
-        self.request, self.sink, self.ticket = request, sink, ticket
-        self._chooser = Chooser(request, choose, matcher)
+        """request: with a max_tokens that fits the context. matcher: follows the request's constraint."""
+        self.request = request
         self.order = 0
-        """Of arrival; given by the engine."""
+        """Order of arrival; set by the intake."""
         self.tokens = list(request.prompt)
         self.length = 0
         """Tokens whose keys and values are in the cache."""
         self.pages: list[int] = []
         self.cached: int | None = None
         """Tokens that the prefix cache had when it was first admitted; None before."""
-        self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        self.draft: list[int] = []
-        """Tokens that may follow, to be checked in the next step."""
-        self.branches: list[Branch] = []
-        """Others that may follow instead, checked in the same step."""
-        self.taken = 0
-        """The path of the last tree of drafts that was right, as far as any was."""
-        self.gained = 0
-        """Tokens of that path that are on branches."""
-        self.draft_length = 0
-        """Tokens whose keys and values are in the cache of a draft model."""
-        self.credit, self.odds = Credit(), Odds()
-        self.lookup, self.prediction = Lookup(), Prediction(request.prediction)
-        self.doubts: list[tuple[float, int]] = []
-        """For each token of a draft model's draft: how far it is ahead of another one, and which."""
-        self.accepted = self.rejected = 0
-        self.scores = Scores(request.prompt, request.logprobs or 0)
-        self._keys = Keys(len(request.prompt))
-        self._stream = tokenizer.stream(request.stop, request.message, dict(request.shown))
-        self._eos = tokenizer.eos
-        self._untold = 0
-        """The last tokens, which were taken and not told yet."""
-        self._fault: ServingError | None = None
-        """What happened to the one after them."""
+        # A constraint decides itself where the answer may end.
+        ignore_eos = request.ignore_eos and matcher is None
+        self.client = ClientStream(request, sink, ticket, tokenizer, ignore_eos)
+        self.draft = DraftState(request.prediction)
+        self.sampler = Sampler(request, sample, matcher)
+        self.scores = PromptScores(request.prompt, request.logprobs or 0)
         self.pool = None if request.pooling is None else Pool(request.pooling)
-        self._plain = self._chooser.plain and not request.prompt_logprobs
-        """Its tokens are what the library chooses."""
+        self._keys = Keys(len(request.prompt))
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sooner is lower."""
+        """The lowest goes first."""
         return self.request.priority, self.order
+
+    @property
+    def resting(self) -> bool:
+        """Its client does not keep up, so it waits."""
+        return self.client.ticket.resting
 
     @property
     def prefilling(self) -> bool:
@@ -89,143 +104,202 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """Nothing is left to feed: the next token is to be chosen."""
+        """All its tokens are in the cache: the next one can be drawn."""
         return self.length == len(self.tokens)
 
     @property
     def answered(self) -> int:
+        """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt)
 
+    @property
+    def constrained(self) -> bool:
+        return self.sampler.constrained
+
+    @property
+    def mask(self) -> Mask | None:
+        """The logit mask of the first row of the coming step from which a token is drawn."""
+        return self.sampler.mask
+
+    @property
+    def _plain(self) -> bool:
+        """The device draws its tokens, and nothing else is needed from the rows."""
+        return self.sampler.plain and not self.request.prompt_logprobs
+
+    @property
+    def steps_ahead(self) -> int:
+        """Decode steps that can be executed before the client hears of a token."""
+        request = self.request
+        ready = self.length + 1 == len(self.tokens) and not self.draft.tokens
+        if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:
+            return 0
+        return min(self.remaining, STOP_STEPS) if request.stop else self.remaining
+
+    @property
+    def remaining(self) -> int:
+        """Tokens for which the answer, and the client's window, have room."""
+        remaining, room = (self.request.max_tokens or 0) - self.answered, self.client.ticket.room
+        return remaining if room is None else min(remaining, room)
+
     def keys(self, page_size: int, length: int) -> List[Key]:
-        """Of the pages that the first `length` tokens fill; see pages.Keys."""
+        """Returns the keys of the pages that the first `length` tokens fill; see pages.Keys."""
         if self.request.prompt_logprobs or (self.pool is not None and self.pool.kind == "mean"):
             return []  # the cache has keys and values of a prompt, but not the states of all its tokens
         return self._keys.of(self.tokens, length, page_size, -1 - self.order)
 
-    def ways(self, count: int) -> list[Way]:
-        """How tokens are chosen from the rows of `count` new tokens, and all drafted ones, whose logits are
-        needed. Where that depends on tokens that other rows have still to give, it is left to `next`."""
-        chooser, own, chooser.mask = self._chooser, 1 + self.drafted, None
-        last = self.length + count - len(self.draft) == len(self.tokens) and self.request.max_tokens
-        if self._plain and own == 1 and last:
-            return [chooser.way(self.answered)]
+    def sampling_params(self, count: int) -> list[SamplingRow]:
+        """Returns the parameters of each row whose logits are needed, of `count` new tokens and the draft.
+
+        SKIP where the token depends on tokens that other rows have still to give: `consume` draws it.
+        """
+        sampler, draft, own = self.sampler, self.draft, 1 + self.draft.size
+        sampler.mask = None
+        last = self.length + count - len(draft.tokens) == len(self.tokens) and self.request.max_tokens
+        if own == 1 and last and self._plain:
+            return [sampler.params(self.answered)]
         rows = count if self.request.prompt_logprobs and self.prefilling else own
         if not last or self.request.sampling.adjusts:
-            return [SKIPPED] * rows
-        ways = [chooser.first_way(self.answered)]
-        if self.draft and not chooser.constrained:
-            ways = [chooser.way(self.answered + d) for _, d in draft_tree.rows(self.draft, self.branches)]
-        return [SKIPPED] * (rows - own) + ways + [SKIPPED] * (own - len(ways))
+            return [SKIP] * rows
+        params = [sampler.first_params(self.answered)]
+        if draft.tokens and not sampler.constrained:
+            depths = (depth for _, depth in draft_tree.rows(draft.tokens, draft.branches))
+            params = [sampler.params(self.answered + depth) for depth in depths]
+        return [SKIP] * (rows - own) + params + [SKIP] * (own - len(params))
 
-    def further(self) -> Further | None:
-        """What a step of decoding takes of it that follows another at once, where nothing is drafted. None:
-        no step may."""
-        number = self._chooser.further(self.answered)
-        return None if number is None else Further(self.tokens[-1], number, self._chooser.mask)
+    def random_numbers(self, count: int) -> list[float]:
+        """Returns the random numbers of `count` tokens after the next one."""
+        return self.sampler.random_numbers(self.answered + 1, count)
 
-    @property
-    def mask(self) -> Mask | None:
-        """Of tokens that may be chosen from the first row of the coming step that chooses any."""
-        return self._chooser.mask
+    def next_input(self) -> NextInput | None:
+        """Returns the input of a guided decode step; None if no step may follow at once."""
+        number = self.sampler.next_number(self.answered)
+        return None if number is None else NextInput(self.tokens[-1], number, self.sampler.mask)
 
-    @property
-    def reach(self) -> int:
-        """Steps of decoding in which it can go on before anybody is told of its tokens."""
-        request, ready = self.request, self.length + 1 == len(self.tokens) and not self.draft
-        if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:
-            return 0
-        return min(self.left, STOPPING) if request.stop else self.left
-
-    @property
-    def left(self) -> int:
-        """Tokens that the answer, and the client's window, have room for."""
-        left, room = (self.request.max_tokens or 0) - self.answered, self.ticket.room
-        return left if room is None else min(left, room)
-
-    @property
-    def tended(self) -> bool:
-        """Its next step depends on more than the token that the library has chosen."""
-        return self._chooser.constrained
-
-    def take(self, chosen: int, rows: Callable[[], Floats], row: int) -> bool:
-        """Takes the token of a step without telling it, which `tell` does. False: no step may follow before.
-        rows: gives the step's logits."""
+    def advance(self, rows: Rows) -> bool:
+        """Appends the token of a decode step without its event, which `take_events` returns later. Returns
+        false if no step may follow before."""
         self.length += 1
         try:
-            self._add(token := self._chooser.token((lambda: rows()[row], chosen), self.answered))
+            self._append(token := self.sampler.token(lambda: rows.logits()[0], rows.token(0), self.answered))
         except ServingError as error:
-            self._fault = error
+            self.client.error = error
             return False
-        self._untold += 1
-        return not self._is_end(token)
+        self.client.unsent += 1
+        return not self.client.is_end(token)
 
-    def tell(self) -> list[Event]:
-        """Events of the tokens that `take` has taken."""
-        events: list[Event] = []
-        for place in range(self.answered - self._untold, self.answered):
-            events.append(self._told(place))
+    def take_events(self) -> list[Event]:
+        """Returns the events of the tokens that `advance` has appended."""
+        client, events = self.client, list[Event]()
+        for position in range(self.answered - client.unsent, self.answered):
+            events.append(self._event_at(position))
             if events[-1].last:
                 return events
-        if self._fault is not None:
-            events.append(self.failed(self._fault))
-        self._untold = 0
-        return self._followed(events)
+        if client.error is not None:
+            events.append(self.failure(client.error))
+        client.unsent = 0
+        return self._with_forced(events)
 
-    def numbers(self, count: int) -> list[float]:
-        """The random numbers for `count` tokens after the next one."""
-        return self._chooser.numbers(self.answered + 1, count)
-
-    @property
-    def drafted(self) -> int:
-        """Tokens of the draft and its branches."""
-        return len(self.draft) + self.branched
-
-    @property
-    def branched(self) -> int:
-        return sum(len(branch.tokens) for branch in self.branches)
-
-    def next(self, rows: Floats, chosen: List[int]) -> list[Event]:
-        """Takes tokens from logits [1 + drafted, vocab]: one, and one more for each drafted token that was
-        chosen. chosen: by `ways`, for each row. An error is an event, too."""
-        if self._plain and not self.draft and self.request.max_tokens:
-            return self._answer(rows, chosen)
-        answers = self.request.max_tokens
-        events = self._followed(self._answer(rows, chosen) if answers else [self._event(finish="length")])
-        scores = self.scores.told()
+    def consume(self, rows: Rows) -> list[Event]:
+        """Appends the tokens that follow from the rows [1 + draft.size] of a step: one, and one more for each
+        accepted token of the draft. Returns their events; an error is an event, too."""
+        if not self.draft.tokens and self.request.max_tokens and self._plain:
+            return self._verify(rows)
+        if self.request.max_tokens:
+            events = self._with_forced(self._verify(rows))
+        else:
+            events = [self._event(finish="length")]
+        scores = self.scores.take()
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
-    def _followed(self, events: list[Event]) -> list[Event]:
-        """The same, and those of tokens that the constraint leaves no choice about."""
-        if self._chooser.constrained and events and not events[-1].last:
+    def _with_forced(self, events: list[Event]) -> list[Event]:
+        """Adds the events of tokens to which the constraint leaves no alternative."""
+        if self.sampler.constrained and events and not events[-1].last:
             events += self._forced(len(events))
             if not events[-1].last:
-                self._chooser.prepare(self.answered)
+                self.sampler.prepare(self.answered)
         return events
 
-    def _answer(self, rows: Floats, chosen: List[int]) -> list[Event]:
-        self.gained = self.taken = 0
-        if not self.draft:
-            return [self._chosen((rows[0], chosen[0]), ())]
-        self.rejected += self.drafted
-        following, row = draft_tree.children(self.draft, self.branches), 0
-        events = [self._chosen((rows[row], chosen[row]), following[row])]
-        while not events[-1].last and self.tokens[-1] in following[row]:
-            row = following[row][self.tokens[-1]]
+    def _verify(self, rows: Rows) -> list[Event]:
+        """Draws tokens along the draft tree, for as long as a drawn token is a drafted one."""
+        draft = self.draft
+        draft.branch_gain = draft.best_path = 0
+        if not draft.tokens:
+            return [self._draw(rows, 0, ())]
+        draft.rejected += draft.size
+        children, row = draft_tree.children(draft.tokens, draft.branches), 0
+        events = [self._draw(rows, row, children[row])]
+        while not events[-1].last and self.tokens[-1] in children[row]:
+            row = children[row][self.tokens[-1]]
             self.length += 1
-            self.gained += row > len(self.draft)
-            events.append(self._chosen((rows[row], chosen[row]), following[row]))
-        self.taken = draft_tree.rows(self.draft, self.branches)[row][0]
-        self.draft = []
+            draft.branch_gain += row > len(draft.tokens)
+            events.append(self._draw(rows, row, children[row]))
+        draft.best_path = draft_tree.rows(draft.tokens, draft.branches)[row][0]
+        draft.tokens = []
         return events
 
-    def _chosen(self, row: tuple[Floats, int], guesses: Container[int]) -> Event:
+    def _draw(self, rows: Rows, row: int, drafted: Container[int]) -> Event:
+        """Appends the token of a row. drafted: the tokens that the draft tree has in its place."""
+        scored = self.request.logprobs
+        logits = None if scored is None else rows.logits()[row]
         try:
-            return self._next(row, guesses)
+            token = self.sampler.token(
+                # Log-probabilities are those before penalties and masks.
+                (lambda: rows.logits()[row]) if logits is None else logits.copy,
+                rows.token(row),
+                self.answered,
+            )
+            if token in drafted:
+                self.draft.accepted += 1
+                self.draft.rejected -= 1
+            self._append(token)
+            event = self._event_at(self.answered - 1)
         except ServingError as error:
-            return self.failed(error)
+            return self.failure(error)
+        if logits is None or scored is None:
+            return event
+        logprob, alternatives = logprobs(logits, token, scored)
+        return event._replace(logprob=logprob, alternatives=alternatives)
 
-    def pooled(self, states: Floats) -> Event | None:
-        """Takes hidden states float32 [n, hidden] of the last n tokens in the cache; the answer after all."""
+    def _append(self, token: int) -> None:
+        self.sampler.add(token)
+        self.tokens.append(token)
+
+    def _forced(self, unsent: int) -> list[Event]:
+        """Appends tokens to which the constraint leaves no alternative: the model computes them together with
+        the next one. unsent: events before them that are not delivered yet."""
+        room = self.client.ticket.room
+        count = MAX_FORCED if room is None else min(MAX_FORCED, room - unsent)
+        events: list[Event] = []
+        try:
+            for token in self.sampler.forced(count) if count > 0 else ():
+                self._append(token)
+                events.append(self._event_at(self.answered - 1))
+                if events[-1].last:
+                    break
+        except ServingError as error:
+            events.append(self.failure(error))
+        return events
+
+    def allowed(self, draft: list[int]) -> list[int]:
+        """Returns the beginning of a draft that the constraint allows."""
+        return self.sampler.allowed(draft)
+
+    def propose(self, logits: Floats) -> bool:
+        """Adds a token to the draft, from a draft model's logits. Returns false if nothing can follow it."""
+        draft = self.draft
+        if not draft.tokens:
+            draft.doubts = []
+        try:
+            token = self.sampler.propose(logits, self.answered, draft.tokens)
+        except ServingError:
+            return False
+        draft.tokens.append(token)
+        draft.doubts.append(runner_up(logits, token))
+        return token not in self.client.eos
+
+    def add_states(self, states: Floats) -> Event | None:
+        """Pools hidden states float32 [n, hidden] of the last n tokens in the cache. Returns the answer after
+        the last ones."""
         assert self.pool is not None
         if self.length == len(states):
             self.pool.clear()
@@ -234,8 +308,15 @@ class Sequence:
             return None
         return Event(finish="stop", vector=self.pool.vector(), cached=self.cached or 0)
 
-    def failed(self, error: ServingError) -> Event:
+    def failure(self, error: ServingError) -> Event:
         return self._event(error=error)
+
+    def _event_at(self, position: int) -> Event:
+        """Returns the event of a token of the answer; those before it have theirs."""
+        token = self.tokens[len(self.request.prompt) + position]
+        done = position + 1 == self.answered and self.sampler.finished
+        text, finish = self.client.text(token, position, done)
+        return self._event(text, finish, tokens=position + 1)
 
     def _event(
         self,
@@ -244,92 +325,25 @@ class Sequence:
         error: ServingError | None = None,
         tokens: int | None = None,
     ) -> Event:
-        """After so many tokens of the answer, or all, with what is known of the whole."""
+        """tokens: of the answer up to here (default: all)."""
         count = self.answered if tokens is None else tokens
-        known = self.cached or 0, self.accepted, self.rejected
-        return Event(text, count, finish, error, cached=known[0], accepted=known[1], rejected=known[2])
-
-    def _next(self, row: tuple[Floats, int], guesses: Container[int]) -> Event:
-        """From a row of logits and what was chosen from it by `ways`."""
-        logits, chosen = row
-        scored = self.request.logprobs
-        given = (lambda: logits) if scored is None else logits.copy  # scores are of logits as they are
-        token = self._chooser.token((given, chosen), self.answered)
-        if token in guesses:
-            self.accepted += 1
-            self.rejected -= 1
-        self._add(token)
-        event = self._told(self.answered - 1)
-        if scored is None:
-            return event
-        logprob, alternatives = logprobs(logits, token, scored)
-        return event._replace(logprob=logprob, alternatives=alternatives)
-
-    def _add(self, token: int) -> None:
-        """The token is part of the answer."""
-        self._chooser.add(token)
-        self.tokens.append(token)
-
-    def _told(self, place: int) -> Event:
-        """Of a token of the answer; those before it have been told."""
-        text, finish = self._text(place)
-        return self._event(text, finish, tokens=place + 1)
-
-    def _forced(self, untold: int) -> list[Event]:
-        """Tokens that the constraint leaves no choice about, so that nobody has to ask the model, which takes
-        them in together with the next one. `untold`: events before them that nobody was told."""
-        room = FORCED if self.ticket.room is None else min(FORCED, self.ticket.room - untold)
-        events: list[Event] = []
-        try:
-            for token in self._chooser.forced(room) if room > 0 else ():
-                self._add(token)
-                events.append(self._told(self.answered - 1))
-                if events[-1].last:
-                    break
-        except ServingError as error:
-            events.append(self.failed(error))
-        return events
-
-    def allowed(self, draft: list[int]) -> list[int]:
-        """As much of a draft as the constraint allows."""
-        return self._chooser.allowed(draft)
-
-    def guess(self, logits: Floats) -> bool:
-        """One more token for the draft, from a draft model's logits. False: nothing can come after it."""
-        if not self.draft:
-            self.doubts = []
-        try:
-            token = self._chooser.guess(logits, self.answered, self.draft)
-        except ServingError:
-            return False
-        self.draft.append(token)
-        self.doubts.append(second(logits, token))
-        return token not in self._eos
-
-    def _is_end(self, token: int) -> bool:
-        return token in self._eos and (self._chooser.constrained or not self.request.ignore_eos)
-
-    def _text(self, place: int) -> tuple[str, Finish | None]:
-        """What a token of the answer adds to it, and whether that was all."""
-        token = self.tokens[len(self.request.prompt) + place]
-        if self._is_end(token):
-            return self._stream.finish(), "stop"
-        finish: Finish | None = None
-        text = self._stream.push(token)
-        if not self._stream.stopped and place + 1 >= (self.request.max_tokens or 0):
-            finish = "length"
-            text += self._stream.finish()
-        if place + 1 == self.answered and self._chooser.finished:
-            finish = "stop"
-            text += self._stream.finish()
-        return text, "stop" if self._stream.stopped else finish
+        draft = self.draft
+        return Event(
+            text,
+            count,
+            finish,
+            error,
+            cached=self.cached or 0,
+            accepted=draft.accepted,
+            rejected=draft.rejected,
+        )
 
 
-def masks_of(sequences: List[Sequence], ways: List[List[Way]]) -> list[tuple[int, Mask]]:
-    """Masks of those sequences that have one, and the rows for which they are."""
-    starts = accumulate(map(len, ways), initial=0)
+def masks_of(sequences: List[Sequence], counts: List[int]) -> list[tuple[int, Mask]]:
+    """Returns (row, mask) of each sequence that has a mask. counts: rows of each sequence in the step."""
+    starts = accumulate(counts, initial=0)
     return [
-        (start + len(own) - 1 - sequence.drafted, sequence.mask)
-        for sequence, own, start in zip(sequences, ways, starts, strict=False)
+        (start + count - 1 - sequence.draft.size, sequence.mask)
+        for sequence, count, start in zip(sequences, counts, starts, strict=False)
         if sequence.mask is not None
     ]

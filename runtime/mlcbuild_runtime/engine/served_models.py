@@ -14,13 +14,13 @@ from mlcbuild_format.bundle import Manifest
 from mlcbuild_format.errors import BundleError, RequestError, ServingError, SetupError
 from mlcbuild_format.fields import Json
 
-from mlcbuild_runtime.devices.cpu import Model, forget_memory
 from mlcbuild_runtime.engine import memory_modes
 from mlcbuild_runtime.engine.engine import Engine
-from mlcbuild_runtime.engine.engine_options import Role
+from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.memory_modes import Chosen, Wanted
 from mlcbuild_runtime.engine.request import State
 from mlcbuild_runtime.engine.trace import Trace
+from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -79,17 +79,16 @@ class Models:
         sources: Sequence[Source],
         wanted: Wanted,
         threads: int | None = None,
-        max_waiting: int | None = None,
-        role: Role | None = None,
+        options: EngineOptions | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`role`: what all engines have in common.
+        """options: those that all engines share.
 
         Raises SetupError for a name that two bundles have, and what is wrong with a bundle that is alone. Of
         several, one that cannot be read is an entry that answers with the reason.
         """
-        self.wanted, self._threads, self._max_waiting = wanted, threads, max_waiting
-        self._role, self._trace = role or Role(), trace
+        self.wanted, self._threads, self._trace = wanted, threads, trace
+        self._options = options or EngineOptions()
         self._door, self._loading = threading.Lock(), threading.Lock()
         self._draining = False
         self.entries: list[Entry] = []
@@ -101,13 +100,13 @@ class Models:
     def of(cls, engine: Engine) -> Models:
         """An engine that runs already, alone."""
         found = cls([], Wanted())
-        entry = Entry(engine.model.path, [engine.name], engine.model.manifest, engine)
+        entry = Entry(engine.executor.path, [engine.name], engine.manifest, engine)
         entry.chosen = Chosen(
             "server",
             engine.max_batch,
-            engine.model.pages,
+            engine.executor.pages,
             engine.prefill_chunk,
-            engine.model.manifest.memory.total,
+            engine.manifest.memory.total,
         )
         found.entries, found._by_name = [entry], {engine.name: entry}
         return found
@@ -198,10 +197,15 @@ class Models:
         chosen = memory_modes.choose(self.wanted, manifest)
         if len(self.entries) > 1:
             self._make_room(chosen.memory)
-        model = Model.load(entry.path, self._threads, chosen.pages)
-        tokenizer = Tokenizer.of(model.path, model.manifest)
-        role = replace(self._role, name=entry.names[0], prefill_chunk=chosen.prefill_chunk)
-        engine = Engine(model, tokenizer, chosen.max_batch, self._max_waiting, role)
+        executor = loading.load(entry.path, self._threads, chosen.pages)
+        tokenizer = Tokenizer.of(executor.path, executor.manifest)
+        own = replace(
+            self._options,
+            name=entry.names[0],
+            max_batch=chosen.max_batch,
+            prefill_chunk=chosen.prefill_chunk,
+        )
+        engine = Engine(executor, tokenizer, own)
         if self._draining:
             engine.drain()
         entry.manifest, entry.chosen, entry.error = manifest, chosen, None
@@ -219,9 +223,8 @@ class Models:
             assert engine is not None
             # Requests that were cancelled end with the step that runs.
             engine.drain()
-            engine.close(timeout=60)
-            del engine
-            forget_memory()
+            if engine.close(timeout=60):
+                engine.executor.close()
         if self._loaded_bytes() and self._loaded_bytes() + needed > self.wanted.budget:
             raise RequestError(
                 f"the model needs {sizes.show(needed)}, and the models in use leave no room for it in"

@@ -1,12 +1,12 @@
-"""Speculative decoding: several tokens of a sequence in one step, drafted first and then checked.
+"""Speculative decoding: several tokens of a sequence are drafted and then verified in one step.
 
-The model computes the last token and the draft in one step. Then each row's token is chosen as it is
-without drafts, with the random number of its place in the answer, and the next row counts as long as the
-chosen token is the drafted one. A draft of probability p is so accepted with probability p, and what comes in
-its place is distributed as the rest: that is rejection sampling of Leviathan et al. (2023, arXiv:2211.17192)
-for a proposal that is certain. A draft bundle's proposals are drawn with the same random numbers as the
-model's tokens, so that they agree when the distributions do (Daliri et al., 2024, arXiv:2408.07978). Either
-way an answer is what it is without drafts, token by token, for every seed and whatever shares its batch.
+The model computes the last token and the draft in one step. Each row's token is drawn as without drafts, with
+the random number of its position in the answer, and the next row counts as long as the drawn token is the
+drafted one. A draft token of probability p is so accepted with probability p, and its replacement follows the
+remaining distribution: this is the rejection sampling of Leviathan et al. (2023, arXiv:2211.17192) for a
+deterministic proposal. A draft bundle's proposals are drawn with the same random numbers as the model's
+tokens, so that they agree when the distributions do (Daliri et al., 2024, arXiv:2408.07978). Either way an
+answer is the same as without drafts, token by token, for every seed and whatever shares its batch.
 """
 
 from __future__ import annotations
@@ -19,27 +19,24 @@ from typing import NamedTuple
 import numpy as np
 from mlcbuild_format.errors import BundleError
 
-from mlcbuild_runtime.devices.cpu import Floats, Model
 from mlcbuild_runtime.engine import draft_tree
 from mlcbuild_runtime.engine.draft_tree import Branch, Fork, Part
 from mlcbuild_runtime.engine.drafts import TOKENS, Prices, Speculate
 from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.executor import Executor
+from mlcbuild_runtime.executor.sampling_params import SKIP, Floats
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-ROWS = 16
-"""Rows of a step with drafts, or with tokens that are computed again. Up to so many, kernels give each row
-what it has alone, bit by bit."""
+MAX_BRANCHED = 4
+"""Maximum tokens on branches of one sequence."""
 
 
-BRANCHED = 4
-"""Tokens on branches of one sequence, at most."""
-
-
-class Checked(NamedTuple):
-    """What became of the draft of a sequence."""
+class DraftOutcome(NamedTuple):
+    """The outcome of the draft of a sequence in one step."""
 
     sequence: Sequence
     drafted: int
@@ -47,28 +44,31 @@ class Checked(NamedTuple):
     branched: int
     """Tokens on branches."""
     gained: int
-    """Those of them that were right, after what was accepted of the draft."""
+    """Accepted tokens on branches, after those that were accepted of the draft."""
 
 
 class Speculation:
-    """Drafts for one engine. All but `load` runs on the engine's thread."""
+    """Drafts for one engine. All methods but `load` run on the engine's thread."""
 
     def __init__(
         self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True, parts: int = 0
     ) -> None:
-        """`tokens`: to draft at most. `rows`: of a step with drafts. `guesses`: more than what clients
-        predict. `parts`: sequences and branches of a step at most; 0: no branches."""
+        """tokens: maximum length of a draft. rows: maximum rows of a step with drafts, or with tokens that
+        are computed again. guesses: drafts are not limited to what clients predict. parts: maximum sequences
+        and branches of a step; 0: no branches."""
         self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
         self._guesses, self._parts = guesses, parts
 
     @classmethod
-    def load(cls, how: Speculate | None, model: Model, tokenizer: Tokenizer) -> Speculation:
-        """None: only what clients predict. Raises BundleError when the draft bundle does not fit."""
-        rows = min(ROWS, model.limits.prefill_chunk)
+    def load(cls, how: Speculate | None, executor: Executor, tokenizer: Tokenizer) -> Speculation:
+        """how: None for drafts of what clients predict only. Raises BundleError when the draft bundle does
+        not fit."""
+        limits = executor.manifest.limits
+        rows = min(executor.exact_rows, limits.prefill_chunk)
         if how is None:
             return cls(TOKENS, rows, guesses=False)
-        drafter = None if how.draft is None else Drafter.load(how.draft, model, tokenizer)
-        parts = model.limits.max_batch if how.branches else 0
+        drafter = None if how.draft is None else Drafter.load(how.draft, executor, tokenizer)
+        parts = limits.max_batch if how.branches else 0
         return cls(how.tokens, rows, drafter, parts=parts)
 
     def concerns(self, sequence: Sequence) -> bool:
@@ -76,76 +76,84 @@ class Speculation:
         return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
     def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-        """How many tokens to draft for each of `sequences`, which are in a step that has `rows` without."""
+        """Returns how many tokens to draft for each of `sequences`, in a step that has `rows` without any."""
         room = self.rows - rows
-        willing = [
-            (sequence, wanted)
+        candidates = [
+            (sequence, most)
             for sequence in sequences
             if self.concerns(sequence)
-            and (wanted := min(sequence.credit.wanted(self._tokens), sequence.left - 1)) > 0
+            and (most := min(sequence.draft.credit.affordable(self._tokens), sequence.remaining - 1)) > 0
         ]
-        wanted_in_all = sum(wanted for _, wanted in willing)
-        room = self._prices.best(rows, min(room, wanted_in_all)) if room > 0 and willing else room
-        found = []
-        for left, (sequence, wanted) in zip(range(len(willing), 0, -1), willing, strict=True):
-            count = min(wanted, room // left)
+        total = sum(most for _, most in candidates)
+        room = self._prices.best(rows, min(room, total)) if room > 0 and candidates else room
+        allotted = []
+        for others, (sequence, most) in zip(range(len(candidates), 0, -1), candidates, strict=True):
+            count = min(most, room // others)
             room -= max(0, count)
             if count > 0:
-                found.append((sequence, count))
-        return found
+                allotted.append((sequence, count))
+        return allotted
 
     def propose(self, parts: List[tuple[Sequence, int]]) -> None:
         """Sets the drafts of sequences that have pages for that many more tokens."""
-        open_parts = []
+        unpredicted = []
         for sequence, count in parts:
-            sequence.draft = sequence.allowed(_predicted(sequence, count))
-            if not sequence.draft and self._guesses:
-                open_parts.append((sequence, count))
+            sequence.draft.tokens = sequence.allowed(_predicted(sequence, count))
+            if not sequence.draft.tokens and self._guesses:
+                unpredicted.append((sequence, count))
         if self._drafter is None:
-            for sequence, count in open_parts:
-                sequence.draft = sequence.lookup.propose(sequence.tokens, count)
-        elif open_parts:
-            self._draft(self._drafter, open_parts)
-        for sequence, _ in open_parts:
-            sequence.draft = sequence.allowed(sequence.draft)
+            for sequence, count in unpredicted:
+                sequence.draft.tokens = sequence.draft.lookup.propose(sequence.tokens, count)
+        elif unpredicted:
+            self._draft(self._drafter, unpredicted)
+        for sequence, _ in unpredicted:
+            sequence.draft.tokens = sequence.allowed(sequence.draft.tokens)
 
     def spread(self, sequences: List[Sequence], rows: int, batch: int) -> None:
-        """Sets branches of the drafts of `sequences`, in a step that has `rows` of `batch` sequences without
-        drafts. Each gets as many tokens on them as are worth their share of the step's time."""
-        drafted, branched = sum(len(sequence.draft) for sequence in sequences), 0
-        pace = batch - len(sequences) + sum(sequence.odds.pace for sequence in sequences)
-        for sequence in sequences if self._parts else ():
-            room = min(self.rows - rows - drafted - branched, self._tokens - len(sequence.draft))
-            if not sequence.draft or self._parts <= batch or room < 1:
-                continue
-            more = range(branched + 1, branched + 1 + min(room, BRANCHED))
-            count = sequence.odds.wanted(pace, [self._prices.share(rows, drafted, each) for each in more])
-            if count:
-                found = self._others(sequence, count)
-                sequence.branches = _fitting(sequence, found)[: self._parts - batch]
-            batch, branched = batch + len(sequence.branches), branched + sequence.branched
+        """Sets the branches of the drafts of `sequences`, as many as are worth their share of the step's
+        time.
 
-    def _others(self, sequence: Sequence, count: int) -> list[Branch]:
+        rows, batch: rows and sequences of the step without drafts.
+        """
+        drafts = [sequence.draft for sequence in sequences]
+        drafted, branched = sum(len(draft.tokens) for draft in drafts), 0
+        pace = batch - len(sequences) + sum(draft.odds.pace for draft in drafts)
+        for sequence, draft in zip(sequences, drafts, strict=True) if self._parts else ():
+            room = min(self.rows - rows - drafted - branched, self._tokens - len(draft.tokens))
+            if not draft.tokens or self._parts <= batch or room < 1:
+                continue
+            more = range(branched + 1, branched + 1 + min(room, MAX_BRANCHED))
+            count = draft.odds.worthwhile(pace, [self._prices.share(rows, drafted, each) for each in more])
+            if count:
+                alternatives = self._alternatives(sequence, count)
+                draft.branches = _fitting(sequence, alternatives)[: self._parts - batch]
+            batch, branched = batch + len(draft.branches), branched + draft.branched
+
+    def _alternatives(self, sequence: Sequence, count: int) -> list[Branch]:
         if not self._guesses:
             return []
         if self._drafter is None:
-            return sequence.lookup.others(sequence.tokens, sequence.draft, count)
+            return sequence.draft.lookup.others(sequence.tokens, sequence.draft.tokens, count)
         return _doubtful(sequence, count)
 
-    def settle(self, rows: int, drafts: List[Checked], seconds: float) -> None:
-        """After a step of `rows` without drafts: what became of them, and how long it took."""
-        drafted = sum(draft.drafted for draft in drafts)
-        self._prices.observe(rows, drafted, seconds, sum(draft.branched for draft in drafts))
+    def settle(self, rows: int, outcomes: List[DraftOutcome], seconds: float) -> None:
+        """Learns from a step how long drafts may be.
+
+        rows: rows of the step without drafts. seconds: device time of the step and its drafts.
+        """
+        drafted = sum(outcome.drafted for outcome in outcomes)
+        self._prices.observe(rows, drafted, seconds, sum(outcome.branched for outcome in outcomes))
         price = self._prices.price(rows, drafted) if drafted else 0
-        for sequence, count, accepted, branched, gained in drafts:
+        for sequence, count, accepted, branched, gained in outcomes:
             if count:
-                sequence.credit.settle(count, accepted, price, gained)
-                sequence.odds.settle(branched, gained, 1 + accepted + gained)
+                sequence.draft.credit.settle(count, accepted, price, gained)
+                sequence.draft.odds.settle(branched, gained, 1 + accepted + gained)
             else:
-                sequence.credit.rest()
+                sequence.draft.credit.rest()
 
     def prefilled(self, parts: List[tuple[Sequence, Part]]) -> None:
-        """The model has taken in these; a draft model follows, so that its cache can be shared alike."""
+        """Lets the draft model compute the prompt tokens that the model has computed: its cache is shared in
+        the same way."""
         if self._drafter is not None:
             try:
                 self._drafter.follow(parts)
@@ -157,123 +165,130 @@ class Speculation:
             drafter.draft(parts)
         except Exception:  # whatever the library raises
             for sequence, _ in parts:
-                sequence.draft = []
+                sequence.draft.tokens = []
             self._give_up()
 
     def _give_up(self) -> None:
-        """Answers do not need drafts."""
+        """Goes on without the draft model: answers do not need it."""
         log.exception("the draft bundle has failed and is not used any more")
         self._drafter = None
 
 
 def _predicted(sequence: Sequence, count: int) -> list[int]:
-    """What the client expects to come next."""
+    """Returns up to `count` tokens that the client expects to come next."""
     request = sequence.request
     if not request.prediction:
         return []
-    return sequence.prediction.propose(sequence.tokens[len(request.prompt) :], count)
+    return sequence.draft.prediction.propose(sequence.tokens[len(request.prompt) :], count)
 
 
 def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
-    """Branches of its draft as far as its constraint allows them."""
-    found = []
+    """Returns the branches of its draft as far as its constraint allows them."""
+    fitting = []
     for branch in branches:
-        before = sequence.draft[: branch.start]
+        before = sequence.draft.tokens[: branch.start]
         tokens = sequence.allowed([*before, *branch.tokens])[branch.start :]
-        found += [Branch(branch.start, tokens)] * bool(tokens)
-    return found
+        if tokens:
+            fitting.append(Branch(branch.start, tokens))
+    return fitting
 
 
 def _doubtful(sequence: Sequence, count: int) -> list[Branch]:
-    """The most likely other tokens in those places where a draft model was least sure of its draft."""
-    doubts = sequence.doubts[: len(sequence.draft)]
-    places = sorted(range(len(doubts)), key=lambda place: doubts[place])
-    return [Branch(place, [doubts[place][1]]) for place in places[:count]]
+    """Returns the second most likely tokens at those positions where a draft model was least certain."""
+    doubts = sequence.draft.doubts[: len(sequence.draft.tokens)]
+    positions = sorted(range(len(doubts)), key=lambda position: doubts[position])
+    return [Branch(position, [doubts[position][1]]) for position in positions[:count]]
 
 
 class Drafter:
-    """A second, smaller model. Its cache has the model's pages: a token's keys and values have one place."""
+    """A second, smaller model. A token's keys and values are in the same page of both caches."""
 
-    def __init__(self, model: Model, size: int) -> None:
-        """`size`: of the vocabulary of the model that checks."""
-        self._model, self._size = model, size
+    def __init__(self, executor: Executor, vocab_size: int) -> None:
+        """vocab_size: of the model that verifies."""
+        self._executor, self._vocab_size = executor, vocab_size
 
     @classmethod
-    def load(cls, path: Path, model: Model, tokenizer: Tokenizer) -> Drafter:
+    def load(cls, path: Path, model: Executor, tokenizer: Tokenizer) -> Drafter:
         """Raises BundleError when it cannot be loaded or does not fit `model` and its tokenizer."""
-        found = Model.load(path, model.threads)
-        refused = refusal(model, found) or _other_tokens(model, tokenizer, found)
+        draft = loading.load(path, pages=model.pages)
+        refused = refusal(model, draft) or _other_tokens(model, tokenizer, draft)
         if refused is not None:
             raise BundleError(f"{path} cannot draft for {model.manifest.name}: {refused}")
-        found.pages = model.pages
-        return cls(found, model.manifest.vocab_size)
+        return cls(draft, model.manifest.vocab_size)
 
     def follow(self, parts: List[tuple[Sequence, Part]]) -> None:
-        """Takes in what the model has taken in."""
+        """Computes the tokens that the model has computed."""
         fitting = [(sequence, part) for sequence, part in parts if self._fits(part[1])]
         if fitting:
             self._forward([part for _, part in fitting])
         for sequence, (_, end, _) in fitting:
-            sequence.draft_length = end
+            sequence.draft.cached = end
 
     def draft(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Sets drafts, one token after the other for all sequences together."""
+        """Sets the drafts of sequences, one token after the other for all of them together."""
         going = self._caught_up([part for part in parts if self._fits(len(part[0].tokens) + part[1])])
         while going:
             rows = self._forward([self._part(sequence) for sequence, _ in going])
             more = []
             for (sequence, count), row in zip(going, rows, strict=True):
-                sequence.draft_length = len(sequence.tokens) + len(sequence.draft)
-                if sequence.guess(padded(row, self._size)) and len(sequence.draft) < count:
+                sequence.draft.cached = len(sequence.tokens) + len(sequence.draft.tokens)
+                proposed = sequence.propose(padded(row, self._vocab_size))
+                if proposed and len(sequence.draft.tokens) < count:
                     more.append((sequence, count))
             going = more
 
     def _fits(self, length: int) -> bool:
-        return length <= self._model.limits.context_window
+        return length <= self._executor.manifest.limits.context_window
 
     def _part(self, sequence: Sequence) -> Part:
-        known, size = sequence.draft_length, len(sequence.tokens)
-        tokens = [*sequence.tokens[known:], *sequence.draft[max(0, known - size) :]]
-        return tokens, size + len(sequence.draft), sequence.pages
+        draft, size = sequence.draft, len(sequence.tokens)
+        tokens = [*sequence.tokens[draft.cached :], *draft.tokens[max(0, draft.cached - size) :]]
+        return tokens, size + len(draft.tokens), sequence.pages
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Those whose tokens can be taken in at once. Others have rested; one of them gets a chunk."""
-        room, found = self._model.limits.prefill_chunk, []
+        """Returns the sequences whose missing tokens fit one step. Others have paused; the first of them gets
+        a chunk."""
+        chunk = room = self._executor.manifest.limits.prefill_chunk
+        ready = []
         for sequence, count in parts:
-            sequence.draft_length = min(sequence.draft_length, sequence.length)
-            missing = len(sequence.tokens) - sequence.draft_length
+            draft = sequence.draft
+            draft.cached = min(draft.cached, sequence.length)
+            missing = len(sequence.tokens) - draft.cached
             if missing <= room:
-                found.append((sequence, count))
+                ready.append((sequence, count))
                 room -= missing
-            elif room == self._model.limits.prefill_chunk:
-                end = sequence.draft_length + room
-                self._forward([(sequence.tokens[sequence.draft_length : end], end, sequence.pages)])
-                sequence.draft_length = end
-        return found
+            elif room == chunk:
+                end = draft.cached + room
+                self._forward([(sequence.tokens[draft.cached : end], end, sequence.pages)])
+                draft.cached = end
+        return ready
 
     def _forward(self, parts: List[Part]) -> Floats:
-        """Logits float32 [len(parts), vocab] of the last tokens."""
-        size, last = self._model.limits.page_size, self._model.manifest.vocab_size - 1
-        known = [([min(token, last) for token in tokens], end, pages) for tokens, end, pages in parts]
-        step = Step.of([(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in known])
-        return self._model.forward(step)
+        """Returns logits float32 [len(parts), vocab] of the last tokens."""
+        manifest = self._executor.manifest
+        size, last = manifest.limits.page_size, manifest.vocab_size - 1
+        # Tokens of the padding at the end of the larger vocabulary do not exist in the smaller one.
+        bounded = [([min(token, last) for token in tokens], end, pages) for tokens, end, pages in parts]
+        step = Step.of([(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in bounded])
+        return self._executor.step(step, [SKIP] * len(parts)).logits()
 
 
-def fanned(sequences: List[Sequence], given: List[Part], size: int) -> Step:
-    """A step with the branches of drafts: parts of their own, after that of their sequence in `given`, on
-    pages of `size` tokens."""
-    parts, wanted, forks = list[Part](), list[int](), list[Fork]()
-    for sequence, part in zip(sequences, given, strict=True):
-        more, found = draft_tree.parts(len(sequence.tokens), sequence.pages, sequence.branches, size)
+def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> Step:
+    """Returns a step with the branches of drafts, each a part of its own after its sequence's part in
+    `inputs`. size: tokens in a page."""
+    parts, counts, forks = list[Part](), list[int](), list[Fork]()
+    for sequence, part in zip(sequences, inputs, strict=True):
+        draft = sequence.draft
+        more, copies = draft_tree.parts(len(sequence.tokens), sequence.pages, draft.branches, size)
         parts += [part, *more]
-        wanted += [1 + len(sequence.draft), *[len(tokens) for tokens, _, _ in more]]
-        forks += found
-    return Step.of(parts, wanted, prompt=False)._replace(forks=forks)
+        counts += [1 + len(draft.tokens), *[len(tokens) for tokens, _, _ in more]]
+        forks += copies
+    return Step.of(parts, counts, prompt=False)._replace(forks=forks)
 
 
-def refusal(model: Model, draft: Model) -> str | None:
-    """Why the limits of a draft bundle do not do for a model; None: they do."""
-    ours, theirs = model.limits, draft.limits
+def refusal(model: Executor, draft: Executor) -> str | None:
+    """Returns why the limits of a draft bundle do not fit a model; None if they do."""
+    ours, theirs = model.manifest.limits, draft.manifest.limits
     if ours.page_size != theirs.page_size:
         return f"its pages hold {theirs.page_size} tokens, not {ours.page_size}"
     for name in ("prefill_chunk", "max_batch"):
@@ -283,12 +298,12 @@ def refusal(model: Model, draft: Model) -> str | None:
     return None
 
 
-def _other_tokens(model: Model, tokenizer: Tokenizer, draft: Model) -> str | None:
-    """The first difference between the vocabularies; None: there is none but in the padding at the end."""
+def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor) -> str | None:
+    """Returns the first difference between the vocabularies; None if only the padding at the end differs."""
     other = Tokenizer.of(draft.path, draft.manifest)
     sizes = model.manifest.vocab_size, draft.manifest.vocab_size
     for token in range(max(sizes)):
-        names = [found.vocabulary.token_name(token) for found in (tokenizer, other)]
+        names = [own.vocabulary.token_name(token) for own in (tokenizer, other)]
         if names[0] != names[1] or (names[0] and token >= min(sizes)):
             return (
                 f"token {token} is {names[1]!r} there and {names[0]!r} here, with vocabularies of {sizes[1]}"
@@ -298,7 +313,7 @@ def _other_tokens(model: Model, tokenizer: Tokenizer, draft: Model) -> str | Non
 
 
 def padded(logits: Floats, size: int) -> Floats:
-    """Logits for a vocabulary of another size: what is missing is impossible."""
+    """Returns logits for a vocabulary of another size: missing tokens are impossible."""
     if len(logits) >= size:
         return logits[:size]
     return np.concatenate([logits, np.full(size - len(logits), -np.inf, np.float32)])

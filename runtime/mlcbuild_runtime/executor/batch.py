@@ -1,4 +1,4 @@
-"""What goes into a step of a model."""
+"""The inputs of a step: tokens, pages, logit masks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Mask = NDArray[np.int32]
-"""Bits of tokens that may be chosen, from the lowest on, in no fewer words than the vocabulary takes."""
+"""A logit mask: one bit for each token, from the lowest on, set where the token may be drawn. It has no fewer
+words than the vocabulary needs."""
 Masks = Sequence[tuple[int, Mask]]
-"""Of rows, those that have one."""
+"""(row, mask) of each row that has a mask."""
 
 
 class Step(NamedTuple):
     """New tokens of some sequences, as ragged rows, and where their keys and values live.
 
     Sequence s owns tokens[indptr[s]:indptr[s+1]] and pages page_table[page_indptr[s]:page_indptr[s+1]];
-    `lengths[s]` is its length after this step. `rows` are the rows of `tokens` whose logits are wanted.
-    These are plain lists: a decoding step has streamed the model through every cache, and each call of NumPy
-    then costs more than all these numbers.
+    `lengths[s]` is its length after this step. These are plain lists: a decode step has streamed the model
+    through every cache, and each call of NumPy then costs more than all these numbers.
     """
 
     tokens: list[int]
@@ -29,27 +29,30 @@ class Step(NamedTuple):
     page_indptr: list[int]
     page_table: list[int]
     rows: list[int]
+    """Indices into `tokens` whose logits are computed."""
     prompt: bool
-    """The tokens are prompts'. A library may have a faster way for these, which rounds differently, so that
-    what a sequence gets must not depend on how many tokens others bring."""
+    """The tokens belong to prompts. A library may have faster kernels for these, which round differently, so
+    that an answer must not depend on how many tokens the other sequences of a step have."""
     forks: Sequence[tuple[int, int, int]] = ()
-    """(from page, to page, tokens): what pages begin with, in this order, once all new tokens are there; for
-    branches of drafts."""
+    """(from page, to page, tokens): copies of the beginnings of pages, made in this order after all new keys
+    and values are in the cache; for branches of drafts."""
 
     @classmethod
     def of(
         cls,
         parts: Sequence[tuple[Sequence[int], int, Sequence[int]]],
-        wanted: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
         prompt: bool | None = None,
     ) -> Step:
-        """From (new tokens, length after them, pages) of each sequence. A negative page is one that no layer
-        looks at any more.
-        wanted: of how many of its last tokens the logits are wanted, for each sequence (default: 1).
-        prompt: by default where any sequence has more than one new token."""
+        """Returns a step of (new tokens, length after them, pages) of each sequence. A negative page is one
+        that no layer reads any more.
+
+        counts: for each sequence, how many of its last tokens need logits (default: 1).
+        prompt: by default true if any sequence has more than one new token.
+        """
         tokens, lengths, rows, table = list[int](), list[int](), list[int](), list[int]()
         indptr, page_indptr = [0], [0]
-        for (new, length, pages), count in zip(parts, wanted or [1] * len(parts), strict=True):
+        for (new, length, pages), count in zip(parts, counts or [1] * len(parts), strict=True):
             tokens += new
             lengths.append(length)
             table += pages
@@ -68,8 +71,8 @@ class Step(NamedTuple):
         return len(self.tokens) == len(self.lengths)
 
     def places(self, page_size: int) -> tuple[list[int], list[int]]:
-        """Of each new token: its position in its sequence; page * page_size + offset where its key and value
-        go."""
+        """Returns, for each new token, its position in its sequence and its slot in the KV cache, which is
+        page * page_size + offset."""
         positions, slots = list[int](), list[int]()
         for s, length in enumerate(self.lengths):
             first = self.page_indptr[s]
@@ -80,20 +83,19 @@ class Step(NamedTuple):
         return positions, slots
 
 
-class Onward(NamedTuple):
-    """Steps that follow a step of decoding, in which each sequence has the token that was chosen for it."""
+class FollowingSteps(NamedTuple):
+    """Decode steps that follow another one at once: each sequence continues with the token drawn for it."""
 
-    numbers: Sequence[Sequence[float]]
-    """For each such step, the random number of each sequence's way."""
-    heeds: Sequence[bool]
-    """Of each sequence: no step follows once it has an end."""
-    ends: Collection[int]
+    random_numbers: Sequence[Sequence[float]]
+    """One row for each following step: the random number of each sequence."""
+    stops_at_eos: Sequence[bool]
+    """For each sequence: no step follows once it has drawn one of `eos_tokens`."""
+    eos_tokens: Collection[int]
 
 
-class Further(NamedTuple):
-    """What a sequence has in a step of decoding that follows another one."""
+class NextInput(NamedTuple):
+    """The input of one sequence in a guided decode step."""
 
     token: int
-    number: float
-    """The random number of its way."""
+    random_number: float
     mask: Mask | None

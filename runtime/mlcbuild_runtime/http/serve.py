@@ -129,13 +129,14 @@ def _trace(name: str | None) -> Trace | None:
 def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, lines: TextIO | None) -> int:
     # Before NumPy is imported: its products are not used here, so it needs no threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from mlcbuild_runtime.engine.engine_options import Role
+    from mlcbuild_runtime.engine.engine_options import MAX_WAITING, EngineOptions
     from mlcbuild_runtime.engine.served_models import Models, Source
 
     trace = _trace(options.trace)
     sources = [Source.of(text) for text in bundles]
-    role = Role(pooling=options.pooling, speculate=options.speculate)
-    models = Models(sources, options.wanted, options.threads, options.max_waiting, role, trace)
+    max_waiting = MAX_WAITING if options.max_waiting is None else options.max_waiting
+    shared = EngineOptions(max_waiting=max_waiting, pooling=options.pooling, speculate=options.speculate)
+    models = Models(sources, options.wanted, options.threads, shared, trace)
     if len(models.entries) == 1:
         models.load_first()
     # Imported late: a bundle that cannot be served is refused sooner.
@@ -215,9 +216,10 @@ def _told(models: Models, url: str) -> str:
         names = ", ".join(name for entry in models.entries for name in entry.names)
         count, budget = len(models.entries), sizes.show(wanted.budget)
         return f"{count} models are ready at {url} (mode {wanted.mode}, memory {budget}): {names}"
-    model, chosen = first.engine.model, first.chosen
+    executor, chosen = first.engine.executor, first.chosen
+    context = executor.manifest.limits.context_window
     return (
-        f"{first.names[0]} is ready at {url} (threads {model.threads}, context {model.limits.context_window},"
+        f"{first.names[0]} is ready at {url} ({executor.description}, context {context},"
         f" batch {chosen.max_batch}, prefill {chosen.prefill_chunk}, mode {chosen.mode}, memory"
         f" {sizes.show(chosen.memory)})"
     )

@@ -336,7 +336,7 @@ class _Server:
 
     def _limited(self, engine: Engine, wanted: Wanted) -> Wanted:
         """An answer is no longer than this server's may be; it ends with `length` then."""
-        most, room = self._access.max_tokens, engine.model.limits.context_window - len(wanted.prompt)
+        most, room = self._access.max_tokens, engine.manifest.limits.context_window - len(wanted.prompt)
         if most is not None and wanted.pooling is None and room > 0:
             count = room if wanted.max_tokens is None else wanted.max_tokens
             wanted = replace(wanted, max_tokens=min(most, count))

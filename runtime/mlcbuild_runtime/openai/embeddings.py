@@ -74,7 +74,7 @@ class Job:
 def job(running: Engine, body: Mapping[str, Json]) -> Job:
     """A body of /v1/embeddings. Raises RequestError."""
     fields = Body(body, TABLE)
-    manifest = running.model.manifest
+    manifest = running.manifest
     prompts = api.prompts("input", fields.get("input"))
     if len(prompts) > MAX_INPUTS:
         raise RequestError(
@@ -96,6 +96,6 @@ def job(running: Engine, body: Mapping[str, Json]) -> Job:
             raise RequestError("input has an empty text, which has no embedding", param="input")
         requests.append(Request(tokens, pooling=running.pooling))
         total += len(tokens)
-        api.check_total("input", total, running.model.limits.context_window)
+        api.check_total("input", total, running.manifest.limits.context_window)
     base64_wanted = fields.get("encoding_format") == "base64"
     return Job(tuple(requests), running.name, dimensions, base64_wanted)

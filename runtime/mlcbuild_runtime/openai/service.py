@@ -71,7 +71,7 @@ def constrained(body: Mapping[str, Json]) -> bool:
 
 def chat(running: Engine, body: Mapping[str, Json]) -> Job:
     """A body of /v1/chat/completions. Raises RequestError."""
-    call = api.chat_call(body, running.model.manifest.serving)
+    call = api.chat_call(body, running.manifest.serving)
     form, box, options = (
         Form.of(running.tokenizer.template.source, running.tokenizer.vocabulary),
         call.toolbox,
@@ -99,7 +99,7 @@ def chat(running: Engine, body: Mapping[str, Json]) -> Job:
 
 def completion(running: Engine, body: Mapping[str, Json]) -> Job:
     """A body of /v1/completions. Raises RequestError."""
-    call = api.completion_call(body, running.model.manifest.serving)
+    call = api.completion_call(body, running.manifest.serving)
     requests, prompts, total = [], [], 0
     for number, prompt in enumerate(call.prompts):
         tokens = (
@@ -110,7 +110,7 @@ def completion(running: Engine, body: Mapping[str, Json]) -> Job:
         echo = prompt if isinstance(prompt, str) else running.tokenizer.decode(tokens) if call.echo else ""
         request = _request(running, call.options, tokens, message=False)
         if request.max_tokens is None:
-            room = running.model.limits.context_window - len(tokens)
+            room = running.manifest.limits.context_window - len(tokens)
             request = replace(request, max_tokens=max(1, min(COMPLETION_TOKENS, room)))
         shown = Prompt(number, len(tokens), echo if call.echo else "")
         if call.echo and request.logprobs is not None:
@@ -120,7 +120,7 @@ def completion(running: Engine, body: Mapping[str, Json]) -> Job:
         prompts.append(shown)
         total += len(tokens)
         if number:
-            api.check_total("prompt", total, running.model.limits.context_window)
+            api.check_total("prompt", total, running.manifest.limits.context_window)
     scores = (
         sum(len(prompt.tokens) for prompt in prompts) * call.options.n * ((call.options.logprobs or 0) + 1)
     )
@@ -136,7 +136,7 @@ def completion(running: Engine, body: Mapping[str, Json]) -> Job:
 def _predicted(running: Engine, text: str) -> tuple[int, ...]:
     """Tokens of what a client expects: no more than the context has room for."""
     found = running.tokenizer.vocabulary.encode(text[: running.longest_text], special=False)
-    return tuple(found[: running.model.limits.context_window])
+    return tuple(found[: running.manifest.limits.context_window])
 
 
 def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], window: int) -> list[Ticket]:
@@ -165,16 +165,16 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
         tokens = tokenizer.encode(prompt) if special else tokenizer.vocabulary.encode(prompt, special=False)
     else:
         raise wrong("prompt", "a text, where there are no messages", prompt)
-    context = running.model.limits.context_window
+    context = running.manifest.limits.context_window
     return {"tokens": list(tokens), "count": len(tokens), "max_model_len": context}
 
 
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
     """A body of /detokenize: `tokens`. Raises RequestError."""
     fields = Body(body, DETOKENIZE)
-    found, size = fields.get("tokens"), running.model.manifest.vocab_size
+    found, size = fields.get("tokens"), running.manifest.vocab_size
     listed = found if isinstance(found, list) else [None]
-    most = max(MAX_DETOKENIZED, running.model.limits.context_window)
+    most = max(MAX_DETOKENIZED, running.manifest.limits.context_window)
     if len(listed) > most:
         raise wrong("tokens", f"a list of at most {most} tokens", f"{len(listed)} tokens")
     tokens = [token for token in listed if is_integer(token) and 0 <= token < size]
@@ -184,7 +184,7 @@ def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], message: bool) -> Request:
-    size = running.model.manifest.vocab_size
+    size = running.manifest.vocab_size
     for token, _ in options.sampling.bias:
         if token >= size:
             raise RequestError(

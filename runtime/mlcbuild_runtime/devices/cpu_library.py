@@ -1,0 +1,116 @@
+"""The compiled library of a CPU bundle in this process, and the TVM runtime that executes it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlcbuild_format import abi, binary, library
+from mlcbuild_format.bundle import Manifest
+from mlcbuild_format.errors import BundleError, SetupError
+
+from mlcbuild_runtime.devices import machine
+
+# tvm_ffi would import torch where it is installed, and compile an extension for it.
+os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
+import tvm_ffi
+
+SPINS = 2000
+"""Rounds in which an idle worker of TVM's pool looks for work before it sleeps: about a millisecond, which
+spans the gaps within a step. TVM's default of 300,000 takes time from others where cores are shared."""
+_CPU, _POOLED = 1, 2
+"""DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
+
+
+class Library:
+    """The functions of a library. Those of every step are looked up once: a lookup costs as much as a small
+    call."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        """Raises BundleError."""
+        self._vm, self._name = _open(path / manifest.library), manifest.library
+        self.metadata = library.read_metadata(str(self.function(abi.METADATA)()), manifest)
+        self.create_cache = self.function(abi.CREATE_CACHE)
+        self.step, self.step_prefill = self.function(abi.STEP), self.function(abi.STEP_PREFILL)
+        self.step_on, self.steps = self.function(abi.STEP_ON), self.function(abi.STEPS)
+        self.sample = self.function(abi.CHOOSE)
+
+    def function(self, function: abi.Function) -> Callable[..., Any]:
+        """Returns a function by its name. Raises BundleError if the library has none of this name."""
+        try:
+            handle: Callable[..., Any] = self._vm[function.name]
+        except AttributeError:
+            raise BundleError(
+                f"{self._name} has no function '{function.name}': build the bundle again"
+            ) from None
+        return handle
+
+    def capabilities(self) -> frozenset[str]:
+        """Returns the names of abi.CAPABILITIES whose functions the library has."""
+        return frozenset(name for name, functions in abi.CAPABILITIES.items() if self._has(*functions))
+
+    def _has(self, *functions: abi.Function) -> bool:
+        try:
+            for function in functions:
+                self.function(function)
+        except BundleError:
+            return False
+        return True
+
+
+def _open(path: Path) -> tvm_ffi.Module:
+    """Returns the Relax VM of a library, initialised for the CPU. Raises BundleError."""
+    try:
+        vm: tvm_ffi.Module = tvm_ffi.load_module(str(path))["vm_load_executable"]()
+        vm["vm_initialization"](_CPU, 0, _POOLED)
+    except Exception as error:  # whatever the library's own code raises
+        reason = str(error).strip().splitlines()[-1:]
+        raise BundleError(f"{path}: the library cannot be loaded: {' '.join(reason)}") from None
+    return vm
+
+
+_loaded: list[ctypes.CDLL | None] = []
+"""The TVM runtime after it is loaded; None if another package has loaded it."""
+
+
+def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
+    """Loads the TVM runtime into this process, once, and returns the number of its threads.
+
+    threads: see loading.load. Raises SetupError.
+    """
+    if not _loaded:
+        os.environ.setdefault("TVM_BIND_THREADS", "0")
+        os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", str(SPINS))
+        if threads is not None:
+            os.environ["TVM_NUM_THREADS"] = str(threads)
+        count = os.environ.setdefault("TVM_NUM_THREADS", str(machine.default_threads()))
+        if not count.isdecimal() or int(count) < 1:
+            raise SetupError(f"TVM_NUM_THREADS is '{count}', which is not a number of at least 1")
+        # A second copy of the library would end a process that has imported tvm.
+        there = tvm_ffi.get_global_func("vm.builtin.alloc_shape_heap", allow_missing=True) is not None
+        _loaded.append(None if there else _load(library.find_runtime(path, manifest)))
+    return int(os.environ["TVM_NUM_THREADS"])
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    binary.check(path)
+    try:
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise SetupError(f"{path}: the TVM runtime cannot be loaded: {error}") from None
+
+
+def use_threads(count: int) -> None:
+    """Sets how many threads of TVM's pool compute for the calling thread, to which the pool belongs."""
+    big_cores = 1  # TVM's ThreadGroup::AffinityMode::kBig
+    tvm_ffi.get_global_func("runtime.config_threadpool")(big_cores, count)
+
+
+def release_pools() -> None:
+    """Returns memory to the system that executors which are gone have left in TVM's pools."""
+    gc.collect()
+    tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")()

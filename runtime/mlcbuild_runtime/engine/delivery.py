@@ -1,0 +1,77 @@
+"""From the engine to its clients: events, ends of requests, the trace."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as List
+
+from mlcbuild_format.errors import EngineError
+
+from mlcbuild_runtime.engine.counters import Counters
+from mlcbuild_runtime.engine.request import Event
+from mlcbuild_runtime.engine.scheduler import Schedule
+from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.engine.trace import Trace
+
+log = logging.getLogger(__name__)
+
+Part = tuple[Sequence, int]
+"""A sequence in a step, and how many of its tokens the step computes."""
+
+
+class Delivery:
+    """Delivers events. A last event frees its request's place and pages."""
+
+    def __init__(self, schedule: Schedule, counters: Counters) -> None:
+        self._schedule, self._counters = schedule, counters
+        self.trace: Trace | None = None
+
+    def announce(self, number: int, sequence: Sequence) -> None:
+        """Notes the arrival of a request in the trace. Called by the thread that submits it."""
+        if self.trace is not None:
+            self.trace.request(number, "b", {"prompt_tokens": len(sequence.request.prompt)})
+
+    def deliver(self, sequence: Sequence, events: List[Event]) -> None:
+        for event in events:
+            self._counters.answer_tokens += event.error is None and event.tokens > 0
+            if event.tokens == 1 and self.trace is not None:
+                self.trace.request(sequence.order, "n")
+            if event.last:
+                self.end(sequence, event)
+            else:
+                sequence.client.deliver(event)
+
+    def end(self, sequence: Sequence, event: Event) -> None:
+        # Pages that a failing model has computed are not for other requests.
+        self._schedule.remove(sequence, forget=isinstance(event.error, EngineError))
+        self._trace_end(sequence, "error" if event.error is not None else event.finish)
+        sequence.client.deliver(event)
+
+    def fail(self, sequences: List[Sequence], error: Exception) -> None:
+        """Ends the requests of a step that has raised."""
+        log.exception("a step has failed", exc_info=error)
+        for sequence in sequences:
+            self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a request whose client is gone."""
+        self._schedule.remove(sequence)
+        self._trace_end(sequence, "cancelled")
+
+    def trace_step(self, kind: str, parts: List[Part], moments: tuple[float, float, float]) -> None:
+        """moments: see Trace.step."""
+        if self.trace is not None and parts:
+            self.trace.step(kind, {sequence.order: count for sequence, count in parts}, moments)
+            schedule = self._schedule
+            self.trace.counters(
+                {
+                    "running": len(schedule.active),
+                    "waiting": len(schedule.waiting),
+                    "free pages": schedule.pages.available,
+                }
+            )
+
+    def _trace_end(self, sequence: Sequence, reason: str | None) -> None:
+        if self.trace is not None:
+            args = {"end": reason, "cached_tokens": sequence.cached or 0, "answer_tokens": sequence.answered}
+            self.trace.request(sequence.order, "e", args)

@@ -1,0 +1,144 @@
+"""The loop of the engine's thread.
+
+Each turn admits what fits, computes one chunk of prompts and then one decode step for all sequences whose
+prompt is computed: a long prompt delays the others by one chunk at a time. Each call is all prefill or all
+decode, so that a sequence uses the same kernels, and gets the same tokens, whatever shares its batch. One
+call for both would save one reading of the weights for a chunk of hundreds of tokens, which is little, and
+would make answers depend on their neighbours.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as List
+from queue import Empty
+
+from mlcbuild_format.errors import EngineError
+
+from mlcbuild_runtime.engine.delivery import Part
+from mlcbuild_runtime.engine.intake import Intake
+from mlcbuild_runtime.engine.request import late
+from mlcbuild_runtime.engine.runner import Runner
+from mlcbuild_runtime.engine.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+NAP = 0.2
+"""Seconds between two checks of deadlines while every request waits for its client."""
+BURST_SECONDS = 0.04
+"""Seconds, about, after which clients must hear of their tokens: the limit of a burst of decode steps."""
+
+
+class Loop:
+    """Serves requests until its intake is closed. All methods run on the engine's thread."""
+
+    def __init__(self, runner: Runner, intake: Intake, prefill_chunk: int) -> None:
+        """prefill_chunk: prompt tokens that are computed between two decode steps."""
+        self._runner, self._intake, self._prefill_chunk = runner, intake, prefill_chunk
+        self._executor, self._counters = runner.executor, runner.counters
+        self._schedule, self._delivery = runner.schedule, runner.delivery
+        self._pace: dict[int, float] = {}
+        """Number of sequences -> seconds of a decode step."""
+
+    def run(self) -> None:
+        schedule = self._schedule
+        try:
+            while not self._intake.closed:
+                self._receive()
+                self._drop()
+                schedule.admit()
+                if any(sequence.prefilling for sequence in schedule.active):
+                    self._prefill()
+                self._decode(schedule.decodes(self._runner.speculation.rows))
+        except Exception:
+            log.exception("the engine has failed")
+        finally:
+            self._intake.close()
+            self._receive()
+            for sequence in [*schedule.active, *schedule.waiting]:
+                self._delivery.end(sequence, sequence.failure(EngineError("the server is stopping")))
+
+    def _receive(self) -> None:
+        """Takes new requests from the intake; waits for one when there is nothing else to do."""
+        schedule, intake = self._schedule, self._intake
+        idle = schedule.idle and not intake.closed
+        if not idle and intake.empty:
+            return
+        for _ in self._executor.prepare_pages(schedule.pages.reached) if idle else ():
+            if not intake.empty:
+                break
+        # Requests whose client does not read can reach their deadline, too.
+        nap = NAP if schedule.active or schedule.waiting else None
+        while idle or not intake.empty:
+            try:
+                sequence = intake.get(wait=True, timeout=nap if idle else None)
+            except Empty:
+                return
+            idle = False
+            if sequence is not None:
+                schedule.add(sequence)
+                intake.received()
+
+    def _drop(self) -> None:
+        """Ends requests that were cancelled, and those past their deadline."""
+        now = time.monotonic()
+        for sequence in [*self._schedule.active, *self._schedule.waiting]:
+            if sequence.client.ticket.cancelled:
+                self._delivery.cancel(sequence)
+            elif sequence.client.deadline is not None and now > sequence.client.deadline:
+                self._delivery.end(sequence, sequence.failure(late(sequence.request.timeout)))
+
+    def _prefill(self) -> None:
+        """Computes a chunk of prompts."""
+        parts = self._schedule.prefills(self._prefill_chunk)
+        self._runner.step([part for part in parts if part[0].pool is None], prompt=True)
+        self._runner.pool([part for part in parts if part[0].pool is not None])
+        self._runner.step(self._schedule.scored(self._prefill_chunk), prompt=True)
+
+    def _decode(self, parts: List[Part]) -> None:
+        """Computes the next token of each sequence, and what drafts may add; or several tokens of each where
+        nothing is drafted and nobody waits."""
+        speculation = self._runner.speculation
+        ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
+        if not any(map(speculation.concerns, ready)):
+            self._decode_plain(parts)
+            return
+        # The device's time: on a busy machine that of others must not count as the cost of a draft.
+        rows, begun = sum(count for _, count in parts), self._executor.seconds()
+        allotted = speculation.allot(ready, rows)
+        stretched = [(sequence, self._schedule.stretch(sequence, count)) for sequence, count in allotted]
+        speculation.propose([(sequence, count) for sequence, count in stretched if count > 0])
+        speculation.spread(ready, rows, len(parts))
+        for sequence in ready:
+            self._schedule.branch(sequence)
+        outcomes = self._runner.step(
+            [(sequence, count + len(sequence.draft.tokens)) for sequence, count in parts]
+        )
+        speculation.settle(rows, outcomes, self._executor.seconds() - begun)
+
+    def _decode_plain(self, parts: List[Part]) -> None:
+        """Decodes without drafts: several steps at once if no client has to hear of the tokens between."""
+        sequences = [sequence for sequence, _ in parts]
+        begun, before = time.perf_counter(), self._counters.decode_steps
+        count = self._burst_length(sequences)
+        if count > 1:
+            self._runner.burst(sequences, count, BURST_SECONDS)
+        else:
+            self._runner.step(parts)
+        if steps := self._counters.decode_steps - before:
+            self._pace[len(parts)] = (time.perf_counter() - begun) / steps
+
+    def _burst_length(self, sequences: List[Sequence]) -> int:
+        """Returns how many decode steps can be executed at once; allocates pages for them."""
+        if any(sequence.prefilling for sequence in self._schedule.active):
+            return 1
+        count = min((sequence.steps_ahead for sequence in sequences), default=1)
+        pace = self._pace.get(len(sequences), BURST_SECONDS)
+        count = min(count, self._executor.burst, int(BURST_SECONDS / pace))
+        if count > 1:
+            self._executor.resume()  # before the check: a later arrival interrupts again
+            count = count if self._intake.empty else 1
+        for sequence in sequences if count > 1 else ():
+            count = min(count, 1 + self._schedule.stretch(sequence, count - 1))
+        return count

@@ -1,0 +1,157 @@
+"""Executes batches: from parts of sequences to a step of the executor, and from its result to events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple, TypeVar
+
+from mlcbuild_runtime.engine import multi_step
+from mlcbuild_runtime.engine.counters import Counters
+from mlcbuild_runtime.engine.delivery import Delivery, Part
+from mlcbuild_runtime.engine.scheduler import Schedule
+from mlcbuild_runtime.engine.sequence import Rows, Sequence, masks_of
+from mlcbuild_runtime.engine.speculation import DraftOutcome, Speculation, fanned
+from mlcbuild_runtime.engine.threads import Turns
+from mlcbuild_runtime.executor.batch import Step
+from mlcbuild_runtime.executor.executor import Executor, StepResult
+
+Result = TypeVar("Result")
+
+
+class StepInput(NamedTuple):
+    """The tokens of one sequence in a step, its length after them, and its pages up to there."""
+
+    tokens: list[int]
+    length: int
+    pages: list[int]
+
+
+class Runner:
+    """Executes steps, one at a time, when it is this engine's turn. A step that raises ends the requests of
+    its own sequences."""
+
+    def __init__(
+        self, executor: Executor, schedule: Schedule, speculation: Speculation, turns: Turns
+    ) -> None:
+        self.executor, self.schedule, self.speculation, self._turns = executor, schedule, speculation, turns
+        self.counters = Counters()
+        self.delivery = Delivery(schedule, self.counters)
+
+    def step(self, parts: List[Part], prompt: bool = False) -> list[DraftOutcome]:
+        """Computes the next `count` tokens of each sequence, the draft last, and draws the next tokens of
+        those that are complete then. Returns the outcome of the draft of each of these."""
+        if not parts:
+            return []
+        begun = time.perf_counter()
+        params = [sequence.sampling_params(count) for sequence, count in parts]
+        counts = list(map(len, params))
+        flat, masks = list(chain.from_iterable(params)), masks_of([s for s, _ in parts], counts)
+        step, inputs = self._step_of(parts, counts, prompt)
+        result = self._execute(parts, lambda: self.executor.step(step, flat, masks))
+        computed = time.perf_counter()
+        self.counters.decode_steps += not prompt
+        outcomes = []
+        if result is not None:
+            self._note_computed(parts, inputs, prompt)
+            outcomes = self._consume(parts, counts, result)
+        kind = "prefill" if prompt else "decode"
+        self.delivery.trace_step(kind, parts, (begun, computed, time.perf_counter()))
+        return outcomes
+
+    def _consume(self, parts: List[Part], counts: list[int], result: StepResult) -> list[DraftOutcome]:
+        outcomes = []
+        ends = pairwise(accumulate(counts, initial=0))
+        for (sequence, _), (start, end) in zip(parts, ends, strict=True):
+            rows = Rows(result, start, end)
+            if sequence.request.prompt_logprobs:
+                sequence.scores.add(rows.logits(), sequence.length - len(rows) + 1)
+            if sequence.complete:
+                outcomes.append(self._draw(sequence, rows))
+        return outcomes
+
+    def _draw(self, sequence: Sequence, rows: Rows) -> DraftOutcome:
+        draft = sequence.draft
+        drafted, branched, before = len(draft.tokens), draft.branched, draft.accepted
+        events = sequence.consume(rows.last(1 + drafted + branched))
+        accepted = draft.accepted - before
+        self.counters.drafted_tokens += drafted + branched
+        self.counters.accepted_tokens += accepted
+        self.schedule.prune(sequence)
+        self.delivery.deliver(sequence, events)
+        self.schedule.trim(sequence)
+        gained = draft.branch_gain
+        return DraftOutcome(sequence, drafted, accepted - gained, branched, gained)
+
+    def pool(self, parts: List[Part]) -> None:
+        """Computes the next `count` prompt tokens of each sequence, and pools their hidden states."""
+        if not parts:
+            return
+        step, inputs = self._step_of(parts, None, prompt=True)
+        states = self._execute(parts, lambda: self.executor.hidden_states(step))
+        if states is None:
+            return
+        self._note_computed(parts, inputs, prompt=True)
+        ends = pairwise(accumulate((count for _, count in parts), initial=0))
+        for (sequence, _), (start, end) in zip(parts, ends, strict=True):
+            if event := sequence.add_states(states[start:end]):
+                self.delivery.deliver(sequence, [event])
+
+    def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
+        """Executes up to `count` decode steps before any event is delivered. Guided steps end after
+        `seconds`."""
+        begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
+        try:
+            with self._turns:
+                self._turns.on_wait(self.executor.interrupt)
+                if any(sequence.constrained for sequence in sequences):
+                    multi_step.guided(self.executor, sequences, count, begun + seconds)
+                else:
+                    multi_step.unguided(self.executor, sequences, count)
+        except Exception as error:  # whatever the device raises
+            failure = error
+        computed = time.perf_counter()
+        made = max(len(s.tokens) - old for s, old in zip(sequences, before, strict=True))
+        self.counters.decode_steps += made
+        for sequence in sequences:
+            self.schedule.computed(sequence, 0)
+            self.delivery.deliver(sequence, sequence.take_events())
+            self.schedule.trim(sequence)
+        if failure is not None:
+            self.delivery.fail([s for s in sequences if s in self.schedule.active], failure)
+        parts = [(sequence, made) for sequence in sequences]
+        self.delivery.trace_step("decode", parts, (begun, computed, time.perf_counter()))
+
+    def _step_of(
+        self, parts: List[Part], counts: List[int] | None, prompt: bool
+    ) -> tuple[Step, list[StepInput]]:
+        """counts: rows of each sequence whose logits are computed."""
+        size = self.executor.manifest.limits.page_size
+        inputs = []
+        for sequence, count in parts:
+            end = sequence.length + count
+            tokens = (sequence.tokens[sequence.length : end] + sequence.draft.tokens)[:count]
+            inputs.append(StepInput(tokens, end, sequence.pages[: -(-end // size)]))
+        if any(sequence.draft.branches for sequence, _ in parts):
+            return fanned([sequence for sequence, _ in parts], inputs, size), inputs
+        return Step.of(inputs, counts, prompt), inputs
+
+    def _execute(self, parts: List[Part], compute: Callable[[], Result]) -> Result | None:
+        """Returns None if the step has raised."""
+        try:
+            with self._turns:
+                return compute()
+        except Exception as error:  # whatever the device raises
+            self.delivery.fail([sequence for sequence, _ in parts], error)
+            return None
+
+    def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
+        """Notes that the keys and values of `inputs` are in the cache."""
+        prompts = [(s, own) for (s, _), own in zip(parts, inputs, strict=True) if prompt and s.prefilling]
+        self.counters.prompt_tokens += sum(len(own.tokens) for _, own in prompts)
+        for sequence, count in parts:
+            self.schedule.computed(sequence, count - len(sequence.draft.tokens))
+        if prompts:
+            self.speculation.prefilled(prompts)

@@ -1,0 +1,99 @@
+"""Threads that engines run on, and the order in which engines compute."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+
+def _ignore() -> None:
+    """Does nothing: the turn cannot be shortened."""
+
+
+class Turns:
+    """A lock that is handed to whichever thread has waited longest.
+
+    Engines of one process share it: two models that compute at once would have twice the threads that the
+    machine has cores, and both would be slower than in turns. A plain lock would go back to the engine that
+    just had it.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._busy = threading.Lock(), False
+        self._waiting: deque[threading.Lock] = deque()
+        self._on_wait: Callable[[], None] = _ignore
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._busy:
+                self._busy = True
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+            self._on_wait()
+        gate.acquire()
+
+    def on_wait(self, callback: Callable[[], None]) -> None:
+        """Calls `callback`, possibly from another thread, as soon as another engine waits for this turn; at
+        once if one waits already. The end of the turn forgets it."""
+        with self._lock:
+            self._on_wait = callback
+            if self._waiting:
+                callback()
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._on_wait = _ignore
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._busy = False
+
+
+class Task:
+    """Work on a thread of its own, which does not keep the process alive.
+
+    The thread is used again after the work has ended: TVM keeps the workers of every thread that has ever
+    used it.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work: Callable[[], None] | None = work
+        self._started, self.ended = False, threading.Event()
+
+    def start(self) -> None:
+        self._started = True
+        with _lock:
+            inbox = _idle.pop() if _idle else None
+        if inbox is None:
+            inbox = SimpleQueue()
+            threading.Thread(target=_work_for_ever, args=(inbox,), name="engine", daemon=True).start()
+        inbox.put(self)
+
+    def is_alive(self) -> bool:
+        return self._started and not self.ended.is_set()
+
+    def join(self, timeout: float | None = None) -> None:
+        self.ended.wait(timeout)
+
+
+_lock = threading.Lock()
+_idle: list[SimpleQueue[Task]] = []
+"""The inboxes of threads that have no work."""
+
+
+def _work_for_ever(inbox: SimpleQueue[Task]) -> None:
+    while True:
+        task = inbox.get()
+        assert task.work is not None
+        try:
+            task.work()
+        finally:
+            task.work = None  # nothing here keeps a model in memory
+            with _lock:
+                _idle.append(inbox)
+            task.ended.set()
+            del task

@@ -1,0 +1,27 @@
+"""An executor around another one, whose methods a test may change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlcbuild_runtime.executor.batch import FollowingSteps, Step
+from mlcbuild_runtime.executor.executor import Executor
+from mlcbuild_runtime.executor.sampling_params import SamplingRow
+
+
+class Wrapped:
+    """Delegates everything to `inner`. A subclass overrides what its test observes."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Stepwise(Wrapped):
+    """Executes each decode step by `step`, so that a subclass sees all steps there."""
+
+    def steps(self, step: Step, params: Sequence[SamplingRow], following: FollowingSteps) -> list[list[int]]:
+        return [self.step(step, params).tokens]
