@@ -216,6 +216,8 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     """
     from mlcbuild.models import context_window, parameters
     from mlcbuild.quant import stored_bytes
+    from mlcbuild.quant.format import ITEM_BYTES
+    from mlcbuild.targets.backends import backend
 
     planned = plan.by_name.get(pipeline.graph.resolve(product.library))
     if planned is not None and planned.state == "hit" and planned.record is not None:
@@ -227,8 +229,13 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     if config is None:
         return None
     tokens = context_window(config, variant.limits.context_window) * variant.limits.max_batch
-    item = 4 if variant.scheme.dtype == "float32" else 2
+    scheme = backend(variant.target).storage(variant.scheme)
     return {
-        "weights": stored_bytes(parameters(config), variant.scheme),
-        "kv_cache": tokens * config.num_layers * 2 * config.num_kv_heads * config.head_dim * item,
+        "weights": stored_bytes(parameters(config), scheme),
+        "kv_cache": tokens
+        * config.num_layers
+        * 2
+        * config.num_kv_heads
+        * config.head_dim
+        * ITEM_BYTES[scheme.dtype],
     }

@@ -32,6 +32,7 @@ from mlcbuild.errors import SetupError
 from mlcbuild.models import ModelConfig
 from mlcbuild.models.parsing import family_module
 from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint, examined, stored_bytes
+from mlcbuild.quant.format import format_module
 from mlcbuild.recipe import Bench, Recipe, Variant, Verify, expand
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
@@ -138,7 +139,7 @@ class _Assembly:
                 {"checkpoint": Input(source, (*bundle.TOKENIZER_FILES, bundle.POOLING, "config.json"))},
             )
         )
-        weights = self._keep(_weights(variant, checkpoint, config))
+        weights = self._keep_apart(_weights(variant, checkpoint, config))
         library = self._library(variant, checkpoint, config)
         made = self._bundle(variant, {"library": library, "weights": weights, "tokenizer": tokenizer})
         steps = (config, tokenizer, weights, library, made)
@@ -166,18 +167,20 @@ class _Assembly:
 
     def _library(self, variant: Variant, checkpoint: Checkpoint, config: str) -> str:
         limits: dict[str, Json] = dict(vars(variant.limits))
+        scheme = _storage(variant)
         return self._keep_apart(
             Step(
                 f"library/{checkpoint.label}/{variant.quantization}/{variant.target.name}",
                 backend(variant.target).action,
                 {
-                    "scheme": quant.to_json(variant.scheme),
+                    "scheme": quant.to_json(scheme),
                     "target": targets.to_json(variant.target),
                     "limits": limits,
                 },
                 # Models that are alike share the node too, so that one library is one step.
                 {"config": Input(self.configs.setdefault(checkpoint.label, config), ("config.json",))},
                 tools=self._tools(variant.target),
+                code=tuple(map(format_module, scheme.formats)),
                 labels=_labels(variant),
                 memory=COMPILER_MEMORY,
             )
@@ -205,7 +208,7 @@ class _Assembly:
                 {
                     "name": variant.name,
                     "model": variant.model.name,
-                    "scheme": quant.to_json(variant.scheme),
+                    "scheme": quant.describe(_storage(variant)),
                     "target": {**targets.to_json(variant.target), "name": variant.target.name},
                 },
                 inputs,
@@ -238,16 +241,19 @@ class _Assembly:
         )
 
 
+def _storage(variant: Variant) -> quant.Storage:
+    """Returns the variant's scheme as the device of its target stores it."""
+    return backend(variant.target).storage(variant.scheme)
+
+
 def _weights(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
-    layout = backend(variant.target).layout(variant.scheme)
-    params: dict[str, Json] = {"scheme": quant.to_json(variant.scheme)}
-    if layout != variant.scheme.layout:
-        params["layout"] = layout
+    scheme = _storage(variant)
     return Step(
-        f"weights/{checkpoint.name}/{variant.quantization}/{layout}",
+        f"weights/{checkpoint.name}/{variant.quantization}/{scheme.layout}",
         "mlcbuild.checkpoints.conversion:convert",
-        params,
+        {"scheme": quant.to_json(scheme)},
         {"config": Input(config), "checkpoint": Input(checkpoint.node.name, TENSORS)},
+        code=tuple(map(format_module, scheme.formats)),
         labels=_labels(variant),
         cores=MANY_CORES,
         memory=checkpoint.largest * 3 + PROCESS_MEMORY,
@@ -257,7 +263,7 @@ def _weights(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
 def _verify(variant: Variant, checkpoint: Checkpoint, made: str, reference: str) -> Step:
     limits = variant.verify or Verify(())
     config = checkpoint.config
-    size = checkpoint.most if config is None else stored_bytes(variant.scheme, config)
+    size = checkpoint.most if config is None else stored_bytes(_storage(variant), config)
     return Step(
         f"verify/{variant.name}",
         "mlcbuild.bundles.verify:verify",

@@ -17,11 +17,13 @@ from mlcbuild.build.graph import Node, Source, Step
 from mlcbuild.checkpoints.fetch import local_files
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock
-from mlcbuild.errors import CheckpointError, InputError, Problem, Problems, SourceError
+from mlcbuild.errors import CheckpointError, InputError, Problem, Problems, SourceError, UsageError
 from mlcbuild.models import ModelConfig, Param, config_digest, context_window, parameters
 from mlcbuild.models.action import read_json
 from mlcbuild.models.parsing import family_names, parse
+from mlcbuild.quant.format import load_format
 from mlcbuild.recipe import Bench, LocalSource, Model, Recipe, Variant, expand
+from mlcbuild.targets.backends import Backend, backend
 
 UNKNOWN_MEMORY = 4 << 30
 """Bytes assumed for a step on a model whose config is not known before it is fetched, at most."""
@@ -94,6 +96,7 @@ def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> 
         elif lock is not None:
             checkpoints[name] = _pinned(model, model.source, lock)
     for variant in variants:
+        problems += _unreadable(variant)
         if variant.model.name in checkpoints:
             problems += _misfits(variant, checkpoints[variant.model.name], recipe.bench)
     if problems:
@@ -137,6 +140,16 @@ def _read_local(root: Path) -> _Local | list[str]:
     return files, config, config_digest(config)
 
 
+def _unreadable(variant: Variant) -> Iterator[Problem]:
+    """Yields a problem if the device of a variant's target cannot read the formats of its scheme."""
+    fault = _storage_fault(variant.scheme, backend(variant.target))
+    if fault is not None:
+        yield variant.model.place.problem(
+            f"model '{variant.model.name}', quantization '{variant.quantization}', target "
+            f"'{variant.target.name}': {fault}"
+        )
+
+
 def _misfits(variant: Variant, checkpoint: Checkpoint, bench: Bench | None) -> Iterator[Problem]:
     """What a variant asks of a known model that the model cannot give."""
     if checkpoint.config is None:
@@ -169,5 +182,15 @@ def _override_faults(scheme: quant.Scheme, config: ModelConfig) -> tuple[str, ..
 
 
 @lru_cache(maxsize=1024)
-def stored_bytes(scheme: quant.Scheme, config: ModelConfig) -> int:
+def _storage_fault(scheme: quant.Scheme, device: Backend) -> str | None:
+    try:
+        for _, own in (("", scheme), *scheme.overrides):
+            load_format(own.format, device.layout(own))
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def stored_bytes(scheme: quant.Storage, config: ModelConfig) -> int:
     return quant.stored_bytes(_parameters(config), scheme)

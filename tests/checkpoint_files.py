@@ -13,7 +13,7 @@ from mlcbuild import models
 from mlcbuild.checkpoints import conversion
 from mlcbuild.checkpoints.mapping import locate
 from mlcbuild.models import parsing
-from mlcbuild.quant import Scheme
+from mlcbuild.quant import Storage
 
 # No size is a multiple of a group or of a tile.
 HF = {
@@ -98,7 +98,7 @@ def content(root: Path) -> dict[str, bytes]:
 
 
 def write(
-    checkpoint: Path, out: Path, scheme: Scheme, config: models.ModelConfig = CONFIG, cores: int = 1
+    checkpoint: Path, out: Path, scheme: Storage, config: models.ModelConfig = CONFIG, cores: int = 1
 ) -> Path:
     conversion.write(locate(checkpoint, config, parsing.tensor_names(config)), scheme, out, cores)
     return out

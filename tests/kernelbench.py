@@ -13,14 +13,14 @@ import tvm
 from mlcbuild_runtime.devices import machine
 from numpy.typing import NDArray
 
-from mlcbuild import quant
 from mlcbuild.compiler.cpu.isa import ISA, isa_for, tvm_target
 from mlcbuild.compiler.cpu.lowering import KERNELS
 from mlcbuild.compiler.phases import kernel_pipeline
-from mlcbuild.quant import Scheme
+from mlcbuild.quant import Storage
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target, presets
 from tests import emulation
+from tests.schemes import pack
 
 Floats = NDArray[np.float64]
 Tensor = NDArray[Any]
@@ -116,13 +116,13 @@ def libraries_called(asm: str) -> set[str]:
     return {name for name in plain if not name.startswith("TVM")} - MEMORY
 
 
-def weights(rng: np.random.Generator, scheme: Scheme, n: int, k: int) -> tuple[tuple[Tensor, ...], Floats]:
+def weights(rng: np.random.Generator, scheme: Storage, n: int, k: int) -> tuple[tuple[Tensor, ...], Floats]:
     """Tensors in stored order of a gaussian matrix, and the matrix they stand for."""
     matrix = rng.standard_normal((n, k)).astype(np.float32)
     if scheme.bits == 0:
         plain = matrix.astype(scheme.dtype)
         return (plain,), plain.astype(np.float64)
-    words, scales = quant.pack(matrix, scheme)
+    words, scales = pack(matrix, scheme)
     zero = 2 ** (scheme.bits - 1) - (scheme.layout == "row")
     unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     unpack = _tiles if scheme.layout == "x16" else _lines
@@ -159,7 +159,7 @@ def rows(rng: np.random.Generator, m: int, k: int) -> Tensor:
     return x
 
 
-def activations(x: Tensor, scheme: Scheme) -> Floats:
+def activations(x: Tensor, scheme: Storage) -> Floats:
     """x as a product under the scheme sees it: exact, or rounded to 8 bits in groups of 32, by steps that are
     powers of two where weights have 4 bits."""
     if not scheme.activation_bits:

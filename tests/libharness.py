@@ -27,6 +27,7 @@ from mlcbuild.canon import Json
 from mlcbuild.compiler.cpu.action import compile_library
 from mlcbuild.models import ModelConfig, parameters, parsing
 from mlcbuild.targets import target as targets
+from tests import schemes
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
@@ -63,25 +64,24 @@ def tensor(array: Array) -> Any:
     return _ffi().from_dlpack(aligned(np.ascontiguousarray(array)))
 
 
-def pack(config: ModelConfig, scheme: quant.Scheme, weights: Mapping[str, Array]) -> dict[str, Array]:
+def pack(config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, Array]) -> dict[str, Array]:
     """Parameters by their names -> stored tensors by theirs, in the library's order."""
     found: dict[str, Array] = {}
     for param in parameters(config):
         own, tensors = quant.scheme_for(scheme, param.name), quant.stored(param, scheme)
         weight = weights[param.name].astype(np.float32)
-        arrays = quant.pack(weight, own) if len(tensors) == 2 else (weight.astype(own.dtype),)
+        arrays = schemes.pack(weight, own) if len(tensors) == 2 else (weight.astype(own.dtype),)
         found |= {tensor.name: array for tensor, array in zip(tensors, arrays, strict=True)}
     return found
 
 
-def unpacked(config: ModelConfig, scheme: quant.Scheme, stored: Mapping[str, Array]) -> dict[str, Floats]:
+def unpacked(config: ModelConfig, scheme: quant.Storage, stored: Mapping[str, Array]) -> dict[str, Floats]:
     """The float32 parameters that stored tensors stand for."""
     found: dict[str, Floats] = {}
     for param in parameters(config):
         own, names = quant.scheme_for(scheme, param.name), [t.name for t in quant.stored(param, scheme)]
         if len(names) == 2:
-            rows, columns = param.shape
-            found[param.name] = quant.unpack(stored[names[0]], stored[names[1]], own, (rows, columns))
+            found[param.name] = schemes.unpack((stored[names[0]], stored[names[1]]), own, param.shape)
         else:
             found[param.name] = stored[names[0]].astype(np.float32)
     return found
@@ -149,7 +149,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Array], dict[str, str]]:
 def compiled(
     area: pytest.TempPathFactory,
     config: ModelConfig,
-    scheme: quant.Scheme,
+    scheme: quant.Storage,
     target: str = HOST,
     context_window: int = 128,
     max_batch: int = 4,

@@ -46,10 +46,10 @@ BUILDER_TABLE: Mapping[str, str] = {
     "compiler": "models quant targets",
     "bundles": "checkpoints keyfile models remotes",
     # both together
-    "prospect": "build checkpoints models quant recipe",
+    "prospect": "build checkpoints models quant recipe targets",
     "pipeline": "build bundles checkpoints machine models prospect quant recipe targets",
     "emit": "build bundles keyfile pipeline store",
-    "outcomes": "build bundles emit keyfile models pipeline quant reports store",
+    "outcomes": "build bundles emit keyfile models pipeline quant reports store targets",
     "locking": "checkpoints pipeline prospect recipe",
     "selection": "build ci pipeline",
     "session": (

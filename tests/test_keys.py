@@ -16,11 +16,12 @@ from mlcbuild.build.plan import step_modules
 from mlcbuild.canon import code_files
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.pipeline import build
+from mlcbuild.quant.format import format_module, format_names
 from mlcbuild.recipe import load
 from tests.conftest import ROOT, project
 
 GOLDEN = ROOT / "tests" / "golden" / "closures.json"
-"""Kind of step -> the source files of its key. Change it on purpose only: every key of that kind moves then.
+"""Kind of step, or format -> the source files of its key. Change it on purpose only: every such key moves.
 
 Written by `python -m tests.test_keys`."""
 
@@ -34,13 +35,13 @@ bench: {prompt_tokens: 16, generate_tokens: 8}
 
 
 def closures(recipe: Path) -> dict[str, list[str]]:
-    """Kind of step -> source files in its key."""
+    """Returns kind of step -> source files in its key; and those that each format adds to a key."""
     graph = build(load(recipe), Lock({})).graph
     kinds: dict[str, list[str]] = {}
     for step in graph.steps():
         files = sorted({name for module in step_modules(step) for name in code_files(module)})
         kinds[step.name.partition("/")[0]] = files
-    return kinds
+    return kinds | {f"format/{name}": sorted(code_files(format_module(name))) for name in format_names()}
 
 
 def test_the_source_files_in_each_key_are_known(tmp_path: Path) -> None:
@@ -52,6 +53,36 @@ def test_the_source_files_in_each_key_are_known(tmp_path: Path) -> None:
 def test_no_key_of_a_build_holds_the_runtime(kind: str) -> None:
     known = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
     assert not [name for name in known.get(kind, []) if name.startswith("mlcbuild_runtime/")]
+
+
+SCHEMES = """\
+version: 1
+models: {tiny: ./tiny}
+quantizations:
+  q0f16: q0f16
+  q4f16_1: q4f16_1
+  q4a8_1: q4a8_1
+  mixed: {scheme: q8f16_1, overrides: [{match: embed, scheme: q4a8_1}, {match: "*.o", scheme: q0f32}]}
+targets: [x86-64-v3]
+"""
+
+
+def test_a_format_is_in_the_keys_of_its_weights_and_libraries_only(tmp_path: Path) -> None:
+    """Overrides count."""
+    holders: dict[str, set[str]] = {name: set() for name in format_names()}
+    for step in build(load(project(tmp_path, SCHEMES)), Lock({})).graph.steps():
+        files = {name for module in step_modules(step) for name in code_files(module)}
+        parts = step.name.split("/")
+        for name in format_names():
+            if f"mlcbuild/quant/formats/{name}.py" in files:
+                holders[name].add(f"{parts[0]}/{parts[2]}")
+
+    def steps_of(*schemes: str) -> set[str]:
+        return {f"{kind}/{scheme}" for kind in ("weights", "library") for scheme in schemes}
+
+    used = {"f16": ["q0f16"], "q4f16": ["q4f16_1"], "q4s": ["q4a8_1", "mixed"], "q8f16": ["mixed"]}
+    used["f32"] = ["mixed"]
+    assert holders == {name: steps_of(*used.get(name, [])) for name in format_names()}
 
 
 EDITS: list[tuple[str, set[str]]] = [
@@ -78,6 +109,11 @@ EDITS: list[tuple[str, set[str]]] = [
     ("mlcbuild/compiler/cpu/kernels/norm.py", {"library"}),
     ("mlcbuild/compiler/program/decoder.py", {"library"}),
     ("mlcbuild/checkpoints/conversion.py", {"weights", "reference"}),
+    ("mlcbuild/quant/schemes.py", set()),
+    ("mlcbuild/quant/formats/q8f16.py", set()),
+    ("mlcbuild/quant/formats/q4f16.py", {"weights", "library"}),
+    ("mlcbuild/quant/search.py", {"weights", "library"}),
+    ("mlcbuild/quant/plain.py", set()),
     ("mlcbuild/bundles/assemble.py", {"tokenizer"}),
     ("mlcbuild/bundles/reference.py", {"reference"}),
 ]

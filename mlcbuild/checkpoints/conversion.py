@@ -30,15 +30,16 @@ from mlcbuild.checkpoints.shards import ALIGNMENT, CODES, Shard, Tensor, lay_out
 from mlcbuild.errors import CheckpointError, StepError, UsageError
 from mlcbuild.models import ModelConfig, TensorNames, parameters
 from mlcbuild.quant import (
-    Scheme,
+    Storage,
     StoredTensor,
     check_overrides,
     from_json,
+    rows_per_index,
     scheme_for,
     stored,
     stored_parameters,
 )
-from mlcbuild.quant.packing import TILE, Array, Packer, narrow, unpack
+from mlcbuild.quant.floats import Array, Scratch, narrow
 
 SHARD_BYTES = 2_000_000_000
 """Data in one weights file, where tensors allow it."""
@@ -57,15 +58,9 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
 
     inputs["config"] holds our config.json. Uses the cores that MLCBUILD_CORES grants, else all.
     Raises CheckpointError with all problems, UsageError for overrides that do not fit the model and for a
-    params["layout"] that is not the scheme's, and StepError when the disk is full.
+    layout that the scheme's format does not have, and StepError when the disk is full.
     """
     scheme = from_json(params["scheme"])
-    layout = params.get("layout", scheme.layout)
-    if layout != scheme.layout:
-        raise UsageError(
-            f"scheme {scheme.name} is stored in layout '{scheme.layout}', but the backend of the target needs"
-            f" layout '{layout}', which mlcbuild cannot write: choose a scheme that the device supports"
-        )
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     problems = check_overrides(scheme, parameters(config))
     if problems:
@@ -75,7 +70,7 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
     write(found, scheme, out, cores)
 
 
-def write(found: Sequence[Source], scheme: Scheme, out: Path, cores: int = 1) -> None:
+def write(found: Sequence[Source], scheme: Storage, out: Path, cores: int = 1) -> None:
     """Writes every parameter in a scheme: weights-0000i-of-0000N.safetensors. See convert for errors."""
     tensors = stored_parameters([source.param for source in found], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
@@ -158,8 +153,18 @@ def _places(
 @dataclass(frozen=True)
 class _Plan:
     sources: tuple[Source, ...]
-    scheme: Scheme
+    scheme: Storage
     places: Mapping[str, _Place]
+
+    def jobs(self) -> Iterator[_Job]:
+        """Yields row ranges of about CHUNK_BYTES that begin where an index of the stored tensors does."""
+        for source in self.sources:
+            rows, *rest = source.param.shape
+            unit = rows_per_index(source.param, self.scheme)
+            size = math.prod(rest) * source.dtype.itemsize * unit
+            step = max(1, CHUNK_BYTES // size) * unit
+            for start in range(0, rows, step):
+                yield _Job(source, start, min(start + step, rows))
 
 
 @dataclass(frozen=True)
@@ -174,15 +179,6 @@ class _Job:
     def size(self) -> int:
         """Bytes to read."""
         return (self.stop - self.start) * math.prod(self.source.param.shape[1:]) * self.source.dtype.itemsize
-
-
-def _jobs(sources: Sequence[Source]) -> Iterator[_Job]:
-    """Row ranges of about CHUNK_BYTES that begin at whole tiles."""
-    for source in sources:
-        rows, *rest = source.param.shape
-        step = max(1, CHUNK_BYTES // (math.prod(rest) * source.dtype.itemsize * TILE)) * TILE
-        for start in range(0, rows, step):
-            yield _Job(source, start, min(start + step, rows))
 
 
 class _Queue:
@@ -221,7 +217,7 @@ class _Queue:
 
 def _work(plan: _Plan, cores: int) -> None:
     """Runs all jobs on `cores` threads: NumPy and the file calls release the interpreter."""
-    queue = _Queue(tuple(_jobs(plan.sources)))
+    queue = _Queue(tuple(plan.jobs()))
     with ThreadPoolExecutor(cores, thread_name_prefix="weights") as pool:
         futures = [pool.submit(_drain, queue, plan) for _ in range(cores)]
         try:
@@ -254,8 +250,7 @@ class _Worker:
         self._plan = plan
         self._stack = ExitStack()
         self._rows = self._stack.enter_context(Rows())
-        self._memory: dict[str, NDArray[np.uint8]] = {}
-        self._packers: dict[tuple[Scheme, int], Packer] = {}
+        self._scratch = Scratch()
 
     def __enter__(self) -> _Worker:
         return self
@@ -267,32 +262,15 @@ class _Worker:
         """Raises CheckpointError for weights that the scheme cannot hold, OSError for the output."""
         param = job.source.param
         scheme = scheme_for(self._plan.scheme, param.name)
-        tensors = stored(param, scheme)
-        rows = job.stop - job.start
-        raw = self._array("raw", (rows, *param.shape[1:]), job.source.dtype)
+        raw = self._scratch.array("raw", (job.stop - job.start, *param.shape[1:]), job.source.dtype)
         self._rows.read(job.source, job.start, raw)
-        if len(tensors) == 1:
-            narrowed = self._array("plain", raw.shape, np.dtype(scheme.dtype))
-            self._write(tensors[0].name, job.start, narrow(raw, narrowed, str(job.source)))
-            return
-        packer = self._packers.get((scheme, param.shape[1]))
-        if packer is None:
-            packer = self._packers[scheme, param.shape[1]] = Packer(scheme, param.shape[1])
-        count = -(-rows // packer.step)
-        parts = [
-            self._array(t.name.rpartition(".")[2], (count, *t.shape[1:]), np.dtype(t.dtype)) for t in tensors
-        ]
-        packer.pack(raw, parts[0], parts[1], str(job.source))
-        for tensor, part in zip(tensors, parts, strict=True):
-            self._write(tensor.name, job.start // packer.step, part)
-
-    def _array(self, use: str, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
-        """Memory for one use; it grows to the largest ever asked for."""
-        size = math.prod(shape) * dtype.itemsize
-        if use not in self._memory or self._memory[use].size < size:
-            self._memory[use] = np.empty(size, np.uint8)
-        found: Array = self._memory[use][:size].view(dtype).reshape(shape)
-        return found
+        if len(param.shape) == 2:
+            parts = scheme.definition.pack(raw, self._scratch, str(job.source))
+        else:
+            parts = (narrow(raw, scheme.dtype, self._scratch, str(job.source)),)
+        index = job.start // rows_per_index(param, scheme)
+        for tensor, part in zip(stored(param, scheme), parts, strict=True):
+            self._write(tensor.name, index, part)
 
     def _write(self, name: str, index: int, part: Array) -> None:
         place = self._plan.places[name]
@@ -352,7 +330,7 @@ def read(path: Path) -> Mapping[str, Array]:
     return _Lazy(tensors, load)
 
 
-def unpacked(path: Path, config: ModelConfig, scheme: Scheme) -> Mapping[str, NDArray[np.float32]]:
+def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, NDArray[np.float32]]:
     """Our parameters in float32 as the weights files of a directory hold them; each access computes anew."""
     tensors = read(path)
     params = {param.name: param for param in parameters(config)}
@@ -360,10 +338,10 @@ def unpacked(path: Path, config: ModelConfig, scheme: Scheme) -> Mapping[str, ND
     def load(name: str) -> NDArray[np.float32]:
         param = params[name]
         parts = [tensors[tensor.name] for tensor in stored(param, scheme)]
-        if len(parts) == 1:
+        if len(param.shape) != 2:
             return parts[0].astype(np.float32)
         rows, columns = param.shape
-        return unpack(parts[0], parts[1], scheme_for(scheme, name), (rows, columns))
+        return scheme_for(scheme, name).definition.unpack(parts, (rows, columns))
 
     return _Lazy(params, load)
 

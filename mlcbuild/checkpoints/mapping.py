@@ -18,7 +18,7 @@ from mlcbuild.checkpoints.shards import Tensor, read_header
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Param, TensorNames, parameters, piece_rows, surplus
 from mlcbuild.models.fields import no_duplicates
-from mlcbuild.quant.packing import Array, widen
+from mlcbuild.quant.floats import Array, widen, widened
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -265,9 +265,7 @@ class Rows:
         stop = min(stop, source.param.shape[0])
         raw = np.empty((stop - start, *source.param.shape[1:]), source.dtype)
         self.read(source, start, raw)
-        out = np.empty(raw.shape, np.float32)
-        widen(raw, out)
-        return out
+        return widened(raw)
 
     def _fill(self, piece: Tensor, row: int, out: Array) -> None:
         view = out.reshape(-1).view(np.uint8).data

@@ -66,21 +66,27 @@ def models(arguments: argparse.Namespace) -> int:
 
 
 def schemes(arguments: argparse.Namespace) -> int:
-    from mlcbuild.quant import SCHEMES, to_json
+    from mlcbuild.quant.format import layouts
+    from mlcbuild.quant.schemes import SCHEMES
 
-    rows = [("name", "weights", "group", "storage", "activations", "layout")]
-    rows += [
-        (
-            name,
-            f"{scheme.bits} bits" if scheme.bits else scheme.dtype,
-            str(scheme.group_size) if scheme.bits else "-",
-            scheme.dtype,
-            f"int{scheme.activation_bits}" if scheme.activation_bits else "float",
-            scheme.layout,
-        )
-        for name, scheme in SCHEMES.items()
-    ]
-    show(arguments.json, {name: to_json(scheme) for name, scheme in SCHEMES.items()}, table(rows))
+    rows = [("name", "format", "bits per weight", "group", "storage", "activations", "layouts")]
+    document = {}
+    for name, scheme in SCHEMES.items():
+        offered = layouts(scheme.format)
+        form = next(iter(offered.values()))
+        activations = f"int{scheme.activation_bits}" if scheme.activation_bits else "float"
+        size, group = f"{form.bits_per_weight:g}", str(form.group_size or "-")
+        rows.append((name, scheme.format, size, group, form.dtype, activations, ", ".join(offered)))
+        document[name] = {
+            "format": scheme.format,
+            "bits": form.bits,
+            "bits_per_weight": size,
+            "group_size": form.group_size,
+            "dtype": form.dtype,
+            "activation_bits": scheme.activation_bits,
+            "layouts": list(offered),
+        }
+    show(arguments.json, document, table(rows))
     return 0
 
 

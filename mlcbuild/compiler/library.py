@@ -24,7 +24,7 @@ from mlcbuild.compiler.program.decoder import Decoder
 from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.compiler.program.ops import Ops
 from mlcbuild.models import ModelConfig
-from mlcbuild.quant import Scheme
+from mlcbuild.quant import Storage
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 
@@ -48,7 +48,7 @@ class Request:
     """Everything that decides what a library is."""
 
     config: ModelConfig
-    scheme: Scheme
+    scheme: Storage
     target: Target
     limits: Limits
 
@@ -63,7 +63,7 @@ class Request:
         )
 
 
-MakeOps = Callable[[ModelConfig, Scheme, Target], Ops]
+MakeOps = Callable[[ModelConfig, Storage, Target], Ops]
 """The backend: what the device of a target does for a library."""
 
 
@@ -89,7 +89,7 @@ def describe(request: Request, made: Decoder, needed: Memory) -> dict[str, Json]
     return {
         "format": format_versions.LIBRARY,
         "config": models.to_json(request.config),
-        "scheme": quant.to_json(request.scheme),
+        "scheme": quant.describe(request.scheme),
         "target": targets.to_json(request.target),
         "limits": cast("dict[str, Json]", {**asdict(request.limits), "page_size": PAGE}),
         "params": cast(Json, params),

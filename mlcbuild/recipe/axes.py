@@ -7,7 +7,8 @@ from dataclasses import replace
 from mlcbuild.canon import digest
 from mlcbuild.documents.document import Where
 from mlcbuild.errors import SetupError, UsageError, did_you_mean
-from mlcbuild.quant import SCHEMES, Scheme
+from mlcbuild.quant import Scheme
+from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.recipe.reading import Reading
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from mlcbuild.errors import UsageError, did_you_mean
-from mlcbuild.quant import Scheme
+from mlcbuild.quant import Scheme, Storage, storage
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 
@@ -23,13 +23,18 @@ class Backend:
     tools: str
     """Target -> name and version of each program that decides the library's bytes. Raises SetupError."""
     layout: Callable[[Scheme], str]
-    """How weights of a scheme are stored for this device."""
+    """Scheme -> the physical layout of its format that the device's kernels read. It is called for
+    each override, too. Raises UsageError for a format without kernels."""
     runtime_files: tuple[str, ...]
     """Shared libraries, without their ending, that a bundle brings along for its library to run."""
     can_run: Callable[[Target, Target], str | None]
     """(target, host) -> None, or why the machine `host` cannot run what is compiled for `target`."""
     labels: Callable[[Target], tuple[str, ...]]
     """What a worker must have to run what is compiled for a target."""
+
+    def storage(self, scheme: Scheme) -> Storage:
+        """Returns a scheme as the device stores it. Raises UsageError for a format without kernels."""
+        return storage(scheme, self.layout)
 
     def tool_versions(self, target: Target) -> Mapping[str, str]:
         """Calls `tools`. Raises SetupError."""
@@ -38,15 +43,34 @@ class Backend:
         return versions
 
 
-def _scheme_layout(scheme: Scheme) -> str:
-    return scheme.layout
+CPU_LAYOUTS: Mapping[str, str] = {
+    "f32": "plain",
+    "f16": "plain",
+    "q4f32": "row",
+    "q4f16": "row",
+    "q8f32": "row",
+    "q8f16": "row",
+    "q4s": "x16",
+    "q5s": "x16",
+    "q8s": "x16",
+}
+"""Format -> the layout that the kernels of CPUs read: the keys of KERNELS in the CPU's compiler."""
+
+
+def _cpu_layout(scheme: Scheme) -> str:
+    if scheme.format not in CPU_LAYOUTS:
+        raise UsageError(
+            f"scheme {scheme.name}: CPUs have no kernels for format '{scheme.format}'; they have some for "
+            f"{', '.join(CPU_LAYOUTS)}: choose a scheme with one of these"
+        )
+    return CPU_LAYOUTS[scheme.format]
 
 
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(
         action="mlcbuild.compiler.cpu.action:compile_library",
         tools="mlcbuild.compiler.cpu.action:tools",
-        layout=_scheme_layout,
+        layout=_cpu_layout,
         runtime_files=("libtvm_runtime",),
         can_run=targets.why_not,
         labels=targets.labels,

@@ -20,7 +20,6 @@ from mlcbuild.checkpoints import conversion, shards
 from mlcbuild.checkpoints.mapping import locate
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import parsing
-from mlcbuild.quant import SCHEMES
 from tests.checkpoint_files import (
     CONFIG,
     TIED,
@@ -34,6 +33,7 @@ from tests.checkpoint_files import (
     wide,
     write,
 )
+from tests.schemes import SCHEMES
 
 NORM = "model.norm.weight"
 DOWN = "model.layers.0.mlp.down_proj.weight"

@@ -21,8 +21,9 @@ from mlcbuild.checkpoints import conversion, shards
 from mlcbuild.checkpoints.mapping import locate
 from mlcbuild.errors import CheckpointError, StepError, UsageError
 from mlcbuild.models import action, parsing
-from mlcbuild.quant import SCHEMES, Scheme
+from mlcbuild.quant import Storage
 from tests.checkpoint_files import CONFIG, HF, PIECES, content, entry, sharded, single, tensors, wide, write
+from tests.schemes import SCHEMES, pack, unpack
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STORY = ROOT.parent / "shared" / "models" / "story"
@@ -45,7 +46,7 @@ def test_q0f32_is_exact(code: str, tmp_path: Path) -> None:
 
 @EVERY
 @pytest.mark.parametrize("code", ["F32", "F16", "BF16"])
-def test_tensors_are_what_pack_makes(scheme: Scheme, code: str, tmp_path: Path) -> None:
+def test_tensors_are_what_pack_makes(scheme: Storage, code: str, tmp_path: Path) -> None:
     checkpoint = single(tmp_path / "hf", tensors(code))
     stored = conversion.read(write(checkpoint, tmp_path / "out", scheme, cores=2))
     back = conversion.unpacked(tmp_path / "out", CONFIG, scheme)
@@ -57,15 +58,15 @@ def test_tensors_are_what_pack_makes(scheme: Scheme, code: str, tmp_path: Path) 
             assert np.array_equal(stored[names[0]], expected)
             assert np.array_equal(back[param.name], expected.astype(np.float32))
         else:
-            parts = quant.pack(original[param.name], scheme)
+            parts = pack(original[param.name], scheme)
             assert all(np.array_equal(stored[name], part) for name, part in zip(names, parts, strict=True))
             rows, columns = param.shape
-            assert np.array_equal(back[param.name], quant.unpack(*parts, scheme, (rows, columns)))
+            assert np.array_equal(back[param.name], unpack(parts, scheme, (rows, columns)))
 
 
 @EVERY
 def test_bytes_depend_on_nothing_but_checkpoint_and_scheme(
-    scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = single(tmp_path / "single", tensors())
     parts = sharded(tmp_path / "sharded", tensors())
@@ -105,7 +106,7 @@ def test_pieces_of_different_dtypes(tmp_path: Path) -> None:
 
 
 @EVERY
-def test_files_follow_the_contract(scheme: Scheme, tmp_path: Path) -> None:
+def test_files_follow_the_contract(scheme: Storage, tmp_path: Path) -> None:
     out = write(single(tmp_path / "hf", tensors()), tmp_path / "out", scheme)
     (path,) = out.iterdir()
     assert path.name == "weights-00001-of-00001.safetensors"
@@ -179,12 +180,12 @@ def test_overrides(tmp_path: Path) -> None:
         ("layers.0.attn.o", "q4a8_1"),
         ("layers.0.mlp.down", "q4f16_1"),
     ):
-        parts = quant.pack(original[f"{name}.weight"], SCHEMES[own])
+        parts = pack(original[f"{name}.weight"], SCHEMES[own])
         assert np.array_equal(stored[f"{name}.q_weight"], parts[0])
         assert np.array_equal(stored[f"{name}.q_scale"], parts[1])
 
 
-def convert(root: Path, scheme: Scheme, out: Path) -> None:
+def convert(root: Path, scheme: Storage, out: Path) -> None:
     """The action, as a step would run it. `root` holds config.json of transformers and its tensors."""
     action.normalise({}, {"checkpoint": root}, out.parent / "config")
     inputs = {"config": out.parent / "config", "checkpoint": root}
@@ -255,9 +256,12 @@ import resource, sys
 from pathlib import Path
 from mlcbuild import quant
 from mlcbuild.checkpoints import conversion as weights
+from mlcbuild.quant.schemes import SCHEMES
+from mlcbuild.targets.backends import BACKENDS
 root = Path(sys.argv[1])
 inputs = {"config": root / "config", "checkpoint": root / "hf"}
-weights.convert({"scheme": quant.to_json(quant.SCHEMES["q4f16_1"])}, inputs, root / "out")
+scheme = BACKENDS["cpu"].storage(SCHEMES["q4f16_1"])
+weights.convert({"scheme": quant.to_json(scheme)}, inputs, root / "out")
 status = Path("/proc/self/status")
 if status.exists():  # where getrusage counts from the parent's peak
     print(next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if "VmHWM" in line))
@@ -295,7 +299,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 
 
 @EVERY
-def test_weights_that_no_format_can_hold_are_all_named(scheme: Scheme, tmp_path: Path) -> None:
+def test_weights_that_no_format_can_hold_are_all_named(scheme: Storage, tmp_path: Path) -> None:
     found = tensors("F32")
     for name, value in (("model.layers.1.self_attn.v_proj.weight", np.nan), (NORM, np.inf)):
         found[name][1].reshape(-1)[-1] = value

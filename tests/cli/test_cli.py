@@ -29,7 +29,7 @@ from mlcbuild.cli import VERBS, main, parser
 from mlcbuild.documents.schema import schema
 from mlcbuild.errors import StepError, UsageError
 from mlcbuild.models.parsing import family_names
-from mlcbuild.quant import SCHEMES
+from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.targets.target import presets
 from tests.conftest import QUICKSTART, ROOT, checked, mlcbuild, project
 

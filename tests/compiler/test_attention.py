@@ -15,7 +15,6 @@ from mlcbuild_format.abi import PAGE
 from numpy.typing import NDArray
 from tvm.tirx import PrimFunc
 
-from mlcbuild import quant
 from mlcbuild.compiler.cpu.isa import ISAS, isa_for
 from mlcbuild.compiler.cpu.kernels.attention import attention
 from mlcbuild.compiler.cpu.kernels.attention_plan import Attention
@@ -27,10 +26,10 @@ from mlcbuild.compiler.cpu.kernels.norm import Norm
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given
 from mlcbuild.compiler.cpu.kernels.rope import Append, rope_append
 from mlcbuild.compiler.program.ops import NO_WINDOW
-from mlcbuild.quant import SCHEMES
 from mlcbuild.targets import target as targets
 from tests import emulation, kernelbench
 from tests.libharness import EVERY, aligned
+from tests.schemes import SCHEMES, pack
 
 pytestmark = pytest.mark.xdist_group("attention")
 """What is compiled is kept by a process, for many tests."""
@@ -353,7 +352,7 @@ def test_results_are_handed_on_as_tiles() -> None:
     named = [function.with_attr("global_symbol", name) for name, function in functions.items()]
     library = kernelbench.compiled(target, named).library
     matrix = np.random.default_rng(3).standard_normal((made.n, made.k)).astype(np.float32)
-    stored = [device(tensor) for tensor in quant.pack(matrix, scheme)]
+    stored = [device(tensor) for tensor in pack(matrix, scheme)]
     for seed, parts in enumerate([[(9, 1)], [(20, 7)], [(3, 8)], [(33, 20), (5, 1)], [(0, 70)]]):
         world, rows, queries = prompts(case, parts, seed)
         for prompt in (0, 1):

@@ -15,15 +15,15 @@ from mlcbuild_format import abi
 
 from mlcbuild import pipeline, quant, recipe
 from mlcbuild.build.graph import Step
-from mlcbuild.canon import Json
-from mlcbuild.checkpoints import conversion
 from mlcbuild.checkpoints.lock import Lock
-from mlcbuild.errors import UsageError
+from mlcbuild.compiler.cpu.kernels.format_kernels import KERNELS
+from mlcbuild.errors import InputError, UsageError
 from mlcbuild.pipeline import Pipeline
 from mlcbuild.targets import target as targets
-from mlcbuild.targets.backends import BACKENDS, Backend, backend
+from mlcbuild.targets.backends import BACKENDS, CPU_LAYOUTS, Backend, backend
 from tests.conftest import project
 from tests.guide import example
+from tests.schemes import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[2]
 FUNCTIONS = {value.name for value in vars(abi).values() if isinstance(value, abi.Function)} - {
@@ -73,7 +73,7 @@ def toy() -> Iterator[Backend]:
 
 TEXT = """version: 1
 models: {tiny: ./tiny}
-quantizations: [q4f16_1]
+quantizations: [q4a8_1]
 targets: [x86-64-v3, x86-64-v2]
 """
 
@@ -91,22 +91,31 @@ def steps(path: Path, device: str | None) -> dict[str, Step]:
 def test_a_backend_in_the_table_decides_the_steps_of_its_targets(toy: Backend, tmp_path: Path) -> None:
     path = project(tmp_path, TEXT)
     plain, found = steps(path, None), steps(path, "toy")
+    scheme = quant.to_json(SCHEMES["q4a8_1"])
     (library,) = (name for name in found if name.startswith("library/") and name.endswith("/x86-64-v2"))
     assert found[library].action == toy.action
     assert found[library].tools == {"toy": "1 for toy"}
-    assert found["weights/tiny/q4f16_1/toy-4"].params["layout"] == "toy-4"
-    bundle = found["bundle/tiny-q4f16_1-x86-64-v2"]
-    assert bundle.inputs["weights"].node == "weights/tiny/q4f16_1/toy-4"
+    assert found["weights/tiny/q4a8_1/row"].params["scheme"] == {**scheme, "layout": "row"}
+    bundle = found["bundle/tiny-q4a8_1-x86-64-v2"]
+    assert bundle.inputs["weights"].node == "weights/tiny/q4a8_1/row"
     assert "runtime" not in bundle.inputs
-    assert found["verify/tiny-q4f16_1-x86-64-v2"].needs == ("toy",)
+    assert found["verify/tiny-q4a8_1-x86-64-v2"].needs == ("toy",)
     cpu = [name for name in plain if not name.endswith("x86-64-v2")]
     assert cpu and all(found[name] == plain[name] for name in cpu), "steps for CPUs stay as they are"
 
 
-def test_a_layout_that_nobody_writes_is_refused(tmp_path: Path) -> None:
-    params: dict[str, Json] = {"scheme": quant.to_json(quant.SCHEMES["q4f16_1"]), "layout": "toy-4"}
-    with pytest.raises(UsageError, match=r"q4f16_1 is stored in layout 'row', .* needs layout 'toy-4'"):
-        conversion.convert(params, {}, tmp_path)
+def test_a_layout_that_the_format_lacks_is_refused_before_work(toy: Backend, tmp_path: Path) -> None:
+    BACKENDS["toy"] = replace(toy, layout=lambda scheme: "toy-4")
+    with pytest.raises(
+        InputError,
+        match=r"recipe.yaml:2:\d+: model 'tiny', quantization 'q4a8_1', target "
+        r"'x86-64-v2': format 'q4s' cannot be stored in layout 'toy-4', .* it has: x16, row; choose",
+    ):
+        steps(project(tmp_path, TEXT), "toy")
+
+
+def test_the_table_of_layouts_is_that_of_the_kernels() -> None:
+    assert set(KERNELS) == set(CPU_LAYOUTS.items())
 
 
 def test_a_device_without_a_backend_is_named(tmp_path: Path) -> None:

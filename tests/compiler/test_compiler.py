@@ -29,18 +29,19 @@ from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 from tests.compiler.test_decoder import SMALL
 from tests.libharness import EVERY, HERE, Session, compiled, golden, pack, random_weights
+from tests.schemes import SCHEMES
 
 FAMILIES = ["gemma2"]
 REPEATED = ["q4a8_1"]
 if EVERY:
     FAMILIES += ["llama-llama3-gqa", "mistral-window", "phi3-longrope-long", "qwen2-window", "qwen3"]
-    REPEATED = list(quant.SCHEMES)
+    REPEATED = list(SCHEMES)
 
 
 def request(
-    scheme: str | quant.Scheme = "q0f32", target: str | Target = "host", **limits: int
+    scheme: str | quant.Storage = "q0f32", target: str | Target = "host", **limits: int
 ) -> dict[str, Json]:
-    found = quant.SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    found = SCHEMES[scheme] if isinstance(scheme, str) else scheme
     resolved = targets.resolve(target) if isinstance(target, str) else target
     defaults = {"context_window": 128, "prefill_chunk": 64, "max_batch": 4}
     return {
@@ -64,7 +65,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_a_library_describes_itself(tmp_path_factory: pytest.TempPathFactory) -> None:
-    scheme = quant.SCHEMES["q4a8_1"]
+    scheme = SCHEMES["q4a8_1"]
     library = compiled(tmp_path_factory, SMALL, scheme)
     assert sorted(path.name for path in library.iterdir()) == ["library.json", "model.so"]
     about = json.loads((library / "library.json").read_text())
@@ -108,7 +109,7 @@ def test_what_tile_registers_cannot_take_is_named() -> None:
     target = targets.resolve("x86-64-v4-amx")
 
     def fallbacks(config: ModelConfig) -> dict[str, str]:
-        return CpuOps(config, quant.SCHEMES["q4a8_1"], target).kernel_names()[1]
+        return CpuOps(config, SCHEMES["q4a8_1"], target).kernel_names()[1]
 
     found = fallbacks(SMALL)
     assert set(found) == {"attention.prompt", "mlp.down.weight"}
@@ -123,9 +124,7 @@ def test_the_same_bytes_for_every_family(
     variant: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = golden(variant)
-    first = compiled(
-        tmp_path_factory, case.config, quant.SCHEMES["q0f32"], context_window=case.context_window
-    )
+    first = compiled(tmp_path_factory, case.config, SCHEMES["q0f32"], context_window=case.context_window)
     for name, value in {"PYTHONHASHSEED": "77", "TZ": "Asia/Tokyo", "LANG": "de_DE.UTF-8"}.items():
         monkeypatch.setenv(name, value)
     again = build(tmp_path / "elsewhere", case.config, request(context_window=case.context_window))
@@ -136,7 +135,7 @@ def test_the_same_bytes_for_every_family(
 def test_the_same_bytes_for_every_scheme(
     scheme: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    first = compiled(tmp_path_factory, SMALL, quant.SCHEMES[scheme])
+    first = compiled(tmp_path_factory, SMALL, SCHEMES[scheme])
     assert files(first) == files(build(tmp_path, SMALL, request(scheme)))
 
 
@@ -168,7 +167,7 @@ def test_layers_share_their_kernels(tmp_path_factory: pytest.TempPathFactory) ->
         config = replace(
             SMALL, num_layers=layers, windows=SMALL.windows[:1] * (layers - 1) + SMALL.windows[1:]
         )
-        library = compiled(tmp_path_factory, config, quant.SCHEMES["q4f16_1"])
+        library = compiled(tmp_path_factory, config, SCHEMES["q4f16_1"])
         return set(re.findall(rb"__tvm_ffi_\w+", (library / "model.so").read_bytes()))
 
     assert len(compiled_functions(2)) > 10
@@ -281,7 +280,7 @@ def test_a_system_without_shared_libraries_is_refused(tmp_path: Path) -> None:
 
 
 def test_overrides_must_match_something(tmp_path: Path) -> None:
-    scheme = replace(quant.SCHEMES["q4f32_1"], overrides=(("router*", quant.SCHEMES["q0f32"]),))
+    scheme = replace(SCHEMES["q4f32_1"], overrides=(("router*", SCHEMES["q0f32"]),))
     assert "router*" in refused(tmp_path, request(scheme))
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tvm import relax
 
-from mlcbuild import quant
 from mlcbuild.bundles import reference
 from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.program import functions
@@ -18,6 +17,7 @@ from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.models import ModelConfig, Rope
 from mlcbuild.targets import target as targets
 from tests.libharness import EVERY, HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
+from tests.schemes import SCHEMES
 
 # These differ from another variant in data only, which tests of the reference cover: they are not compiled.
 DATA_ONLY = {"gemma2-bf16", "llama-yarn", "phi3-longrope-short", "qwen2-bias"}
@@ -54,7 +54,7 @@ def test_family_gives_the_logits_of_transformers(
     variant: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     case = golden(variant)
-    scheme = quant.SCHEMES["q0f32"]
+    scheme = SCHEMES["q0f32"]
     library = compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window)
     session = Session(library / "model.so", pack(case.config, scheme, case.weights))
     tokens, expected = case.tokens, case.logits
@@ -67,7 +67,7 @@ def test_family_gives_the_logits_of_transformers(
 
 def test_sequences_of_a_batch_do_not_see_each_other(tmp_path_factory: pytest.TempPathFactory) -> None:
     case = golden("mistral-window")
-    scheme = quant.SCHEMES["q0f32"]
+    scheme = SCHEMES["q0f32"]
     session = Session(
         compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window) / "model.so",
         pack(case.config, scheme, case.weights),
@@ -84,7 +84,7 @@ def test_sequences_of_a_batch_do_not_see_each_other(tmp_path_factory: pytest.Tem
 
 def test_chosen_rows_come_in_the_order_asked(tmp_path_factory: pytest.TempPathFactory) -> None:
     case = golden("mistral-window")
-    scheme = quant.SCHEMES["q0f32"]
+    scheme = SCHEMES["q0f32"]
     session = Session(
         compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window) / "model.so",
         pack(case.config, scheme, case.weights),
@@ -103,7 +103,7 @@ def test_hidden_states_are_what_the_logits_are_made_of(
     variant: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     case = golden(variant)
-    scheme = quant.SCHEMES["q0f32"]
+    scheme = SCHEMES["q0f32"]
     library = compiled(tmp_path_factory, case.config, scheme, context_window=case.context_window)
     session = Session(library / "model.so", pack(case.config, scheme, case.weights))
     tokens = case.tokens
@@ -125,15 +125,15 @@ def test_hidden_states_are_what_the_logits_are_made_of(
 # Keys and values are stored as float16 by the f16 schemes; a8 rounds activations to 8 bits as well.
 TOLERANCES = {"q0f32": 1e-5, "q4f32_1": 1e-5, "q8f32_1": 1e-5, "q4a8_1": 0.15, "q5a8_1": 0.15, "q8a8_1": 0.15}
 
-SCHEMES = list(quant.SCHEMES) if EVERY else ["q0f16", "q4f16_1", "q8f32_1", "q4a8_1", "q5a8_1", "q8a8_1"]
+CHECKED = list(SCHEMES) if EVERY else ["q0f16", "q4f16_1", "q8f32_1", "q4a8_1", "q5a8_1", "q8a8_1"]
 """Others have the kernels of these, or keys and values of these."""
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", CHECKED)
 def test_scheme_gives_the_logits_of_its_unpacked_weights(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    scheme = quant.SCHEMES[name]
+    scheme = SCHEMES[name]
     stored = pack(SMALL, scheme, random_weights(SMALL))
     session = Session(compiled(tmp_path_factory, SMALL, scheme) / "model.so", stored)
     tokens = np.random.default_rng(1).integers(0, SMALL.vocab_size, 40).tolist()
@@ -151,12 +151,12 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     scheme = replace(
-        quant.SCHEMES["q4f16_1"],
+        SCHEMES["q4f16_1"],
         name="mixed",
         overrides=(
-            ("layers.1.attn.qkv*", quant.SCHEMES["q8f32_1"]),
-            ("lm_head|embed", quant.SCHEMES["q0f32"]),
-            ("layers.0.mlp*", quant.SCHEMES["q0f16"]),
+            ("layers.1.attn.qkv*", SCHEMES["q8f32_1"]),
+            ("lm_head|embed", SCHEMES["q0f32"]),
+            ("layers.0.mlp*", SCHEMES["q0f16"]),
         ),
     )
     stored = pack(SMALL, scheme, random_weights(SMALL))
@@ -178,7 +178,7 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
 )
 def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
     """All others keep each row, and so does who takes rows as tiles."""
-    decoder = Decoder(CpuOps(SMALL, quant.SCHEMES["q4a8_1"], targets.resolve(target)), Limits(64, 32, 2))
+    decoder = Decoder(CpuOps(SMALL, SCHEMES["q4a8_1"], targets.resolve(target)), Limits(64, 32, 2))
     made = {
         name.name_hint: function
         for name, function in functions.build(decoder).functions.items()

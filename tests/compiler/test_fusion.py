@@ -14,9 +14,9 @@ from mlcbuild.compiler.cpu.kernels.activation import Gate
 from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
 from mlcbuild.compiler.cpu.kernels.norm import Norm
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Gated, Given, Normed
-from mlcbuild.quant import SCHEMES
 from tests import kernelbench
 from tests.kernelbench import TARGETS, Floats, Module, Tensor
+from tests.schemes import SCHEMES
 
 pytestmark = pytest.mark.xdist_group("fusion")
 """What is compiled is kept by a process, for many tests."""

@@ -15,6 +15,7 @@ import pytest
 from mlcbuild import models, quant
 from mlcbuild.bundles import reference
 from mlcbuild.checkpoints import conversion
+from tests.schemes import SCHEMES
 
 DECODE = """
 import json
@@ -43,10 +44,10 @@ sums in another order, float16 keys and values, activations of 8 bits."""
 @pytest.mark.parametrize("scheme", NEAR)
 def test_every_token_is_the_most_likely_one(scheme: str, tiny_bundles: Path) -> None:
     bundle = tiny_bundles / "dist" / f"tiny-{scheme}-host"
-    check(bundle, quant.SCHEMES[scheme], [1, 17, 60, 45, 100, 9], NEAR[scheme])
+    check(bundle, SCHEMES[scheme], [1, 17, 60, 45, 100, 9], NEAR[scheme])
 
 
-def check(bundle: Path, scheme: quant.Scheme, prompt: list[int], near: float) -> float:
+def check(bundle: Path, scheme: quant.Storage, prompt: list[int], near: float) -> float:
     """Decodes to the end of the context; the share of tokens that are the reference's own first choice."""
     done = subprocess.run(
         [sys.executable, "-c", DECODE, str(bundle), json.dumps(prompt)],

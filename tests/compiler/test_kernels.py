@@ -9,7 +9,6 @@ from tvm.relax.frontend.nn import Tensor as NnTensor
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Var
 
-from mlcbuild import quant
 from mlcbuild.compiler.cpu.isa import isa_for
 from mlcbuild.compiler.cpu.kernels import embedding
 from mlcbuild.compiler.cpu.kernels.embedding import Embedding
@@ -17,9 +16,10 @@ from mlcbuild.compiler.cpu.kernels.linear import Linear, kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
 from mlcbuild.compiler.cpu.kernels.vectors import argument, prim_func
 from mlcbuild.compiler.cpu.memory import taken_by
-from mlcbuild.quant import SCHEMES, Scheme
+from mlcbuild.quant import Storage
 from tests import kernelbench
 from tests.kernelbench import DISTINCT, TARGETS, Module
+from tests.schemes import SCHEMES, pack, unpack
 
 pytestmark = pytest.mark.xdist_group("kernels")
 """What is compiled is kept by a process, for many tests."""
@@ -138,9 +138,9 @@ def test_weights_and_rows_of_every_magnitude(isa: str) -> None:
     rng, scheme, (n, k) = np.random.default_rng(7), SCHEMES["q4a8_1"], (320, 576)
     matrix = rng.standard_normal((n, k // 32, 32)) * np.exp2(rng.integers(-28, 17, (n, k // 32, 1)))
     matrix[rng.random((n, k // 32)) < 0.1] = 0
-    words, scales = quant.pack(matrix.reshape(n, k).astype(np.float32), scheme)
+    words, scales = pack(matrix.reshape(n, k).astype(np.float32), scheme)
     assert abs(scales).min() == 2.0**-24 and abs(scales).max() > 20000 and (scales < 0).any()
-    stored, weight = (words, scales), quant.unpack(words, scales, scheme, (n, k)).astype(np.float64)
+    stored, weight = (words, scales), unpack((words, scales), scheme, (n, k)).astype(np.float64)
     made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
     for m in (1, 4, 65):
         x = rng.standard_normal((m, k // 32, 32)) * 10.0 ** rng.integers(-33, 31, (m, k // 32, 1))
@@ -192,7 +192,7 @@ def test_error_of_8_bit_activations(isa: str, prompt: bool) -> None:
     matrix = rng.standard_normal((n, k)).astype(np.float32)
     x = rng.standard_normal((8, k)).astype(np.float32)
     made = kernel(product(isa, "q4a8_1", (n, k)), Fusion())
-    found = module(isa).run(made, (8, n), x, *quant.pack(matrix, SCHEMES["q4a8_1"]), prompt=prompt)
+    found = module(isa).run(made, (8, n), x, *pack(matrix, SCHEMES["q4a8_1"]), prompt=prompt)
     exact = x.astype(np.float64) @ matrix.T.astype(np.float64)
     error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
     assert error <= 0.087
@@ -280,7 +280,7 @@ def test_kernel_names_tell_formats_and_shapes_apart() -> None:
     assert len(set(names)) == len(names)
 
 
-def scheme_kernels(isa: str, scheme: Scheme) -> str:
+def scheme_kernels(isa: str, scheme: Storage) -> str:
     """Assembly of all products of one scheme."""
     made = [
         kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in CASES if case[0] == scheme.name

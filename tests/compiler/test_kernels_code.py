@@ -13,11 +13,11 @@ from mlcbuild.compiler.cpu.kernels.attention_plan import Attention
 from mlcbuild.compiler.cpu.kernels.cache import Heads
 from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
-from mlcbuild.quant import SCHEMES
 from mlcbuild.targets.target import Target
 from tests import kernelbench
 from tests.compiler.test_kernels import BIAS, module, scheme_kernels
 from tests.kernelbench import TARGETS
+from tests.schemes import SCHEMES
 
 pytestmark = pytest.mark.xdist_group("kernels")
 """What is compiled is kept by a process, for many tests."""

@@ -9,7 +9,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from mlcbuild import quant
 from mlcbuild.bundles import reference
 from mlcbuild.compiler.cpu.isa import isa_for
 from mlcbuild.compiler.cpu.kernels import embedding
@@ -19,6 +18,7 @@ from mlcbuild.models import ModelConfig, Rope
 from mlcbuild.targets import target as targets
 from tests import kernelbench
 from tests.libharness import Floats, Session, compiled, pack, random_weights, unpacked
+from tests.schemes import SCHEMES
 
 X86 = ("x86-64-v4-amx", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3", "x86-64-v2")
 RUNNABLE = [name for name in X86 if targets.why_not(targets.resolve(name), targets.resolve("host")) is None]
@@ -42,13 +42,13 @@ ODD = ModelConfig(
     tie_embeddings=True,
 )
 MIXED = replace(
-    quant.SCHEMES["q4a8_1"],
+    SCHEMES["q4a8_1"],
     name="mixed",
     overrides=(
-        ("embed", quant.SCHEMES["q8a8_1"]),
-        ("*.attn.qkv", quant.SCHEMES["q5a8_1"]),
-        ("*.attn.o", quant.SCHEMES["q8f16_1"]),
-        ("*.mlp.gate_up", quant.SCHEMES["q4f16_1"]),
+        ("embed", SCHEMES["q8a8_1"]),
+        ("*.attn.qkv", SCHEMES["q5a8_1"]),
+        ("*.attn.o", SCHEMES["q8f16_1"]),
+        ("*.mlp.gate_up", SCHEMES["q4f16_1"]),
     ),
 )
 """Five kinds of products in one library; that of tokens is also the last product."""
@@ -121,7 +121,7 @@ WHOLE = replace(
     reason=ONLY_KERNELS,
 )
 def test_prompts_of_whole_tiles(tmp_path_factory: pytest.TempPathFactory) -> None:
-    scheme = quant.SCHEMES["q4a8_1"]
+    scheme = SCHEMES["q4a8_1"]
     tensors = pack(WHOLE, scheme, random_weights(WHOLE))
     library = compiled(tmp_path_factory, WHOLE, scheme, X86[0], context_window=8192, max_batch=7)
     expected = reference.logits(WHOLE, unpacked(WHOLE, scheme, tensors), TOKENS, dtype=np.float64)[rows()]
@@ -137,7 +137,7 @@ BOUNDARIES = (1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2047, 2048, 2049, 409
 def test_contexts_of_every_length(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The token that fills the context to a boundary, decoded after a prompt in chunks."""
     config = replace(ODD, num_heads=3)
-    scheme = quant.SCHEMES["q0f32"]
+    scheme = SCHEMES["q0f32"]
     weights = random_weights(config)
     library = compiled(tmp_path_factory, config, scheme, context_window=8192)
     session = Session(library / "model.so", pack(config, scheme, weights), num_pages=512)
@@ -159,7 +159,7 @@ def test_tables_of_large_vocabularies(vocab: int) -> None:
     """As the table of tokens and as the last product, of an odd width, for one row and for seven."""
     target = kernelbench.TARGETS["avx2"]
     kernelbench.need(target)
-    isa, scheme, width = isa_for(target), quant.SCHEMES["q8a8_1"], 72
+    isa, scheme, width = isa_for(target), SCHEMES["q8a8_1"], 72
     rng = np.random.default_rng(5)
     arrays, matrix = kernelbench.weights(rng, scheme, vocab, width)
     product = kernel(linear(isa, scheme, vocab, width), Fusion())

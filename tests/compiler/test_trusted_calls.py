@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from tvm import relax
 
-from mlcbuild import quant
 from mlcbuild.compiler import phases as pipeline
 from mlcbuild.compiler.cpu.isa import tvm_target
 from mlcbuild.compiler.cpu.ops import CpuOps
@@ -15,8 +14,9 @@ from mlcbuild.compiler.program.decoder import Decoder
 from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.targets import target as targets
 from tests.libharness import Session, compiled, golden, pack, tensor
+from tests.schemes import SCHEMES
 
-SCHEME = quant.SCHEMES["q0f32"]
+SCHEME = SCHEMES["q0f32"]
 HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
 FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify"}
 ENTRIES = {

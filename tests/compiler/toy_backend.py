@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from mlcbuild_format.abi import PAGE
 
 from mlcbuild.models import ModelConfig, Rope
-from mlcbuild.quant import SCHEMES, Scheme
+from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
+from tests.schemes import SCHEMES
 
 if TYPE_CHECKING:
     from mlcbuild.compiler.program.limits import Limits
@@ -63,7 +64,7 @@ class ToyCache:
 @dataclass(frozen=True)
 class ToyOps:
     config: ModelConfig
-    scheme: Scheme
+    scheme: Storage
     decode_loop: bool = True
     selects_rows = False
     cache = ToyCache()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, TINY, project
+from tests.conftest import TINY, project
 from tests.guide import example
+from tests.outside import copy_package, printed, prospect
 
 FILE = "mlcbuild/models/families/toy.py"
 
@@ -24,55 +21,10 @@ quantizations: [q4f16_1]
 targets: [x86-64-v3]
 """
 
-PROGRAM = """\
-import json, sys
-from pathlib import Path
-from mlcbuild.build.plan import step_modules
-from mlcbuild.canon import code_files
-from mlcbuild.checkpoints.lock import Lock
-from mlcbuild.models.serial import to_json
-from mlcbuild.pipeline import build
-from mlcbuild.recipe import load
-
-pipeline = build(load(Path(sys.argv[1])), Lock({}))
-keys = {
-    step.name: {
-        "action": step.action,
-        "params": step.params,
-        "tools": dict(step.tools),
-        "code": dict(pair for module in step_modules(step) for pair in code_files(module).items()),
-    }
-    for step in pipeline.graph.steps()
-}
-print(json.dumps({"configs": {name: to_json(item) for name, item in pipeline.configs.items()}, "keys": keys}))
-"""
-"""Prints the config of every model, and for every step what its key is computed from beside its inputs."""
-
-
-def prospect(root: Path, recipe: Path) -> subprocess.CompletedProcess[str]:
-    """Runs PROGRAM with the packages in `root`."""
-    path = os.pathsep.join([str(root), str(ROOT / "runtime")])
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(recipe)],
-        cwd=recipe.parent,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def printed(done: subprocess.CompletedProcess[str]) -> Any:
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A copy of the package to which a family can be added."""
-    for package in ("mlcbuild", "targets"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+    return copy_package(tmp_path)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.documents.document import Place
 from mlcbuild.errors import InputError
-from mlcbuild.quant import SCHEMES
+from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.recipe import Limits, LocalSource, Variant, Verify, expand, load
 from mlcbuild.targets import host as this_machine
 from mlcbuild.targets.target import Target, read_preset, resolve

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild.quant import SCHEMES
+from mlcbuild.quant.schemes import SCHEMES
 from tests.recipes import HEAD, NAME_RULE, changed, faults, project
 
 __all__ = ["project"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlcbuild.documents.document import Data
 from mlcbuild.errors import InputError
-from mlcbuild.quant import SCHEMES
+from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.recipe import Limits, expand, load
 from mlcbuild.targets.target import resolve
 from tests.recipes import HEAD, project, read

@@ -21,6 +21,7 @@ from mlcbuild.checkpoints import conversion
 from mlcbuild.compiler.cpu.action import compile_library
 from mlcbuild.models.action import normalise
 from mlcbuild.targets import target as targets
+from tests.schemes import SCHEMES
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tiny"
 LIMITS: dict[str, Json] = {"context_window": 256, "prefill_chunk": 64, "max_batch": 8}
@@ -43,13 +44,13 @@ def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
 
 def build(scheme: str, out: Path, changes: dict[str, Json]) -> None:
     """Every step's action, one after the other. `changes`: to config.json."""
-    scheme_json = quant.to_json(quant.SCHEMES[scheme])
+    scheme_json = quant.to_json(SCHEMES[scheme])
     target = targets.to_json(targets.resolve(targets.HOST))
     compiled: dict[str, Json] = {"scheme": scheme_json, "target": target, "limits": LIMITS}
     shown: dict[str, Json] = {
         "name": f"tiny-{scheme}",
         "model": "tiny",
-        "scheme": scheme_json,
+        "scheme": quant.describe(SCHEMES[scheme]),
         "target": target,
     }
     with tempfile.TemporaryDirectory() as area:

@@ -16,12 +16,13 @@ from mlcbuild_runtime.devices import tensors
 from mlcbuild import models, quant
 from mlcbuild.bundles import reference
 from mlcbuild.models import parameters
+from tests.schemes import SCHEMES, unpack
 
 
 def main(bundle: Path, out: Path, texts: list[str]) -> None:
     manifest = read(bundle)
     library = json.loads((bundle / "library.json").read_text())
-    config, scheme = models.from_json(library["config"]), quant.from_json(library["scheme"])
+    config, scheme = models.from_json(library["config"]), SCHEMES[library["scheme"]["name"]]
     params = tuple((name, shape, dtype, layout) for name, shape, dtype, layout in library["params"])
     loaded = tensors.load(bundle, manifest.weights, params)
     stored = dict(zip((name for name, *_ in params), loaded.arrays, strict=True))
@@ -29,8 +30,7 @@ def main(bundle: Path, out: Path, texts: list[str]) -> None:
     for param in parameters(config):
         own, names = quant.scheme_for(scheme, param.name), [t.name for t in quant.stored(param, scheme)]
         if len(names) == 2:
-            rows, columns = param.shape
-            weights[param.name] = quant.unpack(stored[names[0]], stored[names[1]], own, (rows, columns))
+            weights[param.name] = unpack((stored[names[0]], stored[names[1]]), own, param.shape)
         else:
             weights[param.name] = stored[names[0]].astype(np.float32)
     model = reference.Reference(config, weights, np.float64, manifest.limits.context_window)

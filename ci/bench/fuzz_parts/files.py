@@ -24,13 +24,13 @@ from mlcbuild.checkpoints import conversion
 from mlcbuild.cli import main
 from mlcbuild.errors import MlcbuildError
 from mlcbuild.models import parsing
-from mlcbuild.quant import SCHEMES
 from mlcbuild.remotes.signing import RefusedError, unseal
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
 from tests import checkpoint_files, product
 from tests.conftest import TINY
 from tests.runtime import toy
+from tests.schemes import SCHEMES
 
 
 def command(*arguments: str | Path) -> tuple[int, str]:

@@ -25,7 +25,7 @@ from mlcbuild.compiler.cpu.kernels.linear import Linear, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Gated, Normed
 from mlcbuild.compiler.program.ops import Batch, Weights
 from mlcbuild.models import ModelConfig
-from mlcbuild.quant import Scheme
+from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
 
 
@@ -40,7 +40,7 @@ def dtype_of(tensor: Tensor) -> str:
 @dataclass(frozen=True)
 class Parts:
     config: ModelConfig
-    scheme: Scheme
+    scheme: Storage
     machine: Target
 
     @cached_property

@@ -19,7 +19,7 @@ from tvm.tirx import Expr
 from mlcbuild.compiler.phases import Phases
 from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.models import ModelConfig, Param
-from mlcbuild.quant import Scheme
+from mlcbuild.quant import Storage
 
 Weights = Mapping[str, List[Tensor]]
 """Name of a parameter -> its stored tensors, in stored order."""
@@ -90,7 +90,7 @@ class Ops(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def scheme(self) -> Scheme: ...
+    def scheme(self) -> Storage: ...
 
     @property
     def target(self) -> TvmTarget: ...

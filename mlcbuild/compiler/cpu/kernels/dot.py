@@ -16,9 +16,8 @@ from tvm.tirx import Expr
 
 from mlcbuild.compiler.cpu.isa import ISA, Dot
 from mlcbuild.compiler.cpu.kernels.vectors import i32, intrinsic, moved, splat, typed
+from mlcbuild.quant.groups import QUADS
 
-QUADS = 8
-"""Quads in a group of 32."""
 _PAIRS_OF_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _PAIRS_OF_WORDS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 

@@ -12,6 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.format_kernels import kernel_for
 from mlcbuild.compiler.cpu.kernels.vectors import (
     argument,
     i32,
@@ -24,7 +25,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     typed,
 )
 from mlcbuild.models.config import Param
-from mlcbuild.quant import Scheme, stored
+from mlcbuild.quant import Storage, stored
+from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Embedding:
     """table[tokens] for one stored table [vocab, hidden]."""
 
     isa: ISA
-    scheme: Scheme
+    scheme: Storage
     vocab: int
     hidden: int
 
@@ -48,7 +50,7 @@ class Embedding:
         return tensor_ir_op(made, str(made.attrs["global_symbol"]), [tokens, *weights], out)
 
 
-def embedding(isa: ISA, scheme: Scheme, vocab: int, hidden: int) -> Embedding:
+def embedding(isa: ISA, scheme: Storage, vocab: int, hidden: int) -> Embedding:
     """The lookup in a table [vocab, hidden] stored under a scheme (that of the parameter)."""
     return Embedding(isa, scheme, vocab, hidden)
 
@@ -65,7 +67,7 @@ class _Lookup:
 
     def write(self, column: Expr, values: Expr, lanes: int) -> None:
         """Store some columns, leaving out those beyond the table's width."""
-        if self.of.hidden % 32 == 0:
+        if self.of.hidden % GROUP == 0:
             T.buffer_store(self.out, values, [self.row, span(column, lanes)])
             return
         for lane in range(lanes):
@@ -78,7 +80,7 @@ class _Lookup:
 def kernel(of: Embedding) -> PrimFunc:
     """The function (tokens, stored tensors, out) behind a lookup; one object for equal ones."""
     scheme = of.scheme
-    copy = {"plain": _copy_plain, "row": _copy_row, "x16": _copy_x16}[scheme.layout]
+    copy = {"dense": _copy_plain, "rows": _copy_row, "tiles": _copy_x16}[kernel_for(scheme)]
     kind = scheme.dtype if scheme.bits == 0 else f"{scheme.layout}{scheme.bits}_{scheme.dtype}"
     name = f"embedding_{kind}_{of.vocab}x{of.hidden}"
 
@@ -120,23 +122,23 @@ def _copy_x16(of: _Lookup) -> None:
     bits = of.of.scheme.bits
     width, halves = (8, 1) if bits == 8 else (4, 2)
     words, scales = of.weights
-    tile, r = of.token // 16, of.token % 16
-    shifts = T.ramp(T.int32(0), T.int32(8), 4)
+    tile, r = of.token // TILE, of.token % TILE
+    shifts = T.ramp(T.int32(0), T.int32(8), QUAD)
 
     def quad(group: Expr, line: Expr | int) -> Expr:
-        found = words[tile, group, T.ramp(line * 64 + r * 4, 1, 4)]
-        return T.bind(splat(T.reinterpret("int32", found), 4))
+        found = words[tile, group, T.ramp(line * (TILE * QUAD) + r * QUAD, 1, QUAD)]
+        return T.bind(splat(T.reinterpret("int32", found), QUAD))
 
     with T.serial(0, words.shape[1]) as group:
         scale = T.bind(load_f32(of.of.isa, scales, (tile, group, r), 1))
         fifth = quad(group, 4) if bits == 5 else None
-        with T.serial(0, i64(8 // halves)) as j:
+        with T.serial(0, i64(QUADS // halves)) as j:
             spread = quad(group, j)
             for high in range(halves):
-                field = (spread >> (shifts + i32(width * high, 4))) & i32(2**width - 1, 4)
+                field = (spread >> (shifts + i32(width * high, QUAD))) & i32(2**width - 1, QUAD)
                 if fifth is not None:
-                    place = shifts + splat(T.Cast("int32", j) + 4 * high, 4)
-                    field = field | (((fifth >> place) & i32(1, 4)) << i32(4, 4))
-                values = field - i32(2 ** (bits - 1), 4)
-                column = group * 32 + high * 16 + j * 4
-                of.write(column, T.Cast("float32x4", values) * splat(scale, 4), 4)
+                    place = shifts + splat(T.Cast("int32", j) + QUADS // 2 * high, QUAD)
+                    field = field | (((fifth >> place) & i32(1, QUAD)) << i32(4, QUAD))
+                values = field - i32(2 ** (bits - 1), QUAD)
+                column = group * GROUP + high * (GROUP // 2) + j * QUAD
+                of.write(column, T.Cast("float32x4", values) * splat(scale, QUAD), QUAD)

@@ -37,9 +37,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     splat,
     typed,
 )
+from mlcbuild.quant.groups import QUADS, TILE
 
-TILE = 16
-"""Rows in a tile of the layout."""
 FETCH_BYTES = 3072
 """How far ahead of the reader weights are prefetched: less than a page of 4 KiB, or the second level's own
 prefetcher, which follows the reader within a page, finds nothing left to do."""
@@ -118,10 +117,10 @@ class _Call:
     def operands(self, tile: Expr, group: Expr, vector: int) -> list[list[Expr]]:
         """Of each quad of a group the operands with the weights of one vector of rows."""
         form = self.matrix.dot
-        count = dot.QUADS // form.fields
+        count = QUADS // form.fields
         fifth = T.bind(self.packed(tile, group, 4, vector)) if self.matrix.bits == 5 else None
         found = [form.operands(j, self.packed(tile, group, j, vector), fifth) for j in range(count)]
-        return [found[quad % count][quad // count] for quad in range(dot.QUADS)]
+        return [found[quad % count][quad // count] for quad in range(QUADS)]
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
         """One vector of int32 lanes of the j-th 64 bytes of a group."""
@@ -297,7 +296,7 @@ def _add_group(
     corrections = [form.correction(records, row, group) for row in rows]
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
     totals = [[register(products.start(c), count, kind) for _ in columns] for c in corrections]
-    for quad in range(dot.QUADS):
+    for quad in range(QUADS):
         for i, row in enumerate(rows):
             activations = form.activations(records, row, group, quad)
             for c, (operands, _) in enumerate(columns):
@@ -325,7 +324,7 @@ def _block_product(call: _Call, block: Expr, shape: tuple[int, int]) -> None:
     """block_tiles tiles times all rows of x, in register tiles of this shape."""
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE
-    operands = T.alloc_buffer((matrix.block_groups, dot.QUADS * matrix.dot.parts, wide), "int32")
+    operands = T.alloc_buffer((matrix.block_groups, QUADS * matrix.dot.parts, wide), "int32")
     scales = T.alloc_buffer((matrix.block_groups, wide), "float32")
     size, groups = matrix.block_groups, matrix.records.groups
     with T.serial(0, i64(-(-groups // size))) as number:
@@ -372,7 +371,7 @@ def _tile_product(
         for vector in vectors:
             lane = span(vector * isa.lanes, isa.lanes)
             loaded = [
-                [scratch.operands[group, q * count + p, lane] for p in range(count)] for q in range(dot.QUADS)
+                [scratch.operands[group, q * count + p, lane] for p in range(count)] for q in range(QUADS)
             ]
             columns.append((loaded, scratch.scales[group, lane]))
         _add_group(call, rows, scratch.first + group, columns, acc)

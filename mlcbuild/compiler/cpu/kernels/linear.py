@@ -14,9 +14,10 @@ from tvm.tirx import PrimFunc
 from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels import float_product, int8_product
 from mlcbuild.compiler.cpu.kernels.dense import DenseRows
+from mlcbuild.compiler.cpu.kernels.format_kernels import kernel_for
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
 from mlcbuild.compiler.cpu.kernels.row_group import GroupRows
-from mlcbuild.quant import Scheme
+from mlcbuild.quant import Storage
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Linear:
     """y = x @ W.T for one stored matrix W [n, k]."""
 
     isa: ISA
-    scheme: Scheme
+    scheme: Storage
     n: int
     k: int
 
@@ -73,17 +74,17 @@ class Linear:
         )
 
 
-def linear(isa: ISA, scheme: Scheme, n: int, k: int) -> Linear:
+def linear(isa: ISA, scheme: Storage, n: int, k: int) -> Linear:
     """The product with a matrix [n, k] stored under a scheme (that of the parameter: overrides resolved)."""
     return Linear(isa, scheme, n, k)
 
 
 def _rows(of: Linear) -> float_product.RowFormat | None:
     """How the rows of the matrix are read; None for the x16 layout, which has no rows."""
-    scheme = of.scheme
-    if scheme.layout == "plain":
+    scheme, kind = of.scheme, kernel_for(of.scheme)
+    if kind == "dense":
         return DenseRows(of.isa, of.n, of.k, scheme.dtype)
-    if scheme.layout == "row":
+    if kind == "rows":
         return GroupRows(of.isa, of.n, of.k, scheme.bits, scheme.dtype)
     return None
 

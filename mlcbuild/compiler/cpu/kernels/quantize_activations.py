@@ -32,8 +32,8 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     splat,
     typed,
 )
+from mlcbuild.quant.groups import GROUP, QUADS
 
-GROUP = 32
 _ROUNDER = 12582912.0
 """1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits."""
 _ROUNDER_BITS = 0x4B400000
@@ -64,7 +64,7 @@ class Records:
     @property
     def step(self) -> int:
         """int32 values in a record."""
-        return dot.QUADS * self.dot.parts + 2
+        return QUADS * self.dot.parts + 2
 
     @property
     def powers(self) -> bool:

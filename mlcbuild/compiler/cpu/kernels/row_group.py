@@ -20,8 +20,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     span,
     typed,
 )
-
-GROUP = 32
+from mlcbuild.quant.groups import GROUP
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,116 @@
+"""A stored format as a value: its tensors, and how weights become those tensors and come back.
+
+A format is one file below formats/, loaded by its name. No import statement names it, so the key of a step
+holds the source of the formats that the step lists in `Step.code`, and of no other.
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from mlcbuild.errors import UsageError, did_you_mean
+from mlcbuild.quant import formats
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from mlcbuild.quant.floats import Array, Scratch
+
+    Pack: TypeAlias = Callable[[Array, Scratch, str], Sequence[Array]]
+    Unpack: TypeAlias = Callable[[Sequence[Array], tuple[int, int]], NDArray[np.float32]]
+
+Shape: TypeAlias = Callable[[int, int], tuple[int, ...]]
+"""(rows, columns) of a matrix -> the shape of one of its tensors."""
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
+"""The dtypes that stored tensors may have."""
+
+
+@dataclass(frozen=True)
+class FormatTensor:
+    """One of the tensors in which a format stores a matrix."""
+
+    suffix: str
+    """The tensor is called `<parameter without .weight>.<suffix>`."""
+    dtype: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to store matrices, in one physical layout."""
+
+    tensors: tuple[FormatTensor, ...]
+    """In the order in which files hold them and libraries take them. Axis 0 of each counts blocks of
+    `rows_per_index` rows, so that rows can be converted a few at a time."""
+    pack: Pack
+    """(rows of a matrix, scratch memory, the parameter's name for errors) -> the arrays of `tensors`.
+
+    The rows [N, K] are float32, float16, or bfloat16 as its bits in uint16. The arrays may lie in the scratch
+    memory, which the next call overwrites, or be the argument itself. Raises CheckpointError for weights that
+    the format cannot hold."""
+    unpack: Unpack
+    """(the arrays of `tensors`, [N, K]) -> the matrix that they stand for, in float32."""
+    bits_per_weight: float
+    """Stored bits of one weight, scales included, where nothing is padded."""
+    bits: int = 0
+    """Bits of one code; 0: weights are stored as floating point numbers."""
+    group_size: int = 0
+    """Consecutive weights of a row that share a scale; 0 without scales."""
+    dtype: Literal["float32", "float16"] = "float16"
+    """Storage of scales and of parameters that are no matrices, and of the KV cache."""
+    rows_per_index: int = 1
+    """Rows that one index of axis 0 of every tensor holds."""
+
+
+@cache
+def format_names() -> tuple[str, ...]:
+    """Returns the name of every format, sorted: the names of the files below formats/."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(formats.__path__)))
+
+
+def format_module(name: str) -> str:
+    """Returns the dotted name of a format's module."""
+    return f"{formats.__name__}.{name}"
+
+
+@cache
+def layouts(name: str) -> Mapping[str, Format]:
+    """Loads a format: physical layout -> the format in that layout. Raises UsageError for an unknown name."""
+    if name not in format_names():
+        raise UsageError(f"format '{name}' does not exist; {did_you_mean(name, format_names())}")
+    found: Mapping[str, Format] = import_module(format_module(name)).FORMATS
+    return found
+
+
+def load_format(name: str, layout: str) -> Format:
+    """Returns a format in a physical layout. Raises UsageError if there is none of these names."""
+    found = layouts(name)
+    if layout not in found:
+        raise UsageError(
+            f"format '{name}' cannot be stored in layout '{layout}', which the backend of the target reads; "
+            f"it has: {', '.join(found)}; choose a scheme that the device supports"
+        )
+    return found[layout]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as weights files hold it and the library takes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]

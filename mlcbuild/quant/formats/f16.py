@@ -1,0 +1,5 @@
+"""Weights as float16 numbers, rounded to nearest even."""
+
+from mlcbuild.quant.plain import plain
+
+FORMATS = {"plain": plain("float16")}

@@ -1,0 +1,5 @@
+"""Weights as float32 numbers."""
+
+from mlcbuild.quant.plain import plain
+
+FORMATS = {"plain": plain("float32")}

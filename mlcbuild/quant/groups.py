@@ -1,0 +1,47 @@
+"""Groups of weights that share a scale: sizes and numbers that formats and kernels have in common.
+
+Nothing else defines them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GROUP = 32
+"""Consecutive weights of a row that share a scale."""
+QUAD = 4
+"""Consecutive weights that byte products multiply at once: the four bytes of an int32 lane."""
+QUADS = GROUP // QUAD
+"""Quads in a group."""
+TILE = 16
+"""Rows in a tile of the layout x16, as many as int32 lanes in the widest vectors of CPUs."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The numbers of a format; all arithmetic is float32, each step rounded to nearest even.
+
+    q = clip(rint(w / scale + zero), 0, top), the scale being rounded to `dtype` first. Before that it is
+
+        fit(w)              less than 8 bits: see `fit` in search.py
+        -fit(w)             the same with signed scales
+        max|w| / zero       8 bits
+        extreme / -zero     8 bits with signed scales
+
+    extreme is the weight of largest magnitude with its sign, the positive one of two equal ones.
+
+    A scale that rounds to zero is zero, and its group stored as zeros: all its weights are below 2**-21 for
+    float16. A signed scale is then 2**-24, the smallest float16: the kernels of x16 multiply scales by adding
+    to their exponents.
+    """
+
+    bits: Literal[4, 5, 8]
+    zero: int
+    """The code of 0."""
+    top: int
+    """The largest code."""
+    dtype: Literal["float32", "float16"]
+    """Type of the scales."""
+    signed: bool = False
+    """Scales may be negative, so that the extreme has the code 0, the end with one level more."""

@@ -1,0 +1,32 @@
+"""Formats without quantization: a matrix is one tensor of floating point numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from mlcbuild.quant.format import ITEM_BYTES, Format, FormatTensor
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from mlcbuild.quant.floats import Array, Scratch
+
+
+def plain(dtype: Literal["float32", "float16"]) -> Format:
+    """Returns the format of a type. Planning loads formats, so their functions import NumPy."""
+
+    def pack(weight: Array, scratch: Scratch, name: str) -> Sequence[Array]:
+        from mlcbuild.quant.floats import narrow
+
+        return (narrow(weight, dtype, scratch, name),)
+
+    tensor = FormatTensor("weight", dtype, lambda rows, columns: (rows, columns))
+    return Format((tensor,), pack, _unpack, 8 * ITEM_BYTES[dtype], dtype=dtype)
+
+
+def _unpack(tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
+    import numpy as np
+
+    return tensors[0].astype(np.float32)

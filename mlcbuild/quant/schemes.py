@@ -1,0 +1,21 @@
+"""The built-in schemes. No action imports this table, so a new scheme changes no key."""
+
+from __future__ import annotations
+
+from mlcbuild.quant.scheme import Scheme
+
+SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("q0f32", "f32"),
+        Scheme("q0f16", "f16"),
+        Scheme("q4f32_1", "q4f32"),
+        Scheme("q4f16_1", "q4f16"),
+        Scheme("q8f32_1", "q8f32"),
+        Scheme("q8f16_1", "q8f16"),
+        Scheme("q4a8_1", "q4s", activation_bits=8),
+        Scheme("q5a8_1", "q5s", activation_bits=8),
+        Scheme("q8a8_1", "q8s", activation_bits=8),
+    )
+}
+"""Name -> scheme: q<bits><float dtype>_1 as in mlc-llm; `a8` means 8-bit activations."""

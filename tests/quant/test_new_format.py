@@ -1,0 +1,197 @@
+"""A stored format with three tensors is added from outside, by the file that mlcbuild/README.md shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlcbuild_format.signature import signature
+from mlcbuild_format.weights import read_header
+from numpy.typing import NDArray
+
+from mlcbuild import models, pipeline, quant, recipe
+from mlcbuild.bundles import reference
+from mlcbuild.checkpoints import conversion
+from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.errors import InputError
+from mlcbuild.models import ModelConfig, action
+from mlcbuild.quant import Scheme, Storage, format, formats
+from mlcbuild.quant.schemes import SCHEMES
+from mlcbuild.targets.backends import BACKENDS
+from tests import schemes
+from tests.conftest import TINY, project
+from tests.guide import example
+from tests.outside import copy_package, printed, prospect
+
+FILE = "mlcbuild/quant/formats/toy.py"
+STORAGE = Storage("q4m", "toy", "row", overrides=(("embed", schemes.SCHEMES["q8f16_1"]),))
+TOKENS = [1, 17, 60, 45, 100, 9]
+Floats = NDArray[np.float64]
+
+RECIPE = """\
+version: 1
+models: {tiny: ./tiny}
+quantizations: [q4f16_1, q4a8_1]
+targets: [x86-64-v3]
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The format and its scheme, for this process."""
+    (tmp_path / "added").mkdir()
+    (tmp_path / "added" / "toy.py").write_text(example("Extend: a format"))
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path / "added")])
+    monkeypatch.setitem(SCHEMES, "q4m", Scheme("q4m", "toy"))
+    format.format_names.cache_clear()
+    yield
+    sys.modules.pop("mlcbuild.quant.formats.toy", None)
+    format.format_names.cache_clear()
+    format.layouts.cache_clear()
+
+
+def independent(weight: NDArray[np.float32]) -> tuple[Floats, Floats]:
+    """Returns the values that the format stores for a matrix, and the largest step of each group.
+
+    In float64, by the definition: minimum and scale rounded to float16, codes 0 .. 15.
+    """
+    rows, columns = weight.shape
+    wide = np.pad(weight.astype(np.float64), ((0, 0), (0, -columns % 32))).reshape(rows, -1, 32)
+    minimum = wide.min(axis=2, keepdims=True).astype(np.float16).astype(np.float64)
+    scale = ((wide.max(axis=2, keepdims=True) - minimum) / 15).astype(np.float16).astype(np.float64)
+    levels = np.arange(16) * scale[..., None] + minimum[..., None]
+    nearest = np.abs(levels - wide[..., None]).argmin(axis=-1)
+    values = nearest * scale + minimum
+    return values.reshape(rows, -1)[:, :columns], np.broadcast_to(scale, wide.shape).reshape(rows, -1)[
+        :, :columns
+    ]
+
+
+def converted(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ModelConfig, Mapping[str, NDArray[np.float32]]]:
+    """Runs the action of the weights step on the embedded model, a few rows at a time."""
+    (root / "config").mkdir()
+    action.normalise({}, {"checkpoint": TINY}, root / "config")
+    monkeypatch.setattr(conversion, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setenv("MLCBUILD_CORES", "2")
+    inputs = {"config": root / "config", "checkpoint": TINY}
+    conversion.convert({"scheme": quant.to_json(STORAGE)}, inputs, root / "weights")
+    config = models.from_json(json.loads((root / "config" / "config.json").read_bytes()))
+    return config, conversion.checkpoint(TINY, config, conversion.read_tensor_names(root / "config"))
+
+
+def test_three_tensors_are_converted_and_read_back(
+    toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, original = converted(tmp_path, monkeypatch)
+    stored = conversion.read(tmp_path / "weights")
+    down = {name: array for name, array in stored.items() if name.startswith("layers.0.mlp.down.")}
+    rows, columns = original["layers.0.mlp.down.weight"].shape
+    groups = -(-columns // 32)
+    assert {name.rpartition(".")[2]: (array.shape, array.dtype) for name, array in down.items()} == {
+        "codes": ((rows, groups, 16), np.uint8),
+        "scale": ((rows, groups), np.float16),
+        "minimum": ((rows, groups), np.float16),
+    }
+    assert "embed.q_weight" in stored, "an override keeps its own format"
+    back = conversion.unpacked(tmp_path / "weights", config, STORAGE)
+    for name, weight in original.items():
+        if weight.ndim != 2 or name == "embed.weight":
+            continue
+        expected, step = independent(weight)
+        away = np.abs(back[name] - expected) > 1e-6
+        # Half-way between two codes, float32 may round to the other one.
+        assert away.mean() < 1e-4 and (np.abs(back[name] - expected) <= step + 1e-6).all()
+        assert (np.abs(back[name] - weight) <= 0.51 * step + 1e-3 * np.abs(weight)).all()
+
+
+def test_the_header_holds_the_signature_of_all_tensors(
+    toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, _ = converted(tmp_path, monkeypatch)
+    (path,) = (tmp_path / "weights").iterdir()
+    header, expected = read_header(path), quant.stored_parameters(models.parameters(config), STORAGE)
+    assert header.scheme == "q4m"
+    assert header.signature == signature(
+        (item.name, item.shape, item.dtype, item.layout) for item in expected
+    )
+    assert {(item.name, item.shape, item.dtype) for item in header.tensors} == {
+        (item.name, item.shape, item.dtype) for item in expected
+    }
+
+
+def test_the_reference_computes_with_the_format(
+    toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, original = converted(tmp_path, monkeypatch)
+    back = conversion.unpacked(tmp_path / "weights", config, STORAGE)
+    exact = {
+        name: independent(weight)[0]
+        if weight.ndim == 2 and name != "embed.weight"
+        else back[name].astype(np.float64)
+        for name, weight in original.items()
+    }
+    found = reference.logits(config, back, TOKENS)
+    expected = reference.logits(config, exact, TOKENS, dtype=np.float64)
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
+    untouched = reference.logits(config, original, TOKENS, dtype=np.float64)
+    assert 1e-3 < np.abs(expected - untouched).max() < 0.5 * np.abs(untouched).max()
+
+
+def test_the_cpu_refuses_a_format_without_kernels_before_work(toy: None, tmp_path: Path) -> None:
+    path = project(tmp_path, RECIPE.replace("[q4f16_1, q4a8_1]", "[q4m]"))
+    with pytest.raises(
+        InputError,
+        match=r"recipe.yaml:2:\d+: model 'tiny', quantization 'q4m', target 'x86-64-v3': scheme q4m: CPUs "
+        r"have no kernels for format 'toy'; they have some for f32, .*: choose a scheme with one of these",
+    ):
+        pipeline.build(recipe.load(path), Lock())
+
+
+def test_a_backend_that_reads_the_format_builds_with_it(toy: None, tmp_path: Path) -> None:
+    exec(example("Extend: a device backend"))
+    try:
+        read = recipe.load(project(tmp_path, RECIPE.replace("[q4f16_1, q4a8_1]", "[q4m]")))
+        target = replace(read.targets["x86-64-v3"], device="toy")
+        made = pipeline.build(replace(read, targets={"x86-64-v3": target}), Lock())
+        steps = {step.name: step for step in made.graph.steps()}
+    finally:
+        del BACKENDS["toy"]
+    assert steps["weights/tiny/q4m/row"].params == {"scheme": quant.to_json(Storage("q4m", "toy", "row"))}
+    assert steps["weights/tiny/q4m/row"].code == ("mlcbuild.quant.formats.toy",)
+    described = steps["bundle/tiny-q4m-x86-64-v3"].params["scheme"]
+    assert isinstance(described, dict) and (described["bits"], described["dtype"]) == (4, "float16")
+
+
+def test_a_new_format_moves_no_key(tmp_path: Path) -> None:
+    """The module and its line in the table are added to a copy of the package."""
+    root = copy_package(tmp_path)
+    (tmp_path / "work").mkdir()
+    path = project(tmp_path / "work", RECIPE)
+    before = printed(prospect(root, path))
+    (root / FILE).write_text(example("Extend: a format"))
+    table = root / "mlcbuild" / "quant" / "schemes.py"
+    table.write_text(
+        table.read_text().replace(
+            '        Scheme("q0f32"', '        Scheme("q4m", "toy"),\n        Scheme("q0f32"'
+        )
+    )
+    after = printed(prospect(root, path))
+    assert "weights/tiny/q4a8_1/x16" in after["keys"] and after == before
+    path.write_text(RECIPE.replace("q4a8_1", "q4m"))
+    refused = prospect(root, path)
+    assert "CPUs have no kernels for format 'toy'" in refused.stderr
+
+
+def test_the_guide_loads_no_device(tmp_path: Path) -> None:
+    """A format is NumPy only."""
+    (tmp_path / "toy.py").write_text(example("Extend: a format"))
+    code = "import sys, toy; sys.exit(any(name in sys.modules for name in ('tvm', 'torch')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0

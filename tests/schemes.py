@@ -1,0 +1,24 @@
+"""The built-in schemes as CPUs store them, and packing of one matrix, for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild.quant import Storage
+from mlcbuild.quant.floats import Array, Scratch
+from mlcbuild.quant.schemes import SCHEMES as BUILT_IN
+from mlcbuild.targets.backends import BACKENDS
+
+SCHEMES: dict[str, Storage] = {name: BACKENDS["cpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
+
+
+def pack(weight: Array, scheme: Storage, name: str = "matrix") -> tuple[Array, ...]:
+    """Returns the stored tensors of a matrix."""
+    return tuple(scheme.definition.pack(weight, Scratch(), name))
+
+
+def unpack(tensors: tuple[Array, ...], scheme: Storage, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Returns the matrix that stored tensors stand for."""
+    rows, columns = shape
+    return scheme.definition.unpack(tensors, (rows, columns))
