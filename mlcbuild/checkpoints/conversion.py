@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from mlcbuild_format.safetensors import ALIGNMENT, NUMPY, Tensor
 from mlcbuild_format.signature import signature
 from mlcbuild_format.versions import WEIGHTS as FORMAT
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from mlcbuild import models, progress
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints.mapping import Rows, Source, fail, locate
-from mlcbuild.checkpoints.shards import ALIGNMENT, CODES, Shard, Tensor, lay_out, read_header
+from mlcbuild.checkpoints.shards import Shard, lay_out, read_header
 from mlcbuild.errors import CheckpointError, StepError, UsageError
 from mlcbuild.models import ModelConfig, TensorNames, parameters
 from mlcbuild.quant import (
@@ -78,12 +79,12 @@ def write(found: Sequence[Source], scheme: Storage, out: Path, cores: int = 1) -
     try:
         out.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            files = [_Blocks(stack.enter_context(FileIO(out / s.name, "wb")), s.size) for s in shards]
+            files = [_Blocks(stack.enter_context(FileIO(out / s.name, "wb")), s.file.size) for s in shards]
             for shard, file in zip(shards, files, strict=True):
-                file.put(0, np.frombuffer(shard.header, np.uint8))
+                file.put(0, np.frombuffer(shard.file.header, np.uint8))
             _work(_Plan(tuple(found), scheme, _places(tensors, shards, files)), cores)
     except OSError as error:
-        size = sum(shard.size for shard in shards)
+        size = sum(shard.file.size for shard in shards)
         raise StepError(
             f"{out}: the weights cannot be written ({error.strerror}); they need {size} bytes: "
             "free space there, check its permissions, and run again"
@@ -146,7 +147,7 @@ def _places(
     tensors: Sequence[StoredTensor], shards: Sequence[Shard], files: Sequence[_Blocks]
 ) -> dict[str, _Place]:
     pairs = list(zip(shards, files, strict=True))
-    places = {name: (file, start) for shard, file in pairs for name, start in shard.starts.items()}
+    places = {name: (file, start) for shard, file in pairs for name, start in shard.file.starts.items()}
     return {tensor.name: _Place(*places[tensor.name], tensor.size // tensor.shape[0]) for tensor in tensors}
 
 
@@ -319,12 +320,11 @@ def read(path: Path) -> Mapping[str, Array]:
         tensors |= {tensor.name: tensor for tensor in header.tensors}
     if path.is_dir() and not paths[-1].name.endswith(f"-of-{len(paths):05}.safetensors"):
         raise CheckpointError(f"{path}: of its weights files only {len(paths)} are there; build them again")
-    dtypes = {code: np.dtype(name) for name, code in CODES.items()}
 
     def load(name: str) -> Array:
         tensor = tensors[name]
         mapped = np.memmap(tensor.path, np.uint8, "r", tensor.start, (tensor.size,))
-        found: Array = mapped.view(np.ndarray).view(dtypes[tensor.dtype]).reshape(tensor.shape)
+        found: Array = mapped.view(np.ndarray).view(NUMPY[tensor.dtype]).reshape(tensor.shape)
         return found if tensor.start % ALIGNMENT == 0 else found.copy()
 
     return _Lazy(tensors, load)

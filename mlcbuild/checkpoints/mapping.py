@@ -12,9 +12,10 @@ from types import TracebackType
 
 import numpy as np
 from mlcbuild_format import regular
+from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 
-from mlcbuild.checkpoints.shards import Tensor, read_header
+from mlcbuild.checkpoints.shards import read_header
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Param, TensorNames, parameters, piece_rows, surplus
 from mlcbuild.models.fields import no_duplicates

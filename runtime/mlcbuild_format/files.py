@@ -27,7 +27,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         return regular.open_file(path)
     except OSError as error:
-        raise _error(path, error) from None
+        raise read_error(path, error) from None
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
@@ -38,10 +38,11 @@ def read_bytes(path: Path, largest: int) -> bytes:
         if error.errno == errno.EFBIG:
             message = f"{path}: has more than {largest} bytes, which such a file never has"
             raise BundleError(message) from None
-        raise _error(path, error) from None
+        raise read_error(path, error) from None
 
 
-def _error(path: Path, error: OSError) -> BundleError:
+def read_error(path: Path, error: OSError) -> BundleError:
+    """Returns the error for a file of a bundle that the system cannot read."""
     if error.errno == errno.ENOENT:
         return BundleError(f"{path}: missing; copy the bundle again")
     if error.errno == errno.EINVAL:

@@ -6,14 +6,14 @@ import json
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path, PosixPath
+from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from mlcbuild import models
 from mlcbuild.checkpoints import conversion, shards
@@ -95,7 +95,7 @@ def test_which_files_are_read(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot be read \(Is a directory\); check its permissions"):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(it is a directory, not a regular"):
         shards.read_header(tmp_path)
     root = single(tmp_path / "hf", tensors())
     found = conversion.checkpoint(root, CONFIG, parsing.tensor_names(CONFIG))
@@ -185,7 +185,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown dtype": (
         lambda root: replaced(root, DOWN, ("Q4", ONES)),
-        rf"model.safetensors: {DAMAGED} \(\d+ bytes; .* unknown variant `Q4`.*\); fetch the file again",
+        rf"model.safetensors: {DAMAGED} \(\d+ bytes; .*'{DOWN}.dtype' must be one of .*\); fetch the",
     ),
     "missing file": (
         lambda root: (root / SHARD).unlink(),
@@ -225,7 +225,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda root: save_raw(
             root / SHARD, {"a": {"dtype": "U8", "shape": [4], "data_offsets": [4, 8]}}, bytes(8)
         ),
-        rf"{SHARD}: {DAMAGED} \(\d+ bytes; .*offset for tensor `a`",
+        rf"{SHARD}: {DAMAGED} \(\d+ bytes; .*4 bytes of no tensor in front of 'a'",
     ),
     "lines in a reason": (
         lambda root: save_raw(root / SHARD, {"a": {"dtype": "a\nb" + "c" * 999}}),
@@ -311,20 +311,6 @@ def test_a_long_list_of_faults_is_cut(tmp_path: Path) -> None:
     assert lines[-1] == "... and 40 more problems of these kinds"
 
 
-def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
-    path = single(tmp_path, tensors("BF16")) / "model.safetensors"
-    other = single(tmp_path / "other", tensors("F32")) / "model.safetensors"
-
-    class Replaced(PosixPath):
-        def open(self, *how: Any, **more: Any) -> Any:  # as Path.open, without its seven overloads
-            opened = super().open(*how, **more)
-            other.replace(path)
-            return opened
-
-    with pytest.raises(CheckpointError, match="it changed while its header was read; run again"):
-        shards.read_header(Replaced(path))
-
-
 BITS = {"BOOL": 8, "U8": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F4": 4, "BF16": 16, "I16": 16}
 BITS |= {"F16": 16, "U32": 32, "F32": 32, "I64": 64, "F64": 64}
 
@@ -355,6 +341,10 @@ def test_tensors_lie_where_the_header_says(
     save_raw(path, {"__metadata__": metadata, **dict(entries)}, bytes(end))
     data = path.stat().st_size - end
     header = shards.read_header(path)
+    with safe_open(path, "numpy") as other:  # the format's own reader agrees
+        assert [tensor.name for tensor in header.tensors if tensor.size] == [
+            name for name in other.offset_keys() if math.prod(other.get_slice(name).get_shape())
+        ]
     assert header.metadata == (metadata or {})
     assert {(t.name, t.dtype, t.shape, t.start - data, t.size) for t in header.tensors} == expected
 

@@ -197,7 +197,7 @@ READ: list[Damage] = [
     ("weights truncated", cut(WEIGHTS, 1000), "has 1000 bytes, but bundle.json says"),
     ("library cut in its header", cut_and_reseal("model.so", 50), "not a whole shared library"),
     ("library of text", write("model.so", b"hello" * 1000), "not a whole shared library"),
-    ("weights header cut", cut_and_reseal(WEIGHTS, 100), "truncated, or not a weights file"),
+    ("weights header cut", cut_and_reseal(WEIGHTS, 100), "not a whole weights file: it is truncated"),
     ("weights of noise", write(WEIGHTS, b"\x10" + b"\0" * 7 + b"x" * 100), "its header is not valid JSON"),
     ("weights of another format", header(__metadata__={"format": "pt"}), "'__metadata__.format' must be"),
     (
@@ -234,7 +234,7 @@ LOADED: list[Damage] = [
     ),
     ("library with a far segment", elf_with_far_segment, "not a whole shared library"),
     ("library of another kind", foreign_library, "a shared library, but not one of a model"),
-    ("weights empty", cut_and_reseal(WEIGHTS, 0), "truncated, or not a weights file"),
+    ("weights empty", cut_and_reseal(WEIGHTS, 0), "not a whole weights file: it is truncated"),
     ("weights data cut", cut_and_reseal(WEIGHTS, 2000), "'table' ends after the end of the file"),
     (
         "weights of another shape",

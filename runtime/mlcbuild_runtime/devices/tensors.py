@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from mlcbuild_format import weights
+from mlcbuild_format import safetensors, weights
 from mlcbuild_format.errors import BundleError
 from mlcbuild_format.signature import Tensor
 from numpy.typing import NDArray
@@ -75,7 +75,7 @@ def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
     The few that are not aligned are copied. Raises BundleError when one is missing or of another form.
     """
     maps: list[mmap.mmap] = []
-    found: dict[str, tuple[weights.Tensor, NDArray[np.uint8]]] = {}
+    found: dict[str, tuple[safetensors.Tensor, NDArray[np.uint8]]] = {}
     for name in names:
         header = weights.read_header(path / name)
         with (path / name).open("rb") as file:
@@ -98,7 +98,7 @@ def _view(
     name: str,
     shape: tuple[int, ...],
     dtype: str,
-    found: Mapping[str, tuple[weights.Tensor, NDArray[np.uint8]]],
+    found: Mapping[str, tuple[safetensors.Tensor, NDArray[np.uint8]]],
 ) -> Array:
     if name not in found:
         raise BundleError(f"the library takes the tensor '{name}', which no weights file holds")

@@ -1,0 +1,191 @@
+"""Headers of safetensors files: the only reader and the only writer.
+
+A file is 8 bytes (the header's length, little-endian), the header (JSON: tensor name -> dtype, shape,
+data_offsets; `__metadata__` -> strings), then the tensors' bytes without gaps.
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from mlcbuild_format import regular
+from mlcbuild_format.fields import FieldError, Fields, Json, describe, parse_json, printable
+
+MAX_HEADER = 32 << 20
+"""Bytes; larger headers are not read. The format allows 100 MB."""
+MAX_DIMENSIONS = 8
+METADATA = "__metadata__"
+ALIGNMENT = 64
+"""Bytes: the widest vector of the CPUs that libraries are compiled for, and their cache line."""
+
+BITS: Mapping[str, int] = {
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("BF16", "F16", "I16", "U16"), 16),
+    **dict.fromkeys(("BOOL", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ", "F8_E8M0", "I8", "U8"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""The format's name of a dtype -> bits of one element."""
+
+NUMPY: Mapping[str, str] = {
+    "F32": "float32",
+    "F16": "float16",
+    "U32": "uint32",
+    "U8": "uint8",
+    "I8": "int8",
+    "I32": "int32",
+}
+"""The format's name of a dtype -> NumPy's, for the dtypes that weights files of bundles hold."""
+
+
+class HeaderError(ValueError):
+    """A file that breaks a rule of the format. The message names the rule, not the file."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor's bytes are."""
+
+    name: str
+    dtype: str
+    """The format's name, for example BF16."""
+    shape: tuple[int, ...]
+    path: Path
+    start: int
+    """Offset in the file, in bytes."""
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class Header:
+    metadata: Mapping[str, str]
+    tensors: tuple[Tensor, ...]
+    """In the order of their bytes, which fill the file."""
+
+
+def read_header(path: Path) -> Header:
+    """Returns the header of a file, checked against the file's size.
+
+    Raises OSError, and HeaderError for a file that breaks a rule of the format.
+    """
+    with regular.open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise HeaderError(f"it is truncated or damaged: {size} bytes do not hold the header")
+        if length > MAX_HEADER:
+            raise HeaderError(f"its header has {length} bytes, more than {MAX_HEADER}")
+        text = file.read(length)
+    try:
+        document = parse_json(text)
+    except ValueError as error:
+        raise HeaderError(f"its header is not valid JSON ({error})") from None
+    try:
+        return _header(path, document, data=8 + length, size=size)
+    except FieldError as error:
+        raise HeaderError(f"in its header, {error}") from None
+
+
+def _header(path: Path, document: Json, data: int, size: int) -> Header:
+    top = Fields(document)
+    # Writers of some checkpoints put null where they have no metadata.
+    metadata = top.object(METADATA) if top.value.get(METADATA) is not None else {}
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise FieldError(f"'{METADATA}' must hold strings, found {describe(value)} at {describe(key)}")
+    tensors = [_tensor(top, name, path, data) for name in top.value if name != METADATA]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.size))
+    _check_places(tensors, data, size)
+    return Header({key: str(value) for key, value in metadata.items()}, tuple(tensors))
+
+
+def _tensor(top: Fields, name: str, path: Path, data: int) -> Tensor:
+    entry, shown = top.fields(name).only("dtype", "shape", "data_offsets"), printable(name)
+    dtype = entry.text("dtype")
+    if dtype not in BITS:
+        raise FieldError(f"'{shown}.dtype' must be one of {', '.join(BITS)}, found {describe(dtype)}")
+    shape, offsets = entry.integers("shape"), entry.integers("data_offsets")
+    if len(shape) > MAX_DIMENSIONS:
+        raise FieldError(f"'{shown}.shape' has more than {MAX_DIMENSIONS} dimensions")
+    bits = BITS[dtype] * math.prod(shape)
+    if bits % 8 or len(offsets) != 2 or offsets[1] - offsets[0] != bits // 8:
+        raise FieldError(f"'{shown}.data_offsets' do not hold {describe(list(shape))} of {dtype}")
+    return Tensor(name, dtype, shape, path, data + offsets[0], bits // 8)
+
+
+def _check_places(tensors: Iterable[Tensor], data: int, size: int) -> None:
+    """Raises FieldError unless tensors lie one behind the other from the header's end to the file's."""
+    end = data
+    for tensor in tensors:
+        name = f"'{printable(tensor.name)}'"
+        if tensor.start < end:
+            raise FieldError(f"{name} begins before the end of the tensor in front of it")
+        if tensor.start > end:
+            raise FieldError(f"there are {tensor.start - end} bytes of no tensor in front of {name}")
+        end = tensor.start + tensor.size
+        if end > size:
+            raise FieldError(f"{name} ends after the end of the file")
+    if end < size:
+        raise FieldError(f"there are {size - end} bytes behind the last tensor")
+
+
+class NewTensor(Protocol):
+    """A tensor that a file is to hold."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str:
+        """NumPy's name."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """The beginning of a file, and where its tensors go."""
+
+    header: bytes
+    """With the length in front."""
+    starts: Mapping[str, int]
+    """Offset of each tensor in the file, in bytes."""
+    size: int
+    """Bytes of the whole file."""
+
+
+def lay_out(tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> NewFile:
+    """Returns the file that holds the tensors, whose data begin at a multiple of ALIGNMENT.
+
+    Tensors whose size is a multiple of it come first, so that they begin at one too.
+    """
+    codes = {name: code for code, name in NUMPY.items()}
+    document: dict[str, object] = {METADATA: dict(metadata)}
+    starts: dict[str, int] = {}
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: tensor.size % ALIGNMENT != 0):
+        starts[tensor.name], end = end, end + tensor.size
+        document[tensor.name] = {
+            "dtype": codes[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[tensor.name], end],
+        }
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    data = 8 + len(text)
+    places = {name: data + start for name, start in starts.items()}
+    return NewFile(len(text).to_bytes(8, "little") + text, places, data + end)
