@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mlcbuild.quant.packing import widen
+from mlcbuild.quant.floats import widen
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]
