@@ -52,7 +52,7 @@ def test_the_page_needs_the_standard_library_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["mlcbuild-library/1", "mlcbuild-weights/1", "prefill_to_last_hidden_states"]
+    "text", ["mlcbuild-library/2", "mlcbuild-weights/1", "prefill_to_last_hidden_states"]
 )
 def test_names_stand_in_one_place(text: str) -> None:
     places = [

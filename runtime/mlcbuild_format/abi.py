@@ -24,7 +24,7 @@ PAGE = 16
 
 
 class SamplingParams(NamedTuple):
-    """How one token is drawn from one row of logits: a row of `ways`, float64."""
+    """How one token is drawn from one row of logits: a row of `sampling_params`, float64."""
 
     inverse_temperature: float
     """0: the most likely token. Below 0: no token at all, see NO_TOKEN."""
@@ -123,27 +123,27 @@ values are in the cache."""
 
 _TOKENS = Argument("tokens", "int32", ("n",))
 _ROWS = Argument("logit_positions", "int32", ("q",))
-_WAYS = Argument("ways", SAMPLING_DTYPE, ("q", len(SAMPLING_COLUMNS)))
+_SAMPLING = Argument("sampling_params", SAMPLING_DTYPE, ("q", len(SAMPLING_COLUMNS)))
 _MASKS = Argument("masks", "int32", ("m", "w"))
 _PROMPTS = Argument("input_embeds", "float32", (1, "n", "hidden"))
-_STEP = (_TOKENS, _ROWS, _WAYS, Argument("chosen", "int32", ("q",), in_place=True), _MASKS, *BATCH)
+_STEP = (_TOKENS, _ROWS, _SAMPLING, Argument("sampled", "int32", ("q",), in_place=True), _MASKS, *BATCH)
 _LOOP = (
     Argument("tokens", "int32", ("n",), in_place=True),
     Argument("logit_positions", "int32", ("n",)),
-    Argument("ways", SAMPLING_DTYPE, ("n", len(SAMPLING_COLUMNS)), in_place=True),
+    Argument("sampling_params", SAMPLING_DTYPE, ("n", len(SAMPLING_COLUMNS)), in_place=True),
     _MASKS,
-    Argument("numbers", SAMPLING_DTYPE, ("k", "n")),
-    Argument("heeds", "int32", ("n",)),
-    Argument("ends", "int32", ("e",)),
-    Argument("stop", "int32", (1,)),
-    Argument("taken", "int32", ("k", "n"), in_place=True),
+    Argument("random_numbers", SAMPLING_DTYPE, ("k", "n")),
+    Argument("stops_at_eos", "int32", ("n",)),
+    Argument("eos_tokens", "int32", ("e",)),
+    Argument("interrupt", "int32", (1,)),
+    Argument("sampled_tokens", "int32", ("k", "n"), in_place=True),
     Argument("state", "int32", (len(STATE_COLUMNS),), in_place=True),
-    Argument("again", "bool", in_place=True),
+    Argument("continues", "bool", in_place=True),
 )
-"""What a loop has beside a batch with one token of each sequence: `tokens` are replaced by those of the next
-step; of step i, row i of `numbers` holds the random numbers and row i of `taken` gets the tokens. No step
-follows a token of `ends` in a sequence that `heeds` them, nor after `stop` is set, by any thread at any time.
-`again`: another step is to be made at once."""
+"""The arguments of a loop beside a batch with one token of each sequence. `tokens` are replaced by those of
+the next step; step i reads row i of `random_numbers` and writes row i of `sampled_tokens`. No step follows
+one of `eos_tokens` in a sequence that `stops_at_eos`, nor after any thread has set `interrupt`. `continues`:
+another step must follow at once."""
 
 CREATE_CACHE = Function("create_paged_kv_cache", (Argument("num_pages", "int64"),))
 """-> the cache of so many pages, not initialised. The argument is a shape."""
@@ -152,16 +152,17 @@ METADATA = Function("_metadata", ())
 EMBED = Function("embed", (_TOKENS, PARAMS))
 """-> embeddings float32 [n, hidden]."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
-"""-> logits float32 [1, q, vocab], masked, after a token is drawn from each row into `chosen`. A row has the
+"""-> logits float32 [1, q, vocab], masked, after a token is drawn from each row into `sampled`. A row has the
 same bits whatever shares its batch."""
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
 """As `step`, for prompts: a faster way, which may round differently."""
 STEP_ON = Function("step_on", (*_LOOP, *BATCH, PARAMS))
 """As `step` for one token of each sequence; what it changes are the arguments of the step that follows."""
 STEPS = Function("steps", (*_LOOP, *BATCH, PARAMS))
-"""`step_on`, without masks, for as long as `again` is true -> `again`."""
-CHOOSE = Function(
-    "choose", (Argument("logits", "float32", ("q", "v")), _WAYS, Argument("tokens", "int32", ("q",)), _MASKS)
+"""`step_on`, without masks, for as long as `continues` is true -> `continues`."""
+SAMPLE = Function(
+    "sample_tokens",
+    (Argument("logits", "float32", ("q", "v")), _SAMPLING, Argument("tokens", "int32", ("q",)), _MASKS),
 )
 """Masks logits in place and draws a token from each row into `tokens` -> logits float32 [1, q, v]."""
 PREFILL = Function("prefill", (_PROMPTS, _ROWS, *BATCH, PARAMS))
@@ -177,7 +178,7 @@ HIDDEN_STATES = Function("prefill_to_last_hidden_states", (_PROMPTS, *BATCH, PAR
 BATCH_HIDDEN_STATES = Function("batch_prefill_to_last_hidden_states", HIDDEN_STATES.arguments)
 
 CAPABILITIES: Mapping[str, tuple[Function, ...]] = {
-    "generate": (METADATA, CREATE_CACHE, STEP, STEP_PREFILL, CHOOSE),
+    "generate": (METADATA, CREATE_CACHE, STEP, STEP_PREFILL, SAMPLE),
     "decode_loop": (STEP_ON, STEPS),
     "hidden_states": (EMBED, HIDDEN_STATES, BATCH_HIDDEN_STATES),
 }

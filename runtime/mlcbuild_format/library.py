@@ -42,7 +42,8 @@ def read_metadata(text: str, manifest: Manifest) -> Metadata:
     try:
         top = Fields(parse_json(text.encode()))
         if top.value.get("format") != FORMAT:
-            raise FieldError(f"'format' must be '{FORMAT}', found {describe(top.value.get('format'))}")
+            there = describe(top.value.get("format"))
+            raise FieldError(f"'format' must be '{FORMAT}', found {there}: build the bundle again")
         found = Metadata(top.text("signature"), _params(top))
         _agree(top, manifest)
     except (FieldError, ValueError) as error:

@@ -6,7 +6,7 @@ checkpoint again.
 
 from __future__ import annotations
 
-LIBRARY = "mlcbuild-library/1"
+LIBRARY = "mlcbuild-library/2"
 """`format` in the metadata of a library: its functions are those of abi.py."""
 WEIGHTS = "mlcbuild-weights/1"
 """`format` in the metadata of a weights file."""

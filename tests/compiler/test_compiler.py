@@ -71,7 +71,7 @@ def test_a_library_describes_itself(tmp_path_factory: pytest.TempPathFactory) ->
     about = json.loads((library / "library.json").read_text())
     session = Session(library / "model.so", pack(SMALL, scheme, random_weights(SMALL)))
     assert json.loads(session.vm["_metadata"]()) == about
-    assert about["format"] == "mlcbuild-library/1"
+    assert about["format"] == "mlcbuild-library/2"
     assert models.from_json(about["config"]) == SMALL
     assert quant.from_json(about["scheme"]) == scheme
     assert targets.from_json(about["target"]) == replace(targets.resolve("host"), name="")

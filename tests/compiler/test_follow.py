@@ -27,34 +27,35 @@ class Steps:
     lengths: list[int]
     made: int
     most: int
-    heeds: list[int]
-    ends: list[int]
-    stop: int
+    stops_at_eos: list[int]
+    eos_tokens: list[int]
+    interrupt: int
     pause: int = 99
     table: list[int] = field(init=False)
     starts: list[int] = field(init=False)
     positions: list[int] = field(init=False)
     slots: list[int] = field(init=False)
-    numbers: list[float] = field(init=False)
-    taken: list[list[int]] = field(init=False)
+    random_numbers: list[float] = field(init=False)
+    sampled_tokens: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         count = [length // PAGE + 1 for length in self.lengths]
         self.starts = [sum(count[:row]) for row in range(len(count) + 1)]
         self.table = [7 * (sum(count) - entry) + 3 for entry in range(sum(count))]
         self.positions = [length - 1 for length in self.lengths]
-        self.slots, self.numbers = [-5] * len(count), [0.25] * len(count)
-        self.taken = [[-9] * len(count) for _ in range(self.most)]
+        self.slots, self.random_numbers = [-5] * len(count), [0.25] * len(count)
+        self.sampled_tokens = [[-9] * len(count) for _ in range(self.most)]
 
     def following(self, step: int) -> list[float]:
         return [step / 64 + row / 1024 for row in range(len(self.tokens))]
 
     def expected(self) -> tuple[Steps, bool]:
         after = copy.deepcopy(self)
-        after.taken[self.made] = self.tokens
+        after.sampled_tokens[self.made] = self.tokens
         after.made += 1
         ended = any(
-            token in self.ends and heeds for token, heeds in zip(self.tokens, self.heeds, strict=True)
+            token in self.eos_tokens and stops
+            for token, stops in zip(self.tokens, self.stops_at_eos, strict=True)
         )
         if ended or min(self.tokens) < 0 or after.made >= self.most:
             return after, False
@@ -64,39 +65,44 @@ class Steps:
             self.table[start + place // PAGE] for start, place in zip(self.starts, self.lengths, strict=False)
         ]
         after.slots = [PAGE * page + place % PAGE for page, place in zip(pages, self.lengths, strict=True)]
-        after.numbers = self.following(after.made)
-        return after, after.made < self.pause and not self.stop
+        after.random_numbers = self.following(after.made)
+        return after, after.made < self.pause and not self.interrupt
 
     def run(self) -> tuple[Steps, bool]:
         def ints(values: object) -> Any:
             return tvm.runtime.tensor(np.array(values, np.int32))
 
-        ways = np.arange(len(self.tokens) * COLUMNS, dtype=np.float64).reshape(-1, COLUMNS)
-        ways[:, NUMBER] = self.numbers
+        sampling_params = np.arange(len(self.tokens) * COLUMNS, dtype=np.float64).reshape(-1, COLUMNS)
+        sampling_params[:, NUMBER] = self.random_numbers
         numbers = [self.following(step) for step in range(self.most)]
-        changed = [ints(self.positions), ints(self.slots), ints(self.lengths), tvm.runtime.tensor(ways)]
-        changed += [ints(self.taken), ints([self.made, self.pause, self.most])]
+        changed = [
+            ints(self.positions),
+            ints(self.slots),
+            ints(self.lengths),
+            tvm.runtime.tensor(sampling_params),
+        ]
+        changed += [ints(self.sampled_tokens), ints([self.made, self.pause, self.most])]
         fixed = [
             ints(self.tokens),
             ints(self.starts),
             ints(self.table),
             tvm.runtime.tensor(np.array(numbers)),
         ]
-        fixed += [ints(self.heeds), ints(np.array(self.ends, np.int32)), ints([self.stop])]
-        again: Any = tvm.runtime.tensor(np.zeros((), np.bool_))
-        module().library["follow"](*fixed, *changed, again)
+        fixed += [ints(self.stops_at_eos), ints(np.array(self.eos_tokens, np.int32)), ints([self.interrupt])]
+        continues: Any = tvm.runtime.tensor(np.zeros((), np.bool_))
+        module().library["follow"](*fixed, *changed, continues)
         after, found = copy.deepcopy(self), [tensor.numpy() for tensor in changed]
         after.positions, after.slots, after.lengths = (array.tolist() for array in found[:3])
-        after.numbers, after.taken, after.made = (
+        after.random_numbers, after.sampled_tokens, after.made = (
             found[3][:, NUMBER].tolist(),
             found[4].tolist(),
             int(found[5][0]),
         )
-        assert (found[3][:, :NUMBER] == ways[:, :NUMBER]).all() and found[5][1:].tolist() == [
+        assert (found[3][:, :NUMBER] == sampling_params[:, :NUMBER]).all() and found[5][1:].tolist() == [
             self.pause,
             self.most,
         ]
-        return after, bool(again.numpy())
+        return after, bool(continues.numpy())
 
 
 def module() -> Module:
@@ -129,4 +135,9 @@ def test_it_does_what_it_says(given: Steps) -> None:
 def test_nobody_has_to_have_an_end() -> None:
     plain = Steps([3, 4], [16, 15], 0, 3, [1, 1], [], 0)
     after, more = plain.run()
-    assert more and after.taken[0] == [3, 4] and after.slots[0] % PAGE == 0 and after.slots[1] % PAGE == 15
+    assert (
+        more
+        and after.sampled_tokens[0] == [3, 4]
+        and after.slots[0] % PAGE == 0
+        and after.slots[1] % PAGE == 15
+    )

@@ -78,9 +78,9 @@ def test_product(isa: str, scheme: str, shape: tuple[int, int]) -> None:
     bias = rng.standard_normal(shape[0]).astype(np.float32)
     added = (bias,) if shape == BIAS else ()
     made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
-    asks = product(isa, scheme, shape).asks
-    assert asks == (isa == "avx512amx" and bool(SCHEMES[scheme].activation_bits))
-    for m, bfloat16 in [(m, prompt) for m in ROWS for prompt in (False, True)[: 1 + asks]]:
+    has_prompt_variant = product(isa, scheme, shape).has_prompt_variant
+    assert has_prompt_variant == (isa == "avx512amx" and bool(SCHEMES[scheme].activation_bits))
+    for m, bfloat16 in [(m, prompt) for m in ROWS for prompt in (False, True)[: 1 + has_prompt_variant]]:
         x = kernelbench.rows(rng, m, shape[1])
         found = module(isa).run(made, (m, shape[0]), x, *stored, *added, prompt=bfloat16)
         seen = x.astype(np.float64) if bfloat16 else kernelbench.activations(x, SCHEMES[scheme])
@@ -100,7 +100,7 @@ def test_a_row_is_the_same_among_others(isa: str, scheme: str, shape: tuple[int,
     made = kernel(product(isa, scheme, shape), Fusion(bias=shape == BIAS))
     x = kernelbench.rows(rng, 70, shape[1])
     ways = [(False, [*range(2, 17)]), (True, [2, 16, 17, 33, 70])]
-    for prompt, counts in ways[: 1 + product(isa, scheme, shape).asks]:
+    for prompt, counts in ways[: 1 + product(isa, scheme, shape).has_prompt_variant]:
         alone = [module(isa).run(made, (1, shape[0]), row[None], *stored, *added, prompt=prompt) for row in x]
         for m in counts:
             found = module(isa).run(made, (m, shape[0]), x[:m], *stored, *added, prompt=prompt)

@@ -20,7 +20,7 @@ SCHEME = SCHEMES["q0f32"]
 HIDDEN = {"prefill_to_last_hidden_states", "batch_prefill_to_last_hidden_states"}
 FORWARD = {"prefill", "batch_prefill", "decode", "batch_decode", "batch_verify"}
 ENTRIES = {
-    "choose",
+    "sample_tokens",
     "create_paged_kv_cache",
     "embed",
     "step",

@@ -250,7 +250,7 @@ LOADED: list[Damage] = [
     ("library of another model", other_model, "takes weights of signature .*, but .* abababababab"),
     (
         "library of another version",
-        metadata_text(b"mlcbuild-library/1", b"mlcbuild-library/9"),
+        metadata_text(b"mlcbuild-library/2", b"mlcbuild-library/9"),
         "'mlcbuild-library/9'",
     ),
     (

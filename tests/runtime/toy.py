@@ -62,7 +62,7 @@ def write(out: Path, device: str = "cpu") -> None:
     params = [["table", [VOCAB, 4], "float32", "plain"]]
     digest = bundle.signature([("table", (VOCAB, 4), "float32", "plain")])
     metadata = {
-        "format": "mlcbuild-library/1",
+        "format": "mlcbuild-library/2",
         "config": CONFIG,
         "scheme": SCHEME,
         "target": TARGET,
@@ -148,7 +148,7 @@ def export(out: Path, metadata: str) -> None:
     attend = builder.add_func(_attend(), "attend")
     masking = builder.add_func(masked(ISAS[-1]), "masked")
     sampling = builder.add_func(sample(ISAS[-1]), "sample")
-    _emit_choose(builder, masking, sampling)
+    _emit_sample_tokens(builder, masking, sampling)
     step, _ = (
         _emit_step(builder, (lookup, attend, masking, sampling), name) for name in ("step", "step_prefill")
     )
@@ -209,25 +209,27 @@ def _emit_step(builder: Any, kernels: tuple[Any, ...], name: str) -> Any:
     import tvm
     from tvm import relax
 
-    lookup, attend, *choosing = kernels
+    lookup, attend, *drawing = kernels
     n, b, q, c = (tvm.tirx.Var(letter, "int64") for letter in "nbqc")
-    tokens, rows, ways = (
+    tokens, rows, sampling_params = (
         _var("tokens", n),
         _var("rows", q),
-        _var("ways", q, WAYS, dtype="float64"),
+        _var("sampling_params", q, WAYS, dtype="float64"),
     )
-    chosen, masks = _var("chosen", q), _masks()
+    sampled, masks = _var("sampled", q), _masks()
     cache = _sequences(n, b, c)
     forks, drafts, params = _var("forks", tvm.tirx.Var("f", "int64"), 3), name == "step", _params()
     none = relax.const(np.zeros((1, 3), np.int32))
-    given = [tokens, rows, ways, chosen, masks, *cache, *([forks] if drafts else []), params]
+    given = [tokens, rows, sampling_params, sampled, masks, *cache, *([forks] if drafts else []), params]
     with builder.function(name, given, pure=False):
         table = builder.emit(relax.TupleGetItem(params, 0))
         flat = builder.emit(relax.call_tir(lookup, [tokens, table], relax.TensorType((n, 4), "float32")))
         arguments = [flat, *cache, forks if drafts else none]
         logits = builder.emit(relax.call_tir(attend, arguments, relax.TensorType((n, VOCAB), "float32")))
         picked = builder.emit(relax.op.take(logits, rows, axis=0, mode="clip"))
-        return builder.emit_func_output(_chosen(builder, choosing, (picked, ways, chosen, masks), (q, VOCAB)))
+        return builder.emit_func_output(
+            _drawn(builder, drawing, (picked, sampling_params, sampled, masks), (q, VOCAB))
+        )
 
 
 def _masks() -> Any:
@@ -236,30 +238,30 @@ def _masks() -> Any:
     return _var("masks", *(tvm.tirx.Var(name, "int64") for name in "mw"))
 
 
-def _emit_choose(builder: Any, *kernels: Any) -> None:
+def _emit_sample_tokens(builder: Any, *kernels: Any) -> None:
     """As real libraries have it."""
     import tvm
 
     q, v = (tvm.tirx.Var(name, "int64") for name in "qv")
-    logits, ways = (
+    logits, sampling_params = (
         _var("logits", q, v, dtype="float32"),
-        _var("ways", q, WAYS, dtype="float64"),
+        _var("sampling_params", q, WAYS, dtype="float64"),
     )
-    given = [logits, ways, _var("tokens", q), _masks()]
-    with builder.function("choose", given, pure=False):
-        builder.emit_func_output(_chosen(builder, kernels, given, (q, v)))
+    given = [logits, sampling_params, _var("tokens", q), _masks()]
+    with builder.function("sample_tokens", given, pure=False):
+        builder.emit_func_output(_drawn(builder, kernels, given, (q, v)))
 
 
-def _chosen(builder: Any, kernels: Sequence[Any], given: Sequence[Any], shape: tuple[Any, Any]) -> Any:
-    """The masked logits, after tokens are chosen from them."""
+def _drawn(builder: Any, kernels: Sequence[Any], given: Sequence[Any], shape: tuple[Any, Any]) -> Any:
+    """Emits the masked logits, after tokens are drawn from them."""
     from tvm import relax
 
-    (masked, sample), (logits, ways, chosen, masks) = kernels, given
+    (masked, sample), (logits, sampling_params, sampled, masks) = kernels, given
     flat = relax.TensorType(shape, "float32")
     logits = builder.emit(relax.op.call_tir_inplace(masked, [masks, logits], 1, flat))
     logits = builder.emit(relax.op.reshape(logits, (1, *shape)))
     kinds = [relax.TensorType((1, *shape), "float32"), relax.TensorType(shape[:1], "int32")]
-    both = builder.emit(relax.op.call_tir_inplace(sample, [logits, ways, chosen], [0, 2], kinds))
+    both = builder.emit(relax.op.call_tir_inplace(sample, [logits, sampling_params, sampled], [0, 2], kinds))
     return builder.emit(relax.TupleGetItem(both, 0))
 
 

@@ -56,7 +56,7 @@ class CpuOps(Parts):
             "pair": 2 * config.intermediate_size,
         }
         outputs = [p for p in self.params if p.name.endswith(".attn.o.weight")]
-        if not all(self.hands_on(self.linear(p.name, (p.shape[0], p.shape[1]))) for p in outputs):
+        if not all(self.writes_amx_tiles(self.linear(p.name, (p.shape[0], p.shape[1]))) for p in outputs):
             room["seen"] = config.num_heads * config.head_dim
         extras = {"attn.o.bias", "attn_post_norm.weight", "mlp.down.bias", "mlp_post_norm.weight"}
         if extras & {param.name.removeprefix("layers.0.") for param in self.params}:
@@ -98,7 +98,7 @@ class CpuOps(Parts):
             "attention": f"paged_attention.{self.isa.name}",
             "attention.decode": f"paged_attention_by_{PART * PAGE}.{self.isa.name}",
         }
-        if self.attending.asks:
+        if self.attending.has_prompt_variant:
             chosen["attention.prompt"] = f"paged_attention_bf16.{self.isa.name}"
         fallbacks: dict[str, str] = {}
         if reason := self.attending.fallback:
@@ -198,13 +198,13 @@ class _Halves:
         weight = self.weights["attn_norm.weight"][0]
         qkv = self.product("attn.qkv", Fusion(parts.normed(weight)), [x, weight], room["qkv"])
         qkv, pages = parts.rope_append(qkv, turns, batch, place[0], self.weights)
-        columns = parts.hands_on(self.linear("attn.o"))
+        columns = parts.writes_amx_tiles(self.linear("attn.o"))
         seen = room["pair" if columns else "seen"]
         return parts.paged_attention(qkv, pages, batch, (*place, self.prompt), seen)
 
     def project(self, x: Tensor, seen: Tensor) -> Tensor:
         """x += the output product of what attention has given, `seen`."""
-        columns = self.parts.hands_on(self.linear("attn.o"))
+        columns = self.parts.writes_amx_tiles(self.linear("attn.o"))
         return self.add_product(x, "attn.o", Given(columns), [seen], "attn_post_norm.weight")
 
     def feed_forward(self, x: Tensor) -> Tensor:

@@ -129,19 +129,19 @@ class Parts:
         self, qkv: Tensor, pages: Tensor, batch: Batch, place: tuple[Var, Var, Var], out: Tensor
     ) -> Tensor:
         """place = (layer, window, prompt). Rows of prompts may be packed where `out` has more columns than it
-        needs; see hands_on."""
+        needs; see writes_amx_tiles."""
         tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
-        numbers = place if self.attending.asks else place[:2]
+        numbers = place if self.attending.has_prompt_variant else place[:2]
         columns = int(out.shape[1])
         wide = columns > self.heads.query * self.heads.dim
         spec = replace(self.attending, columns=columns) if wide else self.attending
         return _into(attention(spec), [*tensors, batch.positions, *numbers], out)
 
-    def hands_on(self, product: Linear) -> int:
-        """Columns of the tensor for gates and ups, if attention can hand prompts' rows to the product after
-        it in there, packed; otherwise 0."""
+    def writes_amx_tiles(self, product: Linear) -> int:
+        """Returns the columns of the tensor for gates and ups if attention can write rows of prompts to it as
+        AMX tiles for the product that follows; otherwise 0."""
         columns = 2 * self.config.intermediate_size
-        able = self.attending.asks and product.asks and amx.Packed.fits(product.k)
+        able = self.attending.has_prompt_variant and product.has_prompt_variant and amx.Packed.fits(product.k)
         return columns if able and columns >= 2 * product.k else 0
 
     def add(self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]) -> Tensor:
@@ -163,11 +163,15 @@ class Parts:
 
     def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:
         """Of two products, the first hands gated rows of prompts to the second packed."""
-        return first.asks and second.asks and not bias and amx.Packed.fits(second.k)
+        return (
+            first.has_prompt_variant and second.has_prompt_variant and not bias and amx.Packed.fits(second.k)
+        )
 
     def gated_fallback(self, first: Linear, second: Linear, bias: bool) -> str | None:
         """Why gated rows of prompts are not handed on packed, though tile registers multiply them."""
-        if not (first.asks and second.asks) or (not bias and amx.Packed.fits(second.k)):
+        if not (first.has_prompt_variant and second.has_prompt_variant) or (
+            not bias and amx.Packed.fits(second.k)
+        ):
             return None
         why = "gates have a bias" if bias else f"rows of {second.k} values are no whole tiles, or too short"
         return f"{why}: rows of prompts go through float32 before this product"

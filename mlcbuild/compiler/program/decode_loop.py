@@ -35,7 +35,7 @@ def emit_steps(
     inputs = {name: given[name] for name in abi.STEP.names if name in given}
     forks = relax.const(np.zeros((0, 3), np.int32))
     with builder.function(abi.STEP_ON.name, [*given.values()], {**attributes}, pure=False):
-        call = abi.STEP.ordered({**inputs, "chosen": given["tokens"], "forks": forks})
+        call = abi.STEP.ordered({**inputs, "sampled": given["tokens"], "forks": forks})
         logits = builder.emit(relax.Call(function, call))
         next_inputs(given)
         one = builder.emit_func_output(logits)
@@ -49,12 +49,14 @@ def _emit_loop(
     arguments = [*given.values()]
     with builder.function("one_of_steps", arguments, {**attributes}, pure=False, private=True):
         builder.emit(relax.Call(one, arguments))  # Its logits are given back when this function ends.
-        inner = builder.emit_func_output(given["again"])
+        inner = builder.emit_func_output(given["continues"])
     # The attribute keeps the builder from recognizing the copy.
     first = copy_with_new_vars(builder.get()[inner]).with_attr("mlcbuild.steps", 1)
     rest, arguments = builder.add_func(first, "rest_of_steps"), [*variables(abi.STEPS).values()]
     with builder.function(abi.STEPS.name, arguments, {**attributes}, pure=False):
-        again = builder.emit(relax.Call(inner, arguments))
-        steps = builder.emit_func_output(builder.emit(relax.If(again, relax.Call(rest, arguments), again)))
+        continues = builder.emit(relax.Call(inner, arguments))
+        steps = builder.emit_func_output(
+            builder.emit(relax.If(continues, relax.Call(rest, arguments), continues))
+        )
     # It calls itself: the virtual machine has no other form for a loop.
     builder.update_func(rest, copy_with_new_vars(builder.get()[steps]).without_attr("global_symbol"))

@@ -41,7 +41,7 @@ def build(decoder: Decoder) -> IRModule:
     _hidden_states(decoder, trunk, abi.BATCH_HIDDEN_STATES, batched=True)
     _decode(decoder, trunk, abi.DECODE, batched=False)
     _decode(decoder, trunk, abi.BATCH_DECODE, batched=True)
-    _choose(decoder)
+    _sample_tokens(decoder)
     step = _step(decoder, trunk, abi.STEP)
     if decoder.ops.decode_loop:
         arguments = partial(_one_token_each, decoder)
@@ -141,9 +141,9 @@ def _decode(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched:
         builder.emit_func_output(_reshaped(builder, logits._expr, (b, 1, config.vocab_size)))
 
 
-def _choose(decoder: Decoder) -> None:
+def _sample_tokens(decoder: Decoder) -> None:
     q, width = size("q"), size("v")
-    with _function(decoder, abi.CHOOSE, {"q": q, "v": width}) as given:
+    with _function(decoder, abi.SAMPLE, {"q": q, "v": width}) as given:
         drawn = _draw(decoder, handle(given["logits"]), given, "tokens", (1, q, width))
         decoder.builder.emit_func_output(drawn)
 
@@ -154,16 +154,16 @@ def _draw(
     """Masks logits and draws a token from each row into the argument `out`; returns the logits."""
     masked = decoder.ops.mask(logits, handle(given["masks"]))
     shaped = _reshaped(decoder.builder, masked._expr, shape)
-    return decoder.ops.sample(*map(handle, (shaped, given["ways"], given[out])))._expr
+    return decoder.ops.sample(*map(handle, (shaped, given["sampling_params"], given[out])))._expr
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
-    """What `embed`, a forward function and `choose` do, in one call. Prompts have no forks."""
+    """What `embed`, a forward function and `sample_tokens` do, in one call. Prompts have no forks."""
     q = size("q")
     with _function(decoder, function, {"q": q}) as given:
         embedded = _embedded(decoder, given)
         logits = _logits(decoder, trunk, embedded._expr, given, "forks" not in given)
-        drawn = _draw(decoder, logits, given, "chosen", (1, q, decoder.config.vocab_size))
+        drawn = _draw(decoder, logits, given, "sampled", (1, q, decoder.config.vocab_size))
         made: GlobalVar = decoder.builder.emit_func_output(drawn)
     return made
 

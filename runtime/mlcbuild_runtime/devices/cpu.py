@@ -99,7 +99,7 @@ class CpuExecutor:
 
     def step(self, step: Step, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> StepResult:
         arguments, sampling = self._arguments(step), self._inputs.sampling(sampling_params)
-        arguments["ways"], arguments["chosen"] = sampling.tensors
+        arguments["sampling_params"], arguments["sampled"] = sampling.tensors
         arguments["masks"] = self._inputs.masks(masks)
         if step.prompt:
             function, ordered = self._library.step_prefill, abi.STEP_PREFILL.ordered(arguments)

@@ -37,7 +37,7 @@ class Library:
         self.create_cache = self.function(abi.CREATE_CACHE)
         self.step, self.step_prefill = self.function(abi.STEP), self.function(abi.STEP_PREFILL)
         self.step_on, self.steps = self.function(abi.STEP_ON), self.function(abi.STEPS)
-        self.sample = self.function(abi.CHOOSE)
+        self.sample = self.function(abi.SAMPLE)
 
     def function(self, function: abi.Function) -> Callable[..., Any]:
         """Returns a function by its name. Raises BundleError if the library has none of this name."""

@@ -86,14 +86,14 @@ class LoopTensors:
             tensors.aligned(np.zeros(shape, np.int32))
             for shape in (rows, rows, (BURST, rows), len(abi.STATE_COLUMNS))
         )
-        again = tensors.aligned(np.zeros(1, np.bool_)).reshape(())
+        continues = tensors.aligned(np.zeros(1, np.bool_)).reshape(())
         self.next_tokens, self.feed = tvm_ffi.from_dlpack(self.tokens), self.tokens.data
         arrays = {
-            "numbers": self.random_numbers,
-            "heeds": self.stops_at_eos,
-            "taken": self.sampled,
+            "random_numbers": self.random_numbers,
+            "stops_at_eos": self.stops_at_eos,
+            "sampled_tokens": self.sampled,
             "state": self.state,
-            "again": again,
+            "continues": continues,
         }
         self.tensors = {name: tvm_ffi.from_dlpack(array) for name, array in arrays.items()}
 
@@ -167,8 +167,12 @@ class StepInputs:
             loop.random_numbers[1 : 1 + len(following.random_numbers)] = following.random_numbers
         loop.tokens[:], loop.stops_at_eos[:] = step.tokens, following.stops_at_eos
         loop.state[:] = abi.LoopState(steps_done=0, pause_after=count, step_limit=count)
-        arguments |= {"tokens": loop.next_tokens, "ways": self.sampling(params).tensors[0]}
-        arguments |= {"masks": self._masks.tensor(()), "ends": self._eos[1], "stop": self._interrupt}
+        arguments |= {"tokens": loop.next_tokens, "sampling_params": self.sampling(params).tensors[0]}
+        arguments |= {
+            "masks": self._masks.tensor(()),
+            "eos_tokens": self._eos[1],
+            "interrupt": self._interrupt,
+        }
         arguments |= loop.tensors
         return loop, arguments
 

@@ -64,8 +64,8 @@ class _Task:
 
 def attention(spec: Attention) -> PrimFunc:
     """(qkv float32 [n, width] with rotated queries, pages, q_indptr int32 [b+1], page_indptr int32 [b+1],
-    page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt
-    int64 if the spec asks: all rows are prompts' unless it is 0) -> float32 [n, heads * dim], or what
+    page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt int64
+    if has_prompt_variant: all rows are prompts' unless it is 0) -> float32 [n, heads * dim], or what
     Attention.columns says.
     """
     heads = spec.heads
@@ -81,7 +81,7 @@ def attention(spec: Attention) -> PrimFunc:
             made.tensor("positions", (rows,), "int32"),
         )
         layer, window = made.number("layer"), made.number("window")
-        prompt = made.number("prompt") if spec.asks else None
+        prompt = made.number("prompt") if spec.has_prompt_variant else None
         out = made.tensor("out", (rows, spec.columns or heads.query * heads.dim))
         with made.body():
             # A sequence of p pages has at most p // PART + 1 parts.

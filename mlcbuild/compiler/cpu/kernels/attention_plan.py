@@ -41,14 +41,14 @@ class Attention:
     for the product that follows."""
 
     @property
-    def asks(self) -> bool:
-        """The kernel has two ways, and wants to be told whether rows are a prompt's: as products are."""
+    def has_prompt_variant(self) -> bool:
+        """The kernel has a variant for rows of prompts, like those of products."""
         return self.rounded and self.isa.amx and self.heads.dim % 32 == 0
 
     @property
     def fallback(self) -> str | None:
         """Why prompts take a slower path than the processor has; None where they do not."""
-        if not self.rounded or not self.isa.amx or self.asks:
+        if not self.rounded or not self.isa.amx or self.has_prompt_variant:
             return None
         return f"heads of {self.heads.dim} values are no whole tiles of 32: prompts' rows are not rounded"
 

@@ -43,17 +43,17 @@ class Linear:
         return None
 
     @property
-    def asks(self) -> bool:
-        """The kernel has two ways, and wants to be told whether rows are a prompt's. An answer must not
-        depend on what shares a step, so the number of rows cannot decide where ways round differently."""
+    def has_prompt_variant(self) -> bool:
+        """The kernel has a variant for rows of prompts, which rounds differently. An answer must not depend
+        on what shares a step, so the number of rows cannot decide which variant is used."""
         return self.isa.amx and _rows(self) is None
 
     def apply(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order -> float32 [m, n]. Emits
-        one call of a kernel, which all calls with an equal Linear share. Never a prompt's way."""
+        one call of a kernel, which all calls with an equal Linear share. Never the variant for prompts."""
         out = Tensor.placeholder([x.shape[0], self.n], "float32")
         made = kernel(self, Fusion())
-        never = [relax.prim_value(0)] if self.asks else []
+        never = [relax.prim_value(0)] if self.has_prompt_variant else []
         return tensor_ir_op(made, str(made.attrs["global_symbol"]), [x, *weights, *never], out)
 
     def into(
@@ -67,7 +67,7 @@ class Linear:
         """The same into `out` float32 [m, n], which is there, with what is fused around the product. `given`
         is what the source of x takes; `prompt` is an int64, not 0 for rows of prompts."""
         made = kernel(self, fusion)
-        arguments = [*given, *weights, *([prompt] if self.asks else []), out]
+        arguments = [*given, *weights, *([prompt] if self.has_prompt_variant else []), out]
         shape = Tensor.placeholder(out.shape, "float32")
         return tensor_ir_inplace_op(
             made, str(made.attrs["global_symbol"]), arguments, len(arguments) - 1, shape

@@ -15,47 +15,48 @@ from mlcbuild.compiler.cpu.kernels.vectors import register
 
 RANDOM = SAMPLING_COLUMNS.index("random")
 STEPS_DONE, PAUSE_AFTER, STEP_LIMIT = map(STATE_COLUMNS.index, ("steps_done", "pause_after", "step_limit"))
-FIXED = ("tokens", "page_indptr", "page_table", "numbers", "heeds", "ends", "stop")
-CHANGED = ("positions", "slots", "kv_lengths", "ways", "taken", "state", "again")
+FIXED = ("tokens", "page_indptr", "page_table", "random_numbers", "stops_at_eos", "eos_tokens", "interrupt")
+CHANGED = ("positions", "slots", "kv_lengths", "sampling_params", "sampled_tokens", "state", "continues")
 """Arguments of `step_on`, by name, in the order in which the kernel takes them."""
 
 
 def follow() -> PrimFunc:
-    """(tokens int32 [n], page_indptr int32 [n + 1], page_table int32 [p], numbers float64 [k, n], heeds int32
-    [n], ends int32 [e], stop int32 [1]; in place: positions, slots, lengths int32 [n], ways float64 [n,
-    SAMPLING_COLUMNS], taken int32 [k, n], state int32 [3], again bool []).
+    """(tokens int32 [n], page_indptr int32 [n + 1], page_table int32 [p], random_numbers float64 [k, n],
+    stops_at_eos int32 [n], eos_tokens int32 [e], interrupt int32 [1]; in place: positions, slots, lengths
+    int32 [n], sampling_params float64 [n, SAMPLING_COLUMNS], sampled_tokens int32 [k, n], state int32 [3],
+    continues bool []).
 
-    `tokens` are what the step has chosen: they go to `taken`, and the others become those of the next step,
-    whose random numbers are the next row of `numbers`. There is none after a sequence's last token, which is
-    one of `ends` where the sequence heeds them, or none at all; and after `state[STEP_LIMIT]` steps. `again`:
-    there is one, and it is to be made at once: not after `state[PAUSE_AFTER]` steps, nor when `stop` is not
-    0, which may be written by anyone at any time.
+    `tokens` are those that the step has drawn. They are copied to `sampled_tokens`, and the other arguments
+    become those of the next step, whose random numbers are the next row of `random_numbers`. No step follows
+    the last token of a sequence, which is one of `eos_tokens` where the sequence `stops_at_eos`, or invalid;
+    nor `state[STEP_LIMIT]` steps. `continues`: the next step must follow at once. It need not after
+    `state[PAUSE_AFTER]` steps, nor when `interrupt` is not 0, which any thread may write at any time.
     """
     with kernel("follow") as made:
         n, many = size_var("n"), size_var("k")
         tokens = made.tensor("tokens", (n,), "int32")
         page_indptr = made.tensor("page_indptr", (n + 1,), "int32")
         page_table = made.tensor("page_table", (size_var("p"),), "int32")
-        numbers = made.tensor("numbers", (many, n), SAMPLING_DTYPE)
-        heeds = made.tensor("heeds", (n,), "int32")
-        ends = made.tensor("ends", (size_var("e"),), "int32")
-        stop = made.tensor("stop", (1,), "int32")
+        random_numbers = made.tensor("random_numbers", (many, n), SAMPLING_DTYPE)
+        stops_at_eos = made.tensor("stops_at_eos", (n,), "int32")
+        eos_tokens = made.tensor("eos_tokens", (size_var("e"),), "int32")
+        interrupt = made.tensor("interrupt", (1,), "int32")
         positions = made.tensor("positions", (n,), "int32")
         slots = made.tensor("slots", (n,), "int32")
         lengths = made.tensor("lengths", (n,), "int32")
-        ways = made.tensor("ways", (n, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE)
-        taken = made.tensor("taken", (many, n), "int32")
+        sampling_params = made.tensor("sampling_params", (n, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE)
+        sampled_tokens = made.tensor("sampled_tokens", (many, n), "int32")
         state = made.tensor("state", (len(STATE_COLUMNS),), "int32")
-        again = made.tensor("again", (), "bool")
+        continues = made.tensor("continues", (), "bool")
         with made.body():
             step = T.bind(state[STEPS_DONE])
             going = register(T.Select(step + 1 < state[STEP_LIMIT], T.int32(1), T.int32(0)), 1, "int32")
             with T.serial(n) as row:
                 token = T.bind(tokens[row])
-                T.buffer_store(taken, token, [step, row])
+                T.buffer_store(sampled_tokens, token, [step, row])
                 over = register(T.Select(token < 0, T.int32(1), T.int32(0)), 1, "int32")
-                with T.serial(ends.shape[0]) as end:
-                    over.set(T.Select(token == ends[end], over.value | heeds[row], over.value))
+                with T.serial(eos_tokens.shape[0]) as end:
+                    over.set(T.Select(token == eos_tokens[end], over.value | stops_at_eos[row], over.value))
                 going.set(T.Select(over.value != 0, T.int32(0), going.value))
             T.buffer_store(state, step + 1, [STEPS_DONE])
             more = T.bind(going.value != 0)
@@ -65,7 +66,7 @@ def follow() -> PrimFunc:
                 page = T.bind(page_table[page_indptr[row] + position // PAGE])
                 T.buffer_store(slots, page * PAGE + position % PAGE, [row])
                 T.buffer_store(lengths, lengths[row] + 1, [row])
-                T.buffer_store(ways, numbers[step + 1, row], [row, RANDOM])
-            paused = T.Or(step + 1 >= state[PAUSE_AFTER], stop[0] != 0)
-            T.buffer_store(again, T.And(more, T.Not(paused)), [])
+                T.buffer_store(sampling_params, random_numbers[step + 1, row], [row, RANDOM])
+            paused = T.Or(step + 1 >= state[PAUSE_AFTER], interrupt[0] != 0)
+            T.buffer_store(continues, T.And(more, T.Not(paused)), [])
     return made.func

@@ -27,7 +27,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import i32, register, typed
 
 
 def sample(isa: ISA) -> PrimFunc:
-    """(logits float32 [a, b, v], ways float64 [q = a * b, SAMPLING_COLUMNS]) -> tokens int32 [q].
+    """(logits float32 [a, b, v], sampling_params float64 [q = a * b, SAMPLING_COLUMNS]) -> tokens int32 [q].
 
     They may be NO_TOKEN or INVALID_TOKEN. Of equally likely tokens the first is the most likely one; top_k
     and top_p keep them all.
@@ -36,7 +36,9 @@ def sample(isa: ISA) -> PrimFunc:
         rows, width = size_var("q"), size_var("v")
         # Callers bring logits of their own, too, which lie anywhere.
         logits = made.tensor("logits", (size_var("outer"), size_var("inner"), width), align=4)
-        ways = made.tensor("ways", (rows, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE, align=8)
+        sampling_params = made.tensor(
+            "sampling_params", (rows, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE, align=8
+        )
         out = made.tensor("out", (rows,), "int32", align=4)
         with made.body():
             blocks = T.bind((width + (BLOCK - 1)) // BLOCK)
@@ -46,7 +48,9 @@ def sample(isa: ISA) -> PrimFunc:
 
             def at(row: Expr) -> Row:
                 tail = T.alloc_buffer((BLOCK,), "float32")
-                return Row(Floats(isa, isa.lanes), row, logits, ways, tops, sums, tail, width, blocks)
+                return Row(
+                    Floats(isa, isa.lanes), row, logits, sampling_params, tops, sums, tail, width, blocks
+                )
 
             def task(index: Expr) -> None:
                 row = at(T.bind(index // groups))
@@ -54,7 +58,7 @@ def sample(isa: ISA) -> PrimFunc:
                     _look(row, T.bind(index % groups * TASK))
 
             def token(row: Expr) -> None:
-                with T.If(ways[row, INVERSE_TEMPERATURE] >= T.float64(0)):
+                with T.If(sampling_params[row, INVERSE_TEMPERATURE] >= T.float64(0)):
                     with T.Then():
                         T.buffer_store(out, _token(at(row)), [row])
                     with T.Else():

@@ -50,7 +50,7 @@ class Row:
     floats: Floats
     row: Expr
     logits: Buffer  # [., ., v], rows in order
-    ways: Buffer  # float64 [q, SAMPLING_COLUMNS]
+    sampling_params: Buffer  # float64 [q, SAMPLING_COLUMNS]
     tops: Buffer  # [q, stride], the largest logit of each block; infinite where one is no number
     sums: Buffer  # [q, stride], what the tokens of each block weigh
     tail: Buffer  # [BLOCK], the last block, if it is not whole
@@ -59,11 +59,11 @@ class Row:
 
     def parameter(self, column: str) -> Expr:
         """Reads a sampling parameter of the row; see abi.SamplingParams."""
-        return T.bind(self.ways[self.row, SAMPLING_COLUMNS.index(column)])
+        return T.bind(self.sampling_params[self.row, SAMPLING_COLUMNS.index(column)])
 
     @property
     def scale(self) -> Expr:
-        return T.bind(T.Cast("float32", self.ways[self.row, INVERSE_TEMPERATURE]))
+        return T.bind(T.Cast("float32", self.sampling_params[self.row, INVERSE_TEMPERATURE]))
 
     @property
     def filtered(self) -> Expr:
