@@ -155,6 +155,11 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def safe_lines(text: str) -> str:
+    """The text with each of its lines as by `one_line`: what is printed may quote a stranger."""
+    return text if text.isprintable() else "\n".join(map(one_line, text.expandtabs().split("\n")))
+
+
 def _likeness(one: str, other: str) -> float:
     """0 to 1. A matcher takes the first of equally long runs of its first text: swapped letters are seen from
     one side only."""

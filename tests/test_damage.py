@@ -500,10 +500,28 @@ def test_other_files_of_a_store_are_done_without(what: str, place: Place, sound:
     healed(place, sound)
 
 
-def test_a_damaged_log_of_a_run_is_done_without(place: Place, sound: Place) -> None:
-    for path in (place.store / "runs").rglob("*.json"):
-        path.write_bytes(b"[" * 100_000)
+LOGS: dict[str, Callable[[Path], object]] = {
+    "deep": lambda path: path.write_bytes(b"[" * 100_000),
+    "no object": lambda path: path.write_text('"text"'),
+    "odd types": lambda path: path.write_text(path.read_text().replace("[", "[7, ")),
+    "a time that cannot be": lambda path: path.write_text(
+        path.read_text().replace('"time": 1', '"time": 1e99')
+    ),
+    "not a number": lambda path: path.write_text(
+        path.read_text().replace('"seconds": ', '"seconds": NaN, "x": ')
+    ),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("kind", ["json", "rest"])
+@pytest.mark.parametrize("how", LOGS)
+def test_a_damaged_log_of_a_run_is_done_without(how: str, kind: str, place: Place, sound: Place) -> None:
+    for path in (place.store / "runs").rglob(f"*.{kind}"):
+        LOGS[how](path)
     assert place.run().returncode == 0
+    done = place.mlcbuild("report", "recipe.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
     healed(place, sound)
 
 

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from mlcbuild_format import regular
+
 from mlcbuild.canon import Json, file_digest, note_digest, noted_digest
 from mlcbuild.errors import CheckpointError
 
@@ -30,6 +32,8 @@ TOKENIZER_FILES = (
 
 POOLING = "1_Pooling/config.json"
 """How sentence-transformers makes embeddings of a checkpoint's hidden states."""
+_LARGEST_CONFIG = 16 << 20
+"""Bytes of a JSON file of a checkpoint."""
 _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 SERVING = "serving.json"
 LIBRARY = "library.json"
@@ -92,9 +96,11 @@ def _object(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
-        document = json.loads(path.read_bytes())
-    except ValueError as error:
+        document = json.loads(regular.read(path, _LARGEST_CONFIG))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not valid JSON ({error}); repair the checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; repair the checkpoint") from None
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: must be a JSON object; repair the checkpoint")
     return document

@@ -19,6 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
+from mlcbuild_format import regular
+
 from mlcbuild.canon import Json, canonical
 from mlcbuild.errors import ProvenanceError
 from mlcbuild.keyfile import Signer, is_public, is_right
@@ -112,9 +114,7 @@ def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
 
 def _bytes(path: Path) -> bytes:
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ProvenanceError(f"{path}: has more than {_LARGEST >> 20} MiB, so it is none of ours")
-        return path.read_bytes()
+        return regular.read(path, _LARGEST)
     except FileNotFoundError:
         raise ProvenanceError(f"{path}: missing, so nothing says what the bundle was made from") from None
     except OSError as error:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from mlcbuild_format import regular
+
 from mlcbuild.build.graph import Graph, Step
 from mlcbuild.canon import Json, digest
 from mlcbuild.errors import InputError, Problem, UsageError
@@ -41,6 +43,8 @@ OTHER = 1_000
 TRIFLE = 2_000
 """Milliseconds that are not worth waiting for."""
 FORMAT = "mlcbuild-durations/1"
+_LARGEST = 64 << 20
+"""Bytes of a file of durations."""
 _TRIED = 16
 """Thresholds tried; evenly chosen where there are more."""
 
@@ -209,10 +213,10 @@ def place(recipe: Path) -> Path:
 def read(path: Path) -> dict[str, int]:
     """Step -> milliseconds; {} when there is no such file. Raises InputError."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(regular.read(path, _LARGEST))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError([Problem(str(path), 0, 0, f"cannot be read: {error}; {_AGAIN}")]) from None
     steps = found.get("milliseconds") if isinstance(found, dict) and found.get("format") == FORMAT else None
     if not isinstance(steps, dict) or not all(type(value) is int and value >= 0 for value in steps.values()):

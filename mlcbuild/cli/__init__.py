@@ -23,7 +23,7 @@ from mlcbuild_format.errors import ServingError
 
 from mlcbuild.cli import options
 from mlcbuild.cli.annotations import annotate
-from mlcbuild.errors import InputError, MlcbuildError, UsageError, did_you_mean, one_line
+from mlcbuild.errors import InputError, MlcbuildError, UsageError, did_you_mean, safe_lines
 
 INTERRUPTED = 130
 
@@ -393,5 +393,5 @@ def _fail(message: str, code: int) -> int:
     """Prints an error message; whatever a file or a server has put into it, its lines are printable."""
     _flushed()
     # A message quotes what others wrote: no escape sequence of theirs reaches the terminal.
-    print("\n".join(map(one_line, message.split("\n"))), file=sys.stderr)
+    print(safe_lines(message), file=sys.stderr)
     return code

@@ -16,7 +16,7 @@ from mlcbuild_format import sizes
 from mlcbuild.build.events import Event, Noted, Reporter, RunFinished, Warned
 from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import open_session
-from mlcbuild.errors import UsageError
+from mlcbuild.errors import UsageError, safe_lines
 from mlcbuild.outcomes import Result, VariantResult
 from mlcbuild.session import Execution, RecipePlan, Selection, Session
 
@@ -26,9 +26,9 @@ WORDS = {"hit": "reuse", "remote": "fetch", "run": "run", "pending": "wait"}
 def print_warnings(event: Event) -> None:
     """The event handler of verbs without a live view."""
     if isinstance(event, Warned):
-        print(f"warning {event.message}", file=sys.stderr)
+        print(f"warning {safe_lines(event.message)}", file=sys.stderr)
     if isinstance(event, Noted):
-        print(event.message, file=sys.stderr)
+        print(safe_lines(event.message), file=sys.stderr)
 
 
 def selection(arguments: argparse.Namespace) -> Selection:
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document(result), indent=2))
     else:
-        print("\n".join([*map(_line, result.variants), *_end(result)]))
+        print(safe_lines("\n".join([*map(_line, result.variants), *_end(result)])))
     _leave_receipt(arguments, session, result, began)
     return result.exit_code
 
@@ -206,7 +206,7 @@ def explain(arguments: argparse.Namespace) -> int:
         lines.append(
             "nothing differs from the last time it was built" if planned.record else "it was never built here"
         )
-    print("\n".join(lines))
+    print(safe_lines("\n".join(lines)))
     return 0
 
 

@@ -14,13 +14,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mlcbuild import machine
-from mlcbuild.errors import MlcbuildError, StoreError
+from mlcbuild.errors import MlcbuildError, StoreError, safe_lines
 
 
 def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
-    """One JSON document, or the lines for people. What a terminal might obey is escaped in the document."""
+    """Prints one JSON document, or the lines for people. What a terminal might obey is escaped in both."""
     if not as_json:
-        print("\n".join(lines))
+        print(safe_lines("\n".join(lines)))
         return
     text = json.dumps(document, indent=2, ensure_ascii=False)
     print("\n".join(line if line.isprintable() else _escaped(line) for line in text.split("\n")))

@@ -15,7 +15,7 @@ from mlcbuild.bundles.publish.transfer_bundle import pull as fetch
 from mlcbuild.cli import build
 from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import open_session
-from mlcbuild.errors import UsageError
+from mlcbuild.errors import UsageError, safe_lines
 from mlcbuild.outcomes import Result
 from mlcbuild.session import Session
 
@@ -60,9 +60,9 @@ def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
     def show_one(sent: Sent) -> None:
         if sent.status == "skipped":
             hint = "--unverified publishes it all the same"
-            print(f"skipped publish/{sent.name}: {sent.note}; {hint}", file=sys.stderr)
+            print(f"skipped publish/{sent.name}: {safe_lines(sent.note)}; {hint}", file=sys.stderr)
         elif sent.status == "failed":
-            print(f"failed  publish/{sent.name}: {sent.note}", file=sys.stderr)
+            print(f"failed  publish/{sent.name}: {safe_lines(sent.note)}", file=sys.stderr)
         elif not arguments.json:
             size = f"  ({sizes.show(sent.size)} sent)" if sent.size else ""
             print(f"{sent.status:<9} {sent.address}{size}")

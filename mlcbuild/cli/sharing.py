@@ -21,7 +21,7 @@ from mlcbuild.canon import Entry
 from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import open_session
 from mlcbuild.cli.store import no_operands, open_store, status
-from mlcbuild.errors import RemoteError, StoreError, UsageError
+from mlcbuild.errors import RemoteError, StoreError, UsageError, safe_lines
 from mlcbuild.remotes import Mode, Remote, archive, fault
 from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.link import Link
@@ -131,7 +131,7 @@ def pull(arguments: argparse.Namespace) -> int:
     if missing or (warnings and absent):
         raise RemoteError("\n".join([*warnings, *missing]))
     for sentence in warnings:
-        print(f"warning {sentence}", file=sys.stderr)
+        print(f"warning {safe_lines(sentence)}", file=sys.stderr)
     print(f"{plan.count('remote')} fetched, {plan.count('hit')} were here, {absent} are in no remote")
     return 0
 
@@ -189,7 +189,7 @@ def _mend(arguments: argparse.Namespace, store: Store) -> upkeep.Verified:
     finally:
         sharing.close()
     for sentence in sharing.take_warnings():
-        print(f"warning {sentence}", file=sys.stderr)
+        print(f"warning {safe_lines(sentence)}", file=sys.stderr)
     return found
 
 

@@ -28,8 +28,8 @@ from blake3 import blake3
 from mlcbuild.canon import Entry, canonical
 from mlcbuild.errors import MlcbuildError, StoreError, UsageError
 from mlcbuild.keyfile import Signer
-from mlcbuild.remotes.signing import LARGEST, RefusedError, seal, unseal
-from mlcbuild.store.records import Record
+from mlcbuild.remotes.signing import RefusedError, seal, unseal
+from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.staging import Session
 from mlcbuild.store.store import Store
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +15,9 @@ from blake3 import blake3
 from mlcbuild.canon import Entry
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.transport import CHUNK, Attempts, Buffer, CancelledError, DamagedError, Transport
+from mlcbuild.store.staging import remove
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 
 def download(
@@ -92,9 +97,9 @@ class _Part:
         self.requests = 0
         self._path = path
         self._hasher = blake3()
-        path.touch()
-        # Closed by the context.
-        self._file = path.open("r+b", buffering=0)
+        if not path.is_file() or path.is_symlink():
+            remove(path)  # damage, or a link that somebody with another account has put there
+        self._file = FileIO(os.open(path, _FLAGS, 0o644), "r+")  # closed by the context
         while data := self._file.read(CHUNK):
             self._hasher.update(data)
             self.have += len(data)

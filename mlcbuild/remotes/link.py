@@ -13,10 +13,10 @@ from mlcbuild.keyfile import Signer
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.download import download
 from mlcbuild.remotes.kinds import connect
-from mlcbuild.remotes.signing import LARGEST, RefusedError, seal, unseal
+from mlcbuild.remotes.signing import RefusedError, seal, unseal
 from mlcbuild.remotes.transport import TIMEOUT, CancelledError, DamagedError, Pace, Transport
 from mlcbuild.store.blobs import has_bytes
-from mlcbuild.store.records import Record
+from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.store import Store
 
 _LIES = 3

@@ -18,11 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlcbuild_format import regular
+
 from mlcbuild.canon import Entry
 from mlcbuild.errors import StoreError
 from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.transport import CancelledError
-from mlcbuild.store.records import Record
+from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.store import Store
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _QUESTIONS = 16
 """Records asked for at the same time."""
 _POLL = 0.05
+_LONGEST_ORIGIN = 1 << 16
+"""Bytes of the line that names a remote."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +189,13 @@ class Sharing:
         return None
 
     def _read(self, key: str) -> Found | None:
+        """Returns the record that `keep` has written; None also where it is damaged."""
         try:
-            origin, _, data = self._place(key).read_bytes().partition(b"\n")
-            return Found(Record.decode(key, data), origin.decode())
-        except Exception:  # absent, or torn by a power cut: as if it were not there
+            data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
+            line, _, data = data.partition(b"\n")
+            origin = line.decode()
+            return Found(Record.checked(key, data), origin) if origin.isprintable() else None
+        except (OSError, ValueError):
             return None
 
     def _place(self, key: str) -> Path:

@@ -31,6 +31,7 @@ from mlcbuild.build.events import (
     Uploading,
     Warned,
 )
+from mlcbuild.errors import one_line, safe_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -137,7 +138,7 @@ class Lines:
     def __call__(self, event: Event) -> None:
         self._tally.note(event)
         for line in _lines(event, self._tally):
-            self._stream.write(line + "\n")
+            self._stream.write(safe_lines(line) + "\n")
         self._stream.flush()
 
 
@@ -219,7 +220,7 @@ class View:
                 pass
 
     def _print(self, line: str, style: str) -> None:
-        self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(safe_lines(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
     def render(self) -> Table:
         from rich.table import Table
@@ -229,10 +230,13 @@ class View:
         table = Table.grid(padding=(0, 2))
         for name in list(tally.running):
             where = f" on {tally.places[name]}" if name in tally.places else ""
-            table.add_row(Text(name + where, "cyan"), *(Text(cell) for cell in self._cells(name)))
+            table.add_row(Text(one_line(name + where), "cyan"), *(Text(cell) for cell in self._cells(name)))
         for name, holder in list(tally.waiting.items()):
             table.add_row(
-                Text(name, "yellow"), Text("waits"), Text(f"for another mlcbuild ({holder})"), Text("")
+                Text(name, "yellow"),
+                Text("waits"),
+                Text(one_line(f"for another mlcbuild ({holder})")),
+                Text(""),
             )
         busy = f"{len(tally.running)} running"
         step, seconds = tally.critical()

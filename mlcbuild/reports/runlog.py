@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlcbuild_format import regular
+
 from mlcbuild.build.events import Event, Reporter, RunResult, StepFinished, StepPlaced, StepStarted, Warned
 from mlcbuild.build.graph import Graph, Step
 from mlcbuild.canon import bytes_digest
@@ -24,6 +26,10 @@ from mlcbuild.store.store import Store
 
 FORMAT = "mlcbuild-run/2"
 KEPT = 20
+_LARGEST = 256 << 20
+"""Bytes of a file of a log."""
+_LAST = 1e11
+"""Seconds since 1970 of a log's time are below it: dates end with the year 9999, not far above."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,7 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
         _write(path, f'{{"time": {log.time!r}, "seconds": {log.seconds!r}, {rest}')
         for old in sorted(directory.glob("*.json"))[:-KEPT]:
             old.unlink()
-        named = {json.loads(path.read_bytes()).get("rest") for path in directory.glob("*.json")}
+        named = {_parse(_read(path)).get("rest") for path in directory.glob("*.json")}
         for path in directory.glob("*.rest"):
             if path.stem not in named:
                 path.unlink()
@@ -192,20 +198,47 @@ def latest(store: Store, recipe: Path, count: int = KEPT) -> list[RunLog]:
         if len(found) == count:
             break
         with suppress(OSError, ValueError, TypeError, KeyError):
-            head = json.loads(path.read_bytes())
-            rest = json.loads(path.with_name(f"{head.pop('rest')}.rest").read_bytes())
-            found.append(_from_json({**head, **rest}))
+            head = _parse(_read(path))
+            name = head.pop("rest")
+            rest = _read(path.with_name(f"{name}.rest"))
+            if bytes_digest(rest) == name:
+                found.append(_from_json(head, _parse(rest)))
     return found
+
+
+def _read(path: Path) -> bytes:
+    return regular.read(path, _LARGEST, follow_link=False)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """Returns a JSON object. Raises ValueError."""
+    try:
+        document = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(document, dict):
+        raise ValueError("it is not a JSON object")
+    return document
 
 
 def _directory(store: Store, recipe: Path) -> Path:
     return store.root / "runs" / bytes_digest(os.fsencode(recipe.absolute()))[:16]
 
 
-def _from_json(data: dict[str, Any]) -> RunLog:
-    if data.pop("format") != FORMAT:
+def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
+    """Returns the log of a file with times and one, whose digest was checked, with everything else."""
+    if head["format"] != FORMAT:
         raise ValueError("a log of another format")
+    begun, seconds = float(head["time"]), float(head["seconds"])
+    if not (0 <= begun < _LAST and 0 <= seconds < _LAST):
+        raise ValueError("a time that cannot be")
     rows: Iterable[dict[str, Any]] = data.pop("steps")
     variants: Iterable[dict[str, Any]] = data.pop("variants")
     found = tuple(LoggedStep(**{**row, "needs": tuple(row["needs"])}) for row in rows)
-    return RunLog(**data, steps=found, variants=tuple(LoggedVariant(**row) for row in variants))
+    return RunLog(
+        **data,
+        time=begun,
+        seconds=seconds,
+        steps=found,
+        variants=tuple(LoggedVariant(**row) for row in variants),
+    )

@@ -32,7 +32,8 @@ _ABOUT = frozenset(("action", "code", "inputs", "measured", "params", "shared", 
 _MOST = 1 << 62
 """Sizes and costs are below it."""
 _LONGEST_NAME, _LONGEST_PATH, _DEEPEST = 255, 4096, 100
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""C0 and C1, line separators, and what changes the direction of text: names and steps reach terminals."""
 _is_digest = re.compile(r"[0-9a-f]{64}").fullmatch
 Row: TypeAlias = tuple[str, str, int]
 """Path, digest and size of a file."""
@@ -149,8 +150,8 @@ class Record:
     def checked(cls, key: str, data: bytes) -> Record:
         """The record of `key`, and of nothing else, as it was written. Raises ValueError."""
         record, about = _decode(key, data)
-        if not record._follows(about):
-            raise ValueError("its key or its tree does not follow from what it says it was made of")
+        if fault := record._fault(about):
+            raise ValueError(fault)
         return record
 
     def encode(self) -> bytes:
@@ -173,15 +174,14 @@ class Record:
 
     def consistent(self) -> bool:
         """Whether the key follows from the pre-image, and the tree's digest from its files."""
-        return self._follows(_parse(self.rest))
+        return not self._fault(_parse(self.rest))
 
-    def _follows(self, about: dict[str, Any]) -> bool:
-        made = Made.from_json(about)
-        return (
-            made.preimage.key() == self.key
-            and tree_digest(self.files) == self.tree
-            and about.get("tree", self.tree) == self.tree
-        )
+    def _fault(self, about: dict[str, Any]) -> str:
+        if Made.from_json(about).preimage.key() != self.key:
+            return "its key does not follow from what it says it was made of"
+        if tree_digest(self.files) != self.tree or about.get("tree", self.tree) != self.tree:
+            return "the digest of its tree does not follow from its files"
+        return ""
 
 
 def path_fault(path: str) -> str:

@@ -21,12 +21,12 @@ from mlcbuild.build.cluster.wire import Answer, Argument, Order
 from mlcbuild.build.events import Event, RunResult, StepPlaced, StepProgress, StepResult, Warned
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
-from mlcbuild.canon import Entry, code_files
+from mlcbuild.canon import Entry, Tree, code_files
 from mlcbuild.errors import InputError, Problem, SetupError, StepError, UsageError
 from mlcbuild.remotes import Remote
 from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
-from mlcbuild.store.records import Made, Preimage
+from mlcbuild.store.records import Made, Preimage, Record
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
 from tests import builder
@@ -430,6 +430,17 @@ def test_orders_and_answers_are_text_and_come_back_whole(tmp_path: Path) -> None
     assert replace(found, error=None) == replace(answer, error=None)
     placed = Answer.decode(Answer("w", error=InputError([Problem("f", 1, 2, "m")])).encode())
     assert (type(placed.error), str(placed.error)) == (StepError, "f:1:2: m")
+
+
+def test_the_record_of_an_answer_is_checked_as_any_other(tmp_path: Path) -> None:
+    order = an_order(tmp_path)
+    record = Record.create(order.key, Tree.of(()), order.made)
+    right = Answer("w", record, order.key).encode()
+    assert Answer.decode(right).record == record
+    for wrong in (right.replace(r"\"x\"", r"\"y\""), right.replace("0,0,0", "0,0,-1")):
+        assert wrong != right
+        with pytest.raises(ValueError, match=r"does not follow|three whole numbers"):
+            Answer.decode(wrong)
 
 
 def attempt(order: Order, place: Path) -> Answer:

@@ -320,6 +320,41 @@ def test_only_regular_files_are_read(part: str, kind: str, tmp_path: Path) -> No
     assert words in user.warnings()[0]
 
 
+@pytest.mark.parametrize("kind", ["fifo", "directory", "device", "loop", "socket"])
+@pytest.mark.parametrize("shelf", ["known", "partial"])
+def test_files_of_the_own_store_are_regular_too(shelf: str, kind: str, tmp_path: Path) -> None:
+    """What a run keeps of remotes, in a store that others may write to."""
+    root = tmp_path / "shared"
+    root.mkdir()
+    record = next(r.record for r in User(tmp_path / "one", root.as_uri()).run().steps if r.name == "c")
+    assert record is not None
+    user = User(tmp_path / "two", root.as_uri(), mode="read")
+    place = (
+        user.store.root
+        / shelf
+        / (f"{record.key[:2]}/{record.key}" if shelf == "known" else record.rows[0][1])
+    )
+    place.parent.mkdir(parents=True)
+    place.touch()
+    odd(kind)(place)
+    result = user.run()
+    assert result.ok and user.text(result, "c") == "C\nB\nA" and statuses(result) == REUSED
+    assert not user.warnings()
+
+
+def test_what_arrives_is_not_written_through_a_link(tmp_path: Path) -> None:
+    root, mine = tmp_path / "shared", tmp_path / "mine"
+    root.mkdir()
+    record = next(r.record for r in User(tmp_path / "one", root.as_uri()).run().steps if r.name == "c")
+    assert record is not None
+    mine.write_text("of somebody else")
+    user = User(tmp_path / "two", root.as_uri(), mode="read")
+    (user.store.root / "partial").mkdir(parents=True)
+    (user.store.root / "partial" / record.rows[0][1]).symlink_to(mine)
+    assert statuses(user.run()) == REUSED
+    assert mine.read_text() == "of somebody else"
+
+
 def test_a_writer_replaces_what_is_no_file(tmp_path: Path) -> None:
     root = tmp_path / "shared"
     root.mkdir()

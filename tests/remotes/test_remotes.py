@@ -496,17 +496,25 @@ def test_a_damaged_record_is_refused_and_its_step_runs(
 
 
 POISON: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]] = {
-    "path": (lambda head, rest: head.update(files=[["../x", "0" * 64, 1]]), "it is no whole record"),
-    "digest": (lambda head, rest: head.update(files=[["x", "../" * 21 + "x", 1]]), "it is no whole record"),
-    "tree": (lambda head, rest: head.update(tree="0" * 64), "its key does not follow from what it says"),
+    "path": (lambda head, rest: head.update(files=[["../x", "0" * 64, 1]]), "it names the file '../x'"),
+    "digest": (
+        lambda head, rest: head.update(files=[["x", "../" * 21 + "x", 1]]),
+        "the digest or the size of 'x'",
+    ),
+    "tree": (lambda head, rest: head.update(tree="0" * 64), "the digest of its tree does not follow"),
     "pre-image": (lambda head, rest: rest.update(params={"text": "Z"}), "its key does not follow"),
     "private": (lambda head, rest: rest.update(shared=False), "it holds for one machine only"),
-    "lacking": (lambda head, rest: rest.pop("code"), "it is no whole record"),
-    "wrong types": (lambda head, rest: rest.update(inputs=[1]), "it is no whole record"),
-    "measured": (lambda head, rest: rest.update(measured=["x", {}, []]), "it is no whole record"),
-    "step": (lambda head, rest: rest.update(step={"a": [1]}), "it is no whole record"),
-    "size": (lambda head, rest: head["files"][0].__setitem__(2, float("inf")), "it is no whole record"),
-    "float": (lambda head, rest: rest.update(params={"text": 1.5}), "it is no whole record"),
+    "lacking": (lambda head, rest: rest.pop("code"), "its second line lacks a part"),
+    "wrong types": (lambda head, rest: rest.update(inputs=[1]), "its inputs are not"),
+    "measured": (lambda head, rest: rest.update(measured=["x", {}, []]), "what it says was measured"),
+    "step": (lambda head, rest: rest.update(step={"a": [1]}), "its step is not a line of text"),
+    "C1": (lambda head, rest: rest.update(step="a\x9b31m"), "its step is not a line of text"),
+    "bidi": (lambda head, rest: head["files"][0].__setitem__(0, "a\u202eb"), "it names the file"),
+    "size": (
+        lambda head, rest: head["files"][0].__setitem__(2, float("inf")),
+        "it holds the number Infinity",
+    ),
+    "float": (lambda head, rest: rest.update(params={"text": 1.5}), "it holds the number 1.5"),
 }
 
 

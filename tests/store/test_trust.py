@@ -218,7 +218,7 @@ EVIL = {
     "long name": (link(tarfile.GNUTYPE_LONGNAME), "is of the kind 'L': only regular files are taken"),
     "pax header": (link(tarfile.XHDTYPE), "is of the kind 'x': only regular files are taken"),
     "swapped blob": (named("cas/" + "0" * 64), f"the bytes of cas/{'0' * 64} are wrong"),
-    "false record": (named("ac/" + "0" * 64), f"ac/{'0' * 64}: it is no whole record"),
+    "false record": (named("ac/" + "0" * 64), f"ac/{'0' * 64}: it is cut off"),
 }
 
 

@@ -137,7 +137,7 @@ class Answer:
         """Raises ValueError."""
         found = json.loads(text)
         data, error = found["record"], found["error"]
-        found["record"] = None if data is None else Record.decode(found["key"], data.encode())
+        found["record"] = None if data is None else Record.checked(found["key"], data.encode())
         found["error"] = None if error is None else _error(*error)
         lists: dict[str, Any] = {name: tuple(v) for name, v in found.items() if isinstance(v, list)}
         return cls(**{**found, **lists})
