@@ -86,11 +86,12 @@ RUNTIME_TABLE: Mapping[str, str] = {
     "executor": "",
     "constraints": "executor text",
     "devices": "executor",
-    "engine": "constraints executor text",
+    "untrusted": "executor text",
+    "engine": "constraints executor text untrusted",
     "openai": "constraints engine executor text",
     "http": "engine openai",
-    "local": "engine executor openai text",
-    "chat": "engine executor openai text",
+    "local": "engine openai untrusted",
+    "chat": "engine openai untrusted",
     "__main__": "http",
 }
 SHARED = {"errors", "canon"}

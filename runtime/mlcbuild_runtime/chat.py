@@ -244,12 +244,10 @@ def chat(path: Path | str, threads: int | None = None) -> int:
     On a terminal there is a prompt; otherwise every line of the input is a message or a command, and only
     answers are written. The exit code is 1 when a message of such an input could not be answered.
     """
-    from mlcbuild_runtime.executor import loading
-    from mlcbuild_runtime.text.tokenizer import Tokenizer
+    from mlcbuild_runtime import untrusted
 
     try:
-        executor = loading.load(path, threads)
-        tokenizer = Tokenizer.of(executor.path, executor.manifest)
+        executor, tokenizer = untrusted.load(path, threads)
     except ServingError as error:
         sys.stderr.write(f"mlcbuild chat: {error}\n")
         return error.exit_code

@@ -10,17 +10,16 @@ from typing import Literal, Self, overload
 
 from mlcbuild_format.fields import Json, plain
 
+from mlcbuild_runtime import untrusted
 from mlcbuild_runtime.engine import engine
 from mlcbuild_runtime.engine.drafts import Speculate
 from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.request import Event, State
-from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.openai import embeddings, responses_request, service
 from mlcbuild_runtime.openai.history import History, Kept, begun
 from mlcbuild_runtime.openai.responses_stream import Output
 from mlcbuild_runtime.openai.service import Job
 from mlcbuild_runtime.openai.streams import Answers, AsyncAnswers
-from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 _OPTIONAL = frozenset(
     {"content", "refusal", "role", "tool_calls", "usage", "logprobs", "finish_reason", "name"}
@@ -62,8 +61,7 @@ class _Local:
         max_batch: answers at a time (default: the library's limit).
         speculate: draft tokens by `lookup`, or by a smaller bundle of the same vocabulary.
         """
-        executor = loading.load(bundle, threads)
-        tokenizer = Tokenizer.of(executor.path, executor.manifest)
+        executor, tokenizer = untrusted.load(bundle, threads)
         how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
         self._running = engine.Engine(
             executor, tokenizer, EngineOptions(max_batch=max_batch, speculate=how)

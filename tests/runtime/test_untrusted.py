@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from mlcbuild_format import binary, bundle
+from mlcbuild_format.elf_image import Image
 from mlcbuild_format.errors import BundleError, RequestError
 from mlcbuild_format.fields import Json, parse_json, printable
-from mlcbuild_runtime.text import probe
+from mlcbuild_runtime import untrusted
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from . import mutations, shared, toy
@@ -31,6 +32,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path / "cache"
+
+
+def tried(path: Path) -> Tokenizer:
+    """The tokenizer of a bundle, which a child process tries first."""
+    manifest = bundle.check(path)
+    untrusted.check(path, manifest)
+    return Tokenizer.of(path, manifest)
 
 
 def refusal(path: Path) -> str:
@@ -355,7 +363,7 @@ TOKENIZERS: list[tuple[str, Damage, str]] = [
 def test_tokenizers_that_cannot_be_loaded(toy_copy: Path, damage: Damage, message: str) -> None:
     damage(toy_copy)
     with pytest.raises(BundleError, match=message) as caught:
-        Tokenizer.of(toy_copy, bundle.check(toy_copy))
+        tried(toy_copy)
     assert str(caught.value).isprintable()
 
 
@@ -370,7 +378,7 @@ def test_tokenizers_that_cannot_be_loaded(toy_copy: Path, damage: Damage, messag
 )
 def test_odd_configs_count_for_nothing(toy_copy: Path, text: str) -> None:
     config(text)(toy_copy)
-    assert not Tokenizer.of(toy_copy, bundle.check(toy_copy)).template.source
+    assert not tried(toy_copy).template.source
 
 
 def test_a_panic_or_abort_is_a_sentence_of_the_server(toy_copy: Path) -> None:
@@ -378,15 +386,19 @@ def test_a_panic_or_abort_is_a_sentence_of_the_server(toy_copy: Path) -> None:
     assert "not a tokenizer that can be read" in started(toy_copy)
 
 
-def test_a_tokenizer_is_tried_once(toy_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = bundle.read(toy_bundle)
-    Tokenizer.of(toy_bundle, manifest)
-    assert len(list((cache / "mlcbuild" / "tokenizers").iterdir())) == 1
-    monkeypatch.setattr(probe, "_START", "raise SystemExit(1)")
-    Tokenizer.of(toy_bundle, manifest)
+def test_a_bundle_is_tried_once(toy_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried(toy_bundle)
+    notes = list((cache / "mlcbuild" / "loaded").iterdir())
+    assert len(notes) == 2, "one of the tokenizer, one of the library"
+    monkeypatch.setattr(untrusted, "_START", "raise SystemExit(1)")
+    tried(toy_bundle)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "other"))
-    with pytest.raises(BundleError, match="its tokenizer is not usable: the process that loads it fails"):
-        Tokenizer.of(toy_bundle, manifest)
+    with pytest.raises(BundleError, match="its library is not usable: the process that loads it fails"):
+        tried(toy_bundle)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    notes[0].unlink()
+    with pytest.raises(BundleError, match="is not usable: the process that loads it fails"):
+        tried(toy_bundle)
 
 
 @pytest.mark.parametrize(
@@ -394,27 +406,27 @@ def test_a_tokenizer_is_tried_once(toy_bundle: Path, cache: Path, monkeypatch: p
     [
         ("import os; os.abort()", "is ended by SIGABRT"),
         (
-            "from mlcbuild_runtime.text.tokenizer import probe; probe.limit(); bytearray(8 << 30)",
+            "from mlcbuild_runtime import untrusted; untrusted.limit(); bytearray(8 << 30)",
             "fails, or needs more than 4 GiB",
         ),
-        ("import time; time.sleep(60)", "takes more than 0.5 s to load"),
+        ("import time; time.sleep(60)", "takes more than 3 s"),
     ],
 )
 def test_what_a_tokenizer_can_do_to_a_process(
     toy_bundle: Path, program: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "_START", program)
+    monkeypatch.setattr(untrusted, "_START", f"print('library', flush=True); {program}")
     if "sleep" in program:
-        monkeypatch.setattr(probe, "SECONDS", 0.5)
-    with pytest.raises(BundleError, match=message):
-        probe.check(toy_bundle, {"tokenizer.json": "0" * 64})
+        monkeypatch.setattr(untrusted, "SECONDS", 3)
+    with pytest.raises(BundleError, match=f"its tokenizer is not usable: [^;]+ {message}"):
+        tried(toy_bundle)
 
 
 def test_a_tokenizer_is_tried_without_a_place_for_notes(
     toy_bundle: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write_text("not a directory")
-    assert Tokenizer.of(toy_bundle, bundle.read(toy_bundle)).vocabulary.token_id("<s>") == toy.BOS
+    assert tried(toy_bundle).vocabulary.token_id("<s>") == toy.BOS
 
 
 # Text that reaches a terminal
@@ -490,7 +502,7 @@ def find_runtime() -> Path:
     return found
 
 
-_DYNAMIC, _RELRO = 2, 0x6474E552
+_DYNAMIC, _RELRO, _INIT = 2, 0x6474E552, 12
 LIBRARIES: list[tuple[str, Damage, str]] = [
     ("four bytes", four_bytes, "it is truncated"),
     ("headers far away", elf(32, 1 << 63), "it is truncated"),
@@ -512,6 +524,26 @@ def test_libraries_that_would_end_the_process(toy_copy: Path, damage: Damage, me
     damage(toy_copy)
     assert re.search(message, refusal(toy_copy))
     assert re.search(message, started(toy_copy))
+
+
+def test_a_library_that_ends_its_process_is_a_sentence(toy_copy: Path) -> None:
+    """Its headers are right, and its first function is none: only loading it shows that."""
+    data = bytearray((toy_copy / "model.so").read_bytes())
+    if data[:4] != b"\x7fELF" or _INIT not in Image(bytes(data))._values:
+        pytest.skip("not a Linux library with a function that the loader calls by its address")
+    image = Image(bytes(data))
+    address = image._values[_INIT]
+    (place,) = [s.offset + address - s.address for s in image._loads if s.holds(address, 8, in_file=True)]
+    data[place : place + 16] = bytes(16)
+    (toy_copy / "model.so").write_bytes(data)
+    reseal(toy_copy)
+    message = r"its library is not usable: the process that loads it is ended by SIG(SEGV|ILL)"
+    assert re.search(message, started(toy_copy))
+    code = f"from mlcbuild_runtime.chat import chat; raise SystemExit(chat({str(toy_copy)!r}))"
+    done = shared.run("-c", code, stdin="hello\n")
+    assert done.returncode == 1 and re.search(message, done.stderr) and done.stderr.count("\n") == 1
+    with pytest.raises(BundleError, match=message):
+        untrusted.load(toy_copy)
 
 
 def test_libraries_of_this_machine_are_whole() -> None:
@@ -537,6 +569,7 @@ def test_damage_at_random_gives_a_bundle_or_a_sentence(toy_copy: Path, toy_bundl
         try:
             manifest = bundle.check(toy_copy)
             if name.startswith("tokenizer"):
+                untrusted.check(toy_copy, manifest)
                 Tokenizer.of(toy_copy, manifest).encode("once")
         except (BundleError, RequestError) as error:
             assert str(error).isprintable(), seed
@@ -550,10 +583,9 @@ def test_damage_at_random_does_not_end_a_server_by_a_signal(toy_copy: Path, seed
     name = [*mutations.MUTATIONS][seed % 4]
     mutations.damage(toy_copy, name, 1000 + seed)
     code = (
-        "import sys; from pathlib import Path; from mlcbuild_runtime.devices.cpu import CpuExecutor;"
-        "from mlcbuild_runtime.text.tokenizer import Tokenizer\n"
+        "import sys; from mlcbuild_runtime import untrusted\n"
         "from mlcbuild_format.errors import ServingError\n"
-        "try: model = CpuExecutor.load(sys.argv[1]); Tokenizer.of(model.path, model.manifest)\n"
+        "try: untrusted.load(sys.argv[1])\n"
         "except ServingError as error: print(error)\n"
     )
     done = shared.run("-c", code, str(toy_copy))

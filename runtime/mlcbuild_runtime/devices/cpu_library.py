@@ -19,6 +19,7 @@ from mlcbuild_runtime.devices import machine
 os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
+VERSION: str = tvm_ffi.__version__
 SPINS = 2000
 """Rounds in which an idle worker of TVM's pool looks for work before it sleeps: about a millisecond, which
 spans the gaps within a step. TVM's default of 300,000 takes time from others where cores are shared."""
@@ -94,6 +95,15 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
         there = tvm_ffi.get_global_func("vm.builtin.alloc_shape_heap", allow_missing=True) is not None
         _loaded.append(None if there else _load(library.find_runtime(path, manifest)))
     return int(os.environ["TVM_NUM_THREADS"])
+
+
+def try_out(path: Path, manifest: Manifest) -> None:
+    """Loads the library of a bundle without weights; see loading.try_out."""
+    refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
+    if refusal is not None:
+        raise BundleError(f"{path}: {refusal}")
+    load_runtime(path, manifest, 1)
+    Library(path, manifest)
 
 
 def _load(path: Path) -> ctypes.CDLL:

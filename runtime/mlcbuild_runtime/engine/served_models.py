@@ -14,14 +14,13 @@ from mlcbuild_format.bundle import Manifest
 from mlcbuild_format.errors import BundleError, RequestError, ServingError, SetupError
 from mlcbuild_format.fields import Json
 
+from mlcbuild_runtime import untrusted
 from mlcbuild_runtime.engine import memory_modes
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.memory_modes import Chosen, Wanted
 from mlcbuild_runtime.engine.request import State
 from mlcbuild_runtime.engine.trace import Trace
-from mlcbuild_runtime.executor import loading
-from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -197,8 +196,7 @@ class Models:
         chosen = memory_modes.choose(self.wanted, manifest)
         if len(self.entries) > 1:
             self._make_room(chosen.memory)
-        executor = loading.load(entry.path, self._threads, chosen.pages)
-        tokenizer = Tokenizer.of(executor.path, executor.manifest)
+        executor, tokenizer = untrusted.load(entry.path, self._threads, chosen.pages)
         own = replace(
             self._options,
             name=entry.names[0],

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from mlcbuild_format.errors import BundleError
 
+from mlcbuild_runtime import untrusted
 from mlcbuild_runtime.engine import draft_tree
 from mlcbuild_runtime.engine.draft_tree import Branch, Fork, Part
 from mlcbuild_runtime.engine.drafts import TOKENS, Prices, Speculate
 from mlcbuild_runtime.engine.sequence import Sequence
-from mlcbuild_runtime.executor import loading
 from mlcbuild_runtime.executor.batch import Step
 from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.executor.sampling_params import SKIP, Floats
@@ -210,8 +210,8 @@ class Drafter:
     @classmethod
     def load(cls, path: Path, model: Executor, tokenizer: Tokenizer) -> Drafter:
         """Raises BundleError when it cannot be loaded or does not fit `model` and its tokenizer."""
-        draft = loading.load(path, pages=model.pages)
-        refused = refusal(model, draft) or _other_tokens(model, tokenizer, draft)
+        draft, tokens = untrusted.load(path, pages=model.pages)
+        refused = refusal(model, draft) or _other_tokens(model, tokenizer, draft, tokens)
         if refused is not None:
             raise BundleError(f"{path} cannot draft for {model.manifest.name}: {refused}")
         return cls(draft, model.manifest.vocab_size)
@@ -298,9 +298,9 @@ def refusal(model: Executor, draft: Executor) -> str | None:
     return None
 
 
-def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor) -> str | None:
-    """Returns the first difference between the vocabularies; None if only the padding at the end differs."""
-    other = Tokenizer.of(draft.path, draft.manifest)
+def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor, other: Tokenizer) -> str | None:
+    """Returns the first difference between the vocabularies; None if only the padding at the end differs.
+    `other`: the tokenizer of `draft`."""
     sizes = model.manifest.vocab_size, draft.manifest.vocab_size
     for token in range(max(sizes)):
         names = [own.vocabulary.token_name(token) for own in (tokenizer, other)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +12,6 @@ from mlcbuild_format.errors import BundleError, RequestError
 from mlcbuild_format.fields import Json
 from mlcbuild_format.manifest import Manifest, Serving
 
-from mlcbuild_runtime.text import probe
 from mlcbuild_runtime.text.chat_template import TEMPLATES, ChatTemplate, Message, find_template
 from mlcbuild_runtime.text.vocabulary import JsonVocabulary, PieceVocabulary, Vocabulary
 
@@ -42,10 +40,9 @@ class Tokenizer:
     def of(cls, path: Path, manifest: Manifest) -> Tokenizer:
         """The tokenizer of the bundle in directory `path`, from the files that its manifest lists.
 
-        Files that this account has not loaded before are loaded in a process of their own first.
-        Raises BundleError with one sentence.
+        Files of strangers may end the process: `mlcbuild_runtime.loading` tries them first. Raises
+        BundleError with one sentence.
         """
-        probe.check(path, {name: file.blake3 for name, file in manifest.files.items() if name in FILES})
         found = cls.load(path, manifest.serving, manifest.files)
         found.eos = frozenset(token for token in found.eos if token < manifest.vocab_size)
         return found
@@ -120,25 +117,6 @@ class Tokenizer:
         for token in tokens:
             sizes.append(len(stream.push(token)))
         return list(accumulate(sizes[:-1]))
-
-
-SAMPLES = ("Once upon a time, 1 + 1 = 2.\n", "Zwölf Boxkämpfer, 日本語 🙂\t\0", "<s> a  b</s>")
-"""Texts that every tokenizer can read."""
-
-
-def try_out() -> None:
-    """The whole program of a child of `probe.check`: loads a tokenizer and uses it once. Writes what is wrong
-    to standard output. Arguments: its directory, names of files."""
-    probe.limit()
-    path, *names = sys.argv[1:]
-    try:
-        tokenizer = Tokenizer.load(Path(path), names=names)
-        for sample in SAMPLES:
-            tokenizer.decode(tokenizer.encode(sample))
-    except BundleError as error:
-        sys.stdout.write(str(error))
-    except RequestError as error:
-        sys.stdout.write(f"{path}: its tokenizer cannot read plain text: {error}; build the bundle again")
 
 
 def check_length(text: str, longest: int | None) -> None:

@@ -1,0 +1,177 @@
+"""Loads the library and the tokenizer of a bundle; new contents in a child process first.
+
+The system's loader, TVM and the libraries that read tokenizers are written for files of friends: a damaged
+file can make them panic, abort or fault, or ask for more memory than there is. So this process loads only
+what a child process has loaded before. An empty file in the user's cache directory notes each content that
+has passed: the first start with a bundle costs one process for its library and its tokenizer together
+(0.3 s, most of it for importing NumPy and TVM's Python package), and later starts look for two file names.
+
+This protects against damage, not against malice: a library is machine code and does what it likes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+from blake3 import blake3
+from mlcbuild_format import bundle
+from mlcbuild_format.errors import BundleError, RequestError, SetupError
+from mlcbuild_format.manifest import Manifest
+
+from mlcbuild_runtime.executor import loading
+from mlcbuild_runtime.executor.executor import Executor
+from mlcbuild_runtime.text.tokenizer import FILES, Tokenizer
+
+SECONDS = 120.0
+"""For loading a bundle without its weights. The largest known tokenizers take two."""
+MEMORY = 4 << 30
+"""Bytes of address space, where the system keeps to it. The largest known tokenizers take less than one."""
+SAMPLES = ("Once upon a time, 1 + 1 = 2.\n", "Zwölf Boxkämpfer, 日本語 🙂\t\0", "<s> a  b</s>")
+"""Texts that every tokenizer can read."""
+_START = "from mlcbuild_runtime.untrusted import work; work()"
+_FEW_THREADS = {"TVM_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Each thread of a pool takes address space, and there may be hundreds of cores."""
+
+
+def load(
+    path: Path | str, threads: int | None = None, pages: int | None = None
+) -> tuple[Executor, Tokenizer]:
+    """Returns the executor and the tokenizer of the bundle in directory `path`, ready for an engine.
+
+    The arguments are those of loading.load. Raises BundleError or SetupError with one sentence.
+    """
+    executor = loading.load(path, threads, pages, check)
+    return executor, Tokenizer.of(executor.path, executor.manifest)
+
+
+def check(path: Path, manifest: Manifest) -> None:
+    """Loads what has never passed in a child process. Raises BundleError where that fails."""
+    notes = {part: _note(part, manifest) for part in _parts(manifest)}
+    new = [part for part, note in notes.items() if note is None or not note.exists()]
+    if not new:
+        return
+    passed, fault = _try(path, new)
+    for part in passed:
+        note = notes[part]
+        with suppress(OSError):  # without a note the next start tries again
+            if note is not None:
+                note.parent.mkdir(parents=True, exist_ok=True)
+                note.touch()
+    if fault:
+        raise BundleError(fault)
+
+
+def _parts(manifest: Manifest) -> dict[str, list[str]]:
+    """Returns each part of a bundle that is tried, and its files."""
+    names = sorted(manifest.files)
+    parts = {"tokenizer": [name for name in names if name in FILES]}
+    if manifest.machine.device in loading.CODE:
+        code = [name for name in names if name == manifest.library or name.startswith("lib/")]
+        parts = {"library": code, **parts}
+    return parts
+
+
+def _note(part: str, manifest: Manifest) -> Path | None:
+    """Returns the file that notes a part that has passed; None where the account has no place for it."""
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        if sys.platform == "darwin":
+            base = Path("~/Library/Caches").expanduser()
+        else:
+            base = chosen if chosen.is_absolute() else Path("~/.cache").expanduser()
+    except RuntimeError:  # no home directory
+        return None
+    files = {name: manifest.files[name].blake3 for name in _parts(manifest)[part]}
+    key = json.dumps([part, _version(part, manifest), files], sort_keys=True)
+    return base / "mlcbuild" / "loaded" / blake3(key.encode()).hexdigest()
+
+
+def _version(part: str, manifest: Manifest) -> list[str]:
+    """Returns name and version of what reads a part."""
+    if part == "library":
+        return ["code", loading.code_version(manifest)]
+    # This process needs the library in a moment; its metadata would be slower to read.
+    reader = import_module("tokenizers" if "tokenizer.json" in manifest.files else "sentencepiece")
+    return [reader.__name__, reader.__version__]
+
+
+def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
+    """Loads parts in a child process. Returns those that have passed, and what is wrong with the next one as
+    a sentence; "" where nothing is. Raises SetupError."""
+    how = f"takes more than {SECONDS:g} s"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _START, str(path), *parts],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a panic writes there what it then raises
+            env={**os.environ, **_FEW_THREADS, "PYTHONPATH": os.pathsep.join(sys.path)},
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+    except OSError as error:
+        raise SetupError(f"{path}: it cannot be tried in a process: {error.strerror}") from None
+    else:
+        output = done.stdout
+        how = f"fails, or needs more than {MEMORY >> 30} GiB"
+        if done.returncode < 0:
+            with suppress(ValueError):
+                how = f"is ended by {signal.Signals(-done.returncode).name}"
+    lines = output.decode(errors="replace").splitlines()
+    passed = [part for part, line in zip(parts, lines, strict=False) if part == line]
+    if len(passed) == len(parts):
+        return passed, ""
+    if len(lines) > len(passed):
+        return passed, lines[-1]
+    whole = "; build the bundle again from a whole checkpoint"
+    return passed, f"{path}: its {parts[len(passed)]} is not usable: the process that loads it {how}{whole}"
+
+
+def work() -> None:
+    """Runs the child process: loads the parts of a bundle that its arguments name, after the directory.
+
+    Writes a line with the name of each part that has passed, or one with what is wrong.
+    """
+    limit()
+    path, parts = Path(sys.argv[1]), sys.argv[2:]
+    try:
+        manifest = bundle.manifest(path)
+        for part in parts:
+            if part == "library":
+                loading.try_out(path, manifest)
+            else:
+                _use(path, Tokenizer.of(path, manifest))
+            sys.stdout.write(f"{part}\n")
+            sys.stdout.flush()
+    except (BundleError, SetupError) as error:
+        sys.stdout.write(str(error))
+
+
+def _use(path: Path, tokenizer: Tokenizer) -> None:
+    """Reads samples with a tokenizer. Raises BundleError."""
+    try:
+        for sample in SAMPLES:
+            tokenizer.decode(tokenizer.encode(sample))
+    except RequestError as error:
+        raise BundleError(
+            f"{path}: its tokenizer cannot read plain text: {error}; build the bundle again"
+        ) from None
+
+
+def limit() -> None:
+    """Limits this process, a child of `check`, to MEMORY, and has it end without a core dump."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(OSError, ValueError):  # macOS has no limit of address space
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
