@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mlcbuild_format.errors import EngineError, RequestError
-from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.engine_options import EngineOptions

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import re
 import resource
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections import Counter
@@ -27,8 +29,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlcbuild_format.errors import RequestError, SetupError
 from mlcbuild_format.fields import Json
-from mlcbuild_runtime.constraints import trial
-from mlcbuild_runtime.constraints.grammar import Constraint, Grammars, Matcher
+from mlcbuild_runtime.constraints import grammar, trial
+from mlcbuild_runtime.constraints.grammar import Grammars, Matcher
+from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.engine.request import Event, Request, Ticket
 from mlcbuild_runtime.engine.sampler import Trust
 from mlcbuild_runtime.engine.sequence import Rows, Sequence
@@ -37,6 +40,7 @@ from mlcbuild_runtime.executor.executor import StepResult
 from mlcbuild_runtime.executor.sampling_params import SKIP, Floats, Sample, Sampling
 from mlcbuild_runtime.openai.response_format import response_format, schema_constraint
 from mlcbuild_runtime.text.tokenizer import Tokenizer
+from mlcbuild_runtime.text.turns import CrowdedError, NewestFirst, in_nice_thread
 from mlcbuild_runtime.text.vocabulary import JsonVocabulary, PieceVocabulary
 from numpy.typing import NDArray
 
@@ -271,6 +275,59 @@ def test_a_mask_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlcbuild_runtime.constraints.grammar.STEP_SECONDS", 0.0)
     with pytest.raises(RequestError, match=r"it took 0\.\d\d s to see which tokens may come next"):
         matcher.mask()
+
+
+def test_masks_that_take_long_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is quick enough, and together they would hold up everybody else for the whole answer."""
+    matcher = GRAMMARS["json"].compiled(Constraint("regex", "[a-z]+", "x"), message=False).matcher()
+    monkeypatch.setattr("mlcbuild_runtime.constraints.grammar.TOKEN_SECONDS", 0.0)
+    clock = iter(range(1000))
+    monkeypatch.setattr("time.thread_time", lambda: next(clock) * 0.06)
+    letter = next(token for token in range(SIZE) if TOKENIZERS["json"].vocabulary.token_bytes(token) == b"a")
+    for _ in range(4):
+        matcher.mask()
+        matcher.take(letter)
+    with pytest.raises(
+        RequestError, match=r"it took 0\.30 s to see which of the tokens may come next 4 times"
+    ):
+        matcher.after([]).mask()
+
+
+def test_the_newest_is_first() -> None:
+    turns, order = NewestFirst(2), list[str]()
+
+    def work(name: str) -> None:
+        with turns.turn():
+            order.append(name)
+
+    with ThreadPoolExecutor(4) as pool:
+        with turns.turn():
+            waiting = []
+            for count, name in enumerate(["oldest", "older", "newest"]):
+                waiting.append(pool.submit(work, name))
+                while turns.waiting < min(count + 1, 2) or (count == 2 and not waiting[0].done()):
+                    time.sleep(0.001)
+        assert isinstance(waiting[0].exception(), CrowdedError)
+        assert [each.exception() for each in waiting[1:]] == [None, None]
+    assert order == ["newest", "older"]
+    with turns.turn(), ThreadPoolExecutor(1) as pool, pytest.raises(CrowdedError):
+        pool.submit(turns.turn(0.01).__enter__).result()  # it waits no longer than it may
+    with turns.turn():
+        assert turns.waiting == 0
+
+
+def test_work_in_a_nice_thread() -> None:
+    assert in_nice_thread(0, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_nice_thread(0, lambda: 1 // 0)
+    if sys.platform == "linux":
+        before = os.getpriority(os.PRIO_PROCESS, 0)
+
+        def niceness() -> int:
+            return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+        assert in_nice_thread(min(before + 3, 19), niceness) == min(before + 3, 19)
+        assert niceness() == before
 
 
 @settings(max_examples=30)
@@ -509,20 +566,20 @@ def test_a_trial_takes_no_more_than_its_time_and_memory() -> None:
         found.close()
 
 
-def test_only_so_many_wait_for_a_second_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_wait_for_a_second_trial() -> None:
     """Quick constraints pass meanwhile."""
     grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
     costly = [schema_constraint({"type": "integer", "multipleOf": 999983 + i}, "s") for i in range(5)]
     with ThreadPoolExecutor(5) as pool:
         asked = [pool.submit(grammars.compiled, constraint, False) for constraint in costly]
-        while grammars._slow_places._value > 0:
+        while grammars._slow_turn.waiting < grammar.SLOW_WAITING:
             time.sleep(0.01)
         grammars.compiled(Constraint("regex", "quick", "x"), message=False)
         assert not all(each.done() for each in asked)
         refused = [error for each in asked if isinstance(error := each.exception(), RequestError)]
     assert len(refused) == 5 and {error.status for error in refused} == {400, 503}
     for error in refused:
-        expected = "3 others that do are waiting" if error.status == 503 else "more than 2 s or 128 MiB"
+        expected = "and so do others that came later" if error.status == 503 else "more than 2 s or 128 MiB"
         assert expected in str(error)
 
 
@@ -603,9 +660,10 @@ def test_outcomes_of_trials_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         grammars._kept.clear()
         assert grammars.compiled(wanted, message=False) is not first
     monkeypatch.setattr("mlcbuild_runtime.constraints.grammar.TRIALS", 1)
-    grammars._kept.clear()
-    grammars.compiled(wanted, message=False)
-    assert len(grammars._outcomes) == 1
+    grammars = Grammars(TOKENIZERS["json"].vocabulary, SIZE, TOKENIZERS["json"].eos)
+    for source in ("one", "two"):
+        grammars.compiled(Constraint("regex", source, "x"), message=False)
+    assert [source for _, source, _ in grammars._outcomes] == ["two"]
 
 
 def resident(pid: int) -> int:
@@ -644,7 +702,8 @@ def test_constraints_do_not_take_a_servers_memory(toy_bundle: Path, attack: str)
 
         answer(form("regex", "[a-z]{3}"))
         rest = resident(server.process.pid)
-        asked, gaps = [pool.submit(answer, wanted) for wanted in ATTACKS[attack]], list[float]()
+        asked = [pool.submit(answer, wanted, 4 * shared.WAIT) for wanted in ATTACKS[attack]]
+        gaps = list[float]()
         while not all(each.done() for each in asked):
             begun = time.monotonic()
             assert answer(None).status_code == answer(form("regex", "[a-z]{3}")).status_code == 200

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlcbuild_format.errors import BundleError, RequestError
 from mlcbuild_runtime import local
-from mlcbuild_runtime.constraints.grammar import Constraint, Grammars
+from mlcbuild_runtime.constraints.grammar import Grammars
+from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
 from mlcbuild_runtime.engine.drafts import Credit, Lookup, Prediction, Prices, Speculate
 from mlcbuild_runtime.engine.engine import Engine

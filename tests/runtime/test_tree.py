@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
 from mlcbuild_runtime.engine import draft_tree
 from mlcbuild_runtime.engine.draft_tree import Branch

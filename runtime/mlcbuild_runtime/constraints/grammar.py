@@ -14,24 +14,26 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mlcbuild_format.errors import RequestError
 
 from mlcbuild_runtime.constraints import guidance, trial
-from mlcbuild_runtime.constraints.guidance import GROWTH, STEP_SECONDS, Tokens, reason
+from mlcbuild_runtime.constraints.guidance import GROWTH, STEP_SECONDS, TOKEN_SECONDS, Tokens, reason
+from mlcbuild_runtime.constraints.lark import Constraint, Kind, in_lark
 from mlcbuild_runtime.constraints.trial import Outcome, TooCostlyError, Trial
 from mlcbuild_runtime.executor.batch import Mask
 from mlcbuild_runtime.text.memory import give_back
+from mlcbuild_runtime.text.turns import CrowdedError, NewestFirst, in_nice_thread
 from mlcbuild_runtime.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-Kind = Literal["json_schema", "regex", "lark"]
 Key = tuple[Kind, str, bool]
 KEPT_BYTES = 320 << 20
 """Memory of compiled constraints that are kept, as estimated: clients send the same ones again and again."""
@@ -39,26 +41,20 @@ TRIALS = 256
 """Constraints of which the outcome of the trial is kept, if they are short."""
 SHORT = 1 << 12
 """Characters of a short constraint."""
-QUICK, SLOW = 0.05, 2.0
+QUICK, SLOW = 0.02, 2.0
 """Processor time, in seconds, of a constraint's first trial, and of the second one where that is not enough.
-Most constraints take a few milliseconds, so that they never wait for one that takes long."""
-WAITING = 3
-"""Constraints that may wait for their second trial."""
+With 150,000 tokens of vocabulary, ordinary schemas take 1 to 12 ms: they do not wait for slow ones."""
+QUICK_WAITING, SLOW_WAITING = 64, 3
+"""Constraints that may wait for their first trial, and for the second one."""
+LONGEST_WAIT = 10.0
+"""Seconds that they may wait for each."""
+TRIAL_NICE, NICE = 10, 5
+"""Niceness of the process that tries slow constraints, and of the thread that compiles them after that."""
 MAX_SOURCE = 1 << 18
 """Characters of a constraint."""
 _WORTH = 2
 """Bytes that must come next, at least, before it is asked which tokens spell them. One alone hardly ever is a
 token: it may begin a longer one."""
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """What an answer must be: text that a JSON schema, a regular expression or a Lark grammar accepts."""
-
-    kind: Kind
-    source: str
-    param: str
-    """The field of the request that it came from."""
 
 
 class Matcher:
@@ -77,6 +73,8 @@ class Matcher:
         """A token that was taken before anyone said so."""
         self.finished = bool(matcher.is_stopped())
         """Nothing but an end token may follow."""
+        self._seconds, self._count = 0.0, 0
+        """Processor time of masks, and how many tokens were taken."""
 
     def mask(self) -> Mask:
         """Tokens that may come next; an end token only where the text is complete. To ask again costs nothing
@@ -118,10 +116,14 @@ class Matcher:
         return True
 
     def _bits(self) -> Mask:
-        matcher, ends, begun = self._matcher, self._of.ends, time.thread_time()
+        begun = time.thread_time()
+        matcher, ends = self._matcher, self._of.ends
         bits: bytes | bytearray = matcher.compute_bitmask()
-        if (seconds := time.thread_time() - begun) > STEP_SECONDS:
+        self._seconds += (seconds := time.thread_time() - begun)
+        if seconds > STEP_SECONDS:
             raise self._failed(guidance.slow_mask(seconds))
+        if self._seconds > STEP_SECONDS + self._count * TOKEN_SECONDS:
+            raise self._failed(guidance.slow_mask(self._seconds, self._count))
         self._check()
         if len(ends) > 1 and any(bits[end >> 3] >> (end & 7) & 1 for end in ends):
             bits = bytearray(bits)
@@ -131,6 +133,7 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""
+        self._count += 1
         if self._tried is None:
             self._mask = self._spelled = None
             self._owed.append(token)
@@ -159,6 +162,7 @@ class Matcher:
     def after(self, tokens: Sequence[int]) -> Matcher:
         """Another matcher, which has taken `tokens`."""
         other = Matcher(self._of, self._matcher.deep_copy())
+        other._seconds, other._count = self._seconds, self._count
         for token in tokens:
             other.take(token)
         return other
@@ -204,7 +208,7 @@ class Grammars:
         self._outcomes: OrderedDict[Key, Outcome] = OrderedDict()
         """Constraint -> what its trial has shown."""
         self._lock, self._first = threading.Lock(), threading.Lock()
-        self._slow_places = threading.BoundedSemaphore(WAITING)
+        self._quick_turn, self._slow_turn = NewestFirst(QUICK_WAITING), NewestFirst(SLOW_WAITING)
 
     def compiled(self, constraint: Constraint, message: bool) -> Compiled:
         """Waits until the constraint is compiled; who asks for the same one waits with it. Raises
@@ -277,52 +281,66 @@ class Grammars:
         del dropped
 
     def _compile(self, constraint: Constraint, key: Key) -> Compiled | str:
+        """Returns the compiled constraint, or why there is none. Raises RequestError (503) where too many
+        wait, and SetupError."""
         if (size := len(constraint.source)) > MAX_SOURCE:
             return f"it has {size} characters, and at most {MAX_SOURCE} are taken"
-        grammar = _lark(constraint, key[2])
+        grammar = in_lark(constraint, key[2])
+        with self._first:
+            quick, slow = self._trials
+        with self._lock:
+            if outcome := self._outcomes.get(key):
+                self._outcomes.move_to_end(key)
         try:
-            outcome = self._outcomes.get(key) or self._tried(grammar, constraint.param)
+            if outcome is None:
+                with suppress(TooCostlyError), self._quick_turn.turn(LONGEST_WAIT):
+                    outcome = self._tried(constraint, key, quick, grammar)
+            if outcome is not None and not outcome.slow:
+                return outcome.error or self._made(grammar, key, outcome)
+            if outcome is not None and outcome.error:
+                return outcome.error
+            with self._slow_turn.turn(LONGEST_WAIT):
+                tried = outcome or self._tried(constraint, key, slow, grammar)
+                return tried.error or in_nice_thread(NICE, lambda: self._made(grammar, key, tried))
+        except CrowdedError:
+            raise RequestError(
+                f"{constraint.param} takes long to compile, and so do others that came later: try again",
+                param=constraint.param,
+                code="overloaded",
+                status=503,
+            ) from None
+
+    def _tried(self, constraint: Constraint, key: Key, trial_: Trial, grammar: str) -> Outcome:
+        """Returns the outcome of a trial, and keeps it for short constraints. Raises TooCostlyError where
+        another trial may have more time."""
+        is_last = trial_ is self._trials[1]
+        try:
+            outcome = replace(trial_.run(grammar), slow=is_last)
         except TooCostlyError:
+            if not is_last:
+                raise
             most = f"{SLOW:g} s or {trial.MEMORY >> 20} MiB"
-            outcome = Outcome(f"it takes more than {most} to compile and begin: simplify it", 0)
+            outcome = Outcome(f"it takes more than {most} to compile and begin: simplify it", 0, slow=True)
         if len(constraint.source) <= SHORT:
             with self._lock:
                 self._outcomes[key] = outcome
-                self._outcomes.move_to_end(key)
                 while len(self._outcomes) > TRIALS:
                     self._outcomes.popitem(last=False)
-        if outcome.error:
-            return outcome.error
+        return outcome
+
+    def _made(self, grammar: str, key: Key, outcome: Outcome) -> Compiled | str:
+        """Compiles a constraint that has passed its trial."""
         with self._first:
             tokenizer = self._tokenizer
         matcher = guidance.matcher(tokenizer, grammar)
         if fault := guidance.beginning(matcher):
             return reason(fault)
-        taken = outcome.bytes + sys.getsizeof(constraint.source) + GROWTH
+        taken = outcome.bytes + sys.getsizeof(grammar) + GROWTH
         return Compiled(matcher, self._ends, taken, partial(self._forget, key))
-
-    def _tried(self, grammar: str, param: str) -> Outcome:
-        """Raises TooCostlyError, SetupError, or RequestError (503) where too many wait."""
-        with self._first:
-            quick, slow = self._trials
-        try:
-            return quick.run(grammar)
-        except TooCostlyError:
-            if not self._slow_places.acquire(blocking=False):
-                raise RequestError(
-                    f"{param} takes long to compile, and {WAITING} others that do are waiting: try later",
-                    param=param,
-                    code="overloaded",
-                    status=503,
-                ) from None
-            try:
-                return slow.run(grammar)
-            finally:
-                self._slow_places.release()
 
     @cached_property
     def _trials(self) -> tuple[Trial, Trial]:
-        return Trial(self._tokens, QUICK), Trial(self._tokens, SLOW, niceness=10)
+        return Trial(self._tokens, QUICK), Trial(self._tokens, SLOW, niceness=TRIAL_NICE)
 
     @cached_property
     def _tokens(self) -> _Tokens:
@@ -350,26 +368,3 @@ class _Tokens(Tokens):
         tokens = self._vocabulary.encode(text, special=False)
         # A text that spells a special token does not mean that token.
         return tokens if self._special.isdisjoint(tokens) else super().__call__(text)
-
-
-def _lark(constraint: Constraint, space: bool) -> str:
-    """A constraint as a Lark grammar, in llguidance's dialect."""
-    if constraint.kind == "lark":
-        return constraint.source
-    return f'start: " "? {in_lark(constraint)}' if space else f"start: {in_lark(constraint)}"
-
-
-def in_lark(constraint: Constraint) -> str:
-    """A schema or a regular expression as a part of a rule in Lark."""
-    if constraint.kind == "json_schema":
-        return f"%json {constraint.source}"
-    return f"/{_slashes_escaped(constraint.source)}/"
-
-
-def _slashes_escaped(regex: str) -> str:
-    """Slashes end a regular expression in Lark; a line feed does, too."""
-    text, escaped = "", False
-    for letter in regex:
-        text += "\\/" if letter == "/" and not escaped else "\\n" if letter == "\n" else letter
-        escaped = letter == "\\" and not escaped
-    return text

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,6 +40,8 @@ class Outcome:
     """The reason why the constraint cannot be used; empty where it can."""
     bytes: int
     """Memory that the trial took."""
+    slow: bool = False
+    """It takes more processor time than a first trial has."""
 
 
 class TooCostlyError(Exception):
@@ -48,12 +49,12 @@ class TooCostlyError(Exception):
 
 
 class Trial:
-    """A child process that tries constraints one after the other; it is started when it is first needed. Its
-    methods may be called from any thread."""
+    """A child process that tries constraints one after the other; it is started when it is first needed. One
+    thread at a time may run it; any thread may close it."""
 
     def __init__(self, tokens: Tokens, seconds: float, niceness: int = 0) -> None:
         """`seconds`: processor time that one constraint may take. `niceness`: of the process."""
-        self._seconds, self._turn = seconds, threading.Lock()
+        self._seconds = seconds
         # Byte 255 is in tokens that are no text: Latin-1 writes every byte.
         self._child = Child(
             "mlcbuild_runtime.constraints.trial",
@@ -69,11 +70,10 @@ class Trial:
     def run(self, grammar: str) -> Outcome:
         """Tries a grammar in Lark's language. Raises TooCostlyError for one that reaches a limit, SetupError
         when there can be no child process."""
-        with self._turn:
-            try:
-                answer = self._child.ask({"grammar": grammar, "seconds": self._seconds}, PATIENCE)
-            except EndedError:
-                answer = None
+        try:
+            answer = self._child.ask({"grammar": grammar, "seconds": self._seconds}, PATIENCE)
+        except EndedError:
+            answer = None
         match answer:
             case {"error": str(error), "bytes": int(taken)}:
                 return Outcome(error, taken)

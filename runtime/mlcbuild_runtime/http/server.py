@@ -47,10 +47,11 @@ from mlcbuild_runtime.openai.streams import AsyncAnswers
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-COMPILERS, MAX_COMPILING = 32, 128
-"""Requests with constraints that are read at a time, and that may wait for it."""
-RENDERERS = 16
-"""Requests with messages that are read at a time: chat templates may take seconds."""
+COMPILERS, MAX_COMPILING = 128, 128
+"""Requests with constraints that are read at a time, and that may wait for it. Most of the first wait for
+their turn where constraints are compiled, which refuses the oldest: see text/turns.py."""
+RENDERERS = 64
+"""Requests with messages that are read at a time: most of them wait for the chat template."""
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 RETRY_AFTER = 1

@@ -9,7 +9,7 @@ from mlcbuild_format.bundle import Serving
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, is_integer
 
-from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.executor.sampling_params import Sampling
 from mlcbuild_runtime.openai import response_format
 from mlcbuild_runtime.openai.body import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mlcbuild_format.fields import Json
 
-from mlcbuild_runtime.constraints.grammar import Constraint
+from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.openai.body import checked_text, wrong
 
 KEY = "response_format"

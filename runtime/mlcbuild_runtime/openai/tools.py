@@ -16,7 +16,7 @@ from typing import Literal
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json
 
-from mlcbuild_runtime.constraints.grammar import Constraint, in_lark
+from mlcbuild_runtime.constraints.lark import Constraint, as_rule
 from mlcbuild_runtime.openai.body import Body, checked_text, wrong
 from mlcbuild_runtime.openai.call_syntax import Form
 from mlcbuild_runtime.openai.response_format import schema_text
@@ -184,7 +184,7 @@ def constraint(box: Toolbox, form: Form, space: bool, answer: Constraint | None 
     elif answer is not None:
         if answer.kind == "lark":
             raise RequestError("tools and a grammar are two grammars: send one", param="response_format")
-        rules.append(f"start: {space_first}({begun} | {in_lark(answer)})")
+        rules.append(f"start: {space_first}({begun} | {as_rule(answer)})")
     elif form.optional or not mark:
         later = f"({mark} calls)?" if mark else ""
         # What begins as a call is one.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -14,9 +13,12 @@ from mlcbuild_format.fields import Json
 
 from mlcbuild_runtime.text import jinja
 from mlcbuild_runtime.text.child import Child, EndedError
+from mlcbuild_runtime.text.turns import CrowdedError, NewestFirst
 
 PATIENCE = 5.0
 """Seconds by the clock that a prompt may take, and that a request may wait for others' prompts."""
+WAITING = 48
+"""Requests that may wait for others' prompts."""
 
 Message = Mapping[str, Json]
 
@@ -50,10 +52,8 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special: Mapping[str, str]) -> None:
         self._source, self._special = source, special
-        self._child, self._turn = (
-            Child("mlcbuild_runtime.text.jinja", "renders chat templates"),
-            threading.Lock(),
-        )
+        self._child = Child("mlcbuild_runtime.text.jinja", "renders chat templates")
+        self._turns = NewestFirst(WAITING)
         self._patience = PATIENCE
         """0 after a prompt that took too long: others, which would, too, do not wait for their turn then."""
 
@@ -88,22 +88,21 @@ class ChatTemplate:
         self._child.close()
 
     def _answer(self, document: Mapping[str, Json]) -> Json:
-        if not self._turn.acquire(timeout=self._patience):
+        try:
+            with self._turns.turn(self._patience):
+                answer = self._child.ask(document, PATIENCE)
+                self._patience = PATIENCE
+        except CrowdedError:
             raise RequestError(
                 "the model's chat template takes long, and other requests wait for it: try later",
                 code="overloaded",
                 status=503,
-            )
-        try:
-            answer = self._child.ask(document, PATIENCE)
-            self._patience = PATIENCE
+            ) from None
         except EndedError as error:
             self._patience = 0.0
             if error.code in (None, -signal.SIGPROF):
                 raise failed(f"it takes more than {jinja.SECONDS:g} s") from None
             raise failed(f"its process ended with code {error.code}") from None
-        finally:
-            self._turn.release()
         return answer
 
 
