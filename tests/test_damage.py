@@ -510,7 +510,7 @@ LOGS: dict[str, Callable[[Path], object]] = {
     "not a number": lambda path: path.write_text(
         path.read_text().replace('"seconds": ', '"seconds": NaN, "x": ')
     ),
-    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a pipe": other_kind(os.mkfifo),
 }
 
 
