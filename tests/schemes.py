@@ -13,6 +13,14 @@ from mlcbuild.targets.backends import BACKENDS
 SCHEMES: dict[str, Storage] = {name: BACKENDS["cpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
 
 
+QUANTIZED = [scheme for scheme in SCHEMES.values() if scheme.bits]
+
+
+def normal(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:
+    """Returns a matrix of normally distributed weights."""
+    return np.random.default_rng(seed).standard_normal((rows, columns), np.float32)
+
+
 def pack(weight: Array, scheme: Storage, name: str = "matrix") -> tuple[Array, ...]:
     """Returns the stored tensors of a matrix."""
     return tuple(scheme.definition.pack(weight, Scratch(), name))

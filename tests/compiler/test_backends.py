@@ -16,11 +16,10 @@ from mlcbuild_format import abi
 from mlcbuild import pipeline, quant, recipe
 from mlcbuild.build.graph import Step
 from mlcbuild.checkpoints.lock import Lock
-from mlcbuild.compiler.cpu.kernels.format_kernels import KERNELS
 from mlcbuild.errors import InputError, UsageError
 from mlcbuild.pipeline import Pipeline
 from mlcbuild.targets import target as targets
-from mlcbuild.targets.backends import BACKENDS, CPU_LAYOUTS, Backend, backend
+from mlcbuild.targets.backends import BACKENDS, Backend, backend
 from tests.conftest import project
 from tests.guide import example
 from tests.schemes import SCHEMES
@@ -112,10 +111,6 @@ def test_a_layout_that_the_format_lacks_is_refused_before_work(toy: Backend, tmp
         r"'x86-64-v2': format 'q4s' cannot be stored in layout 'toy-4', .* it has: x16, row; choose",
     ):
         steps(project(tmp_path, TEXT), "toy")
-
-
-def test_the_table_of_layouts_is_that_of_the_kernels() -> None:
-    assert set(KERNELS) == set(CPU_LAYOUTS.items())
 
 
 def test_a_device_without_a_backend_is_named(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     splat,
     typed,
 )
-from mlcbuild.quant.groups import QUADS, TILE
+from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE
 
 FETCH_BYTES = 3072
 """How far ahead of the reader weights are prefetched: less than a page of 4 KiB, or the second level's own
@@ -72,7 +72,7 @@ class _Matrix:
     @property
     def tile_bytes(self) -> int:
         """Bytes of a tile's weights in one group."""
-        return 64 * self.bits
+        return GROUP * TILE * self.bits // 8
 
     @property
     def tiles(self) -> int:
@@ -123,9 +123,9 @@ class _Call:
         return [found[quad % count][quad // count] for quad in range(QUADS)]
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
-        """One vector of int32 lanes of the j-th 64 bytes of a group."""
+        """One vector of int32 lanes of the j-th line of a group: a quad of each row of a tile."""
         lanes = self.isa.lanes
-        raw = self.weight[tile, group, span(j * 64 + vector * lanes * 4, 4 * lanes)]
+        raw = self.weight[tile, group, span(j * QUAD * TILE + vector * lanes * QUAD, QUAD * lanes)]
         return T.reinterpret(typed("int32", lanes), raw)
 
     def scales(self, tile: Expr, group: Expr, vector: int) -> Expr:

@@ -1,0 +1,29 @@
+"""Sizes of groups and tiles have one definition."""
+
+from __future__ import annotations
+
+import ast
+
+from mlcbuild.quant.format import format_names, layouts
+from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE
+from tests.conftest import ROOT
+
+
+def test_sizes_fit_each_other() -> None:
+    assert QUADS * QUAD == GROUP
+    for name in format_names():
+        for form in layouts(name).values():
+            assert form.group_size in (0, GROUP) and form.rows_per_index in (1, TILE)
+
+
+def test_no_other_module_defines_them() -> None:
+    """Kernels and formats import them: a second constant would change alone."""
+    names = {"GROUP", "QUAD", "QUADS", "TILE", "PLANES"}
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "mlcbuild").rglob("*.py")
+        for node in ast.parse(path.read_bytes()).body
+        if isinstance(node, ast.Assign)
+        if names & {target.id for target in node.targets if isinstance(target, ast.Name)}
+    }
+    assert modules == {"mlcbuild/quant/groups.py"}

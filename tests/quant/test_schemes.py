@@ -1,0 +1,19 @@
+"""The table of built-in schemes."""
+
+from __future__ import annotations
+
+from mlcbuild.quant.format import format_names
+from mlcbuild.quant.schemes import SCHEMES as BUILT_IN
+from tests.schemes import SCHEMES
+
+
+def test_names_say_what_a_scheme_is() -> None:
+    """q<bits><float dtype>_1 as in mlc-llm; `a8` means 8-bit activations."""
+    for name, scheme in SCHEMES.items():
+        kind = "a8" if scheme.activation_bits else {"float16": "f16", "float32": "f32"}[scheme.dtype]
+        assert name == f"q{scheme.bits}{kind}" + ("_1" if scheme.bits else "")
+        assert BUILT_IN[name].name == name and not scheme.overrides
+
+
+def test_every_format_has_a_scheme() -> None:
+    assert {scheme.format for scheme in BUILT_IN.values()} == set(format_names())
