@@ -1,0 +1,126 @@
+"""SentencePiece's tokenizer.model, written from the vocabulary of a GGUF file.
+
+The file is a protocol buffer, `ModelProto` of sentencepiece_model.proto. Its few fields are encoded here:
+sentencepiece reads such files without the protobuf package, but offers no way to write one.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from mlcbuild.checkpoints.gguf_vocabulary import (
+    BYTE,
+    CONTROL,
+    CONVERT,
+    UNKNOWN,
+    USER_DEFINED,
+    Reader,
+    Vocabulary,
+    shown,
+)
+
+_SPACE = "▁"
+_BYTE_NAMES = [f"<0x{byte:02X}>" for byte in range(256)]
+_UNIGRAM, _BPE = 1, 2
+_TYPES = "tokenizer.ggml.token_type"
+
+
+def tokenizer_model(vocabulary: Vocabulary, reader: Reader) -> bytes:
+    """Returns the file's bytes. What SentencePiece would refuse becomes a problem of `reader`."""
+    tokens, types = _escaped(vocabulary), _with_unknown(vocabulary, reader)
+    _check_bytes(vocabulary, reader)
+    broken = next((i for i, token in enumerate(tokens) if types[i] == USER_DEFINED and "\0" in token), None)
+    if broken is not None:
+        # SentencePiece compares these as C strings.
+        reader.problem(
+            "tokenizer.ggml.tokens", f"entry {broken} is {shown(tokens[broken])}, with NUL in it; {CONVERT}"
+        )
+    pieces = (
+        _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
+        for token, score, kind in zip(tokens, vocabulary.scores, types, strict=True)
+    )
+    trainer = _number(3, _BPE if vocabulary.model == "llama" else _UNIGRAM)
+    trainer += _number(4, len(tokens)) + _number(35, int(BYTE in types))
+    for i, role in enumerate(("unk", "bos", "eos", "pad")):
+        token = vocabulary.ids.get(role) if role != "unk" else _index(types, UNKNOWN)
+        # An id without a token is -1, as an unsigned number of 64 bits. A name that is no piece is ignored.
+        trainer += _number(40 + i, (1 << 64) - 1 if token is None else token)
+        trainer += _field(45 + i, b"\0" if token is None else tokens[token].encode())
+    prefix = vocabulary.flags.get("add_space_prefix", True)
+    normalizer = _field(1, b"identity") + _number(3, int(prefix)) + _number(4, 0) + _number(5, 1)
+    return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer)
+
+
+def split_tokens(vocabulary: Vocabulary) -> dict[int, str]:
+    """Returns id -> text of the tokens that must be cut out before SentencePiece adds its space.
+
+    A text that follows such a token begins with a space of its own, in llama.cpp and in the originals.
+    """
+    if not vocabulary.flags.get("add_space_prefix", True):
+        return {}
+    return {
+        i: token
+        for i, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind == USER_DEFINED and _SPACE not in token and token.strip(" ")
+    }
+
+
+def _escaped(vocabulary: Vocabulary) -> list[str]:
+    """Converters write spaces of user-defined tokens as they are; SentencePiece compares escaped text."""
+    known = set(vocabulary.tokens)
+    return [
+        token.replace(" ", _SPACE)
+        if kind == USER_DEFINED and token.replace(" ", _SPACE) not in known
+        else token
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+    ]
+
+
+def _index(types: list[int], kind: int) -> int | None:
+    return types.index(kind) if kind in types else None
+
+
+def _with_unknown(vocabulary: Vocabulary, reader: Reader) -> list[int]:
+    """Returns the types with exactly one unknown token, as SentencePiece requires.
+
+    Some files have more, such as Phi-3's 53. The others are control tokens: no text and no merge leads to them.
+    """
+    types, stated = list(vocabulary.types), vocabulary.ids.get("unk")
+    places = [i for i, kind in enumerate(types) if kind == UNKNOWN]
+    if stated is not None and (not places or stated in places):
+        unknown = stated
+    elif places:
+        unknown = places[0]
+    else:
+        reader.problem(_TYPES, f"exactly one token must be unknown (2), and none is; {CONVERT}")
+        return types
+    types = [CONTROL if kind == UNKNOWN else kind for kind in types]
+    types[unknown] = UNKNOWN
+    return types
+
+
+def _check_bytes(vocabulary: Vocabulary, reader: Reader) -> None:
+    names = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == BYTE}
+    if names and names != set(_BYTE_NAMES):
+        odd = sorted(names.symmetric_difference(_BYTE_NAMES))
+        reader.problem(
+            _TYPES,
+            f"the byte tokens (6) must be all of <0x00> to <0xFF>, but {len(odd)} are missing or have other"
+            f" names, {shown(odd[0])} for one; {CONVERT}",
+        )
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(value)
+
+
+def _field(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(content)) + content

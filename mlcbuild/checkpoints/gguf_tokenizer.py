@@ -1,0 +1,203 @@
+"""Tokenizer files for the runtime from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlcbuild.checkpoints.gguf_pieces import split_tokens, tokenizer_model
+from mlcbuild.checkpoints.gguf_pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from mlcbuild.checkpoints.gguf_vocabulary import (
+    CONTROL,
+    CONVERT,
+    UNUSED,
+    USER_DEFINED,
+    Reader,
+    Vocabulary,
+    check_known,
+    read_vocabulary,
+)
+from mlcbuild.errors import CheckpointError
+
+LARGEST_TEMPLATE = 1 << 20
+"""Bytes of a chat template; the runtime reads no larger one."""
+LARGEST_FILE = 256 << 20
+"""Bytes of tokenizer.json or tokenizer.model; the runtime reads no larger one."""
+_TEMPLATE = "tokenizer.chat_template"
+_ENDS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "[EOT]",
+        "<eos>",
+        "</s>",
+        "<｜end▁of▁sentence｜>",
+    }
+)
+"""Control tokens that end a message. A file states few of them; llama.cpp knows the others by name, too."""
+
+
+def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> None:
+    """Writes the tokenizer's files into directory `out`.
+
+    metadata: GGUF key -> string, number, bool, or a list or NumPy array of these. place: begins each message.
+    Writes tokenizer.json or tokenizer.model, tokenizer_config.json, generation_config.json, and
+    chat_template.jinja where there is a template. Raises CheckpointError with all problems, one a line.
+    """
+    reader = Reader(metadata)
+    templates = _templates(metadata, reader)
+    vocabulary = read_vocabulary(reader)
+    files = _files(vocabulary, templates, reader) if vocabulary else {}
+    for name, content in files.items():
+        if len(content) > LARGEST_FILE:
+            reader.problem("tokenizer.ggml.tokens", f"{name} would have {len(content)} bytes; {CONVERT}")
+    if reader.problems:
+        raise CheckpointError("\n".join(f"{place}: {problem}" for problem in reader.problems))
+    for name, content in files.items():
+        (out / name).write_bytes(content)
+
+
+def _files(vocabulary: Vocabulary, templates: Mapping[str, str], reader: Reader) -> dict[str, bytes]:
+    """Returns name -> content; empty where there is a problem."""
+    if vocabulary.model == "gpt2":
+        if not check_known(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
+            return {}
+        words = PRE_TOKENIZERS[vocabulary.pre_tokenizer]
+        files = {"tokenizer.json": _document(_tokenizer_json(vocabulary, words))}
+        adds_bos = words.adds_bos
+    else:
+        files = {"tokenizer.model": tokenizer_model(vocabulary, reader)}
+        adds_bos = vocabulary.model == "llama"
+    files["tokenizer_config.json"] = _document(_config(vocabulary, templates, adds_bos))
+    files["generation_config.json"] = _document(_generation(vocabulary))
+    if "default" in templates:
+        files["chat_template.jinja"] = templates["default"].encode()
+    return files
+
+
+def _document(content: object) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _adds(vocabulary: Vocabulary, role: str, default: bool) -> bool:
+    return role in vocabulary.ids and vocabulary.flags.get(f"add_{role}_token", default)
+
+
+def _tokenizer_json(vocabulary: Vocabulary, words: PreTokenizer) -> dict[str, object]:
+    """Returns byte-level BPE as the tokenizers library reads it."""
+    kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    added = [
+        {
+            "id": token,
+            "content": content,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == CONTROL,
+        }
+        for token, (content, kind) in enumerate(kinds)
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": {"type": "NFC"} if words.is_nfc else None,
+        "pre_tokenizer": words.to_json(),
+        "post_processor": _post_processor(vocabulary, words.adds_bos),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": words.ignores_merges,
+            # Unused tokens fill the weights up to a round number of rows. The original has no names for them.
+            "vocab": {content: token for token, (content, kind) in enumerate(kinds) if kind != UNUSED},
+            "merges": vocabulary.merges,
+        },
+    }
+
+
+def _post_processor(vocabulary: Vocabulary, adds_bos: bool) -> dict[str, object] | None:
+    ends = {
+        role: {"SpecialToken": {"id": vocabulary.tokens[vocabulary.ids[role]], "type_id": 0}}
+        for role, default in (("bos", adds_bos), ("eos", False))
+        if _adds(vocabulary, role, default)
+    }
+    if not ends:
+        return None
+    names = {vocabulary.tokens[vocabulary.ids[role]]: vocabulary.ids[role] for role in ends}
+    first, second = ([{"Sequence": {"id": letter, "type_id": i}}] for i, letter in enumerate("AB"))
+    before = [ends["bos"]] if "bos" in ends else []
+    after = [ends["eos"]] if "eos" in ends else []
+    return {
+        "type": "TemplateProcessing",
+        "single": [*before, *first, *after],
+        "pair": [*before, *first, *after, *before, *second, *after],
+        "special_tokens": {
+            name: {"id": name, "ids": [token], "tokens": [name]} for name, token in names.items()
+        },
+    }
+
+
+def _config(vocabulary: Vocabulary, templates: Mapping[str, str], adds_bos: bool) -> dict[str, object]:
+    config: dict[str, object] = {
+        f"{role}_token": vocabulary.tokens[vocabulary.ids[role]]
+        for role in ("bos", "eos", "unk", "pad")
+        if role in vocabulary.ids
+    }
+    config["add_bos_token"] = _adds(vocabulary, "bos", adds_bos)
+    config["add_eos_token"] = _adds(vocabulary, "eos", vocabulary.model == "t5")
+    if vocabulary.model != "gpt2" and (split := split_tokens(vocabulary)):
+        config["added_tokens_decoder"] = {
+            str(token): {"content": content, "special": False} for token, content in split.items()
+        }
+    if templates.keys() - {"default"}:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return config
+
+
+def _generation(vocabulary: Vocabulary) -> dict[str, object]:
+    """Returns what generation_config.json states: a message ends at any of several tokens."""
+    ends = {vocabulary.ids[role] for role in ("eos", "eot", "eom") if role in vocabulary.ids}
+    named = {
+        content: token
+        for token, (content, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True))
+        if kind == CONTROL and content in _ENDS
+    }
+    if named.keys() >= {"<|return|>", "<|call|>"}:
+        named.pop("<|end|>", None)  # it ends one of several parts of a message in gpt-oss
+    document: dict[str, object] = {
+        f"{role}_token_id": vocabulary.ids[role] for role in ("bos", "pad") if role in vocabulary.ids
+    }
+    return document | {"eos_token_id": sorted(ends | set(named.values()))}
+
+
+def _templates(metadata: Mapping[str, object], reader: Reader) -> dict[str, str]:
+    """Returns name -> chat template; the one without a name is "default"."""
+    templates = {}
+    for key in sorted(key for key in metadata if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")):
+        text = reader.text(key)
+        if text is not None and len(text.encode()) > LARGEST_TEMPLATE:
+            reader.problem(
+                key, f"has {len(text.encode())} bytes, and at most {LARGEST_TEMPLATE} are read; {CONVERT}"
+            )
+        elif text is not None:
+            templates[key[len(_TEMPLATE) + 1 :] or "default"] = text
+    return templates

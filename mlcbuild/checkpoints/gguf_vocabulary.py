@@ -1,0 +1,286 @@
+"""The vocabulary in a GGUF file's metadata, checked: strangers write these files."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlcbuild.errors import did_you_mean, one_line
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Token types, numbered alike in GGUF and in SentencePiece's model files."""
+LARGEST_VOCABULARY = 1 << 22
+"""Tokens. The largest published vocabularies have 262,144."""
+LARGEST_ARRAY = 1 << 24
+"""Entries of any other array: a vocabulary has up to three merges for each token."""
+MODELS = ("gpt2", "llama", "t5")
+"""Values of tokenizer.ggml.model: byte-level BPE, SentencePiece BPE, and SentencePiece unigram."""
+IDS = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "eot": "eot_token_id",
+    "eom": "eom_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+}
+"""Role of a token -> the key that holds its id."""
+CONVERT = "convert the model again with a current converter, or use another file"
+_BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Lists have one entry for each token id."""
+
+    model: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    """Empty for BPE with merges."""
+    merges: list[tuple[str, str]]
+    """In the order in which they are tried; empty for SentencePiece."""
+    pre_tokenizer: str
+    ids: Mapping[str, int]
+    """Role of a token, such as "bos" -> its id; only those that the file states."""
+    flags: Mapping[str, bool]
+    """add_bos_token, add_eos_token, add_space_prefix; only those that the file states."""
+
+
+class Reader:
+    """Reads values of metadata by key and collects problems, each a sentence that begins with the key."""
+
+    def __init__(self, metadata: Mapping[str, object]) -> None:
+        self._metadata = metadata
+        self.problems: list[str] = []
+
+    def problem(self, key: str, message: str) -> None:
+        self.problems.append(one_line(f"{key}: {message}"))
+
+    def scalar(self, key: str, kind: type[str] | type[int] | type[bool]) -> str | int | bool | None:
+        """Returns None where the key is absent or its value is not exactly of type `kind`."""
+        value = _plain(self._metadata.get(key))
+        if value is None or type(value) is kind:
+            return value  # type: ignore[return-value]  # its type is `kind`
+        name = {str: "a string", int: "an integer", bool: "true or false"}[kind]
+        self.problem(key, f"must be {name}, not {shown(value)}; {CONVERT}")
+        return None
+
+    def text(self, key: str) -> str | None:
+        value = self.scalar(key, str)
+        if isinstance(value, str) and not _is_utf8(value):
+            self.problem(key, f"must be UTF-8, but {shown(value)} has broken characters; {CONVERT}")
+            return None
+        return value if isinstance(value, str) else None
+
+    def array(self, key: str, kinds: tuple[type, ...], limit: int = LARGEST_ARRAY) -> Sequence[object] | None:
+        """Returns None where the key is absent or an entry's type is not one of `kinds`."""
+        value = self._metadata.get(key)
+        if value is None:
+            return None
+        count = _count(value)
+        if count is None:
+            self.problem(key, f"must be an array, not {shown(value)}; {CONVERT}")
+            return None
+        if count > limit:
+            self.problem(key, f"has {count} entries, and at most {limit} are read; {CONVERT}")
+            return None
+        entries = _plain(value)
+        assert isinstance(entries, list | tuple)
+        wrong = next((i for i, entry in enumerate(entries) if type(entry) not in kinds), None)
+        if wrong is not None:
+            names = " or ".join(kind.__name__ for kind in kinds)
+            self.problem(
+                key, f"entries must be {names}, but entry {wrong} is {shown(entries[wrong])}; {CONVERT}"
+            )
+            return None
+        return entries
+
+    def strings(self, key: str, limit: int = LARGEST_ARRAY) -> list[str] | None:
+        entries = self.array(key, (str,), limit)
+        if entries is None:
+            return None
+        texts = [entry for entry in entries if isinstance(entry, str)]
+        wrong = next((i for i, entry in enumerate(texts) if not _is_utf8(entry)), None)
+        if wrong is not None:
+            self.problem(key, f"entries must be UTF-8, but entry {wrong} has broken characters; {CONVERT}")
+            return None
+        return texts
+
+
+def read_vocabulary(reader: Reader) -> Vocabulary | None:
+    """Returns None where `reader.problems` has a problem of the vocabulary."""
+    before = len(reader.problems)
+    model = reader.text("tokenizer.ggml.model")
+    if model not in MODELS:
+        found = "is absent" if model is None else f"'{model[:100]}' is not supported"
+        reader.problem(
+            "tokenizer.ggml.model",
+            f"{found}; supported: {', '.join(MODELS)}; use the model's original checkpoint instead",
+        )
+        return None
+    tokens = _tokens(reader)
+    ids = _ids(reader, len(tokens))
+    flags = {
+        name: value
+        for name in ("add_bos_token", "add_eos_token", "add_space_prefix")
+        if isinstance(value := reader.scalar(f"tokenizer.ggml.{name}", bool), bool)
+    }
+    for role in ("bos", "eos"):
+        if flags.get(f"add_{role}_token") and role not in ids:
+            key = f"tokenizer.ggml.add_{role}_token"
+            reader.problem(key, f"needs tokenizer.ggml.{IDS[role]}, which is absent or wrong; {CONVERT}")
+    types = _types(reader, tokens, ids, pieces=model != "gpt2")
+    pre_tokenizer = reader.text("tokenizer.ggml.pre") or ""
+    merges = _merges(reader, tokens, types) if model == "gpt2" else []
+    scores = _scores(reader, len(tokens)) if model != "gpt2" else []
+    if len(reader.problems) > before:
+        return None
+    return Vocabulary(model, tokens, types, scores, merges, pre_tokenizer, ids, flags)
+
+
+def check_known(reader: Reader, key: str, name: str, known: Sequence[str]) -> bool:
+    """Returns whether `name` is in `known`, and adds a problem where it is not."""
+    if name in known:
+        return True
+    found = f"'{name[:100]}' is unknown; {did_you_mean(name, known)}" if name else "is absent"
+    reader.problem(key, f"{found}; use the model's original checkpoint, or {CONVERT}")
+    return False
+
+
+def shown(value: object) -> str:
+    """Returns the start of a value for a message."""
+    if (count := _count(value)) is not None:
+        return f"an array of {count}"
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes that are not UTF-8"
+    if isinstance(value, int) and abs(value) > 1 << 64:
+        return "an integer of more than 64 bits"
+    text = repr(value[:60] if isinstance(value, str) else value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _count(value: object) -> int | None:
+    """Returns the number of entries of a list or of an array with one dimension; None for anything else."""
+    if isinstance(value, list | tuple):
+        return len(value)
+    shape = getattr(value, "shape", None)
+    return int(shape[0]) if isinstance(shape, tuple) and len(shape) == 1 else None
+
+
+def _plain(value: object) -> object:
+    """Returns a NumPy array or scalar as Python's own types."""
+    convert = getattr(value, "tolist", None)
+    return value if convert is None else convert()
+
+
+def _is_utf8(text: str) -> bool:
+    """Decoders that keep broken bytes write them as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _tokens(reader: Reader) -> list[str]:
+    key = "tokenizer.ggml.tokens"
+    before = len(reader.problems)
+    tokens = reader.strings(key, LARGEST_VOCABULARY)
+    if not tokens:
+        if len(reader.problems) == before:
+            reader.problem(key, f"is absent or empty; {CONVERT}")
+        return []
+    # llama.cpp names empty tokens in the same way.
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+    if len(set(tokens)) < len(tokens):
+        double, count = Counter(tokens).most_common(1)[0]
+        reader.problem(key, f"tokens must differ, but {shown(double)} stands {count} times in it; {CONVERT}")
+    return tokens
+
+
+def _ids(reader: Reader, size: int) -> dict[str, int]:
+    ids = {}
+    for role, name in IDS.items():
+        value = reader.scalar(f"tokenizer.ggml.{name}", int)
+        if value is None:
+            continue
+        if 0 <= value < size:
+            ids[role] = int(value)
+        elif size:
+            reader.problem(
+                f"tokenizer.ggml.{name}",
+                f"must be the id of one of the {size} tokens, not {shown(value)}; {CONVERT}",
+            )
+    return ids
+
+
+def _types(reader: Reader, tokens: list[str], ids: Mapping[str, int], pieces: bool) -> list[int]:
+    """`pieces`: the tokenizer is SentencePiece's, where bytes and the unknown token have their own types."""
+    key = "tokenizer.ggml.token_type"
+    entries = reader.array(key, (int,))
+    if entries is None:
+        types = [BYTE if pieces and _BYTE_NAME.fullmatch(token) else NORMAL for token in tokens]
+    else:
+        types = [entry for entry in entries if isinstance(entry, int)]
+        _check_length(reader, key, len(types), len(tokens))
+        wrong = next((i for i, kind in enumerate(types) if not 0 <= kind <= BYTE), None)
+        if wrong is not None:
+            reader.problem(key, f"types are 0 to 6, but entry {wrong} is {shown(types[wrong])}; {CONVERT}")
+            return []
+    for role in ("bos", "eos", "eot", "eom"):
+        # A text must never show these, whatever the converter has written.
+        if role in ids and ids[role] < len(types):
+            types[ids[role]] = CONTROL
+    return [kind or NORMAL for kind in types]
+
+
+def _scores(reader: Reader, size: int) -> list[float]:
+    key = "tokenizer.ggml.scores"
+    before = len(reader.problems)
+    entries = reader.array(key, (float, int))
+    if entries is None:
+        if len(reader.problems) == before:
+            reader.problem(key, f"is absent, and SentencePiece needs it; {CONVERT}")
+        return []
+    scores = [entry for entry in entries if isinstance(entry, float | int)]
+    _check_length(reader, key, len(scores), size)
+    wrong = next((i for i, score in enumerate(scores) if not _is_float32(score)), None)
+    if wrong is not None:
+        reader.problem(key, f"entries must be finite, but entry {wrong} is {shown(scores[wrong])}; {CONVERT}")
+    return [float(score) if _is_float32(score) else 0.0 for score in scores]
+
+
+def _is_float32(score: float) -> bool:
+    return abs(score) < 3.4e38 and not math.isnan(score)
+
+
+def _merges(reader: Reader, tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
+    key = "tokenizer.ggml.merges"
+    before = len(reader.problems)
+    entries = reader.strings(key)
+    if entries is None:
+        if len(reader.problems) == before:
+            reader.problem(key, f"is absent, and byte-level BPE needs it; {CONVERT}")
+        return []
+    known = {token for token, kind in zip(tokens, types, strict=False) if kind != UNUSED}
+    merges: dict[tuple[str, str], None] = {}  # the first of equal ones counts
+    wrong = 0
+    for i, entry in enumerate(entries):
+        cut = entry.find(" ", 1)
+        pair = entry[:cut], entry[cut + 1 :]
+        if cut > 0 and known.issuperset((*pair, "".join(pair))):
+            merges[pair] = None
+            continue
+        if not wrong and tokens:
+            rule = "must be two tokens with a space between them, which together are a token, too"
+            reader.problem(key, f"entries {rule}, but entry {i} is {shown(entry)}; {CONVERT}")
+        wrong += 1
+    return list(merges)
+
+
+def _check_length(reader: Reader, key: str, count: int, size: int) -> None:
+    if size and count != size:
+        reader.problem(key, f"must have an entry for each of the {size} tokens, but has {count}; {CONVERT}")
