@@ -28,7 +28,7 @@ _TYPES = "tokenizer.ggml.token_type"
 def tokenizer_model(vocabulary: Vocabulary, reader: Reader) -> bytes:
     """Returns the file's bytes. What SentencePiece would refuse becomes a problem of `reader`."""
     tokens, types = _escaped(vocabulary), _with_unknown(vocabulary, reader)
-    _check_bytes(vocabulary, reader)
+    _check_bytes(vocabulary, types, reader)
     broken = next((i for i, token in enumerate(tokens) if types[i] == USER_DEFINED and "\0" in token), None)
     if broken is not None:
         # SentencePiece compares these as C strings.
@@ -67,10 +67,10 @@ def split_tokens(vocabulary: Vocabulary) -> dict[int, str]:
 
 def _escaped(vocabulary: Vocabulary) -> list[str]:
     """Converters write spaces of user-defined tokens as they are; SentencePiece compares escaped text."""
-    known = set(vocabulary.tokens)
+    tokens = set(vocabulary.tokens)
     return [
         token.replace(" ", _SPACE)
-        if kind == USER_DEFINED and token.replace(" ", _SPACE) not in known
+        if kind == USER_DEFINED and token.replace(" ", _SPACE) not in tokens
         else token
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
     ]
@@ -83,24 +83,19 @@ def _index(types: list[int], kind: int) -> int | None:
 def _with_unknown(vocabulary: Vocabulary, reader: Reader) -> list[int]:
     """Returns the types with exactly one unknown token, as SentencePiece requires.
 
-    Some files have more, such as Phi-3's 53. The others are control tokens: no text and no merge leads to them.
+    Some files have more, Phi-3's 53. The others are control tokens: no merge leads to them.
     """
-    types, stated = list(vocabulary.types), vocabulary.ids.get("unk")
-    places = [i for i, kind in enumerate(types) if kind == UNKNOWN]
-    if stated is not None and (not places or stated in places):
-        unknown = stated
-    elif places:
-        unknown = places[0]
-    else:
+    unknown = vocabulary.ids.get("unk")
+    if unknown is None:
         reader.problem(_TYPES, f"exactly one token must be unknown (2), and none is; {CONVERT}")
-        return types
-    types = [CONTROL if kind == UNKNOWN else kind for kind in types]
-    types[unknown] = UNKNOWN
+    types = [CONTROL if kind == UNKNOWN else kind for kind in vocabulary.types]
+    if unknown is not None:
+        types[unknown] = UNKNOWN
     return types
 
 
-def _check_bytes(vocabulary: Vocabulary, reader: Reader) -> None:
-    names = {token for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == BYTE}
+def _check_bytes(vocabulary: Vocabulary, types: list[int], reader: Reader) -> None:
+    names = {token for token, kind in zip(vocabulary.tokens, types, strict=True) if kind == BYTE}
     if names and names != set(_BYTE_NAMES):
         odd = sorted(names.symmetric_difference(_BYTE_NAMES))
         reader.problem(

@@ -15,7 +15,7 @@ from mlcbuild.checkpoints.gguf_vocabulary import (
     USER_DEFINED,
     Reader,
     Vocabulary,
-    check_known,
+    check_name,
     read_vocabulary,
 )
 from mlcbuild.errors import CheckpointError
@@ -24,6 +24,8 @@ LARGEST_TEMPLATE = 1 << 20
 """Bytes of a chat template; the runtime reads no larger one."""
 LARGEST_FILE = 256 << 20
 """Bytes of tokenizer.json or tokenizer.model; the runtime reads no larger one."""
+LINES = 60
+"""Problems that one error shows; the rest are counted."""
 _TEMPLATE = "tokenizer.chat_template"
 _ENDS = frozenset(
     {
@@ -62,7 +64,10 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
         if len(content) > LARGEST_FILE:
             reader.problem("tokenizer.ggml.tokens", f"{name} would have {len(content)} bytes; {CONVERT}")
     if reader.problems:
-        raise CheckpointError("\n".join(f"{place}: {problem}" for problem in reader.problems))
+        lines = [f"{place}: {problem}" for problem in reader.problems[:LINES]]
+        if len(reader.problems) > LINES:
+            lines.append(f"{place}: there are {len(reader.problems) - LINES} more problems of these kinds")
+        raise CheckpointError("\n".join(lines))
     for name, content in files.items():
         (out / name).write_bytes(content)
 
@@ -70,7 +75,7 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
 def _files(vocabulary: Vocabulary, templates: Mapping[str, str], reader: Reader) -> dict[str, bytes]:
     """Returns name -> content; empty where there is a problem."""
     if vocabulary.model == "gpt2":
-        if not check_known(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
+        if not check_name(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
             return {}
         words = PRE_TOKENIZERS[vocabulary.pre_tokenizer]
         files = {"tokenizer.json": _document(_tokenizer_json(vocabulary, words))}

@@ -63,17 +63,21 @@ class Reader:
         """Returns None where the key is absent or its value is not exactly of type `kind`."""
         value = _plain(self._metadata.get(key))
         if value is None or type(value) is kind:
-            return value  # type: ignore[return-value]  # its type is `kind`
+            return value
         name = {str: "a string", int: "an integer", bool: "true or false"}[kind]
         self.problem(key, f"must be {name}, not {shown(value)}; {CONVERT}")
         return None
 
     def text(self, key: str) -> str | None:
         value = self.scalar(key, str)
-        if isinstance(value, str) and not _is_utf8(value):
-            self.problem(key, f"must be UTF-8, but {shown(value)} has broken characters; {CONVERT}")
+        if not isinstance(value, str):
             return None
-        return value if isinstance(value, str) else None
+        if not _is_utf8(key + value):
+            self.problem(
+                key, f"must be UTF-8, but {shown(value)} or its key has broken characters; {CONVERT}"
+            )
+            return None
+        return value
 
     def array(self, key: str, kinds: tuple[type, ...], limit: int = LARGEST_ARRAY) -> Sequence[object] | None:
         """Returns None where the key is absent or an entry's type is not one of `kinds`."""
@@ -87,8 +91,9 @@ class Reader:
         if count > limit:
             self.problem(key, f"has {count} entries, and at most {limit} are read; {CONVERT}")
             return None
-        entries = _plain(value)
-        assert isinstance(entries, list | tuple)
+        whole = _plain(value)
+        assert isinstance(whole, list | tuple)
+        entries = [_plain(entry) for entry in whole]
         wrong = next((i for i, entry in enumerate(entries) if type(entry) not in kinds), None)
         if wrong is not None:
             names = " or ".join(kind.__name__ for kind in kinds)
@@ -114,11 +119,13 @@ def read_vocabulary(reader: Reader) -> Vocabulary | None:
     """Returns None where `reader.problems` has a problem of the vocabulary."""
     before = len(reader.problems)
     model = reader.text("tokenizer.ggml.model")
+    if len(reader.problems) > before:
+        return None
     if model not in MODELS:
-        found = "is absent" if model is None else f"'{model[:100]}' is not supported"
+        fault = "is absent" if model is None else f"'{model[:100]}' is not supported"
         reader.problem(
             "tokenizer.ggml.model",
-            f"{found}; supported: {', '.join(MODELS)}; use the model's original checkpoint instead",
+            f"{fault}; supported: {', '.join(MODELS)}; use the model's original checkpoint instead",
         )
         return None
     tokens = _tokens(reader)
@@ -133,6 +140,8 @@ def read_vocabulary(reader: Reader) -> Vocabulary | None:
             key = f"tokenizer.ggml.add_{role}_token"
             reader.problem(key, f"needs tokenizer.ggml.{IDS[role]}, which is absent or wrong; {CONVERT}")
     types = _types(reader, tokens, ids, pieces=model != "gpt2")
+    if UNKNOWN in types:
+        ids.setdefault("unk", types.index(UNKNOWN))
     pre_tokenizer = reader.text("tokenizer.ggml.pre") or ""
     merges = _merges(reader, tokens, types) if model == "gpt2" else []
     scores = _scores(reader, len(tokens)) if model != "gpt2" else []
@@ -141,12 +150,12 @@ def read_vocabulary(reader: Reader) -> Vocabulary | None:
     return Vocabulary(model, tokens, types, scores, merges, pre_tokenizer, ids, flags)
 
 
-def check_known(reader: Reader, key: str, name: str, known: Sequence[str]) -> bool:
-    """Returns whether `name` is in `known`, and adds a problem where it is not."""
-    if name in known:
+def check_name(reader: Reader, key: str, name: str, names: Sequence[str]) -> bool:
+    """Returns whether `name` is one of `names`, and adds a problem where it is not."""
+    if name in names:
         return True
-    found = f"'{name[:100]}' is unknown; {did_you_mean(name, known)}" if name else "is absent"
-    reader.problem(key, f"{found}; use the model's original checkpoint, or {CONVERT}")
+    fault = f"'{name[:100]}' is unknown; {did_you_mean(name, names)}" if name else "is absent"
+    reader.problem(key, f"{fault}; use the model's original checkpoint, or {CONVERT}")
     return False
 
 
@@ -205,10 +214,10 @@ def _ids(reader: Reader, size: int) -> dict[str, int]:
     ids = {}
     for role, name in IDS.items():
         value = reader.scalar(f"tokenizer.ggml.{name}", int)
-        if value is None:
+        if not isinstance(value, int):
             continue
         if 0 <= value < size:
-            ids[role] = int(value)
+            ids[role] = value
         elif size:
             reader.problem(
                 f"tokenizer.ggml.{name}",
@@ -265,13 +274,14 @@ def _merges(reader: Reader, tokens: list[str], types: list[int]) -> list[tuple[s
         if len(reader.problems) == before:
             reader.problem(key, f"is absent, and byte-level BPE needs it; {CONVERT}")
         return []
-    known = {token for token, kind in zip(tokens, types, strict=False) if kind != UNUSED}
+    unused = {token for token, kind in zip(tokens, types, strict=False) if kind == UNUSED}
+    mergeable = set(tokens) - unused
     merges: dict[tuple[str, str], None] = {}  # the first of equal ones counts
     wrong = 0
     for i, entry in enumerate(entries):
         cut = entry.find(" ", 1)
         pair = entry[:cut], entry[cut + 1 :]
-        if cut > 0 and known.issuperset((*pair, "".join(pair))):
+        if cut > 0 and mergeable.issuperset((*pair, "".join(pair))):
             merges[pair] = None
             continue
         if not wrong and tokens:
