@@ -8,10 +8,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 from mlcbuild_format import abi
+from mlcbuild_format.errors import BundleError
+from mlcbuild_runtime.engine.engine import Engine
+from mlcbuild_runtime.engine.request import Event, Request
+from mlcbuild_runtime.executor import loading
+from mlcbuild_runtime.executor.loading import LOADERS
+from mlcbuild_runtime.executor.sampling_params import Sampling
+from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 from mlcbuild import pipeline, quant, recipe
 from mlcbuild.build.graph import Step
@@ -22,6 +30,7 @@ from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import BACKENDS, Backend, backend
 from tests.conftest import project
 from tests.guide import example
+from tests.runtime import toy as toy_model
 from tests.schemes import SCHEMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,10 +73,26 @@ def test_a_device_may_have_no_decode_loop() -> None:
 
 @pytest.fixture
 def toy() -> Iterator[Backend]:
-    """The backend that mlcbuild/README.md adds."""
-    exec(example("Extend: a device backend"))
+    """The device that mlcbuild/README.md adds."""
+    exec(example("Extend: a device"))
     yield BACKENDS["toy"]
-    del BACKENDS["toy"]
+    del BACKENDS["toy"], LOADERS["toy"]
+
+
+def test_the_engine_answers_with_a_device_that_is_added_to_the_table(toy: Backend, tmp_path: Path) -> None:
+    toy_model.write(tmp_path / "bundle", "toy")
+    executor = loading.load(tmp_path / "bundle")
+    tokenizer = Tokenizer.load(tmp_path / "bundle", executor.manifest.serving)
+    engine, events = Engine(executor, tokenizer).start(), SimpleQueue[Event]()
+    try:
+        engine.submit(Request((3, 5), 20, Sampling(0.0), ignore_eos=True, logprobs=0), events.put)
+        answer = [events.get(timeout=30) for _ in range(20)]
+        assert [event.logprob.token for event in answer if event.logprob] == toy_model.expected([3, 5], 20)
+    finally:
+        assert engine.close()
+    with pytest.raises(BundleError, match="is for the device 'tpu', but this runtime has only 'cpu'"):
+        toy_model.write(tmp_path / "other", "tpu")
+        loading.load(tmp_path / "other")
 
 
 TEXT = """version: 1

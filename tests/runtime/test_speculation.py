@@ -15,14 +15,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mlcbuild_format.errors import BundleError, RequestError
 from mlcbuild_runtime import local
 from mlcbuild_runtime.constraints.grammar import Grammars
 from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
-from mlcbuild_runtime.engine.drafts import Credit, Lookup, Prediction, Prices, Speculate
+from mlcbuild_runtime.engine.drafts import Speculate
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.request import Event, Request
@@ -311,61 +309,6 @@ def test_the_distribution_is_the_models(toy_bundle: Path, guess: Guess) -> None:
         engine.close()
 
 
-@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60), count=st.integers(1, 9))
-def test_lookup_is_what_followed_the_longest_known_end(tokens: list[int], count: int) -> None:
-    lookup = Lookup()
-    for end in range(1, len(tokens) + 1):
-        text, found = tokens[:end], lookup.propose(tokens[:end], count)
-        wanted = []
-        for size in (4, 3, 2):
-            places = [i for i in range(size, end) if size <= end and text[i - size : i] == text[end - size :]]
-            if places:
-                whole = text[:]
-                for i in range(count):
-                    whole.append(whole[places[-1] + i])
-                wanted = whole[end:]
-                break
-        assert found == wanted
-
-
-@settings(max_examples=50)
-@given(prices=st.lists(st.floats(0, 0.9), min_size=1), seed=st.integers(0, 1000))
-def test_bad_drafts_cost_little(prices: list[float], seed: int) -> None:
-    credit, source, cost, plain = Credit(), random.Random(seed), 0.0, 0
-    for step in range(2000):
-        count = credit.affordable(8)
-        if count:
-            price = prices[step % len(prices)]
-            credit.settle(count, 0, price)
-            cost += count * price
-        else:
-            credit.rest()
-            plain += 1
-        source.random()
-    assert cost <= 1.5 + 0.02 * plain + 8
-
-
-def test_good_drafts_grow() -> None:
-    credit = Credit()
-    lengths = []
-    for _ in range(4):
-        lengths.append(credit.affordable(16))
-        credit.settle(lengths[-1], lengths[-1], 0.2)
-    assert lengths == [4, 8, 16, 16]
-    credit.settle(16, 3, 0.2)
-    assert credit.affordable(16) == 4
-
-
-def test_prices_come_from_times() -> None:
-    prices = Prices()
-    assert prices.price(1, 4) == pytest.approx(0.2)
-    prices.observe(1, 0, 1.0)
-    prices.observe(1, 4, 9.0)
-    prices.observe(1, 4, 3.0)
-    assert prices.price(1, 4) == pytest.approx(0.5)
-    assert prices.price(4, 4) == pytest.approx(0.8)
-
-
 @pytest.mark.parametrize("rows", range(2, EXACT_ROWS + 1))
 def test_checking_is_as_decoding_bit_by_bit(tiny_bundle: Path, rows: int) -> None:
     model = _tiny(tiny_bundle)
@@ -508,25 +451,6 @@ def test_a_prediction_over_http(server: Server) -> None:
     ):
         refused = ask(prediction=wrong)["error"]
         assert re.search(words, refused["message"]), refused
-
-
-@pytest.mark.parametrize(
-    ("answer", "count", "wanted"),
-    [
-        ([], 3, [1, 2, 3]),
-        ([1, 2], 3, [3, 4, 5]),
-        ([1, 2, 9], 3, []),
-        ([1, 2, 9, 4, 5], 3, [6, 7, 8]),
-        ([1, 2, 3, 4, 5, 6, 7, 8], 3, []),
-        ([9, 9, 1, 2], 2, [3, 4]),
-    ],
-)
-def test_a_prediction_is_taken_up_again(answer: list[int], count: int, wanted: list[int]) -> None:
-    assert Prediction(range(1, 9)).propose(answer, count) == wanted
-    step_by_step = Prediction(range(1, 9))
-    for size in range(len(answer) + 1):
-        found = step_by_step.propose(answer[:size], count)
-    assert found == wanted
 
 
 def test_a_server_whose_draft_bundle_does_not_fit(toy_bundle: Path, tiny_bundle: Path) -> None:

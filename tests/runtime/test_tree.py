@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.devices.cpu import EXACT_ROWS, CpuExecutor
 from mlcbuild_runtime.engine import draft_tree
 from mlcbuild_runtime.engine.draft_tree import Branch
-from mlcbuild_runtime.engine.drafts import Lookup, Odds, Prices, Speculate
+from mlcbuild_runtime.engine.drafts import Speculate
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.pages import Pages
 from mlcbuild_runtime.engine.request import Request, Ticket
@@ -236,67 +234,6 @@ def test_a_failing_step_gives_all_pages_back(toy_bundle: Path) -> None:
         assert engine.state().free_pages == engine.state().pages
     finally:
         engine.close()
-
-
-@given(tokens=st.lists(st.integers(0, 3), min_size=3, max_size=50), count=st.integers(1, 6))
-def test_lookup_branches_where_something_else_followed(tokens: list[int], count: int) -> None:
-    """After what the text and the draft end with, by the longest n-gram that has been there."""
-    lookup = Lookup()
-    draft = lookup.propose(tokens, 5)
-    left = count
-    wanted = []
-    for begin, token in enumerate(draft):
-        text = [*tokens, *draft[:begin]]
-        known: list[int] = []
-        for size in (4, 3, 2):
-            ngram = text[-size:]
-            known = [i for i in range(size, len(tokens)) if tokens[i - size : i] == ngram]
-            if known:
-                break
-        others = dict.fromkeys(tokens[i] for i in reversed(known))
-        for other in list(others)[:2]:
-            if other != token and left > 0:
-                place = max(i for i in known if tokens[i] == other)
-                wanted.append((begin, tokens[place : place + min(left, 2)]))
-                left -= len(wanted[-1][1])
-    assert [(each.start, each.tokens) for each in lookup.others(tokens, draft, count)] == wanted
-
-
-def test_as_many_tokens_as_rows_are_cheap() -> None:
-    """Four rows take as long as one, and eight as two."""
-    prices = Prices()
-    assert prices.best(1, 5) == 5  # nothing is known
-    tried = []
-    for _ in range(60):
-        tried.append(prices.best(1, 9))
-        prices.observe(1, tried[-1], 1.0 + (tried[-1] > 3) + 2 * (tried[-1] > 7))
-        prices.observe(1, 0, 1.0)
-    assert tried[-1] == 7
-    assert (prices.best(1, 6), prices.best(1, 3), prices.best(1, 2), prices.best(1, 1)) == (3, 3, 2, 1)
-
-
-def test_branches_are_drafted_while_they_pay() -> None:
-    prices, odds = Prices(), Odds()
-    assert odds.worthwhile(1.0, [prices.share(1, 2, more) for more in (1, 2)]) == 0  # nothing is known
-    for _ in range(2):
-        for drafted in range(5):
-            prices.observe(1, drafted, 1.0 + 0.01 * drafted + (drafted > 3))
-    assert prices.share(1, 2, 1) == pytest.approx(1.03 / 1.02 - 1)
-    shares = [prices.share(1, 2, more) for more in (1, 2)]
-    assert odds.worthwhile(1.0, shares) == 1  # two would begin a second group of rows
-    for _ in range(2):
-        prices.observe(1, 2, 1.12, 1)
-    assert prices.share(1, 2, 1) == pytest.approx(1.12 / 1.02 - 1)  # a branch has its own price
-    spent = 0.0
-    for step in range(2000):
-        count = odds.worthwhile(2.0, [0.02])
-        spent += 0.02 * count
-        odds.settle(count, 0, 2)
-        assert step or count
-    assert spent < 8  # of 4000 tokens, for branches that are never right
-    for _ in range(40):
-        odds.settle(2, 1, 3)
-    assert odds.worthwhile(3.0, [0.1, 0.2]) == 2 and odds.pace == pytest.approx(3, abs=0.1)
 
 
 @pytest.mark.parametrize(("name", "draft"), [("tiny", None), ("window", None), ("tiny", "small")])

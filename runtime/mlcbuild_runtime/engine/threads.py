@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+
+log = logging.getLogger(__name__)
 
 
 def _ignore() -> None:
@@ -91,9 +94,10 @@ def _work_for_ever(inbox: SimpleQueue[Task]) -> None:
         assert task.work is not None
         try:
             task.work()
-        finally:
-            task.work = None  # nothing here keeps a model in memory
-            with _lock:
-                _idle.append(inbox)
-            task.ended.set()
-            del task
+        except Exception:  # the thread must stay alive for the next task
+            log.exception("the work of a thread has failed")
+        task.work = None  # nothing here keeps a model in memory
+        with _lock:
+            _idle.append(inbox)
+        task.ended.set()
+        del task

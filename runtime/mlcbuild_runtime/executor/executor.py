@@ -69,8 +69,8 @@ class Executor(Protocol):
     def step(self, step: Step, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> StepResult:
         """Writes the keys and values of the step's tokens to the KV cache, computes logits and draws tokens.
 
-        sampling_params: one for each row of `step.rows`. masks: the rows that have a logit mask; the logits
-        of all other tokens become minus infinity.
+        sampling_params: one for each row of `step.rows`, of which there is at least one. masks: the rows that
+        have a logit mask; the logits of all other tokens become minus infinity.
         """
 
     def steps(

@@ -8,15 +8,12 @@ import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from mlcbuild_format.errors import BundleError
-from mlcbuild_runtime.devices import tensors
 from mlcbuild_runtime.devices.cpu import CpuExecutor
-from mlcbuild_runtime.devices.workers import Workers
 from mlcbuild_runtime.executor.batch import Step
 
 from . import shared, toy
@@ -30,16 +27,6 @@ def model(toy_bundle: Path) -> CpuExecutor:
 @pytest.fixture(scope="module")
 def tiny(tiny_bundle: Path) -> CpuExecutor:
     return CpuExecutor.load(tiny_bundle)
-
-
-def test_a_step_says_where_tokens_go() -> None:
-    step = Step.of([([7, 8, 9], 18, [5, 2]), ([4], 1, [0])])
-    assert step.tokens == [7, 8, 9, 4]
-    assert step.indptr == [0, 3, 4]
-    assert step.rows == [2, 3]
-    assert step.places(16) == ([15, 16, 17, 0], [5 * 16 + 15, 2 * 16, 2 * 16 + 1, 0])
-    assert not step.is_decode
-    assert Step.of([([1], 3, [0]), ([2], 9, [1])]).is_decode
 
 
 def test_score_gives_every_position(model: CpuExecutor) -> None:
@@ -83,14 +70,6 @@ def test_weights_that_are_not_aligned_are_copied(toy_copy: Path) -> None:
     (toy_copy / "bundle.json").write_text(json.dumps(document))
     prompt = [3, 1, 4, 1, 5]
     assert CpuExecutor.load(toy_copy).score(prompt).argmax(-1)[-1] == toy.expected(prompt, 1)[0]
-
-
-def test_aligned() -> None:
-    room = np.zeros(1000, np.uint8)
-    for start in range(64):
-        found = tensors.aligned(room[start : start + 400])
-        assert found.ctypes.data % 64 == 0
-        assert np.shares_memory(found, room) == (room[start:].ctypes.data % 64 == 0)
 
 
 def test_the_cache_can_be_smaller(toy_bundle: Path) -> None:
@@ -149,69 +128,6 @@ def test_threads_without_work_leave_the_cores_to_others(tiny_bundle: Path) -> No
         assert any(share("spin", TVM_THREAD_POOL_SPIN_COUNT="1000000") > 0.1 for _ in range(10))
     except subprocess.TimeoutExpired:
         pytest.skip("the machine is too busy for two threads that wait for each other")
-
-
-class Machine:
-    """A process of up to four threads that computes for a second at a time, and what it gets of that."""
-
-    def __init__(self, cores: float) -> None:
-        self.cores, self.time, self.spent, self.tries = cores, 0.0, 0.0, list[float]()
-        self.free: int | None = None
-        self.workers_before = 4
-        self.workers = Workers(4, self.use, lambda: self.time, lambda: self.spent, lambda _: self.free)
-
-    def use(self, count: int) -> None:
-        if count > self.workers_before:
-            self.tries.append(self.time)
-
-    def run(self, seconds: int) -> int:
-        """The number of threads afterwards."""
-        for _ in range(10 * seconds):
-            self.workers_before = self.workers.count
-            with self.workers:
-                self.time += 0.1001
-                self.spent += 0.1001 * min(self.cores, self.workers.count)
-        return self.workers.count
-
-
-def test_fewer_threads_work_on_a_busy_machine() -> None:
-    machine = Machine(cores=4)
-    assert machine.run(5) == 4 and not machine.tries
-    machine.cores = 0.9
-    assert machine.run(1) == 1
-    machine.run(60)
-    gaps = [late - soon for soon, late in pairwise(machine.tries)]
-    assert max(gaps) > 15 and len(machine.tries) < 9, "it is tried less and less often"
-    machine.cores = 4
-    assert machine.run(20) == 4
-    machine.cores = 3
-    assert machine.run(5) == 4, "nobody waits for long"
-    machine.cores = 2.5
-    assert machine.run(1) == 2
-    machine.cores = 4
-    assert machine.run(20) == 4
-    with machine.workers:
-        machine.time += 30  # weights come from a disk
-    assert machine.run(1) == 4
-
-
-def test_the_system_tells_that_a_machine_is_busy() -> None:
-    machine = Machine(cores=1)
-    machine.free = 1
-    with machine.workers:
-        assert machine.workers.count == 1, "from the first step on"
-    machine.run(50)
-    assert not machine.tries, "nobody tries more threads"
-    machine.run(20)
-    assert len(machine.tries) == 1, "the system may be wrong"
-    machine.cores, machine.free = 4, 3
-    assert machine.run(5) == 2, "half of the threads find a core"
-    machine.free = 4
-    assert machine.run(2) == 4
-    machine.free = 0
-    assert machine.run(5) == 4, "these threads, which get their time, run themselves"
-    machine.time += 1
-    assert machine.run(1) == 1, "after a rest only others do"
 
 
 COUNTS = """
@@ -319,15 +235,3 @@ def test_weights_and_cache_ask_for_large_pages(tiny_bundle: Path) -> None:
             if int(start, 16) <= middle < int(end, 16)
         ]
         assert re.search(r"^VmFlags:.* hg ", found, re.MULTILINE)
-
-
-def test_memory_is_made_ready_by_zeros_in_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "BACKED", 3)
-    tensor = np.full((2, 10, 5), 7, np.float32)
-    steps = tensors.back(tensor, 2, 9)
-    assert [next(steps) for _ in range(4)] == [2, 2, 5, 5]  # a part counts when all layers have it
-    assert not tensor[0, 2:8].any() and not tensor[1, 2:5].any() and (tensor[1, 5:] == 7).all()
-    assert list(steps)[-1] == 9
-    assert not tensor[:, 2:9].any()
-    assert (tensor[:, :2] == 7).all() and (tensor[:, 9:] == 7).all()
-    assert list(tensors.back(tensor, 9, 9)) == list(tensors.back(tensor, 9, 4)) == []

@@ -1,0 +1,120 @@
+"""Batches on the NumPy device, without the engine's thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from mlcbuild_format.errors import EngineError
+from mlcbuild_runtime.engine.pages import Pages
+from mlcbuild_runtime.engine.request import Event, Request, Ticket
+from mlcbuild_runtime.engine.runner import Runner
+from mlcbuild_runtime.engine.scheduler import Schedule
+from mlcbuild_runtime.engine.sequence import Sequence
+from mlcbuild_runtime.engine.speculation import Speculation
+from mlcbuild_runtime.engine.threads import Turns
+from mlcbuild_runtime.executor import loading
+from mlcbuild_runtime.executor.executor import Executor
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+
+from . import toy
+from .scripted import GREEDY
+from .wrapped import Wrapped
+
+
+class Bench:
+    """A runner with its schedule, and the events of each request."""
+
+    def __init__(self, bundle: Path, wrap: Any = lambda executor: executor) -> None:
+        executor: Executor = wrap(loading.load(bundle, pages=16))
+        self.tokenizer = Tokenizer.load(bundle, executor.manifest.serving)
+        self.schedule = Schedule(Pages(16), 16, 4)
+        self.runner = Runner(executor, self.schedule, Speculation(4, 16), Turns())
+        self.events: list[list[Event]] = []
+
+    def add(self, prompt: list[int], count: int = 9, **more: Any) -> Sequence:
+        request, own = Request(tuple(prompt), count, GREEDY, ignore_eos=True, **more), list[Event]()
+        self.events.append(own)
+        ticket = Ticket(lambda: None, None)
+        sequence = Sequence(request, own.append, ticket, self.tokenizer, self.runner.executor.sample)
+        sequence.order = len(self.events)
+        self.schedule.add(sequence)
+        self.schedule.admit()
+        return sequence
+
+
+def test_prompts_and_then_tokens(numpy_toy_bundle: Path) -> None:
+    bench = Bench(numpy_toy_bundle)
+    first, second = bench.add([3, 4, 5]), bench.add(list(range(20, 50)))
+    bench.runner.step([(first, 3), (second, 16)], prompt=True)
+    assert first.answered == 1 and second.answered == 0 and second.length == 16
+    bench.runner.step([(second, 14)], prompt=True)
+    for _ in range(3):
+        bench.runner.step(bench.schedule.decodes(16))
+    assert first.tokens == [3, 4, 5, *toy.expected([3, 4, 5], 4)]
+    assert second.tokens[30:] == toy.expected(list(range(20, 50)), 4)
+    assert bench.runner.counters.prompt_tokens == 33 and bench.runner.counters.decode_steps == 3
+
+
+def test_the_outcome_of_a_draft(numpy_toy_bundle: Path) -> None:
+    bench = Bench(numpy_toy_bundle)
+    own = bench.add([3, 4, 5])
+    bench.runner.step([(own, 3)], prompt=True)
+    right = toy.expected([3, 4, 5], 3)
+    own.draft.tokens = [right[1], right[2] ^ 1]
+    assert bench.schedule.stretch(own, 2) == 2
+    (outcome,) = bench.runner.step([(own, 3)])
+    assert (outcome.drafted, outcome.accepted, outcome.branched, outcome.gained) == (2, 1, 0, 0)
+    assert own.tokens[3:] == right
+    assert (bench.runner.counters.drafted_tokens, bench.runner.counters.accepted_tokens) == (2, 1)
+
+
+class Failing(Wrapped):
+    def step(self, *_: Any) -> Any:
+        raise RuntimeError("a kernel has failed")
+
+
+def test_a_failing_step_ends_its_requests_and_frees_their_pages(numpy_toy_bundle: Path) -> None:
+    bench = Bench(numpy_toy_bundle, Failing)
+    own, other = bench.add([3, 4, 5]), bench.add([6])
+    assert bench.runner.step([(own, 3)], prompt=True) == []
+    (event,) = bench.events[0]
+    assert isinstance(event.error, EngineError)
+    assert str(event.error) == "the model has failed: a kernel has failed"
+    assert own.pages == [] and bench.schedule.active == [other] and bench.events[1] == []
+
+
+def test_the_last_event_frees_the_place(numpy_toy_bundle: Path) -> None:
+    bench = Bench(numpy_toy_bundle)
+    own = bench.add([3, 4, 5], count=1)
+    bench.runner.step([(own, 3)], prompt=True)
+    assert bench.events[0][-1].finish == "length"
+    assert bench.schedule.active == [] and bench.schedule.pages.available == 16
+
+
+def test_a_burst_delivers_its_events_at_the_end(numpy_toy_bundle: Path) -> None:
+    bench = Bench(numpy_toy_bundle)
+    own = bench.add([3, 4, 5], count=20)
+    bench.runner.step([(own, 3)], prompt=True)
+    assert bench.schedule.stretch(own, 4) == 4
+    bench.runner.burst([own], 5, 60)
+    assert own.tokens[3:] == toy.expected([3, 4, 5], 6)
+    assert [event.tokens for event in bench.events[0]] == [1, 2, 3, 4, 5, 6]
+    assert bench.runner.counters.decode_steps == 5
+
+
+@pytest.mark.parametrize("chunks", [[3], [2, 1]])
+def test_hidden_states_are_pooled_over_the_chunks_of_a_prompt(
+    numpy_toy_bundle: Path, chunks: list[int]
+) -> None:
+    bench = Bench(numpy_toy_bundle)
+    own = bench.add([3, 4, 5], 0, pooling="mean")
+    for count in chunks:
+        bench.runner.pool([(own, count)])
+    (event,) = bench.events[0]
+    sums = np.cumsum([3, 2 * 4, 3 * 5])
+    states = np.stack([sums, sums % 7, np.ones(3)], axis=1).mean(axis=0)
+    assert event.vector is not None
+    assert np.allclose(event.vector, cast(Any, states / np.linalg.norm(states)), rtol=1e-6)

@@ -1,0 +1,70 @@
+"""How many threads compute, on a machine whose cores and clock the test decides."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from mlcbuild_runtime.devices.workers import Workers
+
+
+class Machine:
+    """A process of up to four threads that computes for a second at a time, and what it gets of that."""
+
+    def __init__(self, cores: float) -> None:
+        self.cores, self.time, self.spent, self.tries = cores, 0.0, 0.0, list[float]()
+        self.free: int | None = None
+        self.workers_before = 4
+        self.workers = Workers(4, self.use, lambda: self.time, lambda: self.spent, lambda _: self.free)
+
+    def use(self, count: int) -> None:
+        if count > self.workers_before:
+            self.tries.append(self.time)
+
+    def run(self, seconds: int) -> int:
+        """The number of threads afterwards."""
+        for _ in range(10 * seconds):
+            self.workers_before = self.workers.count
+            with self.workers:
+                self.time += 0.1001
+                self.spent += 0.1001 * min(self.cores, self.workers.count)
+        return self.workers.count
+
+
+def test_fewer_threads_work_on_a_busy_machine() -> None:
+    machine = Machine(cores=4)
+    assert machine.run(5) == 4 and not machine.tries
+    machine.cores = 0.9
+    assert machine.run(1) == 1
+    machine.run(60)
+    gaps = [late - soon for soon, late in pairwise(machine.tries)]
+    assert max(gaps) > 15 and len(machine.tries) < 9, "it is tried less and less often"
+    machine.cores = 4
+    assert machine.run(20) == 4
+    machine.cores = 3
+    assert machine.run(5) == 4, "nobody waits for long"
+    machine.cores = 2.5
+    assert machine.run(1) == 2
+    machine.cores = 4
+    assert machine.run(20) == 4
+    with machine.workers:
+        machine.time += 30  # weights come from a disk
+    assert machine.run(1) == 4
+
+
+def test_the_system_tells_that_a_machine_is_busy() -> None:
+    machine = Machine(cores=1)
+    machine.free = 1
+    with machine.workers:
+        assert machine.workers.count == 1, "from the first step on"
+    machine.run(50)
+    assert not machine.tries, "nobody tries more threads"
+    machine.run(20)
+    assert len(machine.tries) == 1, "the system may be wrong"
+    machine.cores, machine.free = 4, 3
+    assert machine.run(5) == 2, "half of the threads find a core"
+    machine.free = 4
+    assert machine.run(2) == 4
+    machine.free = 0
+    assert machine.run(5) == 4, "these threads, which get their time, run themselves"
+    machine.time += 1
+    assert machine.run(1) == 1, "after a rest only others do"
