@@ -214,7 +214,7 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     A compiled library states all parts. Before that, weights and KV cache follow from the recipe, and
     the workspace is missing.
     """
-    from mlcbuild.models import context_window, parameters
+    from mlcbuild.models import cached_values, context_window, parameters
     from mlcbuild.quant import stored_bytes
     from mlcbuild.quant.format import ITEM_BYTES
     from mlcbuild.targets.backends import backend
@@ -232,10 +232,5 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
     scheme = backend(variant.target).storage(variant.scheme)
     return {
         "weights": stored_bytes(parameters(config), scheme),
-        "kv_cache": tokens
-        * config.num_layers
-        * 2
-        * config.num_kv_heads
-        * config.head_dim
-        * ITEM_BYTES[scheme.dtype],
+        "kv_cache": tokens * cached_values(config) * ITEM_BYTES[scheme.dtype],
     }

@@ -59,7 +59,7 @@ def tensors(code: str = "BF16", config: models.ModelConfig = CONFIG) -> Tensors:
     random = np.random.default_rng(0)
     found: Tensors = {}
     for param in models.parameters(config):
-        names = parsing.tensor_names(config).sources[param.name]
+        names = [piece.tensor for piece in parsing.tensor_names(config).sources[param.name]]
         for name, rows in zip(names, PIECES.get(len(names), param.shape[:1]), strict=True):
             values = random.standard_normal((rows, *param.shape[1:]), np.float32) * np.float32(0.02)
             found[name] = entry(values, code)

@@ -96,7 +96,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Floats]:
         if len(param.shape) == 2:
             values /= np.sqrt(np.float32(param.shape[1]))
         elif param.name.endswith("norm.weight"):
-            values = 1 - config.norm_offset + 0.1 * values
+            values = 1 - config.norm.offset + 0.1 * values
         found[param.name] = values.astype(np.float32)
     return found
 
@@ -123,7 +123,7 @@ def golden(variant: str) -> Golden:
     for name, other in models.aliases(config).items():
         given.setdefault(name, given.get(other, np.empty(0)))
     sources = parsing.tensor_names(config).sources.items()
-    weights = {name: np.concatenate([given[part] for part in parts]) for name, parts in sources}
+    weights = {name: np.concatenate([given[part.tensor] for part in parts]) for name, parts in sources}
     found, about = _safetensors(directory / "golden.safetensors")
     tokens = [int(token) for token in found["tokens"]]
     return Golden(config, weights, tokens, found["logits"], int(about["context_window"]))

@@ -18,6 +18,7 @@ from pathlib import Path
 from mlcbuild.build.plan import step_modules
 from mlcbuild.canon import code_files
 from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.models.parsing import tensor_names
 from mlcbuild.models.serial import to_json
 from mlcbuild.pipeline import build
 from mlcbuild.recipe import load
@@ -32,9 +33,12 @@ keys = {
     }
     for step in pipeline.graph.steps()
 }
-print(json.dumps({"configs": {name: to_json(item) for name, item in pipeline.configs.items()}, "keys": keys}))
+configs = {name: to_json(item) for name, item in pipeline.configs.items()}
+names = {name: tensor_names(item).to_json()["sources"] for name, item in pipeline.configs.items()}
+print(json.dumps({"configs": configs, "names": names, "keys": keys}))
 """
-"""Prints the config of every model, and for every step what its key is computed from beside its inputs."""
+"""Prints config and tensor names of every model, and for every step what its key is computed from beside its
+inputs."""
 
 
 def copy_package(root: Path) -> Path:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mlcbuild.checkpoints.shards import read_header
 from mlcbuild.errors import CheckpointError
-from mlcbuild.models import ModelConfig, Param, TensorNames, parameters, piece_rows, surplus
+from mlcbuild.models import ModelConfig, Param, Piece, TensorNames, parameters, surplus
 from mlcbuild.models.fields import no_duplicates
 from mlcbuild.quant.floats import Array, widen, widened
 
@@ -72,11 +72,11 @@ def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source,
     table = _table(config, names, tensors)
     for param in parameters(config):
         parts = table[param.name]
-        pieces = tuple(tensors[name] for name in parts if name in tensors)
+        pieces = tuple(tensors[part.tensor] for part in parts if part.tensor in tensors)
         if len(pieces) == len(parts):
             found.append(Source(param, pieces))
-            problems += _misfits(config, found[-1])
-    wanted = {name: param for param, parts in table.items() for name in parts}
+            problems += _misfits(found[-1], parts)
+    wanted = {part.tensor: param for param, parts in table.items() for part in parts}
     if complete:  # else a file that could not be read may hold them
         problems += _index_faults(root / INDEX, index, tensors, config)
         problems += [
@@ -98,13 +98,13 @@ def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source,
 
 def _table(
     config: ModelConfig, names: TensorNames, tensors: Mapping[str, Tensor]
-) -> dict[str, tuple[str, ...]]:
-    """The names of the tensors that make up each parameter."""
+) -> dict[str, tuple[Piece, ...]]:
+    """Returns parameter -> the tensors that make it up."""
     table = dict(names.sources)
     embedding = parameters(config)[0].name
-    if config.tie_embeddings and HEAD in tensors and not tensors.keys() & table[embedding]:
+    if config.tie_embeddings and HEAD in tensors and table[embedding][0].tensor not in tensors:
         # A writer that drops shared tensors keeps one name of them, and it may be the other one.
-        table[embedding] = (HEAD,)
+        table[embedding] = (Piece(HEAD, config.vocab_size),)
     return table
 
 
@@ -194,12 +194,11 @@ def _index_faults(
     return problems
 
 
-def _misfits(config: ModelConfig, source: Source) -> list[str]:
-    """Pieces of a wrong dtype or shape."""
-    expected = piece_rows(config, source.param, len(source.pieces))
+def _misfits(source: Source, expected: Sequence[Piece]) -> list[str]:
+    """Returns a sentence for each piece of a wrong dtype or shape."""
     problems = []
-    for piece, height in zip(source.pieces, expected, strict=True):
-        shape = (height, *source.param.shape[1:])
+    for piece, part in zip(source.pieces, expected, strict=True):
+        shape = (part.rows, *source.param.shape[1:])
         if piece.shape != shape:
             problems.append(
                 f"{piece.path}: tensor '{piece.name}' must have the shape {list(shape)}, as config.json "
@@ -220,7 +219,7 @@ def _untied(config: ModelConfig, embedding: Source, head: Tensor) -> list[str]:
     unties it), so it is refused.
     """
     other = Source(Param(HEAD, embedding.param.shape), (head,))
-    if not _misfits(config, other):
+    if not _misfits(other, (Piece(HEAD, config.vocab_size),)):
         step = max(1, (1 << 20) // embedding.param.shape[1])
         with Rows() as rows:
             spans = [(start, start + step) for start in range(0, embedding.param.shape[0], step)]

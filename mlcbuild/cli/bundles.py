@@ -44,7 +44,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 def _facts(manifest: Manifest) -> list[tuple[str, str]]:
     limits, memory = manifest.limits, manifest.memory
-    layers = manifest.model.config.get("num_layers")
+    layers = manifest.num_layers
     machine = manifest.machine
     rows = [
         ("name", manifest.name),

@@ -14,60 +14,61 @@ from importlib import import_module
 
 from mlcbuild.errors import CheckpointError, did_you_mean
 from mlcbuild.models import families
-from mlcbuild.models.config import ModelConfig, Rope, faults, parameters
-from mlcbuild.models.family import ACTIVATIONS, Family, sources_of
+from mlcbuild.models.config import ModelConfig, faults, parameters
+from mlcbuild.models.family import ACTIVATIONS, Common, Family, sources_of
 from mlcbuild.models.fields import ABSENT, Fields, show
 from mlcbuild.models.known import IRRELEVANT, NEUTRAL
+from mlcbuild.models.layers import Attention, Dense, RmsNorm, Rope
 from mlcbuild.models.rope import ROPE_FIELDS, read_rope
 from mlcbuild.models.tensor_names import TensorNames
 
 
 @cache
 def family_names() -> tuple[str, ...]:
-    """Every model_type that can be built, sorted: the names of the files below families/."""
+    """Returns every model_type that can be built, sorted: the names of the files below families/."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 
 
 def family_module(name: str) -> str:
-    """The dotted name of a family's module."""
+    """Returns the dotted name of a family's module."""
     return f"{families.__name__}.{name}"
 
 
 def load_family(name: str) -> Family:
-    """The family of a model_type in `family_names`."""
+    """Imports the family of a model_type in `family_names`."""
     family: Family = import_module(family_module(name)).FAMILY
     return family
 
 
 _STAND_IN = Rope(2, (1.0,))
+"""The rope of a config with problems, which becomes no model."""
 
 
 def parse(values: object, place: str = "config.json") -> ModelConfig:
-    """The model that a checkpoint's config.json (already JSON-decoded) describes.
+    """Returns the model that a checkpoint's config.json, already JSON-decoded, describes.
 
-    Every field must be understood, known to change no numbers, or hold the value that does not; `place`
-    begins each message. Raises CheckpointError with all problems, one a line.
+    Every field must be understood, be listed among those that change no numbers, or hold the value that does
+    not; `place` begins each message. Raises CheckpointError with all problems, one a line.
     """
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{place}: must be a JSON object, found {show(values)}")
     fields = Fields(place, values)
     family = _family(fields)
-    config = family.extend(fields, _common(fields, family))
+    config = family.read(fields, _common(fields, family))
     fields.ignore(IRRELEVANT)
     fields.ignore_private()
     owner = f"family '{family.name}'"
     fields.neutral(NEUTRAL, owner)
     fields.close(owner)
     fields.check()
-    if found := faults(config):
-        raise CheckpointError("\n".join(f"{place}: {fault}" for fault in found))
+    if sentences := faults(config):
+        raise CheckpointError("\n".join(f"{place}: {fault}" for fault in sentences))
     return config
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:
-    """The checkpoint tensors of each parameter, as the config's family names them."""
-    names = [param.name for param in parameters(config)]
-    return TensorNames(sources_of(load_family(config.family), names))
+    """Returns the checkpoint tensors of each parameter, as the config's family names them."""
+    return TensorNames(sources_of(load_family(config.family), parameters(config)))
 
 
 def _family(fields: Fields) -> Family:
@@ -82,42 +83,37 @@ def _family(fields: Fields) -> Family:
     return load_family(name)
 
 
-def _common(fields: Fields, family: Family) -> ModelConfig:
-    """What all families have. Fields of one family only keep their neutral values."""
+def _common(fields: Fields, family: Family) -> Common:
+    """Reads the fields that all families have."""
     _check_code(fields, family)
     hidden = fields.integer("hidden_size", high=2**20)
     heads = fields.integer("num_attention_heads", high=2**14)
     kv_heads = _kv_heads(fields, family, heads)
     head_dim = _head_dim(fields, family, hidden, heads)
-    layers = fields.integer("num_hidden_layers", high=4096)
+    count = fields.integer("num_hidden_layers", high=4096)
     max_position = fields.integer("max_position_embeddings", high=2**28)
     if fields.sound("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"):
         rope = read_rope(fields, head_dim, max_position, family.rope)
     else:
         fields.ignore(ROPE_FIELDS)
         rope = _STAND_IN
-    return ModelConfig(
-        family=family.name,
-        vocab_size=fields.integer("vocab_size", high=2**24),
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", high=2**22),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_position=max_position,
-        norm_eps=fields.number("rms_norm_eps", high=1.0),
-        activation=fields.choice(family.activation_field, ACTIVATIONS, family.activation),
-        rope=rope,
-        attention_scale=1 / math.sqrt(head_dim),
-        windows=(None,) * layers,
-        tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
+    vocab_size = fields.integer("vocab_size", high=2**24)
+    inner = fields.integer("intermediate_size", high=2**22)
+    norm = RmsNorm(fields.number("rms_norm_eps", high=1.0))
+    activation = fields.choice(family.activation_field, ACTIVATIONS, family.activation)
+    tied = fields.flag("tie_word_embeddings", family.tied)
+    return Common(
+        Attention(heads, kv_heads, head_dim, 1 / math.sqrt(head_dim)),
+        Dense(inner, activation),
+        norm,
+        count,
+        ModelConfig(family.name, vocab_size, hidden, max_position, (), (rope,), norm, tied),
     )
 
 
 def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
     name = "num_key_value_heads"
-    # null is an explicit "as many as heads"; absence is one only in the oldest families.
+    # null explicitly means as many as heads; absence means it in the oldest families only.
     optional = family.kv_heads_optional or fields.get(name) is None
     kv_heads = fields.integer(name, default=heads if optional else None, high=2**14)
     if fields.sound("num_attention_heads", name) and heads % kv_heads:
@@ -137,7 +133,7 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 
 def _check_code(fields: Fields, family: Family) -> None:
-    """The checkpoint must be the family's language model, computed by the family's code."""
+    """Reports a checkpoint that is not the family's language model, or brings code of its own."""
     listed = fields.get("architectures")
     if listed not in (None, ABSENT, [], [family.architecture]):
         fields.problem("architectures", f'must be ["{family.architecture}"], found {show(listed)}')

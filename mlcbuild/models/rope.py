@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from mlcbuild.errors import did_you_mean
 from mlcbuild.models import rotary
-from mlcbuild.models.config import Rope
 from mlcbuild.models.fields import ABSENT, Fields, show
+from mlcbuild.models.layers import Rope
+from mlcbuild.models.rounding import f32
 
 ROPE_FIELDS = (
     "original_max_position_embeddings",
@@ -227,7 +228,7 @@ def _yarn(inner: Fields, base: _Base) -> Rope:
     )
     if scaling.beta_fast < scaling.beta_slow and inner.sound("beta_fast", "beta_slow"):
         inner.problem("beta_fast", f"must not be below beta_slow {scaling.beta_slow:g}")
-    return Rope(base.dim, rotary.yarn(base.theta, base.dim, scaling), rotary.f32(attention))
+    return Rope(base.dim, rotary.yarn(base.theta, base.dim, scaling), f32(attention))
 
 
 def _longrope(inner: Fields, base: _Base) -> Rope:
@@ -235,7 +236,7 @@ def _longrope(inner: Fields, base: _Base) -> Rope:
     long = inner.numbers("long_factor", base.dim // 2)
     factor = inner.number("factor", base.max_position / base.original, high=1e9)
     suggested = rotary.longrope_attention(factor, base.original)
-    attention = rotary.f32(inner.number("attention_factor", suggested, high=1e6))
+    attention = f32(inner.number("attention_factor", suggested, high=1e6))
     return Rope(
         base.dim,
         rotary.longrope(base.theta, short),

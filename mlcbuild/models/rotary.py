@@ -8,15 +8,10 @@ Attention factors are float32 too: their logarithms differ between C libraries i
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-def f32(value: float) -> float:
-    """The nearest float32. The magnitude must be below 3.4e38."""
-    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    return rounded
+from mlcbuild.models.rounding import f32
 
 
 def default(theta: float, dim: int) -> tuple[float, ...]:

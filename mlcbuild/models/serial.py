@@ -1,39 +1,59 @@
-"""ModelConfig as JSON without floats, and its digest."""
+"""ModelConfig as JSON without floats, and its digest.
+
+Objects have the fields of their dataclasses. Fields that hold their default are left out, so that a new
+field moves no digest. A mixer, a feed-forward and a norm also have a `kind`. Equal layers are written once:
+`layer_specs` lists the different ones in the order of their first layers, `layers` an index for each layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, is_dataclass
 from dataclasses import fields as dataclass_fields
-from dataclasses import is_dataclass
-from typing import TypeVar
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mlcbuild.canon import Json, digest
 from mlcbuild.errors import CheckpointError
-from mlcbuild.models.config import Activation, ModelConfig, Rope, faults
+from mlcbuild.models.config import ModelConfig, faults
 from mlcbuild.models.fields import show
+from mlcbuild.models.layers import FEED_FORWARDS, MIXERS, LayerSpec, RmsNorm
 
-T = TypeVar("T")
+KINDS: Mapping[type, str] = {
+    **{block: entry.kind for table in (MIXERS, FEED_FORWARDS) for block, entry in table.items()},
+    RmsNorm: "rms",
+}
+"""Class of a block -> its `kind`."""
+LAYERS, SPECS = "layers", "layer_specs"
 
 
 def to_json(config: ModelConfig) -> dict[str, Json]:
-    """All fields under their own names; floats as the shortest text that reads back equal."""
-    found = _plain(config)
-    assert isinstance(found, dict)
-    return found
+    """Returns the JSON of a config; floats are the shortest text that reads back equal."""
+    places = {spec: index for index, spec in enumerate(dict.fromkeys(config.layers))}
+    document = _object(config, except_for=LAYERS)
+    document[SPECS] = [_plain(spec) for spec in places]
+    document[LAYERS] = [places[layer] for layer in config.layers]
+    return document
 
 
 def config_digest(config: ModelConfig) -> str:
-    return digest("model-config/1", to_json(config))
+    return digest("model-config/2", to_json(config))
 
 
 def from_json(values: object, place: str = "model config") -> ModelConfig:
     """Reads what `to_json` wrote. Raises CheckpointError if it is anything else."""
     try:
-        config = _model(values)
+        config = _config(values)
     except ValueError as error:
         raise CheckpointError(f"{place}: not a model config of mlcbuild: {error}") from None
-    if found := faults(config):
-        raise CheckpointError("\n".join(f"{place}: {fault}" for fault in found))
+    if sentences := faults(config):
+        raise CheckpointError("\n".join(f"{place}: {fault}" for fault in sentences))
+    if to_json(config) != values:
+        raise CheckpointError(
+            f"{place}: not a model config as mlcbuild writes it: fields with their default, and layer_specs"
+            " that are equal, unused or out of order, must be left out"
+        )
     return config
 
 
@@ -44,122 +64,126 @@ def _plain(value: object) -> Json:
         return repr(value)
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    return _object(value)
+
+
+def _object(value: object, except_for: str = "") -> dict[str, Json]:
     assert is_dataclass(value)
-    return {field.name: _plain(getattr(value, field.name)) for field in dataclass_fields(value)}
+    document: dict[str, Json] = {"kind": KINDS[type(value)]} if type(value) in KINDS else {}
+    for field in dataclass_fields(value):
+        own = getattr(value, field.name)
+        if field.name != except_for and (field.default is MISSING or own != field.default):
+            document[field.name] = _plain(own)
+    return document
 
 
-class _Object:
-    """A JSON object whose every key must be asked for."""
-
-    def __init__(self, name: str, values: object) -> None:
-        if not isinstance(values, Mapping):
-            raise ValueError(f"{name} must be an object, found {show(values)}")
-        self._name = name
-        self._left = dict(values)
-
-    def take(self, key: str, kind: Callable[[object], T]) -> T:
-        if key not in self._left:
-            raise ValueError(f"{self._name} has no '{key}'")
-        try:
-            return kind(self._left.pop(key))
-        except ValueError as error:
-            raise ValueError(f"{self._name}.{key}: {error}") from None
-
-    def close(self) -> None:
-        if self._left:
-            raise ValueError(f"{self._name} has an unknown '{min(map(str, self._left))}'")
-
-
-def _integer(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ValueError(f"must be a positive integer, found {show(value)}")
-    return value
-
-
-def _float(value: object) -> float:
-    try:
-        found = float(value) if isinstance(value, str) else None
-    except ValueError:
-        found = None
-    if found is None or repr(found) != value:
-        raise ValueError(f"must be a number written as Python's repr in a string, found {show(value)}")
-    return found
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, found {show(value)}")
-    return value
-
-
-def _family(value: object) -> str:
-    if not isinstance(value, str) or not value.isidentifier():
-        raise ValueError(f"must be the name of a family, found {show(value)}")
-    return value
-
-
-def _activation(value: object) -> Activation:
-    if value == "silu":
-        return "silu"
-    if value == "gelu_tanh":
-        return "gelu_tanh"
-    raise ValueError(f"must be silu or gelu_tanh, found {show(value)}")
-
-
-def _maybe(kind: Callable[[object], T]) -> Callable[[object], T | None]:
-    return lambda value: None if value is None else kind(value)
-
-
-def _each(kind: Callable[[object], T]) -> Callable[[object], tuple[T, ...]]:
-    def read(value: object) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise ValueError(f"must be a list, found {show(value)}")
-        return tuple(kind(item) for item in value)
-
-    return read
-
-
-def _rope(values: object) -> Rope:
-    found = _Object("rope", values)
-    rope = Rope(
-        dim=found.take("dim", _integer),
-        inv_freq=found.take("inv_freq", _each(_float)),
-        attention_factor=found.take("attention_factor", _float),
-        inv_freq_long=found.take("inv_freq_long", _maybe(_each(_float))),
-        long_factor=found.take("long_factor", _maybe(_float)),
-        original_max_position=found.take("original_max_position", _maybe(_integer)),
-    )
-    found.close()
-    return rope
-
-
-def _model(values: object) -> ModelConfig:
-    found = _Object("config", values)
-    config = ModelConfig(
-        family=found.take("family", _family),
-        vocab_size=found.take("vocab_size", _integer),
-        hidden_size=found.take("hidden_size", _integer),
-        intermediate_size=found.take("intermediate_size", _integer),
-        num_layers=found.take("num_layers", _integer),
-        num_heads=found.take("num_heads", _integer),
-        num_kv_heads=found.take("num_kv_heads", _integer),
-        head_dim=found.take("head_dim", _integer),
-        max_position=found.take("max_position", _integer),
-        norm_eps=found.take("norm_eps", _float),
-        activation=found.take("activation", _activation),
-        rope=found.take("rope", _rope),
-        attention_scale=found.take("attention_scale", _float),
-        windows=found.take("windows", _each(_maybe(_integer))),
-        tie_embeddings=found.take("tie_embeddings", _flag),
-        qkv_bias=found.take("qkv_bias", _flag),
-        output_bias=found.take("output_bias", _flag),
-        mlp_bias=found.take("mlp_bias", _flag),
-        qk_norm=found.take("qk_norm", _flag),
-        norm_offset=found.take("norm_offset", _float),
-        post_norms=found.take("post_norms", _flag),
-        embedding_scale=found.take("embedding_scale", _float),
-        attention_softcap=found.take("attention_softcap", _maybe(_float)),
-        logit_softcap=found.take("logit_softcap", _maybe(_float)),
-    )
-    found.close()
+def _config(values: object) -> ModelConfig:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"config must be an object, found {show(values)}")
+    rest = {**values}
+    specs = _list(LayerSpec, rest.pop(SPECS, None), f"config.{SPECS}")
+    indices = _list(int, rest.pop(LAYERS, None), f"config.{LAYERS}")
+    if any(index >= len(specs) for index in indices):
+        raise ValueError(f"config.{LAYERS} has an index beyond the {len(specs)} {SPECS}")
+    layers = tuple(specs[index] for index in indices)
+    config: ModelConfig = _dataclass(ModelConfig, rest, "config", {LAYERS: layers})
+    if not config.family.isidentifier():
+        raise ValueError(f"config.family: must be the name of a family, found {show(config.family)}")
     return config
+
+
+def _dataclass(kind: Any, values: object, name: str, ready: Mapping[str, object] | None = None) -> Any:
+    """Reads an object as a dataclass; `ready` holds fields that are read already."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{name} must be an object, found {show(values)}")
+    rest, arguments = {**values}, {**(ready or {})}
+    if kind in KINDS and (tag := rest.pop("kind", None)) != KINDS[kind]:
+        raise ValueError(f"{name}.kind must be {KINDS[kind]}, found {show(tag)}")
+    for field, (hint, is_required) in _hints(kind).items():
+        if field in rest:
+            arguments[field] = _value(hint, rest.pop(field), f"{name}.{field}")
+        elif is_required and field not in arguments:
+            raise ValueError(f"{name} has no '{field}'")
+    if rest:
+        raise ValueError(f"{name} has an unknown '{min(map(str, rest))}'")
+    return kind(**arguments)
+
+
+@cache
+def _hints(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Returns for each field of a dataclass its type and whether it has no default."""
+    types = get_type_hints(kind)
+    return {field.name: (types[field.name], field.default is MISSING) for field in dataclass_fields(kind)}
+
+
+def _value(hint: Any, value: object, name: str) -> object:
+    """Reads a value of the type of a field."""
+    if hint in _READERS:
+        return _READERS[hint](value, name)
+    if get_origin(hint) is Literal:
+        return _choice(get_args(hint), value, name)
+    if get_origin(hint) is tuple:
+        return _list(get_args(hint)[0], value, name)
+    if get_origin(hint) in (Union, UnionType):
+        return None if value is None else _value(_chosen(hint, value, name), value, name)
+    return _dataclass(hint, value, name)
+
+
+def _chosen(hint: Any, value: object, name: str) -> Any:
+    """Returns the member of a union, except None, that a value belongs to: the one of its kind."""
+    members = [member for member in get_args(hint) if member is not NoneType]
+    if len(members) == 1:
+        return members[0]
+    kinds = {KINDS[member]: member for member in members}
+    tag = value.get("kind") if isinstance(value, Mapping) else None
+    return kinds[str(_choice(tuple(kinds), tag, f"{name}.kind"))]
+
+
+def _list(hint: Any, value: object, name: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name}: must be a list, found {show(value)}")
+    return tuple(_value(hint, item, f"{name}[{index}]") for index, item in enumerate(value))
+
+
+def _choice(choices: tuple[object, ...], value: object, name: str) -> object:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: must be {' or '.join(map(str, choices))}, found {show(value)}")
+    return value
+
+
+def _integer(value: object, name: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+        raise ValueError(f"{name}: must be an integer from 0 to {2**31 - 1}, found {show(value)}")
+    return value
+
+
+def _float(value: object, name: str) -> float:
+    try:
+        number = float(value) if isinstance(value, str) else None
+    except ValueError:
+        number = None
+    if number is None or repr(number) != value:
+        raise ValueError(
+            f"{name}: must be a number written as Python's repr in a string, found {show(value)}"
+        )
+    return number
+
+
+def _flag(value: object, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: must be true or false, found {show(value)}")
+    return value
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: must be a string, found {show(value)}")
+    return value
+
+
+_READERS: Mapping[object, Callable[[object, str], object]] = {
+    bool: _flag,
+    int: _integer,
+    float: _float,
+    str: _text,
+}

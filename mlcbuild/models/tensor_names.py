@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from mlcbuild.canon import Json
-from mlcbuild.models.config import ModelConfig, Param
+from mlcbuild.models.config import ModelConfig
 
 WHOLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -21,6 +21,14 @@ WHOLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A tensor of a checkpoint that holds consecutive rows of a parameter."""
+
+    tensor: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class TensorNames:
     """The tensors of a checkpoint that make up each parameter of a model.
 
@@ -28,20 +36,25 @@ class TensorNames:
     An edit of a family that changes no name rebuilds nothing behind its `config` step.
     """
 
-    sources: Mapping[str, tuple[str, ...]]
-    """Parameter, in the order of `parameters` -> tensors to stack along axis 0."""
+    sources: Mapping[str, tuple[Piece, ...]]
+    """Parameter, in the order of `parameters` -> pieces to stack along axis 0."""
 
     def to_json(self) -> dict[str, Json]:
-        return {"sources": {name: list(tensors) for name, tensors in self.sources.items()}}
+        """Returns {"sources": {parameter: [[tensor, rows], ...]}}."""
+        return {
+            "sources": {
+                name: [[part.tensor, part.rows] for part in own] for name, own in self.sources.items()
+            }
+        }
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Mapping[str, Sequence[str]]]) -> TensorNames:
-        """The inverse of to_json."""
-        return cls({name: tuple(tensors) for name, tensors in value["sources"].items()})
+    def from_json(cls, value: Mapping[str, Mapping[str, Sequence[tuple[str, int]]]]) -> TensorNames:
+        """Reads what to_json returned."""
+        return cls({name: tuple(Piece(*part) for part in own) for name, own in value["sources"].items()})
 
 
 def aliases(config: ModelConfig) -> Mapping[str, str]:
-    """Tensors that a checkpoint may store under another name instead: name in `sources` -> other name.
+    """Returns name of a tensor in `sources` -> another name under which a checkpoint may store it.
 
     A tied matrix is stored once, under either of its two names, whichever the writer kept.
     """
@@ -54,17 +67,9 @@ _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_f
 
 
 def surplus(config: ModelConfig, tensor: str) -> str | None:
-    """The reason why a checkpoint's tensor that no source names may be left out, or None where it may not."""
+    """Returns why a tensor that no source names may be left out, or None where it may not."""
     if _ROTARY_TABLE.fullmatch(tensor):
         return "old checkpoints store the rotary frequencies, which config.json already gives"
     if config.tie_embeddings and tensor in WHOLE["lm_head.weight"]:
         return "the output matrix is the embedding (tie_word_embeddings)"
     return None
-
-
-def piece_rows(config: ModelConfig, param: Param, count: int) -> list[int]:
-    """Rows of each of the `count` tensors that are stacked into a parameter."""
-    if ".attn.qkv." in param.name:
-        kv = config.num_kv_heads * config.head_dim
-        return [config.num_heads * config.head_dim, kv, kv] if count == 3 else [param.shape[0]]
-    return [param.shape[0] // count] * count

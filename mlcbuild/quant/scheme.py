@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError, did_you_mean
-from mlcbuild.models.config import Param
+from mlcbuild.models import Param
 from mlcbuild.quant.format import Format, StoredTensor, load_format
 
 PLAIN = "plain"

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Literal, get_args
 
 from mlcbuild_format.abi import PAGE
-from mlcbuild_format.fields import MAX_INTEGER, FieldError, Fields, Json, describe, is_integer, is_line, plain
+from mlcbuild_format.fields import MAX_INTEGER, FieldError, Fields, Json, describe, is_line, plain
 
 FORMAT = "mlcbuild-bundle/1"
 MANIFEST = "bundle.json"
@@ -120,17 +120,22 @@ class Manifest:
         return Fields(plain(self.model.config), "model.config").integer("hidden_size", 1, MAX_INT32)
 
     @property
+    def num_layers(self) -> int:
+        """Number of layers; 0 where the config has no list of them."""
+        layers = self.model.config.get("layers")
+        return len(layers) if isinstance(layers, list | tuple) else 0
+
+    @property
     def everything(self) -> frozenset[str]:
         """Paths of all files that a bundle with this manifest may hold."""
         return frozenset({*self.files, MANIFEST, PROVENANCE, ENVELOPE})
 
     @property
     def window(self) -> int | None:
-        """How many tokens a layer looks back at most; None: to the beginning."""
-        found = plain(self.model.config.get("windows"))
-        listed = found if isinstance(found, list) else []
-        sizes = [size for size in listed if isinstance(size, int)]
-        return max(sizes) if sizes and len(sizes) == len(listed) else None
+        """Tokens back that the layer with the longest memory attends to; None: to the beginning."""
+        windows = _windows(self.model.config)
+        sizes = [size for size in windows if size is not None]
+        return max(sizes) if sizes and len(sizes) == len(windows) else None
 
     def to_json(self) -> dict[str, Json]:
         """The document; `parse` is its inverse."""
@@ -365,9 +370,16 @@ def _check_config(manifest: Manifest) -> None:
             raise FieldError(f"'serving' names token {token}, but the vocabulary has {vocab_size} tokens")
     if "hidden_size" in config:
         _ = manifest.hidden_size
-    if "num_layers" in config:
-        Fields(plain(config), "model.config").integer("num_layers", 1, MAX_INT32)
-    windows = config.get("windows", [])
-    sizes = windows if isinstance(windows, list | tuple) else [0]
-    if not all(size is None or (is_integer(size) and 0 < size <= MAX_INT32) for size in sizes):
-        raise FieldError("'model.config.windows' must be a list of nulls and integers of at least 1")
+    _windows(config)
+
+
+def _windows(config: Mapping[str, Json]) -> list[int | None]:
+    """Returns the window of each kind of layer in a model's config."""
+    specs = plain(config.get("layer_specs", []))
+    if not isinstance(specs, list):
+        raise FieldError(f"'model.config.layer_specs' must be a list of layers, found {describe(specs)}")
+    windows: list[int | None] = []
+    for index, spec in enumerate(specs):
+        mixer = Fields(spec, f"model.config.layer_specs[{index}]").fields("mixer")
+        windows.append(mixer.integer("window", 1, MAX_INT32) if "window" in mixer.value else None)
+    return windows

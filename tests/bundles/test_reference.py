@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlcbuild.bundles import reference
-from mlcbuild.bundles.reference import EMPTY, Array, Reference, greedy, head, hidden
+from mlcbuild.bundles import reference, reference_blocks
+from mlcbuild.bundles.reference import EMPTY, Reference, greedy, head, hidden
+from mlcbuild.bundles.reference_blocks import Array
 from mlcbuild.errors import CheckpointError
-from mlcbuild.models import ModelConfig, Rope, aliases, parameters, parsing
+from mlcbuild.models import ModelConfig, RmsNorm, Rope, aliases, parameters, parsing
 from mlcbuild.models.parsing import parse
+from tests.configs import with_attention, with_feed_forward, with_windows
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 VARIANTS = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -55,7 +57,7 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Array]]:
     for name, other in aliases(config).items():
         stored.setdefault(name, stored.get(other, np.empty(0)))
     return config, {
-        name: np.concatenate([stored[part] for part in parts])
+        name: np.concatenate([stored[part.tensor] for part in parts])
         for name, parts in parsing.tensor_names(config).sources.items()
     }
 
@@ -101,25 +103,38 @@ def slower(rope: Rope) -> Rope:
     return replace(rope, inv_freq=tuple(value * 0.9 for value in rope.inv_freq))
 
 
+def with_rope(config: ModelConfig, rope: Rope) -> ModelConfig:
+    return replace(config, ropes=(rope,))
+
+
+def without_offset(config: ModelConfig) -> ModelConfig:
+    """Returns the config with norms, all of one kind, that add nothing to their weights."""
+    norm = RmsNorm(config.norm.eps)
+    layers = tuple(
+        replace(layer, norms=replace(layer.norms, before=norm, after=norm)) for layer in config.layers
+    )
+    return replace(config, layers=layers, norm=norm)
+
+
 MUTATIONS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
-    "gemma2 windows": lambda c: replace(c, windows=(None,) * c.num_layers),
-    "gemma2 window + 1": lambda c: replace(c, windows=(10, None, 10)),
-    "gemma2 order of windows": lambda c: replace(c, windows=(None, 9, None)),
-    "gemma2 attention_softcap": lambda c: replace(c, attention_softcap=None),
+    "gemma2 windows": lambda c: with_windows(c, None, None, None),
+    "gemma2 window + 1": lambda c: with_windows(c, 10, None, 10),
+    "gemma2 order of windows": lambda c: with_windows(c, None, 9, None),
+    "gemma2 attention_softcap": lambda c: with_attention(c, softcap=None),
     "gemma2 logit_softcap": lambda c: replace(c, logit_softcap=None),
-    "gemma2 norm_offset": lambda c: replace(c, norm_offset=0.0),
-    "gemma2 scale": lambda c: replace(c, attention_scale=c.head_dim**-0.5),
+    "gemma2 norm_offset": without_offset,
+    "gemma2 scale": lambda c: with_attention(c, scale=c.layers[0].mixer.head_dim ** -0.5),
     "gemma2 embedding_scale": lambda c: replace(c, embedding_scale=1.0),
-    "gemma2 activation": lambda c: replace(c, activation="silu"),
+    "gemma2 activation": lambda c: with_feed_forward(c, activation="silu"),
     "gemma2-bf16 embedding_scale": lambda c: replace(c, embedding_scale=c.hidden_size**0.5),
-    "llama-llama3-gqa rope": lambda c: replace(c, rope=slower(c.rope)),
-    "llama-yarn attention_factor": lambda c: replace(c, rope=replace(c.rope, attention_factor=1.0)),
-    "mistral-window windows": lambda c: replace(c, windows=(14, 14)),
-    "qwen2-window windows": lambda c: replace(c, windows=(11, 11, 11)),
-    "phi3-window windows": lambda c: replace(c, windows=(None, None)),
-    "phi3-longrope-long rope": lambda c: replace(c, rope=without_long(c.rope)),
-    "phi3-longrope-short rope": lambda c: replace(c, rope=replace(c.rope, original_max_position=32)),
-    "phi3-longrope-short factor": lambda c: replace(c, rope=replace(c.rope, attention_factor=1.0)),
+    "llama-llama3-gqa rope": lambda c: with_rope(c, slower(c.ropes[0])),
+    "llama-yarn attention_factor": lambda c: with_rope(c, replace(c.ropes[0], attention_factor=1.0)),
+    "mistral-window windows": lambda c: with_windows(c, 14, 14),
+    "qwen2-window windows": lambda c: with_windows(c, 11, 11, 11),
+    "phi3-window windows": lambda c: with_windows(c, None, None),
+    "phi3-longrope-long rope": lambda c: with_rope(c, without_long(c.ropes[0])),
+    "phi3-longrope-short rope": lambda c: with_rope(c, replace(c.ropes[0], original_max_position=32)),
+    "phi3-longrope-short factor": lambda c: with_rope(c, replace(c.ropes[0], attention_factor=1.0)),
 }
 
 
@@ -150,7 +165,7 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     model, tokens, _ = golden("gemma2")
     model = replace(model, dtype=np.float64)
     whole = logits(model, tokens)
-    monkeypatch.setattr(reference, "_BLOCK", 700)
+    monkeypatch.setattr(reference_blocks, "BLOCK", 700)
     assert np.abs(logits(model, tokens) - whole).max() < 1e-12
 
 

@@ -45,8 +45,8 @@ def test_checkpoint_gives_the_fused_parameters_exactly(code: str, tmp_path: Path
     original = tensors(code)
     found = conversion.checkpoint(single(tmp_path / "hf", original), CONFIG, parsing.tensor_names(CONFIG))
     assert list(found) == [param.name for param in models.parameters(CONFIG)]
-    for name, names in parsing.tensor_names(CONFIG).sources.items():
-        expected = np.concatenate([wide(original[piece]) for piece in names])
+    for name, pieces in parsing.tensor_names(CONFIG).sources.items():
+        expected = np.concatenate([wide(original[piece.tensor]) for piece in pieces])
         assert found[name].dtype == np.float32
         assert np.array_equal(found[name], expected)
     with pytest.raises(KeyError):

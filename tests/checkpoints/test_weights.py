@@ -280,7 +280,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     action.normalise({}, {"checkpoint": root}, tmp_path / "config")
     parsed, header, end = parsing.parse(config), {}, 0
     for param in models.parameters(parsed):
-        names = parsing.tensor_names(parsed).sources[param.name]
+        names = [piece.tensor for piece in parsing.tensor_names(parsed).sources[param.name]]
         for name, rows in zip(names, PIECES.get(len(names), param.shape[:1]), strict=True):
             size = rows * math.prod(param.shape[1:]) * 2
             header[name] = {

@@ -17,7 +17,7 @@ from tvm.tirx import PrimFunc
 
 from mlcbuild.compiler.cpu.isa import ISAS, isa_for
 from mlcbuild.compiler.cpu.kernels.attention import attention
-from mlcbuild.compiler.cpu.kernels.attention_plan import Attention
+from mlcbuild.compiler.cpu.kernels.attention_plan import AttentionKernel
 from mlcbuild.compiler.cpu.kernels.cache import Heads
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, size_var
 from mlcbuild.compiler.cpu.kernels.linear import kernel as product
@@ -105,7 +105,7 @@ def appending(case: Case, target: str) -> Callable[..., None]:
 @cache
 def attending(case: Case, target: str) -> Callable[..., None]:
     isa, heads = isa_for(targets.resolve(target)), shape(case)
-    spec = Attention(isa, heads, heads.dim**-0.5, case.softcap, case.rounded)
+    spec = AttentionKernel(isa, heads, heads.dim**-0.5, case.softcap, case.rounded)
     return compiled(attention(spec), target)
 
 
@@ -345,7 +345,7 @@ def test_results_are_handed_on_as_tiles() -> None:
     isa, heads, scheme = isa_for(target), shape(case), SCHEMES["q4a8_1"]
     made, size = linear(isa, scheme, 40, heads.query * heads.dim), heads.dim**-0.5
     functions = {
-        "attend": attention(Attention(isa, heads, size, case.softcap, case.rounded, columns)),
+        "attend": attention(AttentionKernel(isa, heads, size, case.softcap, case.rounded, columns)),
         "plain": product(made, Fusion()),
         "packed": product(made, Fusion(Given(columns))),
     }
@@ -480,5 +480,5 @@ def test_tiles_waste_little_of_a_group() -> None:
     isa = next(isa for isa in ISAS if isa.name == "avx512vnni")
     groups = {1: 4, 2: 4, 3: 3, 4: 4, 5: 3, 6: 3, 7: 4, 8: 4, 9: 3, 12: 4}
     for group, tile in groups.items():
-        spec = Attention(isa, Heads(1, 2 * group, 2, 64, "float16"), 1.0, None)
+        spec = AttentionKernel(isa, Heads(1, 2 * group, 2, 64, "float16"), 1.0, None)
         assert (spec.tile, spec.capacity % tile) == (tile, 0)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import pytest
 from mlcbuild_format.signature import signature
 
@@ -24,10 +23,11 @@ from mlcbuild.compiler.cpu.action import compile_library, tools
 from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.cpu.toolchain import linker_identity
 from mlcbuild.errors import CheckpointError, CompileError, SetupError
-from mlcbuild.models import ModelConfig, Rope
+from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 from tests.compiler.test_decoder import SMALL
+from tests.configs import rope, with_attention, with_feed_forward, with_windows
 from tests.libharness import EVERY, HERE, Session, compiled, golden, pack, random_weights
 from tests.schemes import SCHEMES
 
@@ -115,8 +115,8 @@ def test_what_tile_registers_cannot_take_is_named() -> None:
     assert set(found) == {"attention.prompt", "mlp.down.weight"}
     assert found["attention.prompt"].startswith("heads of 16 values")
     assert "too short" in found["mlp.down.weight"]
-    assert not fallbacks(replace(SMALL, head_dim=32, intermediate_size=352))
-    assert "bias" in fallbacks(replace(SMALL, mlp_bias=True))["mlp.down.weight"]
+    assert not fallbacks(with_feed_forward(with_attention(SMALL, head_dim=32), size=352))
+    assert "bias" in fallbacks(with_feed_forward(SMALL, bias=True))["mlp.down.weight"]
 
 
 @pytest.mark.parametrize("variant", FAMILIES)
@@ -141,21 +141,15 @@ def test_the_same_bytes_for_every_scheme(
 
 def smol(layers: int) -> ModelConfig:
     """The shape of SmolLM2-135M."""
+    norm = RmsNorm(1e-5)
     return ModelConfig(
         family="llama",
         vocab_size=49152,
         hidden_size=576,
-        intermediate_size=1536,
-        num_layers=layers,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
         max_position=8192,
-        norm_eps=1e-5,
-        activation="silu",
-        rope=Rope(64, tuple(float(np.float32(100000 ** (-i / 32))) for i in range(32))),
-        attention_scale=0.125,
-        windows=(None,) * layers,
+        layers=(LayerSpec(Attention(9, 3, 64, 0.125), Dense(1536), Norms(norm)),) * layers,
+        ropes=(rope(64, 100000.0),),
+        norm=norm,
         tie_embeddings=True,
     )
 
@@ -164,9 +158,7 @@ def test_layers_share_their_kernels(tmp_path_factory: pytest.TempPathFactory) ->
     """A library of 30 layers has the functions of one of 2, so it takes about as long to compile."""
 
     def compiled_functions(layers: int) -> set[bytes]:
-        config = replace(
-            SMALL, num_layers=layers, windows=SMALL.windows[:1] * (layers - 1) + SMALL.windows[1:]
-        )
+        config = with_windows(SMALL, *[None] * (layers - 1), 11)
         library = compiled(tmp_path_factory, config, SCHEMES["q4f16_1"])
         return set(re.findall(rb"__tvm_ffi_\w+", (library / "model.so").read_bytes()))
 
@@ -203,7 +195,7 @@ print(json.dumps(resident() - before))
     not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux's /proc"
 )
 def test_memory_is_what_was_estimated(tmp_path: Path) -> None:
-    config = replace(smol(4), vocab_size=16000, windows=(None, 200, None, 200))
+    config = replace(with_windows(smol(1), None, 200, None, 200), vocab_size=16000)
     out = build(tmp_path, config, request("q0f16", context_window=1024, prefill_chunk=512, max_batch=4))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)])}
     command = [sys.executable, "-c", MEASURE, str(out)]
@@ -317,8 +309,8 @@ def test_a_crash_names_signal_and_phase(tmp_path: Path) -> None:
 
 
 def test_errors_with_a_meaning_come_through(tmp_path: Path) -> None:
-    config = {**models.to_json(SMALL), "head_dim": 0}
-    with pytest.raises(CheckpointError, match="head_dim"):
+    config = {**models.to_json(SMALL), "hidden_size": 0}
+    with pytest.raises(CheckpointError, match="hidden_size"):
         action.run_child(prepared(tmp_path, config=cast(Json, config)), 300, child.__name__)
 
 

@@ -12,10 +12,11 @@ from tvm import relax
 from mlcbuild.bundles import reference
 from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.program import functions
-from mlcbuild.compiler.program.decoder import Decoder
+from mlcbuild.compiler.program.decoder import Decoder, layer_functions
 from mlcbuild.compiler.program.limits import Limits
-from mlcbuild.models import ModelConfig, Rope
+from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
 from mlcbuild.targets import target as targets
+from tests.configs import rope, with_windows
 from tests.libharness import EVERY, HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
 from tests.schemes import SCHEMES
 
@@ -25,22 +26,19 @@ VARIANTS = sorted({path.name for path in (HERE / "golden").iterdir() if path.is_
 TOLERANCE = 4e-5
 """Logits reach 6; both sides add up in float32 in their own order."""
 
-SMALL = ModelConfig(
-    family="qwen2",
-    vocab_size=205,
-    hidden_size=96,
-    intermediate_size=176,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position=128,
-    norm_eps=1e-6,
-    activation="silu",
-    rope=Rope(16, tuple(float(np.float32(10000 ** (-i / 8))) for i in range(8))),
-    attention_scale=0.25,
-    windows=(None, 11),
-    qkv_bias=True,
+NORM = RmsNorm(1e-6)
+SMALL = with_windows(
+    ModelConfig(
+        family="qwen2",
+        vocab_size=205,
+        hidden_size=96,
+        max_position=128,
+        layers=(LayerSpec(Attention(6, 2, 16, 0.25, qkv_bias=True), Dense(176), Norms(NORM)),),
+        ropes=(rope(16),),
+        norm=NORM,
+    ),
+    None,
+    11,
 )
 """Sizes that no tile and no group divides."""
 
@@ -198,3 +196,48 @@ def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[s
     if ends:
         assert called["trunk_to_rows"] >= {"layer", "last_layer"}
         assert str(made["last_layer"].ret_ty.shape[0]) == "q"
+
+
+BASE = LayerSpec(Attention(6, 2, 32, 0.2, qk_norm=NORM), Dense(384), Norms(NORM))
+WIDER = LayerSpec(Attention(4, 2, 32, 0.2, rope=1, window=9), Dense(512, "gelu_tanh"), Norms(NORM, NORM))
+NARROW = LayerSpec(
+    Attention(2, 2, 32, 0.2, output_bias=True, softcap=9.0), Dense(192), Norms(RmsNorm(1e-5, 1.0))
+)
+LAYERED = ModelConfig(
+    family="llama",
+    vocab_size=101,
+    hidden_size=96,
+    max_position=128,
+    layers=(
+        BASE,
+        WIDER,
+        replace(BASE, mixer=replace(BASE.mixer, window=5)),
+        NARROW,
+        replace(BASE, mixer=replace(BASE.mixer, rope=2)),
+    ),
+    ropes=(rope(32), rope(8, 500.0), rope(32, 1e6)),
+    norm=NORM,
+)
+"""Layers of different heads, sizes, ropes, windows, activations and norms. The first, third and last
+differ in window and rope only."""
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("q0f32", 1e-5), ("q4a8_1", 0.25)])
+def test_layers_may_differ(name: str, tolerance: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The reference computes in float64. Five layers round activations more often than SMALL's two do."""
+    scheme = SCHEMES[name]
+    stored = pack(LAYERED, scheme, random_weights(LAYERED))
+    session = Session(compiled(tmp_path_factory, LAYERED, scheme) / "model.so", stored)
+    tokens = np.random.default_rng(3).integers(0, LAYERED.vocab_size, 40).tolist()
+    expected = reference.logits(LAYERED, unpacked(LAYERED, scheme, stored), tokens, dtype=np.float64)
+    assert worst(session.prefill((0, tokens)), expected) < tolerance
+    assert worst(session.prefill((1, tokens), rows=[39, 4]), expected[[39, 4]]) < tolerance
+    steps = np.concatenate([session.decode((2, token)) for token in tokens])
+    assert worst(steps, expected) < tolerance
+
+
+def test_layers_that_are_alike_share_a_function() -> None:
+    target = targets.resolve("x86-64-v4-vnni")
+    decoder = Decoder(CpuOps(LAYERED, SCHEMES["q4a8_1"], target), Limits(64, 32, 2))
+    layers = [function.name_hint for function in layer_functions(decoder)]
+    assert layers == ["layer", "layer_1", "layer", "layer_2", "layer"]

@@ -9,7 +9,7 @@ import pytest
 from mlcbuild.compiler.cpu.isa import isa_for
 from mlcbuild.compiler.cpu.kernels import embedding
 from mlcbuild.compiler.cpu.kernels.attention import attention
-from mlcbuild.compiler.cpu.kernels.attention_plan import Attention
+from mlcbuild.compiler.cpu.kernels.attention_plan import AttentionKernel
 from mlcbuild.compiler.cpu.kernels.cache import Heads
 from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
@@ -106,7 +106,7 @@ def test_parts_are_there_before_they_are_joined() -> None:
     # The instruction set with a way of its own for prompts, and that with the shortest vectors.
     for name in ("avx512amx", "portable"):
         target = TARGETS[name]
-        spec = Attention(isa_for(target), Heads(1, 4, 2, 16, "float16"), 0.25, None)
+        spec = AttentionKernel(isa_for(target), Heads(1, 4, 2, 16, "float16"), 0.25, None)
         asm = kernelbench.compiled(target, [attention(spec).with_attr("global_symbol", "seen")]).asm
         assert "TVMBackendParallelBarrier" in asm, name
         assert re.search(r"\block\s+xadd", asm), name

@@ -14,9 +14,10 @@ from mlcbuild.compiler.cpu.isa import isa_for
 from mlcbuild.compiler.cpu.kernels import embedding
 from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
-from mlcbuild.models import ModelConfig, Rope
+from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
 from mlcbuild.targets import target as targets
 from tests import kernelbench
+from tests.configs import rope, with_attention
 from tests.libharness import Floats, Session, compiled, pack, random_weights, unpacked
 from tests.schemes import SCHEMES
 
@@ -24,21 +25,15 @@ X86 = ("x86-64-v4-amx", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3", "x86-64-v2")
 RUNNABLE = [name for name in X86 if targets.why_not(targets.resolve(name), targets.resolve("host")) is None]
 ONLY_KERNELS = "whole libraries of this target need another processor (its kernels are emulated)"
 
+NORM = RmsNorm(1e-5)
 ODD = ModelConfig(
     family="llama",
     vocab_size=487,
     hidden_size=100,
-    intermediate_size=172,
-    num_layers=1,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=12,
     max_position=8192,
-    norm_eps=1e-5,
-    activation="silu",
-    rope=Rope(12, tuple(float(np.float32(10000 ** (-i / 6))) for i in range(6))),
-    attention_scale=12**-0.5,
-    windows=(None,),
+    layers=(LayerSpec(Attention(9, 3, 12, 12**-0.5), Dense(172), Norms(NORM)),),
+    ropes=(rope(12),),
+    norm=NORM,
     tie_embeddings=True,
 )
 MIXED = replace(
@@ -108,10 +103,8 @@ def test_instruction_sets_give_equal_logits(target: str, tmp_path_factory: pytes
 WHOLE = replace(
     ODD,
     hidden_size=96,
-    intermediate_size=384,
-    head_dim=32,
-    rope=Rope(32, tuple(float(np.float32(10000 ** (-i / 16))) for i in range(16))),
-    attention_scale=32**-0.5,
+    layers=(LayerSpec(Attention(9, 3, 32, 32**-0.5), Dense(384), Norms(NORM)),),
+    ropes=(rope(32),),
 )
 """Whole steps of tile registers everywhere: attention and the gated pair of the MLP are theirs in prompts."""
 
@@ -136,7 +129,7 @@ BOUNDARIES = (1, 2, 15, 16, 17, 63, 64, 65, 511, 512, 513, 2047, 2048, 2049, 409
 
 def test_contexts_of_every_length(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The token that fills the context to a boundary, decoded after a prompt in chunks."""
-    config = replace(ODD, num_heads=3)
+    config = with_attention(ODD, heads=3)
     scheme = SCHEMES["q0f32"]
     weights = random_weights(config)
     library = compiled(tmp_path_factory, config, scheme, context_window=8192)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlcbuild_format.abi import PAGE
 
-from mlcbuild.models import ModelConfig, Rope
+from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm, Rope
 from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
 from tests.schemes import SCHEMES
@@ -25,21 +25,18 @@ if TYPE_CHECKING:
     from mlcbuild.compiler.program.limits import Limits
     from mlcbuild.compiler.program.ops import Layer, Ops, Rows
 
+NORM = RmsNorm(1e-6)
+PLAIN = LayerSpec(Attention(2, 1, 4, 0.5), Dense(12), Norms(NORM))
+WINDOW = LayerSpec(Attention(2, 1, 4, 0.5, window=7), Dense(12), Norms(NORM))
+WIDE = LayerSpec(Attention(2, 1, 4, 0.5, rope=1), Dense(20), Norms(NORM))
 CONFIG = ModelConfig(
     family="llama",
     vocab_size=50,
     hidden_size=8,
-    intermediate_size=12,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
     max_position=64,
-    norm_eps=1e-6,
-    activation="silu",
-    rope=Rope(4, (1.0, 0.5)),
-    attention_scale=0.5,
-    windows=(None, None, 7),
+    layers=(PLAIN, PLAIN, WINDOW, WIDE),
+    ropes=(Rope(4, (1.0, 0.5)), Rope(2, (1.0,))),
+    norm=NORM,
 )
 
 
@@ -82,7 +79,7 @@ class ToyOps:
         return self._made("embed", tokens.shape[0], self.config.hidden_size)
 
     def angles(self, positions: Any, inv_freq: Any, factor: float) -> Any:
-        return self._made("angles", positions.shape[0], self.config.rope.dim)
+        return self._made("angles", positions.shape[0], 2 * int(inv_freq.shape[0]))
 
     def copy(self, x: Any) -> Any:
         return self._made("copy", *x.shape)

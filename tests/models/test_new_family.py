@@ -37,7 +37,8 @@ def recipe(tmp_path: Path) -> Path:
     config = toy / "config.json"
     values = json.loads(config.read_text())
     config.unlink()
-    config.write_text(json.dumps({**values, "model_type": "toy", "architectures": ["ToyForCausalLM"]}))
+    changes = {"model_type": "toy", "architectures": ["ToyForCausalLM"], "sliding_window": 8}
+    config.write_text(json.dumps({**values, **changes}))
     return path
 
 
@@ -47,8 +48,27 @@ def test_a_family_is_one_file(root: Path, recipe: Path) -> None:
     (root / FILE).write_text(example("Extend: a model family"))
     found = printed(prospect(root, recipe))
     llama, toy = found["configs"]["tiny"], found["configs"]["toy"]
-    assert toy == {**llama, "family": "toy"}
+    (plain,) = llama["layer_specs"]
+    full = {**plain, "mixer": {**plain["mixer"], "qk_norm": llama["norm"]}}
+    window = {**plain, "mixer": {**full["mixer"], "window": 8}}
+    layers = [index % 2 for index in range(len(llama["layers"]))]
+    assert toy == {**llama, "family": "toy", "layer_specs": [window, full], "layers": layers}
     assert {name for name, parts in found["keys"].items() if FILE in parts["code"]} == {"config/toy"}
+
+
+def test_its_tensors_have_the_usual_names(root: Path, recipe: Path) -> None:
+    (root / FILE).write_text(example("Extend: a model family"))
+    names = printed(prospect(root, recipe))["names"]
+    added = {f"layers.0.attn.{kind}_norm.weight" for kind in "qk"}
+    assert added < names["toy"].keys()
+    usual = {
+        name: pieces
+        for name, pieces in names["toy"].items()
+        if not name.endswith(("q_norm.weight", "k_norm.weight"))
+    }
+    assert usual == names["tiny"]
+    ((tensor, _),) = names["toy"]["layers.0.attn.q_norm.weight"]
+    assert tensor == "model.layers.0.self_attn.q_norm.weight"
 
 
 def test_a_new_family_moves_no_key(root: Path, recipe: Path) -> None:

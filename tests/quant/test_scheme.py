@@ -11,7 +11,7 @@ import pytest
 from mlcbuild import quant
 from mlcbuild.canon import Json, canonical
 from mlcbuild.errors import UsageError
-from mlcbuild.models.config import Param
+from mlcbuild.models import Param
 from mlcbuild.quant import Scheme, Storage, storage
 from mlcbuild.quant.schemes import SCHEMES as BUILT_IN
 from tests.schemes import SCHEMES

@@ -218,8 +218,14 @@ FIELDS: list[tuple[str, Json, str]] = [
     ("model.name", "a\nb", "'model.name' must be a non-empty string"),
     ("model.config.vocab_size", 10**20, "found 100000000000000000000"),
     ("model.config.hidden_size", "x", "'model.config.hidden_size' must be an integer"),
-    ("model.config.num_layers", 0, "'model.config.num_layers' must be an integer of at least 1"),
-    ("model.config.windows", [-1], "'model.config.windows' must be a list of nulls and integers"),
+    ("model.config.layer_specs", 1, "'model.config.layer_specs' must be a list of layers, found 1"),
+    ("model.config.layer_specs", [1], "model.config.layer_specs[0] must be an object, found 1"),
+    ("model.config.layer_specs", [{}], "'model.config.layer_specs[0].mixer' is missing"),
+    (
+        "model.config.layer_specs",
+        [{"mixer": {"window": -1}}],
+        "'model.config.layer_specs[0].mixer.window' must be an integer of at least 1",
+    ),
     ("model.config.x", "\x9b1m", "'model.config' may hold only single lines of printable text"),
     ("model.config.x", 2**53 + 1, "'model.config' may hold only"),
     (

@@ -24,13 +24,13 @@ from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given, Source
 from mlcbuild.compiler.cpu.lowering import KERNELS
 from mlcbuild.compiler.cpu.parts import Parts
 from mlcbuild.compiler.program.limits import Limits
-from mlcbuild.compiler.program.ops import Batch, Layer, Rows, Variables, Weights
-from mlcbuild.models import Param, parameters
+from mlcbuild.compiler.program.ops import Layer, Rows, Variables
+from mlcbuild.models import LayerSpec, parameters
 
 
 @dataclass(frozen=True)
 class CpuOps(Parts):
-    """What program.ops.Ops asks for, with the kernels of an instruction set."""
+    """Implements program.ops.Ops with the kernels of an instruction set."""
 
     decode_loop = True
     plan, lower, kernels = phases.PLAN, phases.LOWER, KERNELS
@@ -39,29 +39,39 @@ class CpuOps(Parts):
     def target(self) -> TvmTarget:
         return tvm_target(self.machine)
 
-    @property
-    def cache(self) -> Heads:
-        return self.heads
-
     @cached_property
-    def params(self) -> tuple[Param, ...]:
-        return parameters(self.config)
+    def cache(self) -> Heads:
+        return self.heads(self.config.layers[0].mixer)
 
     @cached_property
     def room(self) -> dict[str, int]:
-        """Columns of the scratch tensors, which are float32."""
-        config = self.config
-        room = {
-            "qkv": self.heads.width,
-            "pair": 2 * config.intermediate_size,
-        }
-        outputs = [p for p in self.params if p.name.endswith(".attn.o.weight")]
-        if not all(self.writes_amx_tiles(self.linear(p.name, (p.shape[0], p.shape[1]))) for p in outputs):
-            room["seen"] = config.num_heads * config.head_dim
-        extras = {"attn.o.bias", "attn_post_norm.weight", "mlp.down.bias", "mlp_post_norm.weight"}
-        if extras & {param.name.removeprefix("layers.0.") for param in self.params}:
-            room["delta"] = config.hidden_size
+        """Name of a scratch tensor -> its columns of float32, enough for every layer."""
+        room: dict[str, int] = {}
+        for layer in dict.fromkeys(self.config.layers):
+            for name, columns in self._columns(layer).items():
+                room[name] = max(columns, room.get(name, 0))
+        if all(self._amx_tile_columns(index) for index in range(len(self.config.layers))):
+            del room["attended"]
         return room
+
+    def _columns(self, layer: LayerSpec) -> dict[str, int]:
+        """Returns the columns that a layer needs of each scratch tensor."""
+        mixer = layer.mixer
+        columns = {
+            "qkv": self.heads(mixer).width,
+            "pair": 2 * layer.feed_forward.size,
+            "attended": mixer.heads * mixer.head_dim,
+        }
+        if mixer.output_bias or layer.feed_forward.bias or layer.norms.after is not None:
+            columns["delta"] = self.config.hidden_size
+        return columns
+
+    def _amx_tile_columns(self, index: int) -> int:
+        """Returns amx_tile_columns for a layer by its number."""
+        layer = self.config.layers[index]
+        width = layer.mixer.heads * layer.mixer.head_dim
+        output = self.linear(f"layers.{index}.attn.o.weight", (self.config.hidden_size, width))
+        return self.amx_tile_columns(layer, output)
 
     def scratch(self) -> Mapping[str, tuple[int, str]]:
         return {name: (columns, "float32") for name, columns in self.room.items()}
@@ -70,19 +80,18 @@ class CpuOps(Parts):
     def selects_rows(self) -> bool:
         """Tile registers' rows lie in tiles, from which none can be taken."""
         config, room = self.config, self.room
-        fits = config.hidden_size <= room["qkv"] and room.get("seen", 0) <= room["pair"]
+        fits = config.hidden_size <= room["qkv"] and room.get("attended", 0) <= room["pair"]
         return not self.isa.amx and fits
 
     def attention(self, rows: Rows, layer: Layer, selected: Tensor | None = None) -> Rows:
-        halves = _Halves(self, layer.params, layer.weights, rows.scratch, layer.prompt)
-        seen, x = halves.attend(rows.x, layer.angles, layer.batch, (layer.index, layer.window)), rows.x
+        halves = _Halves(self, layer, rows.scratch)
+        attended, x = halves.attend(rows.x), rows.x
         if selected is not None:
-            halves, x, seen = halves.selected(x, seen, selected)
-        return Rows(halves.project(x, seen), halves.room)
+            halves, x, attended = halves.selected(x, attended, selected)
+        return Rows(halves.project(x, attended), halves.room)
 
     def feed_forward(self, rows: Rows, layer: Layer) -> Tensor:
-        halves = _Halves(self, layer.params, layer.weights, rows.scratch, layer.prompt)
-        return halves.feed_forward(rows.x)
+        return _Halves(self, layer, rows.scratch).feed_forward(rows.x)
 
     def next_inputs(self, given: Variables) -> None:
         emit_next_inputs(given)
@@ -91,17 +100,18 @@ class CpuOps(Parts):
         return memory.workspace(limits, self.config.vocab_size, mod)
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Kernel of each kind of matrix (by name without its layer, where all layers agree), and why slow
-        ones were taken. Attention in decoding is cut into parts of so many tokens; prompts may have one on
-        tiles."""
+        """Returns the kernel of each kind of matrix (by name without its layer, where all layers agree), and
+        the reasons for slow ones. Attention in decoding is cut into parts of so many tokens; prompts may have
+        one on tiles."""
         chosen: dict[str, str] = {
             "attention": f"paged_attention.{self.isa.name}",
             "attention.decode": f"paged_attention_by_{PART * PAGE}.{self.isa.name}",
         }
-        if self.attending.has_prompt_variant:
+        attention = self.attending(self.config.layers[0].mixer)
+        if attention.has_prompt_variant:
             chosen["attention.prompt"] = f"paged_attention_bf16.{self.isa.name}"
         fallbacks: dict[str, str] = {}
-        if reason := self.attending.fallback:
+        if reason := attention.fallback:
             fallbacks["attention.prompt"] = reason
         for name, kernel, reason in self._products():
             kind = name.split(".", 2)[2] if name.startswith("layers.") else name
@@ -112,25 +122,26 @@ class CpuOps(Parts):
         return dict(sorted(chosen.items())), dict(sorted(fallbacks.items()))
 
     def _products(self) -> Iterator[tuple[str, str, str | None]]:
-        """(parameter, kernel, reason if it is a slow one) of each matrix product, and of the lookup."""
+        """Yields (parameter, kernel, reason if it is slow) of each matrix product, and of the lookup."""
         yield "embed.lookup", self.table.name, None
-        tied = self.config.tie_embeddings
-        for param in self.params:
-            if len(param.shape) == 2 and (tied or param.name != "embed.weight"):
-                rows, columns = param.shape
-                product = self.linear(param.name, (rows, columns))
-                yield param.name, product.name, product.fallback or self._gated_fallback(param)
+        params = parameters(self.config)
+        shapes = {param.name: param.shape for param in params}
+        for param in params:
+            if len(param.shape) == 2 and (self.config.tie_embeddings or param.name != "embed.weight"):
+                product = self.linear(param.name, (param.shape[0], param.shape[1]))
+                reason = product.fallback or self._gated_fallback(param.name, shapes)
+                yield param.name, product.name, reason
 
-    def _gated_fallback(self, param: Param) -> str | None:
-        layer, _, rest = param.name.partition(".mlp.")
+    def _gated_fallback(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+        """shapes: of all parameters by name."""
+        layer, _, rest = name.partition(".mlp.")
         if rest != "down.weight":
             return None
-        params = {other.name: other for other in self.params}
         first, second = (
-            self.linear(name, (params[name].shape[0], params[name].shape[1]))
-            for name in (f"{layer}.mlp.gate_up.weight", param.name)
+            self.linear(own, (shapes[own][0], shapes[own][1]))
+            for own in (f"{layer}.mlp.gate_up.weight", name)
         )
-        return self.gated_fallback(first, second, f"{layer}.mlp.gate_up.bias" in params)
+        return self.gated_fallback(first, second, f"{layer}.mlp.gate_up.bias" in shapes)
 
 
 def emit_next_inputs(given: Variables) -> None:
@@ -145,74 +156,85 @@ def emit_next_inputs(given: Variables) -> None:
 
 @dataclass(frozen=True)
 class _Halves:
-    """One pre-norm layer: x += attention(norm(x)); x += mlp(norm(x))."""
+    """One layer: x += attention(norm(x)); x += mlp(norm(x))."""
 
     parts: Parts
-    params: Mapping[str, Param]
-    """Of the layer, by their names in it."""
-    weights: Weights
+    layer: Layer
     room: Mapping[str, Tensor]
     """Scratch tensors with as many rows as are worked on."""
-    prompt: relax.Var
-    """Not 0 when the rows are prompts'."""
+
+    @property
+    def spec(self) -> LayerSpec:
+        return self.layer.spec
 
     def optional(self, name: str) -> Sequence[Tensor]:
-        return self.weights.get(name, ())
+        return self.layer.weights.get(name, ())
 
     def linear(self, name: str) -> Linear:
-        param = self.params[f"{name}.weight"]
+        param = self.layer.params[f"{name}.weight"]
         rows, columns = param.shape
         return self.parts.linear(param.name, (rows, columns))
 
-    def product(self, name: str, fusion: Fusion, given: Sequence[Tensor], out: Tensor) -> Tensor:
-        """What the fusion's source makes of `given`, [n, columns], times a weight, into `out`."""
-        made = self.linear(name)
-        return made.into(out, fusion, given, self.weights[f"{name}.weight"], self.prompt)
+    def product(self, name: str, fusion: Fusion, inputs: Sequence[Tensor], out: Tensor) -> Tensor:
+        """Emits what the fusion's source computes from `inputs`, [n, columns], times a weight, into `out`."""
+        weights = self.layer.weights[f"{name}.weight"]
+        return self.linear(name).into(out, fusion, inputs, weights, self.layer.prompt)
 
-    def add_product(self, x: Tensor, name: str, source: Source, given: Sequence[Tensor], post: str) -> Tensor:
-        """x += the product, in one step unless the family has a bias or a norm in between."""
+    def add_product(
+        self, x: Tensor, name: str, source: Source, inputs: Sequence[Tensor], post: str
+    ) -> Tensor:
+        """Emits x += the product, in one step unless the layer has a bias or a norm in between."""
         extras = self.optional(f"{name}.bias"), self.optional(post)
         if not any(extras):
-            return self.product(name, Fusion(source, residual=True), given, x)
-        delta = self.product(name, Fusion(source), given, self.room["delta"])
-        return self.parts.add(x, delta, *extras)
+            return self.product(name, Fusion(source, residual=True), inputs, x)
+        delta = self.product(name, Fusion(source), inputs, self.room["delta"])
+        return self.parts.add(self.spec.norms, x, delta, *extras)
 
-    def selected(self, x: Tensor, seen: Tensor, rows: Tensor) -> tuple[_Halves, Tensor, Tensor]:
-        """The rows int32 [q] of x and of what attention gives, in memory of which nothing is needed any more;
-        and the scratch tensors for so many."""
+    def selected(self, x: Tensor, attended: Tensor, rows: Tensor) -> tuple[_Halves, Tensor, Tensor]:
+        """Emits the rows int32 [q] of x and of what attention returned, in memory that is no longer needed;
+        returns them after a layer whose scratch tensors have so many rows."""
         count, gather = rows.shape[0], self.parts.gather
         x = gather(x, rows, self.view("qkv", count, int(x.shape[1])))
-        seen = gather(seen, rows, self.view("pair", count, int(seen.shape[1])))
+        attended = gather(attended, rows, self.view("pair", count, int(attended.shape[1])))
         room = {name: self.view(name, count, int(whole.shape[1])) for name, whole in self.room.items()}
-        return replace(self, room=room), x, seen
+        return replace(self, room=room), x, attended
+
+    def scratch(self, name: str, width: int) -> Tensor:
+        """Returns a scratch tensor with so many columns; another layer may need more of them."""
+        whole = self.room[name]
+        return whole if int(whole.shape[1]) == width else self.view(name, whole.shape[0], width)
 
     def view(self, name: str, rows: Expr, width: int) -> Tensor:
-        """The beginning of a tensor of the room as one of another shape."""
+        """Emits the beginning of a scratch tensor as one of another shape."""
         whole, shape = self.room[name]._expr, relax.ShapeExpr([rows, width])
-        made = relax.op.memory.view(whole, shape, "float32", 0)
-        return Tensor(_expr=relax.BlockBuilder.current().emit(made))
+        view = relax.op.memory.view(whole, shape, "float32", 0)
+        return Tensor(_expr=relax.BlockBuilder.current().emit(view))
 
-    def attend(self, x: Tensor, turns: Tensor, batch: Batch, place: tuple[relax.Var, relax.Var]) -> Tensor:
-        """What attention gives, for all rows; their keys and values are in the cache then."""
-        parts, room = self.parts, self.room
-        weight = self.weights["attn_norm.weight"][0]
-        qkv = self.product("attn.qkv", Fusion(parts.normed(weight)), [x, weight], room["qkv"])
-        qkv, pages = parts.rope_append(qkv, turns, batch, place[0], self.weights)
-        columns = parts.writes_amx_tiles(self.linear("attn.o"))
-        seen = room["pair" if columns else "seen"]
-        return parts.paged_attention(qkv, pages, batch, (*place, self.prompt), seen)
+    def attend(self, x: Tensor) -> Tensor:
+        """Emits attention for all rows, without its last product; their keys and values are cached then."""
+        parts, spec = self.parts, self.spec.mixer
+        weight = self.layer.weights["attn_norm.weight"][0]
+        source = parts.normed(self.spec.norms.before, weight)
+        room = self.scratch("qkv", parts.heads(spec).width)
+        qkv = self.product("attn.qkv", Fusion(source), [x, weight], room)
+        qkv, pages = parts.rope_append(spec, qkv, self.layer)
+        columns = parts.amx_tile_columns(self.spec, self.linear("attn.o"))
+        width = spec.heads * spec.head_dim
+        out = self.scratch("pair", columns) if columns else self.scratch("attended", width)
+        return parts.paged_attention(spec, qkv, pages, self.layer, out)
 
-    def project(self, x: Tensor, seen: Tensor) -> Tensor:
-        """x += the output product of what attention has given, `seen`."""
-        columns = self.parts.writes_amx_tiles(self.linear("attn.o"))
-        return self.add_product(x, "attn.o", Given(columns), [seen], "attn_post_norm.weight")
+    def project(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Emits x += the output product of what `attend` returned."""
+        columns = self.parts.amx_tile_columns(self.spec, self.linear("attn.o"))
+        return self.add_product(x, "attn.o", Given(columns), [attended], "attn_post_norm.weight")
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        parts, room = self.parts, self.room
-        weight, bias = self.weights["mlp_norm.weight"][0], self.optional("mlp.gate_up.bias")
+        """Emits x += mlp(norm(x))."""
+        parts, spec = self.parts, self.spec.feed_forward
+        weight, bias = self.layer.weights["mlp_norm.weight"][0], self.optional("mlp.gate_up.bias")
         packs = parts.packs(self.linear("mlp.gate_up"), self.linear("mlp.down"), bias)
-        first = Fusion(parts.normed(weight), gate=parts.gate if packs else None)
-        pair = self.product("mlp.gate_up", first, [x, weight], room["pair"])
-        return self.add_product(
-            x, "mlp.down", parts.gated(bias, packs), [pair, *bias], "mlp_post_norm.weight"
-        )
+        source = parts.normed(self.spec.norms.before, weight)
+        first = Fusion(source, gate=parts.gate(spec) if packs else None)
+        pair = self.product("mlp.gate_up", first, [x, weight], self.scratch("pair", 2 * spec.size))
+        second = parts.gated(spec, bias, packs)
+        return self.add_product(x, "mlp.down", second, [pair, *bias], "mlp_post_norm.weight")

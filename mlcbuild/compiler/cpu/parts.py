@@ -1,6 +1,6 @@
 """The parts of a program as calls of a CPU's kernels: each emits one or two steps of the library's program.
 
-All take float32 rows and give float32 rows. ops.py makes halves of layers of them.
+All read and write float32 rows. ops.py makes halves of layers of them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from functools import cached_property
 
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
-from tvm.tirx import Expr, PrimFunc, Var
+from tvm.tirx import Expr, PrimFunc
 
 from mlcbuild import quant
 from mlcbuild.compiler.cpu.isa import ISA, isa_for
 from mlcbuild.compiler.cpu.kernels import activation, amx, logit_mask, norm, rope, sampling
 from mlcbuild.compiler.cpu.kernels.attention import attention
-from mlcbuild.compiler.cpu.kernels.attention_plan import Attention
+from mlcbuild.compiler.cpu.kernels.attention_plan import AttentionKernel
 from mlcbuild.compiler.cpu.kernels.cache import Heads
 from mlcbuild.compiler.cpu.kernels.embedding import Embedding, embedding
 from mlcbuild.compiler.cpu.kernels.floats import NAME
 from mlcbuild.compiler.cpu.kernels.linear import Linear, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Gated, Normed
-from mlcbuild.compiler.program.ops import Batch, Weights
-from mlcbuild.models import ModelConfig
+from mlcbuild.compiler.program.ops import Layer, Weights
+from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
 from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
 
@@ -39,6 +39,8 @@ def dtype_of(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Parts:
+    """Emits the parts of one library's program for one processor."""
+
     config: ModelConfig
     scheme: Storage
     machine: Target
@@ -47,20 +49,20 @@ class Parts:
     def isa(self) -> ISA:
         return isa_for(self.machine)
 
-    @cached_property
-    def heads(self) -> Heads:
-        config = self.config
-        kv = config.num_kv_heads
-        return Heads(config.num_layers, config.num_heads, kv, config.head_dim, self.scheme.dtype)
+    def heads(self, spec: Attention) -> Heads:
+        """Returns the shapes that attention and the cache share."""
+        layers = len(self.config.layers)
+        return Heads(layers, spec.heads, spec.kv_heads, spec.head_dim, self.scheme.dtype)
 
-    @cached_property
-    def attending(self) -> Attention:
-        """Prompts may be rounded where the scheme rounds activations anyway."""
-        config, rounded = self.config, self.scheme.activation_bits > 0
-        return Attention(self.isa, self.heads, config.attention_scale, config.attention_softcap, rounded)
+    def attending(self, spec: Attention) -> AttentionKernel:
+        """Returns the shape of the attention kernel. Prompts may be rounded where the scheme rounds
+        activations anyway."""
+        rounded = self.scheme.activation_bits > 0
+        return AttentionKernel(self.isa, self.heads(spec), spec.scale, spec.softcap, rounded)
 
-    def norm(self, size: int) -> norm.Norm:
-        return norm.Norm(self.isa, size, self.config.norm_eps, self.config.norm_offset)
+    def norm(self, spec: RmsNorm, size: int) -> norm.Norm:
+        """Returns the norm of `size` values."""
+        return norm.Norm(self.isa, size, spec.eps, spec.offset)
 
     @cached_property
     def table(self) -> Embedding:
@@ -68,107 +70,115 @@ class Parts:
         return embedding(self.isa, own, self.config.vocab_size, self.config.hidden_size)
 
     def linear(self, name: str, shape: tuple[int, int]) -> Linear:
-        """The product with the parameter `name` of this [out, in] shape."""
+        """Returns the product with the parameter `name` of this [out, in] shape."""
         return linear(self.isa, quant.scheme_for(self.scheme, name), *shape)
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
-        """tokens int32 [n] -> [n, hidden], scaled as the family does."""
+        """Emits the scaled embeddings [n, hidden] of tokens int32 [n]."""
         config = self.config
-        found = self.table.apply(tokens, weights["embed.weight"])
+        rows = self.table.apply(tokens, weights["embed.weight"])
         if config.embedding_scale == 1.0:
-            return found
-        return _into(activation.scaled(self.isa, config.embedding_scale, config.hidden_size), [], found)
+            return rows
+        return _into(activation.scaled(self.isa, config.embedding_scale, config.hidden_size), [], rows)
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
-        dim = self.config.rope.dim
+        dim = 2 * int(inv_freq.shape[0])
         func = rope.angles(self.isa, dim, factor)
         return _call(func, [positions, inv_freq], float_rows(positions.shape[0], dim))
 
     def copy(self, x: Tensor) -> Tensor:
         return _call(activation.copied(self.isa, self.config.hidden_size), [x], float_rows(*x.shape))
 
-    def gather(self, x: Tensor, chosen: Tensor, out: Tensor) -> Tensor:
-        """The rows `chosen` int32 [q] of x, into `out`."""
-        return _into(activation.gathered(self.isa, int(x.shape[1])), [x, chosen], out)
+    def gather(self, x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+        """Emits a copy of the rows int32 [q] of x into `out`."""
+        return _into(activation.gathered(self.isa, int(x.shape[1])), [x, rows], out)
 
     def last_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _call(
-            norm.rms_norm(self.norm(x.shape[1]), dtype_of(weight)), [x, weight], float_rows(*x.shape)
-        )
+        func = norm.rms_norm(self.norm(self.config.norm, x.shape[1]), dtype_of(weight))
+        return _call(func, [x, weight], float_rows(*x.shape))
 
     def select_rows(self, x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-        """The last norm of the rows int32 [q] of x."""
-        func = norm.gather_norm(self.norm(x.shape[1]), dtype_of(weight))
+        """Emits the last norm of the rows int32 [q] of x."""
+        func = norm.gather_norm(self.norm(self.config.norm, x.shape[1]), dtype_of(weight))
         return _call(func, [x, rows, weight], float_rows(rows.shape[0], x.shape[1]))
 
-    def rope_append(
-        self, qkv: Tensor, turns: Tensor, batch: Batch, layer: Var, extras: Weights
-    ) -> tuple[Tensor, Tensor]:
-        """Rotated queries (in place in qkv) and the cache with the new keys and values."""
-        heads, config = self.heads, self.config
+    def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+        """Emits the rotation of queries, in place in qkv, and of keys, which go into the cache with values.
+
+        Returns qkv and the cache.
+        """
+        heads, batch, extras = self.heads(spec), layer.batch, layer.weights
         bias = extras.get("attn.qkv.bias", ())
         norms = [*extras.get("attn.q_norm.weight", ()), *extras.get("attn.k_norm.weight", ())]
-        dtypes = (dtype_of(norms[0]), dtype_of(norms[1])) if norms else ("float32", "float32")
         func = rope.rope_append(
             rope.Append(
                 self.isa,
                 heads,
-                config.rope.dim,
-                dtype_of(bias[0]) if bias else None,
-                self.norm(heads.dim) if norms else None,
-                dtypes,
+                int(layer.angles.shape[1]),
+                _dtype(bias),
+                None if spec.qk_norm is None else self.norm(spec.qk_norm, heads.dim),
+                (dtype_of(norms[0]), dtype_of(norms[1])) if norms else ("float32", "float32"),
             )
         )
-        arguments = [turns, batch.slots, batch.forks, *bias, *norms]
+        arguments = [layer.angles, batch.slots, batch.forks, *bias, *norms]
         where = [len(arguments), len(arguments) + 1]
         out = [float_rows(*qkv.shape), Tensor.placeholder(batch.pages.shape, heads.dtype)]
-        found = tensor_ir_inplace_op(func, func_name(func), [*arguments, qkv, batch.pages, layer], where, out)
-        return found[0], found[1]
+        inputs = [*arguments, qkv, batch.pages, layer.index]
+        results = tensor_ir_inplace_op(func, func_name(func), inputs, where, out)
+        return results[0], results[1]
 
     def paged_attention(
-        self, qkv: Tensor, pages: Tensor, batch: Batch, place: tuple[Var, Var, Var], out: Tensor
+        self, spec: Attention, qkv: Tensor, pages: Tensor, layer: Layer, out: Tensor
     ) -> Tensor:
-        """place = (layer, window, prompt). Rows of prompts may be packed where `out` has more columns than it
-        needs; see writes_amx_tiles."""
+        """Emits attention into `out`. Rows of prompts may be packed where `out` has more columns than it
+        needs; see amx_tile_columns."""
+        batch, kernel = layer.batch, self.attending(spec)
         tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
-        numbers = place if self.attending.has_prompt_variant else place[:2]
+        numbers = [layer.index, layer.window, *([layer.prompt] if kernel.has_prompt_variant else [])]
         columns = int(out.shape[1])
-        wide = columns > self.heads.query * self.heads.dim
-        spec = replace(self.attending, columns=columns) if wide else self.attending
-        return _into(attention(spec), [*tensors, batch.positions, *numbers], out)
+        if columns > spec.heads * spec.head_dim:
+            kernel = replace(kernel, columns=columns)
+        return _into(attention(kernel), [*tensors, batch.positions, *numbers], out)
 
-    def writes_amx_tiles(self, product: Linear) -> int:
+    def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
         """Returns the columns of the tensor for gates and ups if attention can write rows of prompts to it as
-        AMX tiles for the product that follows; otherwise 0."""
-        columns = 2 * self.config.intermediate_size
-        able = self.attending.has_prompt_variant and product.has_prompt_variant and amx.Packed.fits(product.k)
-        return columns if able and columns >= 2 * product.k else 0
+        AMX tiles for the product `output` after it; otherwise 0."""
+        columns = 2 * spec.feed_forward.size
+        able = (
+            self.attending(spec.mixer).has_prompt_variant
+            and output.has_prompt_variant
+            and amx.Packed.fits(output.k)
+        )
+        return columns if able and columns >= 2 * output.k else 0
 
-    def add(self, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]) -> Tensor:
-        """x += [post norm of] (delta + bias), in place."""
-        func = norm.residual(norm.Residual(self.norm(x.shape[1]), _dtype(bias), _dtype(post)))
+    def add(
+        self, norms: Norms, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]
+    ) -> Tensor:
+        """Emits x += [post norm of] (delta + bias), in place."""
+        own = self.norm(norms.after or norms.before, x.shape[1])
+        func = norm.residual(norm.Residual(own, _dtype(bias), _dtype(post)))
         return _into(func, [delta, *bias, *post], x)
 
-    def normed(self, weight: Tensor) -> Normed:
-        """The source of a product: the norm of rows as wide as `weight`."""
-        return Normed(self.norm(int(weight.shape[0])), dtype_of(weight))
+    def normed(self, spec: RmsNorm, weight: Tensor) -> Normed:
+        """Returns the source of a product that normalizes rows as wide as `weight`."""
+        return Normed(self.norm(spec, int(weight.shape[0])), dtype_of(weight))
 
-    @property
-    def gate(self) -> activation.Gate:
-        return activation.Gate(self.isa, self.config.activation, self.config.intermediate_size)
+    def gate(self, spec: Dense) -> activation.Gate:
+        """Returns act(gate) * up."""
+        return activation.Gate(self.isa, spec.activation, spec.size)
 
-    def gated(self, bias: Sequence[Tensor], packed: bool) -> Gated:
-        """The source of a product: act(gate) * up."""
-        return Gated(self.gate, _dtype(bias), packed)
+    def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:
+        """Returns the source of a product that computes act(gate) * up."""
+        return Gated(self.gate(spec), _dtype(bias), packed)
 
     def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:
-        """Of two products, the first hands gated rows of prompts to the second packed."""
+        """Returns whether the first of two products writes gated rows of prompts packed for the second."""
         return (
             first.has_prompt_variant and second.has_prompt_variant and not bias and amx.Packed.fits(second.k)
         )
 
     def gated_fallback(self, first: Linear, second: Linear, bias: bool) -> str | None:
-        """Why gated rows of prompts are not handed on packed, though tile registers multiply them."""
+        """Returns why gated rows of prompts are not packed, though tile registers multiply them."""
         if not (first.has_prompt_variant and second.has_prompt_variant) or (
             not bias and amx.Packed.fits(second.k)
         ):
@@ -177,24 +187,25 @@ class Parts:
         return f"{why}: rows of prompts go through float32 before this product"
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
-        """x [q, hidden], normed -> [q, vocab]."""
+        """Emits the logits [q, vocab] of normalized rows x [q, hidden]."""
         config = self.config
         name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
-        found = self.linear(name, (config.vocab_size, config.hidden_size)).apply(x, weights[name])
+        logits = self.linear(name, (config.vocab_size, config.hidden_size)).apply(x, weights[name])
         if config.logit_softcap is None:
-            return found
-        return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], found)
+            return logits
+        return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], logits)
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
-        """Logits [q, vocab] without those of tokens that must not be chosen, in place."""
+        """Emits the mask on logits [q, vocab], in place: tokens that it leaves out cannot be sampled."""
         return _into(logit_mask.masked(self.isa), [masks], logits)
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
-        """Logits [1, q, vocab] as they are, after one token for each row, in place in `out`."""
+        """Emits the sampling of a token for each row of logits [1, q, vocab] into `out`; returns logits."""
         func = sampling.sample(self.isa)
         shapes = [Tensor.placeholder(logits.shape, "float32"), Tensor.placeholder(out.shape, "int32")]
-        found: Tensor = tensor_ir_inplace_op(func, func_name(func), [logits, params, out], [0, 2], shapes)[0]
-        return found
+        inputs = [logits, params, out]
+        unchanged: Tensor = tensor_ir_inplace_op(func, func_name(func), inputs, [0, 2], shapes)[0]
+        return unchanged
 
 
 def func_name(func: PrimFunc) -> str:
@@ -206,7 +217,7 @@ def _call(func: PrimFunc, arguments: list[Tensor | Expr], out: Tensor) -> Tensor
 
 
 def _into(func: PrimFunc, arguments: list[Tensor | Expr], out: Tensor) -> Tensor:
-    """Call a kernel whose last argument is what it writes, or changes."""
+    """Emits a call of a kernel that writes or changes its last argument."""
     shape = float_rows(*out.shape)
     return tensor_ir_inplace_op(func, func_name(func), [*arguments, out], len(arguments), shape)
 

@@ -1,14 +1,14 @@
 """One decoder for every family: a ModelConfig as a Relax module whose functions are the library's.
 
-Every layer calls one private function (one for each way in which layers are stored), so the program hardly
-grows with the number of layers; a layer's number and window are arguments. The residual stream and the cache
+Layers that are alike, and stored alike, call one private function, so the program hardly grows with the
+number of layers; a layer's number, window and rotary angles are arguments. The residual stream and the cache
 are changed in place, which is why these functions are impure: no pass may drop a call of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,16 +21,17 @@ from tvm.tirx import Expr, Var
 from mlcbuild import quant
 from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.compiler.program.ops import NO_WINDOW, Batch, Layer, Ops, Rows, Weights
-from mlcbuild.models import ModelConfig, Param, frequencies, parameters
+from mlcbuild.models import LayerSpec, ModelConfig, Param, Rope, frequencies, parameters
+from mlcbuild.models.layers import layer_parameters
 from mlcbuild.quant import StoredTensor
 
 BATCH_AND_FORKS = (*abi.BATCH, abi.FORKS)
-"""What the private functions take of a step."""
+"""The arguments of a step that the private functions have, too."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a library is made of, and the builder that collects its functions."""
+    """A library that is being built: its parts, and the builder that collects its functions."""
 
     ops: Ops
     limits: Limits
@@ -49,12 +50,22 @@ class Decoder:
         """Everything that the packed `params` argument holds, in order."""
         return quant.stored_parameters(self.params, self.ops.scheme)
 
-    def layer_params(self, layer: int) -> list[Param]:
-        return [param for param in self.params if param.name.startswith(f"layers.{layer}.")]
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """Name of a stored tensor -> its index in the packed `params` argument."""
+        return {tensor.name: index for index, tensor in enumerate(self.tensors)}
+
+    def layer_params(self, layer: int) -> dict[str, Param]:
+        """Returns name within the layer -> parameter, under its name in the model."""
+        own = layer_parameters(self.config.layers[layer], self.config.hidden_size)
+        return {param.name: replace(param, name=f"layers.{layer}.{param.name}") for param in own}
 
     def attributes(self) -> dict[str, object]:
-        """Plan every buffer, results too, for the largest sizes: a few big blocks are then used again and
-        again, where exact sizes would leave one block in the runtime's pool for each size ever seen."""
+        """Returns the attributes of a function: every buffer, results too, is planned for the largest sizes.
+
+        A few big blocks are then used again and again, where exact sizes would leave one block in the
+        runtime's pool for each size.
+        """
         return {"tir_var_upper_bound": self.limits.bounds, "relax.memory_plan_dynamic_func_output": True}
 
 
@@ -67,13 +78,13 @@ def variable(name: str, shape: Sequence[Expr | int], dtype: str) -> relax.Var:
 
 
 def number(name: str) -> relax.Var:
-    """An int64 argument that kernels get as it is. A dimension would be taken apart and put together again
-    in every layer."""
+    """Returns an int64 argument that kernels get as it is. A dimension would be taken apart and put together
+    again in every layer."""
     return relax.Var(name, PrimType("int64"))
 
 
 def _rows() -> relax.Var:
-    """The argument that chooses rows."""
+    """Returns the argument that selects rows."""
     return variable("rows", (size("q"),), "int32")
 
 
@@ -88,25 +99,25 @@ def variables(
 
     `sizes` maps names of the ABI's sizes to dimensions; any other size becomes a symbolic one.
     """
-    known: dict[str, Expr | int] = {"hidden": decoder.config.hidden_size, **(sizes or {})}
+    dimensions: dict[str, Expr | int] = {"hidden": decoder.config.hidden_size, **(sizes or {})}
 
     def extent(name: str | int) -> Expr | int:
         if isinstance(name, int):
             return name
         base, _, more = name.partition("+")
-        dimension = known.setdefault(base, size(base))
+        dimension = dimensions.setdefault(base, size(base))
         return dimension + int(more) if more else dimension
 
-    found = {}
+    by_name = {}
     for argument in arguments:
         if argument == abi.PARAMS:
-            found[argument.name] = packed_params(decoder)
+            by_name[argument.name] = packed_params(decoder)
         elif argument.dtype is None:
             cache = decoder.ops.cache
-            found[argument.name] = variable("pages", cache.cache_shape(size("num_pages")), cache.dtype)
+            by_name[argument.name] = variable("pages", cache.cache_shape(size("num_pages")), cache.dtype)
         else:
-            found[argument.name] = variable(argument.name, [*map(extent, argument.shape)], argument.dtype)
-    return found
+            by_name[argument.name] = variable(argument.name, [*map(extent, argument.shape)], argument.dtype)
+    return by_name
 
 
 def packed_params(decoder: Decoder) -> relax.Var:
@@ -115,11 +126,14 @@ def packed_params(decoder: Decoder) -> relax.Var:
 
 
 def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> Weights:
-    """The stored tensors of some parameters, out of the packed argument."""
-    place = {tensor.name: index for index, tensor in enumerate(decoder.tensors)}
+    """Emits the stored tensors of some parameters, out of the packed argument."""
     return {
         param.name: [
-            handle(decoder.builder.emit(relax.TupleGetItem(packed, place[tensor.name]), name_hint="weight"))
+            handle(
+                decoder.builder.emit(
+                    relax.TupleGetItem(packed, decoder.places[tensor.name]), name_hint="weight"
+                )
+            )
             for tensor in quant.stored(param, decoder.ops.scheme)
         ]
         for param in params
@@ -127,91 +141,96 @@ def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> We
 
 
 def layer_functions(decoder: Decoder) -> list[GlobalVar]:
-    """The function of each layer; layers whose parameters are stored alike have the same one."""
-    made: dict[object, GlobalVar] = {}
-    found = []
-    for layer in range(decoder.config.num_layers):
-        params = decoder.layer_params(layer)
-        prefix = f"layers.{layer}."
-        kind = tuple(
-            (param.name.removeprefix(prefix), quant.scheme_for(decoder.ops.scheme, param.name))
-            for param in params
-        )
-        if kind not in made:
-            made[kind] = _layer(decoder, layer, f"layer_{len(made)}" if made else "layer")
-        found.append(made[kind])
-    return found
+    """Emits the function of each layer; layers that are alike, and stored alike, have the same one."""
+    functions: dict[object, GlobalVar] = {}
+    by_layer = []
+    for index, spec in enumerate(decoder.config.layers):
+        params = decoder.layer_params(index).values()
+        stored = tuple(quant.scheme_for(decoder.ops.scheme, param.name) for param in params)
+        kind = (_without_arguments(spec), decoder.config.ropes[spec.mixer.rope].dim, stored)
+        if kind not in functions:
+            functions[kind] = _layer(decoder, index, f"layer_{len(functions)}" if functions else "layer")
+        by_layer.append(functions[kind])
+    return by_layer
 
 
-def _layer(decoder: Decoder, layer: int, name: str, chosen: bool = False) -> GlobalVar:
+def _without_arguments(spec: LayerSpec) -> LayerSpec:
+    """Returns the spec without what is an argument of its function: the window, and the rope's angles."""
+    return replace(spec, mixer=replace(spec.mixer, window=None, rope=0))
+
+
+def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) -> GlobalVar:
     """Adds (x, angles, scratch ..., batch ..., forks, (layer, window), prompt, rows?, weights ...) -> x.
 
-    x and pages are changed in place. `chosen`: x of the rows int32 [q] only.
+    x and pages are changed in place. `selects_rows`: x of the rows int32 [q] only.
     """
     builder, config = decoder.builder, decoder.config
-    n = size("n")
+    spec, params, n = config.layers[index], decoder.layer_params(index), size("n")
     x = variable("x", (n, config.hidden_size), "float32")
-    turns = variable("angles", (n, config.rope.dim), "float32")
+    angles = variable("angles", (n, config.ropes[spec.mixer.rope].dim), "float32")
     scratch = {
         name: variable(name, (n, width), dtype) for name, (width, dtype) in decoder.ops.scratch().items()
     }
     batch = variables(decoder, BATCH_AND_FORKS, {"n": n})
     place, prompt = (number("layer"), number("window")), number("prompt")
-    rows = [_rows()] * chosen
+    rows = [_rows()] * selects_rows
     weights: dict[str, list[Tensor]] = {}
-    params = {p.name.removeprefix(f"layers.{layer}."): p for p in decoder.layer_params(layer)}
     for short, param in params.items():
         tensors = quant.stored(param, decoder.ops.scheme)
         weights[short] = [handle(variable(short, tensor.shape, tensor.dtype)) for tensor in tensors]
-    given = [tensor._expr for tensors in weights.values() for tensor in tensors]
+    stored = [tensor._expr for tensors in weights.values() for tensor in tensors]
     with builder.function(
         name,
-        [x, turns, *scratch.values(), *batch.values(), *place, prompt, *rows, *given],
+        [x, angles, *scratch.values(), *batch.values(), *place, prompt, *rows, *stored],
         decoder.attributes(),
         pure=False,
         private=True,
     ):
-        where = Batch(**{name: handle(value) for name, value in batch.items()})
-        one = Layer(params, weights, handle(turns), where, *place, prompt)
-        given_rows = Rows(handle(x), {name: handle(variable) for name, variable in scratch.items()})
-        attended = decoder.ops.attention(given_rows, one, handle(*rows) if chosen else None)
-        changed = decoder.ops.feed_forward(attended, one)
-        made: GlobalVar = builder.emit_func_output(changed._expr)
-    return made
+        tensors_of_batch = Batch(**{name: handle(value) for name, value in batch.items()})
+        layer = Layer(spec, params, weights, handle(angles), tensors_of_batch, *place, prompt)
+        start = Rows(handle(x), {name: handle(variable) for name, variable in scratch.items()})
+        attended = decoder.ops.attention(start, layer, handle(*rows) if selects_rows else None)
+        result = decoder.ops.feed_forward(attended, layer)
+        function: GlobalVar = builder.emit_func_output(result._expr)
+    return function
 
 
-def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], chosen: bool = False) -> GlobalVar:
-    """(embeddings [n, hidden], batch ..., forks, params, prompt, rows?) -> the residual stream after all
-    layers [n, hidden]. `chosen`: of the rows int32 [q] only, which are no more than n."""
+def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: bool = False) -> GlobalVar:
+    """Adds (embeddings [n, hidden], batch ..., forks, params, prompt, rows?) -> the residual stream after all
+    layers [n, hidden]. `selects_rows`: of the rows int32 [q] only, which are no more than n."""
     builder, config, ops = decoder.builder, decoder.config, decoder.ops
     n = size("n")
-    given = variable("embeddings", (n, config.hidden_size), "float32")
+    embeddings = variable("embeddings", (n, config.hidden_size), "float32")
     batch, packed = variables(decoder, BATCH_AND_FORKS, {"n": n}), packed_params(decoder)
-    prompt, rows = number("prompt"), [_rows()] * chosen
-    inv_freq, factor = frequencies(config.rope, decoder.limits.context_window)
-    given_all, name = [given, *batch.values(), packed, prompt, *rows], "trunk_to_rows" if chosen else "trunk"
-    last = config.num_layers - 1
-    if chosen:
-        layers = [*layers[:last], _layer(decoder, last, "last_layer", chosen)]
-    with builder.function(name, given_all, decoder.attributes(), pure=False, private=True):
-        table = handle(relax.const(np.array(inv_freq, np.float32)))
-        turns = ops.angles(handle(batch["positions"]), table, factor)
+    prompt, rows = number("prompt"), [_rows()] * selects_rows
+    name, arguments = "trunk", [embeddings, *batch.values(), packed, prompt, *rows]
+    last = len(config.layers) - 1
+    if selects_rows:
+        name, layers = "trunk_to_rows", [*layers[:last], _layer(decoder, last, "last_layer", selects_rows)]
+    with builder.function(name, arguments, decoder.attributes(), pure=False, private=True):
+        angles = [_angles(decoder, rope, handle(batch["positions"])) for rope in config.ropes]
         # They are not initialised.
         scratch = [
             builder.emit(relax.op.builtin.alloc_tensor(relax.ShapeExpr([n, width]), dtype, 0, "global"))
             for width, dtype in ops.scratch().values()
         ]
         # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
-        # does not know that what a layer returns is what it was given.
-        x = ops.copy(handle(given))._expr
-        for layer, function in enumerate(layers):
-            window = config.windows[layer] or NO_WINDOW
-            place = [relax.prim_value(number) for number in (layer, min(window, NO_WINDOW))]
-            weights = unpacked(decoder, packed, decoder.layer_params(layer))
+        # does not know that a layer returns its argument.
+        x = ops.copy(handle(embeddings))._expr
+        for index, function in enumerate(layers):
+            mixer = config.layers[index].mixer
+            window = NO_WINDOW if mixer.window is None else min(mixer.window, NO_WINDOW)
+            numbers = [relax.prim_value(index), relax.prim_value(window), prompt]
+            numbers += rows if index == last else []
+            weights = unpacked(decoder, packed, [*decoder.layer_params(index).values()])
             tensors = [tensor._expr for stored in weights.values() for tensor in stored]
-            numbers = [*place, prompt, *(rows if layer == last else [])]
-            x = builder.emit(
-                relax.Call(function, [x, turns._expr, *scratch, *batch.values(), *numbers, *tensors])
-            )
-        made: GlobalVar = builder.emit_func_output(x)
-    return made
+            inputs = [x, angles[mixer.rope]._expr, *scratch, *batch.values(), *numbers, *tensors]
+            x = builder.emit(relax.Call(function, inputs))
+        trunk: GlobalVar = builder.emit_func_output(x)
+    return trunk
+
+
+def _angles(decoder: Decoder, rope: Rope, positions: Tensor) -> Tensor:
+    """Emits the cosines and sines of a rope for the library's context window."""
+    inv_freq, factor = frequencies(rope, decoder.limits.context_window)
+    return decoder.ops.angles(positions, handle(relax.const(np.array(inv_freq, np.float32))), factor)

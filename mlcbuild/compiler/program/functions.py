@@ -33,7 +33,7 @@ def build(decoder: Decoder) -> IRModule:
     _embed(decoder)
     layers = layer_functions(decoder)
     trunk = trunk_function(decoder, layers)
-    to_rows = trunk_function(decoder, layers, chosen=True) if decoder.ops.selects_rows else trunk
+    to_rows = trunk_function(decoder, layers, selects_rows=True) if decoder.ops.selects_rows else trunk
     _prefill(decoder, trunk, abi.BATCH_VERIFY, batched=True)
     _prefill(decoder, to_rows, abi.PREFILL, batched=False)
     _hidden_states(decoder, trunk, abi.HIDDEN_STATES, batched=False)

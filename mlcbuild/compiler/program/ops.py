@@ -18,7 +18,7 @@ from tvm.tirx import Expr
 
 from mlcbuild.compiler.phases import Phases
 from mlcbuild.compiler.program.limits import Limits
-from mlcbuild.models import ModelConfig, Param
+from mlcbuild.models import LayerSpec, ModelConfig, Param
 from mlcbuild.quant import Storage
 
 Weights = Mapping[str, List[Tensor]]
@@ -45,13 +45,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """What the function of a layer is given. Layers that are stored alike share one function."""
+    """What the function of a layer computes with. Layers that are alike share one function."""
 
+    spec: LayerSpec
+    """Of the first layer that the function is for: others may have another window and another rope."""
     params: Mapping[str, Param]
     """By their names in the layer."""
     weights: Weights
     """Name of a parameter in the layer -> its stored tensors."""
     angles: Tensor
+    """What `Ops.angles` returned for the layer's rope."""
     batch: Batch
     index: relax.Var
     """int64: the layer's place in the cache."""
@@ -122,7 +125,7 @@ class Ops(Protocol):
         ...
 
     def scratch(self) -> Mapping[str, tuple[int, str]]:
-        """Name -> (columns, dtype) of tensors that all layers work in, one after the other."""
+        """Returns name -> (columns, dtype) of tensors that all layers work in, one after the other."""
         ...
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
@@ -130,20 +133,23 @@ class Ops(Protocol):
         ...
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
-        """Returns cosines and sines of positions int32 [n], float32 [n, rotated dimensions]."""
+        """Returns cosines and sines, times `factor`, of positions int32 [n], for one rope of the model.
+
+        inv_freq: float32 [dim / 2]. The result is float32 [n, dim].
+        """
         ...
 
     def copy(self, x: Tensor) -> Tensor: ...
 
     def attention(self, rows: Rows, layer: Layer, selected: Tensor | None = None) -> Rows:
-        """x += o(attention(norm(x))) in place, with new keys and values in the cache.
+        """Adds the mixer of `layer.spec` to x in place, with new keys and values in the cache.
 
         `selected` int32 [q]: returns these rows only; see selects_rows.
         """
         ...
 
     def feed_forward(self, rows: Rows, layer: Layer) -> Tensor:
-        """x += mlp(norm(x)) in place; returns x."""
+        """Adds the feed-forward of `layer.spec` to x in place; returns x."""
         ...
 
     def last_norm(self, x: Tensor, weight: Tensor) -> Tensor: ...

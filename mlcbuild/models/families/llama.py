@@ -5,20 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import LAYER, Family, same_window
+from mlcbuild.models.family import Common, Family, same_window, windowed
 from mlcbuild.models.fields import Fields
-from mlcbuild.models.rope import RopeRules
+from mlcbuild.models.layers import LayerSpec, Norms
 
 
-def _extend(fields: Fields, config: ModelConfig) -> ModelConfig:
-    attention_bias = fields.flag("attention_bias", False)
-    return replace(
-        config,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=fields.flag("mlp_bias", False),
-        windows=same_window(config, fields, None),
-    )
+def _read(fields: Fields, common: Common) -> ModelConfig:
+    has_bias = fields.flag("attention_bias", False)
+    attention = replace(common.attention, qkv_bias=has_bias, output_bias=has_bias)
+    feed_forward = replace(common.feed_forward, bias=fields.flag("mlp_bias", False))
+    layer = LayerSpec(attention, feed_forward, Norms(common.norm))
+    return replace(common.model, layers=windowed(layer, same_window(fields, common.count, None)))
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", _extend, LAYER, RopeRules(), kv_heads_optional=True)
+FAMILY = Family("llama", "LlamaForCausalLM", _read, kv_heads_optional=True)

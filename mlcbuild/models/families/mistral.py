@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import LAYER, Family, same_window
+from mlcbuild.models.family import Common, Family, same_window, windowed
 from mlcbuild.models.fields import Fields
-from mlcbuild.models.rope import RopeRules
+from mlcbuild.models.layers import LayerSpec, Norms
 
 
-def _extend(fields: Fields, config: ModelConfig) -> ModelConfig:
-    # 4096 is what an absent field means to transformers; null means no window.
+def _read(fields: Fields, common: Common) -> ModelConfig:
+    # transformers reads an absent field as 4096; null means no window.
     window = fields.maybe_integer("sliding_window", 4096)
-    return replace(config, windows=same_window(config, fields, window))
+    layer = LayerSpec(common.attention, common.feed_forward, Norms(common.norm))
+    return replace(common.model, layers=windowed(layer, same_window(fields, common.count, window)))
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", _extend, LAYER, RopeRules())
+FAMILY = Family("mistral", "MistralForCausalLM", _read)

@@ -5,25 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import LAYER, Family, same_window
+from mlcbuild.models.family import Common, Family, same_window, windowed
 from mlcbuild.models.fields import Fields
+from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import RopeRules
 
 
-def _extend(fields: Fields, config: ModelConfig) -> ModelConfig:
+def _read(fields: Fields, common: Common) -> ModelConfig:
     window = fields.maybe_integer("sliding_window", None)
-    return replace(config, windows=same_window(config, fields, window))
+    layer = LayerSpec(common.attention, common.feed_forward, Norms(common.norm))
+    return replace(common.model, layers=windowed(layer, same_window(fields, common.count, window)))
 
 
 FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
-    _extend,
-    {
-        **LAYER,
-        "attn.qkv.weight": ("self_attn.qkv_proj.weight",),
-        "mlp.gate_up.weight": ("mlp.gate_up_proj.weight",),
-    },
+    _read,
     # Early checkpoints call LongRoPE by the names of its predecessors.
     RopeRules(
         partial=True,
@@ -31,6 +28,10 @@ FAMILY = Family(
         aliases={"su": "longrope", "yarn": "longrope"},
         original_max_position=4096,
     ),
+    {
+        "attn.qkv.weight": ("self_attn.qkv_proj.weight",),
+        "mlp.gate_up.weight": ("mlp.gate_up_proj.weight",),
+    },
     kv_heads_optional=True,
     remote_code=True,
 )

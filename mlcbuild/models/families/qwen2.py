@@ -5,27 +5,32 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import LAYER, Family, layer_windows
+from mlcbuild.models.family import Common, Family, layer_windows, windowed
 from mlcbuild.models.fields import Fields
-from mlcbuild.models.rope import LAYER_KINDS, RopeRules
+from mlcbuild.models.layers import LayerSpec, Norms
+from mlcbuild.models.rope import LAYER_KINDS
 
 
-def _extend(fields: Fields, config: ModelConfig) -> ModelConfig:
-    return replace(config, qkv_bias=True, windows=upper_windows(fields, config))
+def _read(fields: Fields, common: Common) -> ModelConfig:
+    attention = replace(common.attention, qkv_bias=True)
+    layer = LayerSpec(attention, common.feed_forward, Norms(common.norm))
+    return replace(common.model, layers=windowed(layer, upper_windows(fields, common.count)))
 
 
-def upper_windows(fields: Fields, config: ModelConfig) -> tuple[int | None, ...]:
-    """With use_sliding_window, layers from max_window_layers on see a window; without it none does, and
-    the other two fields mean nothing."""
+def upper_windows(fields: Fields, count: int) -> tuple[int | None, ...]:
+    """Returns the window of each of `count` layers.
+
+    With use_sliding_window, layers from max_window_layers on have a window; without it none does, and the
+    other two fields mean nothing.
+    """
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):
-        return layer_windows(config, fields, [full] * config.num_layers, None)
+        return layer_windows(fields, [full] * count, None)
     window = fields.integer("sliding_window")
     # Where layer_types lists every layer, transformers does not look at max_window_layers.
-    first = config.num_layers if fields.has("layer_types") else fields.integer("max_window_layers", low=0)
-    kinds = [sliding if i >= first else full for i in range(config.num_layers)]
-    return layer_windows(config, fields, kinds, window)
+    first = count if fields.has("layer_types") else fields.integer("max_window_layers", low=0)
+    return layer_windows(fields, [sliding if i >= first else full for i in range(count)], window)
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", _extend, LAYER, RopeRules())
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", _read)

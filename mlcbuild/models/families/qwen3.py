@@ -6,20 +6,16 @@ from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.families.qwen2 import upper_windows
-from mlcbuild.models.family import LAYER, Family
+from mlcbuild.models.family import Common, Family, windowed
 from mlcbuild.models.fields import Fields
-from mlcbuild.models.rope import RopeRules
+from mlcbuild.models.layers import LayerSpec, Norms
 
 
-def _extend(fields: Fields, config: ModelConfig) -> ModelConfig:
-    attention_bias = fields.flag("attention_bias", False)
-    return replace(
-        config,
-        qk_norm=True,
-        qkv_bias=attention_bias,
-        output_bias=attention_bias,
-        windows=upper_windows(fields, config),
-    )
+def _read(fields: Fields, common: Common) -> ModelConfig:
+    has_bias = fields.flag("attention_bias", False)
+    attention = replace(common.attention, qk_norm=common.norm, qkv_bias=has_bias, output_bias=has_bias)
+    layer = LayerSpec(attention, common.feed_forward, Norms(common.norm))
+    return replace(common.model, layers=windowed(layer, upper_windows(fields, common.count)))
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", _extend, LAYER, RopeRules(), head_dim=128)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", _read, head_dim=128)

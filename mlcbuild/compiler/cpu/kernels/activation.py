@@ -11,7 +11,7 @@ from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, size_var
-from mlcbuild.models.config import Activation
+from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
 """Rows of an activation that cost less than waking the other cores."""

@@ -28,7 +28,7 @@ from mlcbuild.compiler.cpu.kernels.attention_plan import (
     HIDDEN,
     LOWEST,
     PART,
-    Attention,
+    AttentionKernel,
     Call,
     join,
     plan,
@@ -52,7 +52,7 @@ _Ahead = tuple[Expr, Expr]
 class _Task:
     """What the code of one task works on. A vector is one query head of one row."""
 
-    spec: Attention
+    spec: AttentionKernel
     query: Buffer  # [capacity, dim], scaled
     total: Buffer  # [capacity, dim], weighted sum of values so far
     weight: Buffer  # [capacity, PAGE], of the page at hand
@@ -62,11 +62,11 @@ class _Task:
     position: Buffer  # int32 [capacity]
 
 
-def attention(spec: Attention) -> PrimFunc:
+def attention(spec: AttentionKernel) -> PrimFunc:
     """(qkv float32 [n, width] with rotated queries, pages, q_indptr int32 [b+1], page_indptr int32 [b+1],
     page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt int64
     if has_prompt_variant: all rows are prompts' unless it is 0) -> float32 [n, heads * dim], or what
-    Attention.columns says.
+    AttentionKernel.columns says.
     """
     heads = spec.heads
     with kernel("paged_attention") as made:
@@ -159,11 +159,11 @@ def _task(call: Call, number: Expr, head: Expr) -> None:
             _keep(task, call, line, (count, head))
 
 
-def _tiles(spec: Attention, count: Expr) -> Expr:
+def _tiles(spec: AttentionKernel, count: Expr) -> Expr:
     return (count * spec.heads.group + spec.tile - 1) // spec.tile
 
 
-def _start(spec: Attention, given: tuple[Buffer, Buffer], block: tuple[Expr, Expr, Expr]) -> _Task:
+def _start(spec: AttentionKernel, given: tuple[Buffer, Buffer], block: tuple[Expr, Expr, Expr]) -> _Task:
     """Room for a task, filled with the scaled queries of its rows. Vectors that pad the last tile repeat the
     last one; nothing of theirs is stored."""
     (qkv, positions), (first, count, head) = given, block

@@ -27,7 +27,7 @@ PROMPT_VECTORS = 192
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionKernel:
     """The shape of the kernel: how many vectors it keeps where."""
 
     isa: ISA
@@ -105,7 +105,7 @@ class Call:
     """The arguments of the kernel, and room for what parts of a sequence find, one line for each part, row
     and query head."""
 
-    spec: Attention
+    spec: AttentionKernel
     qkv: Buffer
     pages: Buffer
     q_indptr: Buffer

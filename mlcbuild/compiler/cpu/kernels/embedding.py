@@ -24,7 +24,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     splat,
     typed,
 )
-from mlcbuild.models.config import Param
+from mlcbuild.models import Param
 from mlcbuild.quant import Storage, stored
 from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE
 

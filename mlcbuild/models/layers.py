@@ -1,0 +1,260 @@
+"""The layers of a decoder as data, and the table of each kind of block that a layer is made of.
+
+A LayerSpec names a mixer (which combines positions), a feed-forward (which works on one position), and the
+norms and the residual form around them. A new kind of block is a dataclass and an entry in its table here, a
+table of tensor names in `family.py`, and a function in `bundles/reference_blocks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+Activation = Literal["silu", "gelu_tanh"]
+Residual = Literal["sequential"]
+"""How the halves of a layer are added. sequential: x += mixer(norm(x)), then x += feed_forward(norm(x))."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, resolved: independent of how a checkpoint spells it.
+
+    The pair (i, i + dim/2) at position p turns by the angle p * inv_freq[i]; cos and sin are multiplied by
+    `attention_factor`. `inv_freq_long` and `long_factor` replace the short ones when the context window
+    exceeds `original_max_position` (LongRoPE; chosen once per library by `frequencies`). All three are
+    present or none.
+    """
+
+    dim: int
+    """Leading dimensions of each head that are rotated; even, at most head_dim. The rest pass unchanged."""
+    inv_freq: tuple[float, ...]
+    """dim / 2 frequencies, each exactly representable in float32."""
+    attention_factor: float = 1.0
+    inv_freq_long: tuple[float, ...] | None = None
+    long_factor: float | None = None
+    """Attention factor that goes with inv_freq_long (not the list that checkpoints call long_factor)."""
+    original_max_position: int | None = None
+
+
+def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
+    """Returns inverse frequencies and attention factor for a library with this context window."""
+    if rope.inv_freq_long is None or rope.long_factor is None or rope.original_max_position is None:
+        return rope.inv_freq, rope.attention_factor
+    if context_window <= rope.original_max_position:
+        return rope.inv_freq, rope.attention_factor
+    return rope.inv_freq_long, rope.long_factor
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * (weight + offset)."""
+
+    eps: float
+    offset: float = 0.0
+    """1 in Gemma, whose weights are stored as differences from 1."""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms around each half of a layer."""
+
+    before: RmsNorm
+    """Normalizes what a half reads of the residual stream."""
+    after: RmsNorm | None = None
+    """Normalizes what a half adds to it (Gemma 2)."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention over a cache of keys and values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    """Multiplies q.k before the soft cap and the softmax."""
+    rope: int = 0
+    """Index of the layer's Rope in ModelConfig.ropes."""
+    window: int | None = None
+    """Number of most recent positions, its own included, that a query attends to; None: all. A window may be
+    larger than any context; it then has no effect."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: RmsNorm | None = None
+    """Norm over head_dim of each query and key head, before the rotation (Qwen3)."""
+    softcap: float | None = None
+    """c * tanh(score / c) on attention scores."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A gated feed-forward: down(activation(gate(x)) * up(x))."""
+
+    size: int
+    """Inner values: rows of gate and of up."""
+    activation: Activation = "silu"
+    bias: bool = False
+    """Biases on gate, up and down."""
+
+
+Norm: TypeAlias = RmsNorm
+Mixer: TypeAlias = Attention
+FeedForward: TypeAlias = Dense
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of a model."""
+
+    mixer: Mixer
+    feed_forward: FeedForward
+    norms: Norms
+    residual: Residual = "sequential"
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter as the mathematics sees it, before any packing. Matrices are [out, in]."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+    """Rows of each part that checkpoints may store as a tensor of its own, in order; (): it has no parts."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """An entry in the table of mixers or of feed-forwards: what all rooms need of one kind of block."""
+
+    kind: str
+    """Names the block in JSON."""
+    parameters: Callable[[Any, int], Iterator[Param]]
+    """(block, hidden size) -> its parameters by their names within the layer, in stored order."""
+    cached: Callable[[Any], tuple[int, ...]]
+    """Block -> shape of the values that it caches for each token."""
+    faults: Callable[[Any, Sequence[Rope]], Iterator[str]]
+    """(block, the model's ropes) -> a sentence for each contradiction between its fields."""
+    numbers: Callable[[Any], Iterator[float]]
+    """Block -> its numbers that must be finite and above 0."""
+
+
+def _attention_parameters(block: Attention, hidden: int) -> Iterator[Param]:
+    """Query, key and value matrices are one matrix, in that order."""
+    query, value = block.heads * block.head_dim, block.kv_heads * block.head_dim
+    rows, parts = query + 2 * value, (query, value, value)
+    yield Param("attn.qkv.weight", (rows, hidden), parts)
+    if block.qkv_bias:
+        yield Param("attn.qkv.bias", (rows,), parts)
+    if block.qk_norm is not None:
+        yield Param("attn.q_norm.weight", (block.head_dim,))
+        yield Param("attn.k_norm.weight", (block.head_dim,))
+    yield Param("attn.o.weight", (hidden, query))
+    if block.output_bias:
+        yield Param("attn.o.bias", (hidden,))
+
+
+def _attention_faults(block: Attention, ropes: Sequence[Rope]) -> Iterator[str]:
+    window = 1 if block.window is None else block.window
+    if min(block.heads, block.kv_heads, block.head_dim, window) < 1:
+        yield "heads, kv_heads, head_dim and a window must be at least 1"
+    elif block.heads % block.kv_heads:
+        yield f"{block.kv_heads} key-value heads do not divide {block.heads} heads"
+    if block.rope >= len(ropes):
+        yield f"it uses rope {block.rope}, but the model has {len(ropes)}"
+    elif ropes[block.rope].dim > block.head_dim:
+        yield f"{ropes[block.rope].dim} of {block.head_dim} dimensions rotated: must be even and fit"
+
+
+def _attention_numbers(block: Attention) -> Iterator[float]:
+    yield from (block.scale, block.softcap or 1.0)
+    if block.qk_norm is not None:
+        yield block.qk_norm.eps
+
+
+def _dense_parameters(block: Dense, hidden: int) -> Iterator[Param]:
+    """Gate and up are one matrix, gate first."""
+    rows, parts = 2 * block.size, (block.size, block.size)
+    yield Param("mlp.gate_up.weight", (rows, hidden), parts)
+    if block.bias:
+        yield Param("mlp.gate_up.bias", (rows,), parts)
+    yield Param("mlp.down.weight", (hidden, block.size))
+    if block.bias:
+        yield Param("mlp.down.bias", (hidden,))
+
+
+def _dense_faults(block: Dense, _: Sequence[Rope]) -> Iterator[str]:
+    if block.size < 1:
+        yield f"the feed-forward's size must be at least 1, found {block.size}"
+
+
+MIXERS: Mapping[type, Block] = {
+    Attention: Block(
+        "attention",
+        _attention_parameters,
+        lambda block: (2, block.kv_heads, block.head_dim),
+        _attention_faults,
+        _attention_numbers,
+    ),
+}
+"""Class of a mixer -> its entry."""
+FEED_FORWARDS: Mapping[type, Block] = {
+    Dense: Block("dense", _dense_parameters, lambda block: (), _dense_faults, lambda block: iter(())),
+}
+"""Class of a feed-forward -> its entry."""
+
+
+def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
+    """Returns each block of a layer with its entry."""
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    return (MIXERS[type(mixer)], mixer), (FEED_FORWARDS[type(feed_forward)], feed_forward)
+
+
+@lru_cache(maxsize=1024)
+def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
+    """Returns the parameters of a layer by their names within it, in stored order."""
+    params = []
+    for prefix, (entry, block) in zip(("attn", "mlp"), blocks(layer), strict=True):
+        params.append(Param(f"{prefix}_norm.weight", (hidden,)))
+        params += entry.parameters(block, hidden)
+        if layer.norms.after is not None:
+            params.append(Param(f"{prefix}_post_norm.weight", (hidden,)))
+    return tuple(params)
+
+
+def cached_shape(layer: LayerSpec) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of the values that a layer caches for each token, without blocks that cache none."""
+    shapes = (entry.cached(block) for entry, block in blocks(layer))
+    return tuple(shape for shape in shapes if shape)
+
+
+def layer_faults(layer: LayerSpec, ropes: Sequence[Rope]) -> list[str]:
+    """Returns one sentence for each reason why a layer cannot be computed."""
+    faults = [fault for entry, block in blocks(layer) for fault in entry.faults(block, ropes)]
+    numbers = [number for entry, block in blocks(layer) for number in entry.numbers(block)]
+    numbers += [norm.eps for norm in (layer.norms.before, layer.norms.after) if norm is not None]
+    return [*faults, *positive(numbers)]
+
+
+def rope_faults(rope: Rope) -> list[str]:
+    """Returns one sentence for each contradiction between the fields of a Rope."""
+    faults = []
+    if rope.dim % 2 or rope.dim < 1:
+        faults.append(f"{rope.dim} dimensions rotated: must be even and at least 2")
+    if any(len(table) != rope.dim // 2 for table in (rope.inv_freq, rope.inv_freq_long or rope.inv_freq)):
+        faults.append(f"rope needs {rope.dim // 2} frequencies of each kind")
+    together = (rope.inv_freq_long, rope.long_factor, rope.original_max_position)
+    if len({item is None for item in together}) > 1:
+        faults.append("rope needs inv_freq_long, long_factor and original_max_position together, or none")
+    numbers = [*rope.inv_freq, *(rope.inv_freq_long or ()), rope.attention_factor]
+    numbers += [number for number in (rope.long_factor, rope.original_max_position) if number is not None]
+    return [*faults, *positive(numbers)]
+
+
+def positive(numbers: Sequence[float]) -> list[str]:
+    """Returns a sentence if a number is not finite or not above 0."""
+    if all(math.isfinite(number) and number > 0 for number in numbers):
+        return []
+    return ["frequencies, scales, caps and the norm's epsilon must be finite and above 0"]

@@ -1,0 +1,41 @@
+"""Parts of models for tests, and models with one thing changed in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mlcbuild.models import ModelConfig, Rope
+
+
+def rope(dim: int, theta: float = 10000.0) -> Rope:
+    """Returns plain rotary embeddings of `dim` dimensions."""
+    return Rope(dim, tuple(float(np.float32(theta ** (-2 * i / dim))) for i in range(dim // 2)))
+
+
+def with_attention(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Returns the config with these fields changed in the attention of every layer."""
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in config.layers)
+    return replace(config, layers=layers)
+
+
+def with_feed_forward(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """Returns the config with these fields changed in the feed-forward of every layer."""
+    layers = tuple(
+        replace(layer, feed_forward=replace(layer.feed_forward, **changes)) for layer in config.layers
+    )
+    return replace(config, layers=layers)
+
+
+def with_windows(config: ModelConfig, *windows: int | None) -> ModelConfig:
+    """Returns the config with as many layers as windows, each like the first but for its window."""
+    layer = config.layers[0]
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=window)) for window in windows)
+    return replace(config, layers=layers)
+
+
+def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
+    """Returns the window of each layer."""
+    return tuple(layer.mixer.window for layer in config.layers)
