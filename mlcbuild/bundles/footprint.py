@@ -44,7 +44,7 @@ def _main(path: str) -> None:
         # Weights are mapped and the cache is reserved: neither takes memory before it is used.
         before = _peak()
         limits = model.limits
-        per_sequence = -(-limits.context_window // limits.page_size)
+        per_sequence = limits.sequence_pages
         pages = [
             range(number * per_sequence, (number + 1) * per_sequence) for number in range(limits.max_batch)
         ]

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
+
+from mlcbuild_format.limits import Limits
 
 import mlcbuild.errors
 from mlcbuild import models, quant
@@ -50,9 +52,10 @@ def compile_library(
     """
     config = json.loads((inputs["config"] / "config.json").read_text())
     target = targets.from_json(cast("Mapping[str, Json]", params["target"]))
-    limits = _limits(models.from_json(config), cast("Mapping[str, int | None]", params["limits"]))
-    params = {**params, "limits": limits}
-    _check(models.from_json(config), params, target)
+    model = models.from_json(config)
+    limits = _limits(model, cast("Mapping[str, int | None]", params["limits"]))
+    params = {**params, "limits": asdict(limits)}
+    _check(model, limits, params, target)
     toolchain.check(target)  # say what is missing before the long part
     with tempfile.TemporaryDirectory(prefix="mlcbuild-compile-") as area:
         directory = Path(area)
@@ -72,23 +75,23 @@ def library_name(target: Target) -> str:
     return "model.dylib" if target.system == "macos" else "model.so"
 
 
-def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> dict[str, Json]:
-    """The limits with a context window: a null one is the model's own."""
+def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
+    """Returns the limits for a model: a null context window becomes the model's own."""
     window = models.context_window(config, requested["context_window"])
-    chunk = requested["prefill_chunk"]
-    return {**requested, "context_window": window, "prefill_chunk": chunk and min(chunk, window)}
+    chunk, max_batch = requested["prefill_chunk"] or 0, requested["max_batch"] or 0
+    return Limits(window, min(chunk, window), max_batch)
 
 
-def _check(config: ModelConfig, params: Mapping[str, Json], target: Target) -> None:
-    """Everything that can be wrong with a request before work starts. Raises CompileError."""
-    found = []
-    limits = cast("Mapping[str, int]", params["limits"])
-    for name in ("context_window", "prefill_chunk", "max_batch"):
-        if limits[name] < 1:
-            found.append(f"compile.{name} must be at least 1, found {limits[name]}")
-    if limits["context_window"] > config.max_position:
+def _check(config: ModelConfig, limits: Limits, params: Mapping[str, Json], target: Target) -> None:
+    """Raises CompileError with everything that is wrong with a request, before work starts."""
+    found = [
+        f"compile.{name} must be at least 1, found {value}"
+        for name in ("context_window", "prefill_chunk", "max_batch")
+        if (value := getattr(limits, name)) < 1
+    ]
+    if limits.context_window > config.max_position:
         found.append(
-            f"compile.context_window is {limits['context_window']}, but the model was made for"
+            f"compile.context_window is {limits.context_window}, but the model was made for"
             f" {config.max_position} positions: use at most that"
         )
     if target.output == "shared" and target.system not in ("linux", "macos"):

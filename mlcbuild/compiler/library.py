@@ -11,7 +11,7 @@ from typing import cast
 
 import numpy as np
 from mlcbuild_format import versions as format_versions
-from mlcbuild_format.abi import PAGE
+from mlcbuild_format.limits import Limits
 from mlcbuild_format.signature import signature
 from tvm import IRModule, relax
 from tvm.ir import StringImm
@@ -21,7 +21,6 @@ from mlcbuild.canon import Json
 from mlcbuild.compiler import phases, versions
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder
-from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.compiler.program.ops import Ops
 from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Storage
@@ -54,12 +53,11 @@ class Request:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Json]) -> Request:
-        limits = cast("Mapping[str, int]", data["limits"])
         return cls(
             models.from_json(data["config"]),
             quant.from_json(data["scheme"]),
             targets.from_json(cast("Mapping[str, Json]", data["target"])),
-            Limits(limits["context_window"], limits["prefill_chunk"], limits["max_batch"]),
+            Limits(**cast("Mapping[str, int]", data["limits"])),
         )
 
 
@@ -91,7 +89,7 @@ def describe(request: Request, made: Decoder, needed: Memory) -> dict[str, Json]
         "config": models.to_json(request.config),
         "scheme": quant.describe(request.scheme),
         "target": targets.to_json(request.target),
-        "limits": cast("dict[str, Json]", {**asdict(request.limits), "page_size": PAGE}),
+        "limits": cast("dict[str, Json]", asdict(request.limits)),
         "params": cast(Json, params),
         "signature": signature((item.name, item.shape, item.dtype, item.layout) for item in made.tensors),
         "tools": cast("dict[str, Json]", versions.compiler()),

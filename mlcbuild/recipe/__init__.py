@@ -35,7 +35,7 @@ from mlcbuild.recipe.cells import read_cells
 from mlcbuild.recipe.destinations import read_destinations
 from mlcbuild.recipe.matrix import Cell
 from mlcbuild.recipe.reading import Reading, kind, project_of, resolved
-from mlcbuild.recipe.settings import Bench, Limits, Settings, Verify, read_bench, read_settings
+from mlcbuild.recipe.settings import Bench, RequestedLimits, Settings, Verify, read_bench, read_settings
 from mlcbuild.recipe.sources import LocalSource, Model, Source, read_models
 from mlcbuild.recipe.variables import substitute
 from mlcbuild.remotes import Remote
@@ -44,10 +44,10 @@ from mlcbuild.targets.target import Target
 __all__ = [
     "Bench",
     "HubSource",
-    "Limits",
     "LocalSource",
     "Model",
     "Recipe",
+    "RequestedLimits",
     "Source",
     "Variant",
     "Verify",
@@ -96,7 +96,7 @@ class Variant:
     scheme: Scheme
     target: Target
     """Its `name` is the recipe's."""
-    limits: Limits
+    limits: RequestedLimits
     verify: Verify | None
     """None: the recipe asks for nothing in particular."""
     output: Path

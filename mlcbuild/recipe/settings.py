@@ -24,8 +24,8 @@ _FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a library is compiled to hold."""
+class RequestedLimits:
+    """The `compile` section: the limits of libraries, before a model completes them."""
 
     context_window: int | None = None
     """Tokens of one sequence, prompt and answer together; None: what the model was made for, at most
@@ -63,7 +63,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Settings:
-    limits: Limits
+    limits: RequestedLimits
     verify: Verify | None
 
 
@@ -164,7 +164,7 @@ def _prompts_fault(path: Path) -> str:
     return "" if text.strip() else "it holds no prompt; write one on each line"
 
 
-def _limits(reading: Reading, layers: list[_Layer]) -> Limits:
+def _limits(reading: Reading, layers: list[_Layer]) -> RequestedLimits:
     given: dict[str, tuple[_Value, Where]] = {}
     for layer in layers:
         given |= layer.compile
@@ -181,7 +181,7 @@ def _limits(reading: Reading, layers: list[_Layer]) -> Limits:
         reading.report(
             where, f"prefill_chunk is {chunk} and must be at most context_window, which is {context}"
         )
-    return Limits(context, chunk, numbers.get("max_batch", _MAX_BATCH))
+    return RequestedLimits(context, chunk, numbers.get("max_batch", _MAX_BATCH))
 
 
 def _verify(reading: Reading, layers: list[_Layer]) -> Verify | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from mlcbuild_format import binary, files, weights
 from mlcbuild_format.errors import BundleError
 from mlcbuild_format.fields import FieldError, parse_json
+from mlcbuild_format.limits import Limits
 from mlcbuild_format.manifest import (
     ENVELOPE,
     FORMAT,
@@ -20,7 +21,6 @@ from mlcbuild_format.manifest import (
     POOLINGS,
     PROVENANCE,
     File,
-    Limits,
     Machine,
     Manifest,
     Memory,

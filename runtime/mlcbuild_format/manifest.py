@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal, get_args
 
-from mlcbuild_format.abi import PAGE
 from mlcbuild_format.fields import MAX_INTEGER, FieldError, Fields, Json, describe, is_line, plain
+from mlcbuild_format.limits import Limits
 
 FORMAT = "mlcbuild-bundle/1"
 MANIFEST = "bundle.json"
@@ -37,17 +37,6 @@ class Model:
     family: str
     config: Mapping[str, Json]
     """The model's config, verbatim; the runtime reads `vocab_size` and `hidden_size` of it."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    context_window: int
-    """Tokens of one sequence, prompt and answer together."""
-    prefill_chunk: int
-    """Most tokens of one prefill call."""
-    max_batch: int
-    """Most sequences of one call."""
-    page_size: int = PAGE
 
 
 @dataclass(frozen=True)
@@ -356,7 +345,7 @@ def _cross_check(manifest: Manifest) -> None:
             f"'limits.prefill_chunk' is {limits.prefill_chunk}, more than the context of"
             f" {limits.context_window} tokens"
         )
-    if -(-limits.context_window // limits.page_size) * limits.max_batch > MAX_INT32:
+    if limits.pages > MAX_INT32:
         raise FieldError(f"'limits' need more than {MAX_INT32} pages of KV cache")
     if memory.total != memory.weights + memory.kv_cache + memory.workspace:
         raise FieldError(f"'memory.total' is {memory.total}, which is not the sum of its parts")

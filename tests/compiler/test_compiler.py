@@ -318,7 +318,7 @@ def test_a_defect_shows_its_traceback_and_phase(tmp_path: Path) -> None:
     with pytest.raises(CompileError) as caught:
         action.run_child(prepared(tmp_path, limits={}), 300, child.__name__)
     assert str(caught.value).startswith("the compiler stopped with exit code 1 at 'start the compiler':")
-    assert "KeyError: 'context_window'" in str(caught.value)
+    assert "TypeError: Limits.__init__() missing 3 required" in str(caught.value)
 
 
 def test_what_has_no_kernel_is_named() -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from mlcbuild_format.limits import Limits
 from tvm import relax
 
 from mlcbuild.bundles import reference
 from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder, layer_functions
-from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
 from mlcbuild.targets import target as targets
 from tests.configs import rope, with_windows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from mlcbuild_format.limits import Limits
 from tvm import relax
 
 from mlcbuild.compiler import phases as pipeline
@@ -11,7 +12,6 @@ from mlcbuild.compiler.cpu.isa import tvm_target
 from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder
-from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.targets import target as targets
 from tests.libharness import Session, compiled, golden, pack, tensor
 from tests.schemes import SCHEMES

@@ -22,7 +22,8 @@ from mlcbuild.targets.target import Target
 from tests.schemes import SCHEMES
 
 if TYPE_CHECKING:
-    from mlcbuild.compiler.program.limits import Limits
+    from mlcbuild_format.limits import Limits
+
     from mlcbuild.compiler.program.ops import Layer, Ops, Rows
 
 NORM = RmsNorm(1e-6)
@@ -129,9 +130,10 @@ class ToyOps:
 
 
 def main() -> None:
+    from mlcbuild_format.limits import Limits
+
     from mlcbuild.compiler.program import functions
     from mlcbuild.compiler.program.decoder import Decoder
-    from mlcbuild.compiler.program.limits import Limits
 
     toy = ToyOps(CONFIG, SCHEMES["q4f16_1"], decode_loop=sys.argv[1:] != ["--no-loop"])
     ops: Ops = toy

@@ -8,7 +8,7 @@ import yaml
 
 from mlcbuild.documents import schema
 from mlcbuild.documents.document import Data
-from mlcbuild.recipe import Limits, outputs
+from mlcbuild.recipe import RequestedLimits, outputs
 from tests.recipes import HEAD, project, readme_recipes
 
 __all__ = ["project"]
@@ -61,8 +61,8 @@ def test_examples_and_defaults_in_the_schema_are_true() -> None:
         assert isinstance(examples, list)
         for example in [*examples, *([rule["default"]] if "default" in rule else [])]:
             assert Draft202012Validator(whole).is_valid(example), (where, example)
-    assert _default(found, "prefill_chunk") == Limits().prefill_chunk
-    assert _default(found, "max_batch") == Limits().max_batch
+    assert _default(found, "prefill_chunk") == RequestedLimits().prefill_chunk
+    assert _default(found, "max_batch") == RequestedLimits().max_batch
     assert _default(found, "output", "bundle") == outputs.DEFAULT
 
 

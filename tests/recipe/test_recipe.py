@@ -15,7 +15,7 @@ from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.documents.document import Place
 from mlcbuild.errors import InputError
 from mlcbuild.quant.schemes import SCHEMES
-from mlcbuild.recipe import Limits, LocalSource, Variant, Verify, expand, load
+from mlcbuild.recipe import LocalSource, RequestedLimits, Variant, Verify, expand, load
 from mlcbuild.targets import host as this_machine
 from mlcbuild.targets.target import Target, read_preset, resolve
 from tests.build.test_scale import calls
@@ -37,7 +37,7 @@ def test_the_smallest_recipe_and_its_defaults(project: Path) -> None:
         "q4f16_1",
         SCHEMES["q4f16_1"],
         resolve("x86-64-v3"),
-        Limits(None, 512, 8),
+        RequestedLimits(None, 512, 8),
         None,
         here / "dist" / "tiny-q4f16_1-x86-64-v3",
     )
@@ -56,8 +56,8 @@ def test_the_recipe_of_the_readme(project: Path) -> None:
     ]
     assert recipe.models["qwen"].source == HubSource("Qwen/Qwen3-0.6B", "main")
     big = variants["tiny-mixed-x86-64-v3"]
-    assert big.limits == Limits(4096, 512, 16)
-    assert {v.limits for v in variants.values() if v is not big} == {Limits(4096, 512, 8)}
+    assert big.limits == RequestedLimits(4096, 512, 16)
+    assert {v.limits for v in variants.values() if v is not big} == {RequestedLimits(4096, 512, 8)}
     assert big.verify == Verify(
         project / "recipes/prompts.txt", 0.05, 0.95, None, big.verify.place if big.verify else None
     )
@@ -155,9 +155,9 @@ def test_settings_of_include_entries_replace_one_by_one(project: Path) -> None:
     )
     first, second, third = expand(read(text))
     assert [v.quantization for v in (first, second, third)] == ["q0f32", "q0f16", "q4f32_1"]
-    assert first.limits == Limits(1024, 64, 2)
-    assert second.limits == Limits(1024, 64, 3)
-    assert third.limits == Limits(1024, 1024, 8)
+    assert first.limits == RequestedLimits(1024, 64, 2)
+    assert second.limits == RequestedLimits(1024, 64, 3)
+    assert third.limits == RequestedLimits(1024, 1024, 8)
     assert first.verify and second.verify and third.verify
     assert (first.verify.max_kl, first.verify.min_top1) == (1.0, 0.5)
     assert (second.verify.prompts, second.verify.max_kl, second.verify.min_top1) == (("x",), 0.0, 0.5)
@@ -174,7 +174,7 @@ def test_prompts_may_come_from_every_include_entry(project: Path) -> None:
 
 def test_a_small_context_lowers_the_default_prefill(project: Path) -> None:
     (variant,) = expand(read(HEAD + "compile: {context_window: 100}\n"))
-    assert variant.limits == Limits(100, 100, 8)
+    assert variant.limits == RequestedLimits(100, 100, 8)
 
 
 # Variables.

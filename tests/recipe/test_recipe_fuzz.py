@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlcbuild.documents.document import Data
 from mlcbuild.errors import InputError
 from mlcbuild.quant.schemes import SCHEMES
-from mlcbuild.recipe import Limits, expand, load
+from mlcbuild.recipe import RequestedLimits, expand, load
 from mlcbuild.targets.target import resolve
 from tests.recipes import HEAD, project, read
 
@@ -111,4 +111,4 @@ def test_what_is_written_is_read(
     assert [(v.model.name, v.quantization, v.target.name) for v in variants] == [
         (model, scheme, target) for model in sorted(models) for scheme in schemes for target in targets
     ]
-    assert {v.limits for v in variants} == {Limits(**limits)}
+    assert {v.limits for v in variants} == {RequestedLimits(**limits)}

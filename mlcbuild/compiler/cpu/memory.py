@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+from mlcbuild_format.limits import Limits
 from tvm import IRModule, relax
 from tvm.ir import Op
 from tvm.sym import Analyzer, ConstIntBound
 from tvm.tirx import AllocBuffer, Bind, Buffer, PrimFunc, SeqStmt, Stmt, Var
 
-from mlcbuild.compiler.program.limits import Limits
+from mlcbuild.compiler.program.decoder import bounds
 
 BLOCK = 4096
 """The runtime's pool hands out multiples of this and keeps what is returned."""
@@ -79,9 +80,9 @@ def _rounded(size: int) -> int:
 
 def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
     """What the kernel that takes most takes from the pool of the thread that calls it, which keeps it."""
-    bounds = {**limits.bounds, "v": vocab_size}
+    largest = {**bounds(limits), "v": vocab_size}
     kernels = (function for function in mod.functions.values() if isinstance(function, PrimFunc))
-    return max(taken_by(kernel, bounds, limits.rows) for kernel in kernels)
+    return max(taken_by(kernel, largest, limits.rows) for kernel in kernels)
 
 
 def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mlcbuild_format.abi import PAGE
+from mlcbuild_format.limits import Limits
 from tvm import IRModule, relax
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op
@@ -23,7 +24,6 @@ from mlcbuild.compiler.cpu.kernels.linear import Linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given, Source
 from mlcbuild.compiler.cpu.lowering import KERNELS
 from mlcbuild.compiler.cpu.parts import Parts
-from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.compiler.program.ops import Layer, Rows, Variables
 from mlcbuild.models import LayerSpec, parameters
 

@@ -13,13 +13,13 @@ from functools import cached_property
 
 import numpy as np
 from mlcbuild_format import abi
+from mlcbuild_format.limits import Limits
 from tvm import relax
 from tvm.ir import GlobalVar, PrimType
 from tvm.relax.frontend.nn import Tensor
 from tvm.tirx import Expr, Var
 
 from mlcbuild import quant
-from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.compiler.program.ops import NO_WINDOW, Batch, Layer, Ops, Rows, Weights
 from mlcbuild.models import LayerSpec, ModelConfig, Param, Rope, frequencies, parameters
 from mlcbuild.models.layers import layer_parameters
@@ -66,7 +66,12 @@ class Decoder:
         A few big blocks are then used again and again, where exact sizes would leave one block in the
         runtime's pool for each size.
         """
-        return {"tir_var_upper_bound": self.limits.bounds, "relax.memory_plan_dynamic_func_output": True}
+        return {"tir_var_upper_bound": bounds(self.limits), "relax.memory_plan_dynamic_func_output": True}
+
+
+def bounds(limits: Limits) -> dict[str, int]:
+    """Returns name of a symbolic dimension -> its largest value: memory is planned for these."""
+    return {"n": limits.rows, "q": limits.rows, "b": limits.max_batch, "p": limits.pages}
 
 
 def size(name: str) -> Var:

@@ -11,13 +11,13 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Protocol
 
+from mlcbuild_format.limits import Limits
 from tvm import IRModule, relax
 from tvm.relax.frontend.nn import Tensor
 from tvm.target import Target as TvmTarget
 from tvm.tirx import Expr
 
 from mlcbuild.compiler.phases import Phases
-from mlcbuild.compiler.program.limits import Limits
 from mlcbuild.models import LayerSpec, ModelConfig, Param
 from mlcbuild.quant import Storage
 

@@ -43,10 +43,8 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
-    limits = manifest.limits
     threads = cpu_library.load_runtime(path, manifest, threads)
-    everything = limits.max_batch * -(-limits.context_window // limits.page_size)
-    return CpuExecutor(path, manifest, threads, pages or everything)
+    return CpuExecutor(path, manifest, threads, pages or manifest.limits.pages)
 
 
 class CpuExecutor:

@@ -66,12 +66,12 @@ def choose(wanted: Wanted, manifest: Manifest) -> Chosen:
     """What `manifest`'s bundle is to run with. The KV cache gets the room that is left, up to a full context
     for every request, and at least one. Raises SetupError when it does not fit the memory that was given."""
     share, limits, needs = MODES[wanted.mode], manifest.limits, manifest.memory
-    each = -(-limits.context_window // limits.page_size)
+    each = limits.sequence_pages
     max_batch = min(wanted.max_batch or share.max_batch or limits.max_batch, limits.max_batch)
-    page = max(1, needs.kv_cache // (each * limits.max_batch))
+    page = max(1, needs.kv_cache // limits.pages)
     room = (wanted.budget - needs.weights - needs.workspace) // page
     pages = wanted.max_pages or max(each, min(each * max_batch, room))
-    pages = min(pages, each * limits.max_batch)
+    pages = min(pages, limits.pages)
     needed = needs.weights + needs.workspace + pages * page
     if wanted.memory is not None and needed > wanted.memory:
         raise SetupError(
