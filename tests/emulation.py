@@ -16,7 +16,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-from mlcbuild_runtime.devices import machine
+from mlcbuild_format import processors
 
 from mlcbuild.compiler.cpu.isa import ISAS, tvm_target
 from mlcbuild.targets.target import Target
@@ -34,7 +34,7 @@ MODULE = (
 def available() -> bool:
     """Returns whether this machine can run BASE's code."""
     needed = next(isa for isa in ISAS if isa.name == "avx2").features
-    return set(needed) <= (machine.features() or frozenset())
+    return set(needed) <= (processors.present() or frozenset())
 
 
 def emulated(ir: str) -> Any:

@@ -1,6 +1,6 @@
-"""Prints targets/cpus.json: the names that TVM's LLVM knows. Run it when the pinned apache-tvm changes:
+"""Prints cpus.json: the names that TVM's LLVM knows. Run it when the pinned apache-tvm changes:
 
-    python tests/llvm_table.py > mlcbuild/targets/cpus.json
+    python tests/llvm_table.py > runtime/mlcbuild_format/cpus.json
 
 Beside each processor stand the x86-64 level it reaches and the checkable features it has beyond that.
 """
@@ -16,8 +16,7 @@ from typing import Any
 
 import tvm
 import tvm_ffi
-
-from mlcbuild.targets.host import CHECKABLE, X86_LEVELS
+from mlcbuild_format.processors import CHECKABLE, X86_LEVELS
 
 TRIPLES = {"x86_64": "x86_64-unknown-linux-gnu", "aarch64": "aarch64-unknown-linux-gnu"}
 

@@ -81,6 +81,7 @@ FORMAT_TABLE: Mapping[str, str] = {
     "library": "bundle fields signature versions",
     "sizes": "",
     "memory": "",
+    "processors": "",
 }
 RUNTIME_TABLE: Mapping[str, str] = {
     "text": "",
@@ -97,7 +98,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
 }
 SHARED = {"errors", "canon"}
 """Anyone's."""
-FORMAT_LEAVES = {"memory", "regular", "sizes"}
+FORMAT_LEAVES = {"memory", "processors", "regular", "sizes"}
 """Modules of mlcbuild_format that import nothing of ours and know no bundles: any room may use them."""
 FORMAT_USERS = {"bench", "bundles", "checkpoints", "cli", "compiler"}
 """Rooms of the builder that import the rest of mlcbuild_format: they write or read what the runtime loads."""

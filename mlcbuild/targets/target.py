@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, cast
+
+from mlcbuild_format import processors
 
 from mlcbuild.canon import Json
 from mlcbuild.documents import schema
@@ -17,7 +18,6 @@ from mlcbuild.errors import InputError, Problems, SetupError, UsageError, did_yo
 from mlcbuild.targets import host as this_machine
 
 Output = Literal["shared", "object"]
-System = Literal["linux", "macos", "windows", "none"]
 
 HOST = "host"
 """The name that stands for the machine it is read on."""
@@ -46,12 +46,8 @@ class Target:
         return self.triple.partition("-")[0]
 
     @property
-    def system(self) -> System:
-        if "linux" in self.triple:
-            return "linux"
-        if "darwin" in self.triple or "macos" in self.triple:
-            return "macos"
-        return "windows" if "windows" in self.triple else "none"
+    def system(self) -> processors.System:
+        return processors.system(self.triple)
 
 
 def to_json(target: Target) -> dict[str, Json]:
@@ -206,7 +202,7 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
 
     if target.triple.count("-") < 2:
         return  # not a triple, as the schema reports
-    table = _llvm().get(_family(target))
+    table = processors.names().get(_family(target))
     if table is None:
         known = did_you_mean(target.architecture, ["x86_64", "aarch64", "arm64"])
         report(f"architecture '{target.architecture}' is unknown; {known}", "triple")
@@ -216,7 +212,7 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
     if target.cpu == "native":
         report("'native' is another processor on every machine: use the target 'host'", "cpu")
     elif target.cpu not in table.cpus:
-        others = {name: family for family, names in _llvm().items() for name in names.cpus}
+        others = {name: family for family, names in processors.names().items() for name in names.cpus}
         hint = f"it is one of {others[target.cpu]}" if target.cpu in others else _near(target.cpu, table.cpus)
         report(f"LLVM knows no {_family(target)} processor '{target.cpu}'; {hint}", "cpu")
     given = cast(list[Data], document.get((*where, "features")) or [])
@@ -232,51 +228,17 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
         seen.add(feature[1:])
 
 
-@dataclass(frozen=True)
-class _Names:
-    """What LLVM knows of one architecture."""
-
-    cpus: Mapping[str, frozenset[str]]
-    """Checkable features of each processor."""
-    features: frozenset[str]
-
-
-@lru_cache(maxsize=1)
-def _llvm() -> Mapping[str, _Names]:
-    """By architecture, from cpus.json, which tests/llvm_table.py writes."""
-    text = Path(__file__).with_name("cpus.json").read_text(encoding="utf-8")
-    levels: dict[str, frozenset[str]] = {}
-    for level, added in this_machine.X86_LEVELS.items():
-        levels[level] = frozenset(added).union(*levels.values())
-    return {
-        architecture: _Names(
-            {
-                cpu: frozenset[str]().union(*(levels.get(word, {word}) for word in words.split()))
-                for cpu, words in table["cpus"].items()
-            },
-            frozenset(table["features"]),
-        )
-        for architecture, table in json.loads(text)["architectures"].items()
-    }
-
-
 def _near(name: str, known: Collection[str]) -> str:
     """Like did_you_mean(), for lists too long to be shown."""
     if get_close_matches(name, known, n=1):
         return did_you_mean(name, known)
-    return "mlcbuild/targets/cpus.json lists those it knows"
+    return "mlcbuild_format/cpus.json lists those it knows"
 
 
 def _family(target: Target) -> str:
-    """The architecture under one name for all systems."""
-    return "aarch64" if target.architecture == "arm64" else target.architecture
+    """Returns the architecture under one name for all systems."""
+    return processors.family(target.architecture)
 
 
 def _checkable(target: Target) -> frozenset[str]:
-    table = _llvm().get(_family(target))
-    if table is None:
-        return frozenset()
-    added = {feature[1:] for feature in target.features if feature.startswith("+")}
-    taken = {feature[1:] for feature in target.features if feature.startswith("-")}
-    own = table.cpus.get(target.cpu, frozenset())
-    return ((own | added) - taken) & this_machine.CHECKABLE[_family(target)]
+    return processors.needed(target.architecture, target.cpu, target.features)

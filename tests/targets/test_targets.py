@@ -187,7 +187,7 @@ def test_extends_keeps_what_is_not_given() -> None:
         ]),
         (f"triple: {LINUX}\ncpu: cortex-a76\nfeatures: [+dotprod]", [
             "2:6: LLVM knows no x86_64 processor 'cortex-a76'; it is one of aarch64",
-            "3:12: LLVM knows no x86_64 feature 'dotprod'; mlcbuild/targets/cpus.json lists those it knows",
+            "3:12: LLVM knows no x86_64 feature 'dotprod'; mlcbuild_format/cpus.json lists those it knows",
         ]),
         (f"triple: {LINUX}\ncpu: haswell\nfeatures:\n  - +avx512vnii\n  - +fma\n  - -fma", [
             "4:5: LLVM knows no x86_64 feature 'avx512vnii'; did you mean 'avx512vnni'?",
@@ -373,7 +373,7 @@ def test_llvm_accepts_every_name() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "llvm_table.py")], capture_output=True, text=True, check=True
     )
-    assert done.stdout == (ROOT / "mlcbuild" / "targets" / "cpus.json").read_text()
+    assert done.stdout == (ROOT / "runtime" / "mlcbuild_format" / "cpus.json").read_text()
     machines = [(LINUX, cpu, features) for _, cpu, features in X86.values()]
     machines += [(ARM, "generic", features) for _, features in ARMS.values()]
     machines += [(item.triple, item.cpu, item.features) for item in targets.presets().values()]

@@ -1,0 +1,188 @@
+"""Processors and their instruction-set extensions, in LLVM's words: the one table for builder and runtime.
+
+Only extensions that code made by mlcbuild can contain are listed, the *checkable* ones. A library that uses
+an instruction which the processor lacks ends the process by a signal, so builder and runtime compare what a
+target needs with what a machine has before they load one.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+System = Literal["linux", "macos", "windows", "none"]
+
+X86_LEVELS: Mapping[str, tuple[str, ...]] = {
+    "x86-64-v2": ("cx16", "popcnt", "sahf", "sse3", "sse4.1", "sse4.2", "ssse3"),
+    "x86-64-v3": ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),
+    "x86-64-v4": ("avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"),
+}
+"""What each level of the x86-64 psABI adds to the one before it (System V ABI, table "micro-architecture
+levels"); x86-64 itself comes first and adds nothing."""
+
+X86_FEATURES: Mapping[str, str] = {
+    **{name: name for names in X86_LEVELS.values() for name in names},
+    "amx-bf16": "amx_bf16",
+    "amx-int8": "amx_int8",
+    "amx-tile": "amx_tile",
+    "avx512bf16": "avx512_bf16",
+    "avx512bitalg": "avx512_bitalg",
+    "avx512fp16": "avx512_fp16",
+    "avx512ifma": "avx512ifma",
+    "avx512vbmi": "avx512vbmi",
+    "avx512vbmi2": "avx512_vbmi2",
+    "avx512vnni": "avx512_vnni",
+    "avx512vpopcntdq": "avx512_vpopcntdq",
+    "avxvnni": "avx_vnni",
+    "avxvnniint8": "avx_vnni_int8",
+    "bmi": "bmi1",
+    "gfni": "gfni",
+    "lzcnt": "abm",
+    "sahf": "lahf_lm",
+    "sse3": "pni",
+    "sse4.1": "sse4_1",
+    "sse4.2": "sse4_2",
+    "vpclmulqdq": "vpclmulqdq",
+}
+"""LLVM's name of a checkable feature -> its flag in Linux's /proc/cpuinfo."""
+
+ARM_FEATURES: Mapping[str, tuple[str, str]] = {
+    "bf16": ("bf16", "FEAT_BF16"),
+    "dotprod": ("asimddp", "FEAT_DotProd"),
+    "fp16fml": ("asimdfhm", "FEAT_FHM"),
+    "fullfp16": ("asimdhp", "FEAT_FP16"),
+    "i8mm": ("i8mm", "FEAT_I8MM"),
+    "lse": ("atomics", "FEAT_LSE"),
+    "rdm": ("asimdrdm", "FEAT_RDM"),
+    "sve": ("sve", ""),
+    "sve2": ("sve2", ""),
+}
+"""LLVM's name of a checkable feature -> its flag in Linux's /proc/cpuinfo, its name in macOS's sysctl."""
+
+CHECKABLE: Mapping[str, frozenset[str]] = {
+    "x86_64": frozenset(X86_FEATURES),
+    "aarch64": frozenset(ARM_FEATURES),
+}
+"""Architecture -> its checkable features."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """LLVM's names for one architecture."""
+
+    cpus: Mapping[str, frozenset[str]]
+    """Processor or level -> its checkable features."""
+    features: frozenset[str]
+
+
+@lru_cache(maxsize=1)
+def names() -> Mapping[str, Names]:
+    """Returns the names of each architecture, from cpus.json, which tests/llvm_table.py writes."""
+    text = Path(__file__).with_name("cpus.json").read_text(encoding="utf-8")
+    levels: dict[str, frozenset[str]] = {}
+    for level, added in X86_LEVELS.items():
+        levels[level] = frozenset(added).union(*levels.values())
+    return {
+        architecture: Names(
+            {
+                cpu: frozenset[str]().union(*(levels.get(word, {word}) for word in words.split()))
+                for cpu, words in table["cpus"].items()
+            },
+            frozenset(table["features"]),
+        )
+        for architecture, table in json.loads(text)["architectures"].items()
+    }
+
+
+def family(architecture: str) -> str:
+    """Returns one spelling for each architecture: x86_64, aarch64, ..."""
+    return {"arm64": "aarch64", "amd64": "x86_64"}.get(architecture.lower(), architecture.lower())
+
+
+def system(triple: str) -> System:
+    """Returns the operating system of a triple, or "none"."""
+    if "linux" in triple:
+        return "linux"
+    if "darwin" in triple or "macos" in triple:
+        return "macos"
+    return "windows" if "windows" in triple else "none"
+
+
+def needed(architecture: str, cpu: str, features: Collection[str]) -> frozenset[str]:
+    """Returns the checkable features that code for a target may use.
+
+    A processor that LLVM does not know is judged by `features` alone, which have their signs.
+    """
+    table = names().get(family(architecture))
+    if table is None:
+        return frozenset()
+    added = {feature[1:] for feature in features if feature.startswith("+")}
+    removed = {feature[1:] for feature in features if feature.startswith("-")}
+    own = table.cpus.get(cpu, frozenset())
+    return ((own | added) - removed) & CHECKABLE[family(architecture)]
+
+
+def x86_features(cpuinfo: str) -> frozenset[str]:
+    """Returns the checkable features of an x86-64 machine, from the text of Linux's /proc/cpuinfo."""
+    flags = _flags(cpuinfo, "flags")
+    return frozenset(name for name, flag in X86_FEATURES.items() if flag in flags)
+
+
+def arm_features(cpuinfo: str) -> frozenset[str]:
+    """Returns the checkable features of a 64-bit Arm machine, from the text of Linux's /proc/cpuinfo."""
+    flags = _flags(cpuinfo, "Features")
+    return frozenset(name for name, (flag, _) in ARM_FEATURES.items() if flag in flags)
+
+
+def apple_features(sysctl: Callable[[str], str]) -> frozenset[str]:
+    """Returns the checkable features of an Apple machine. sysctl: returns the value of a name, or ""."""
+    named = {name: apple for name, (_, apple) in ARM_FEATURES.items() if apple}
+    return frozenset(name for name, apple in named.items() if sysctl(f"hw.optional.arm.{apple}") == "1")
+
+
+def present() -> frozenset[str] | None:
+    """Returns the checkable features of this machine; None where the system does not report them."""
+    kind = sys.platform, family(platform.machine())
+    try:
+        if kind == ("darwin", "aarch64"):
+            return apple_features(sysctl)
+        if kind[0] == "darwin":
+            return _intel_mac_features(sysctl)
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return None
+    readers = {"x86_64": x86_features, "aarch64": arm_features}
+    return readers[kind[1]](text) if kind[1] in readers else None
+
+
+def sysctl(name: str) -> str:
+    """Returns a value of macOS's sysctl, or "" if there is none of this name. Raises OSError."""
+    done = subprocess.run(
+        ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _intel_mac_features(sysctl: Callable[[str], str]) -> frozenset[str] | None:
+    keys = ("features", "leaf7_features", "extfeatures")
+    flags = " ".join(sysctl(f"machdep.cpu.{key}") for key in keys).lower().split()
+    spelled = {"avx1.0": "avx", "bmi1": "bmi", "lahf": "sahf"}
+    return frozenset(spelled.get(flag, flag) for flag in flags) & CHECKABLE["x86_64"] if flags else None
+
+
+def _flags(cpuinfo: str, label: str) -> frozenset[str]:
+    """Returns the flags that every processor has: a thread may run on any of them."""
+    common: frozenset[str] | None = None
+    for line in set(cpuinfo.splitlines()):
+        name, _, value = line.partition(":")
+        if name.strip() == label:
+            flags = frozenset(value.split())
+            common = flags if common is None else common & flags
+    return common or frozenset()
