@@ -86,19 +86,19 @@ def layouts(name: str) -> Mapping[str, Format]:
     """Loads a format: physical layout -> the format in that layout. Raises UsageError for an unknown name."""
     if name not in format_names():
         raise UsageError(f"format '{name}' does not exist; {did_you_mean(name, format_names())}")
-    found: Mapping[str, Format] = import_module(format_module(name)).FORMATS
-    return found
+    by_layout: Mapping[str, Format] = import_module(format_module(name)).FORMATS
+    return by_layout
 
 
 def load_format(name: str, layout: str) -> Format:
     """Returns a format in a physical layout. Raises UsageError if there is none of these names."""
-    found = layouts(name)
-    if layout not in found:
+    by_layout = layouts(name)
+    if layout not in by_layout:
         raise UsageError(
             f"format '{name}' cannot be stored in layout '{layout}', which the backend of the target reads; "
-            f"it has: {', '.join(found)}; choose a scheme that the device supports"
+            f"it has: {', '.join(by_layout)}; choose a scheme that the device supports"
         )
-    return found[layout]
+    return by_layout[layout]
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,10 @@ def tiles(groups: Groups) -> Format:
 
 
 def _format(groups: Groups, codes: FormatTensor, scales: FormatTensor, rows_per_index: int) -> Format:
+    tensors = codes, scales
     return Format(
-        (codes, scales),
-        partial(_pack, groups, rows_per_index),
+        tensors,
+        partial(_pack, groups, tensors, rows_per_index),
         partial(_unpack, groups, rows_per_index),
         groups.bits + 8 * ITEM_BYTES[groups.dtype] / GROUP,
         groups.bits,
@@ -66,10 +67,20 @@ def _format(groups: Groups, codes: FormatTensor, scales: FormatTensor, rows_per_
     )
 
 
-def _pack(groups: Groups, tile: int, weight: Array, scratch: Scratch, name: str) -> Sequence[Array]:
+def _pack(
+    groups: Groups,
+    tensors: Sequence[FormatTensor],
+    tile: int,
+    weight: Array,
+    scratch: Scratch,
+    name: str,
+) -> Sequence[Array]:
     from mlcbuild.quant.packing import Packer
 
-    return Packer(groups, tile, weight.shape[1], scratch, name).pack(weight)
+    rows, columns = weight.shape
+    q_weight, q_scale = (scratch.array(t.suffix, t.shape(rows, columns), t.dtype) for t in tensors)
+    Packer(groups, tile, columns, scratch, name).pack(weight, q_weight, q_scale)
+    return q_weight, q_scale
 
 
 def _unpack(

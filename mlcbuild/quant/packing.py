@@ -22,7 +22,7 @@ LEAST_SCALE = 2.0**-24
 
 
 class Packer:
-    """Packs rows of one matrix; all arrays lie in the scratch memory."""
+    """Packs rows of one matrix, working in the scratch memory."""
 
     def __init__(self, groups: Groups, tile: int, columns: int, scratch: Scratch, name: str) -> None:
         """tile: TILE for the layout x16, 1 for the layout row. name: the matrix, for errors."""
@@ -34,12 +34,11 @@ class Packer:
         """Groups of one row."""
         self._scratch = scratch
 
-    def pack(self, weight: Array) -> tuple[Array, Array]:
-        """Returns (q_weight, q_scale) of float32, float16, or bfloat16 bits in uint16 [N, K]."""
+    def pack(self, weight: Array, q_weight: Array, q_scale: Array) -> None:
+        """Writes the tensors of float32, float16, or bfloat16 bits in uint16 [N, K]."""
         if weight.dtype not in (np.float32, np.float16, np.uint16):
             raise TypeError(f"cannot pack {weight.dtype}: pass float32, float16, or bfloat16 bits in uint16")
         rows = weight.shape[0]
-        q_weight, q_scale = self._empty(rows)
         step = max(1, BLOCK // (self._groups * GROUP) // self._tile) * self._tile
         for start in range(0, rows, step):
             stop = min(start + step, rows)
@@ -49,22 +48,6 @@ class Packer:
                 self._tiles(block, q_weight[first:last], q_scale[first:last])
             else:
                 self._lines(block, q_weight[first:last], q_scale[first:last])
-        return q_weight, q_scale
-
-    def _empty(self, rows: int) -> tuple[Array, Array]:
-        groups, array = self._format, self._scratch.array
-        blocks = -(-rows // self._tile)
-        if self._tile == TILE:
-            size = GROUP * TILE * groups.bits // 8
-            return (
-                array("q_weight", (blocks, self._groups, size), np.uint8),
-                array("q_scale", (blocks, self._groups, TILE), groups.dtype),
-            )
-        words = self._groups * groups.bits
-        return (
-            array("q_weight", (rows, words), np.uint32),
-            array("q_scale", (rows, self._groups), groups.dtype),
-        )
 
     def _padded(self, block: Array) -> Array:
         """Returns a contiguous block with zeros up to whole groups and whole tiles."""
