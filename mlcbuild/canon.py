@@ -24,7 +24,9 @@ PACKAGES = ("mlcbuild", "mlcbuild_format", "mlcbuild_runtime")
 """The packages whose source decides what an action does."""
 
 
-_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
+_encode = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=False
+).encode
 
 
 def canonical(value: object) -> bytes:
@@ -33,8 +35,16 @@ def canonical(value: object) -> bytes:
     Raises TypeError on a float: its text differs between writers, so floats enter identities as strings.
     Raises ValueError on text that has no UTF-8 form (a lone surrogate).
     """
+    return canonical_plain(_plain(value))
+
+
+def canonical_plain(value: object) -> bytes:
+    """Returns what `canonical` does, for a value that is known to hold no floats and no keys but strings.
+
+    Checking takes longer than encoding: 6 of 9 microseconds for the inputs of a step. Raises ValueError.
+    """
     try:
-        return _encode(_plain(value)).encode()
+        return _encode(value).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"canonical JSON must be UTF-8, found {error.object!r}") from None
 
@@ -108,7 +118,16 @@ class Entry:
 
 def tree_digest(entries: Iterable[Entry]) -> str:
     """Identity of a tree of files: names and contents. Modes and times do not enter."""
-    return digest("tree/1", [[entry.path, entry.digest, entry.size] for entry in sorted(entries)])
+    return rows_digest(map(_row, entries))
+
+
+def rows_digest(rows: Iterable[tuple[str, str, int]]) -> str:
+    """Returns the digest of the tree that has these files: path, digest and size of each."""
+    return blake3(b"tree/1\0" + canonical_plain(sorted(rows))).hexdigest()
+
+
+def _row(entry: Entry) -> tuple[str, str, int]:
+    return entry.path, entry.digest, entry.size
 
 
 @dataclass(frozen=True)
@@ -120,7 +139,7 @@ class Tree:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Tree:
-        files = tuple(sorted(entries))
+        files = tuple(sorted(entries, key=_row))
         return cls(tree_digest(files), files)
 
 
@@ -134,7 +153,8 @@ def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str])
 
     `params` is canonical JSON already, because a graph needs that text anyway to merge equal steps.
     """
-    text = b'["step/1",%s,%s,"%s",%s]' % (canonical(action), params, salted.encode(), canonical(inputs))
+    names = canonical_plain(action), params, salted.encode(), canonical_plain(dict(inputs))
+    text = b'["step/1",%s,%s,"%s",%s]' % names
     return blake3(text).hexdigest()
 
 

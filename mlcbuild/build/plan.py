@@ -6,16 +6,27 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from mlcbuild.build.events import Reporter, SourceRead, Warned, silent
 from mlcbuild.build.graph import Graph, Input, Source, Step, selected
-from mlcbuild.canon import Entry, Json, Tree, code_files, module_path, salt, step_key, tree_digest
+from mlcbuild.canon import (
+    Entry,
+    Json,
+    Tree,
+    canonical,
+    canonical_plain,
+    code_files,
+    module_path,
+    salt,
+    step_key,
+    tree_digest,
+)
 from mlcbuild.errors import SourceError, UsageError
 from mlcbuild.remotes.sharing import Sharing
-from mlcbuild.store.records import Preimage, Record
+from mlcbuild.store.records import Expected, Preimage, Record
 from mlcbuild.store.store import Store
 
 State: TypeAlias = Literal["hit", "remote", "run", "pending"]
@@ -131,6 +142,9 @@ class Planner:
         self._report = report
         self._code: dict[tuple[str, ...], dict[str, str]] = {}
         self._salts: dict[tuple[object, ...], str] = {}
+        self._texts: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
+        self._rows_texts: dict[str, bytes] = {}
+        """Digest of a tree -> its files as canonical JSON."""
         self._selections: dict[tuple[str, tuple[str, ...]], Tree] = {}
         problems = []
         for node in graph.nodes.values():
@@ -180,7 +194,7 @@ class Planner:
             more = f" and {len(waits) - 1} more" if len(waits) > 1 else ""
             return Planned(step.name, "pending", None, f"waits for {waits[0]}{more}", self._latest(step))
         key = self.key(step)
-        record = self.store.record(key)
+        record = self.store.record(key, partial(self._expected, step))
         if step.name in self.force:
             return Planned(step.name, "run", key, "forced", record or self._latest(step))
         lost = self.store.lost(record) if record is not None else ""
@@ -202,6 +216,20 @@ class Planner:
         inputs = {argument: self.tree(item) for argument, item in step.inputs.items()}
         params = json.loads(self.graph.params[step.name])
         return Preimage(step.action, params, self.code(step), dict(step.tools), inputs)
+
+    def _expected(self, step: Step) -> Expected:
+        """What the record of a step must say, as `key` is computed from it."""
+        code, tools = self._salt_texts(step)
+        inputs = {argument: self._rows(item) for argument, item in step.inputs.items()}
+        return Expected.of(step.action, code, inputs, self.graph.params[step.name], tools)
+
+    def _rows(self, item: Input) -> bytes:
+        """The files of an input as canonical JSON."""
+        tree = self.tree(item)
+        if tree.digest not in self._rows_texts:
+            rows = [(entry.path, entry.digest, entry.size) for entry in tree.files]
+            self._rows_texts[tree.digest] = canonical_plain(rows)
+        return self._rows_texts[tree.digest]
 
     def tree(self, item: Input) -> Tree:
         """The files that an input selects."""
@@ -247,10 +275,16 @@ class Planner:
 
     def _salt(self, step: Step) -> str:
         place = (*step_modules(step), *sorted(step.tools.items()))
-        found = self._salts.get(place)
-        if found is None:
-            found = self._salts[place] = salt(self.code(step), step.tools)
-        return found
+        if place not in self._salts:
+            self._salts[place] = salt(self.code(step), step.tools)
+        return self._salts[place]
+
+    def _salt_texts(self, step: Step) -> tuple[bytes, bytes]:
+        """Source files and tools of a step as canonical JSON."""
+        place = (*step_modules(step), *sorted(step.tools.items()))
+        if place not in self._texts:
+            self._texts[place] = canonical(self.code(step)), canonical(step.tools)
+        return self._texts[place]
 
     def _latest(self, step: Step) -> Record | None:
         recent = (self.store.record(key) for key in self.store.cache.keys(step.name))

@@ -269,8 +269,8 @@ VERBS: dict[str, Verb] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line, or that of one verb: making all of them takes milliseconds."""
     top = argparse.ArgumentParser(
         prog="mlcbuild",
         description="Builds LLM artifacts from a recipe: models x quantizations x targets.",
@@ -279,7 +279,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"mlcbuild {version('mlcbuild')}")
     verbs = top.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, verb in VERBS.items():
+    for name, verb in VERBS.items() if only is None else ((only, VERBS[only]),):
         sub = verbs.add_parser(
             name,
             help=verb.help,
@@ -326,7 +326,7 @@ def _command(arguments: Sequence[str]) -> int:
         return 2
     _check_verb(arguments)
     try:
-        parsed, rest = parser().parse_known_args(arguments)
+        parsed, rest = parser(arguments[0] if arguments[0] in VERBS else None).parse_known_args(arguments)
     except SystemExit as stop:  # argparse: --help, --version, bad usage
         return stop.code if isinstance(stop.code, int) else 2
     if hasattr(parsed, "operands"):  # argparse takes none that stand behind an option

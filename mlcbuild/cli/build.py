@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document(result), indent=2))
     else:
-        print(safe_lines("\n".join([*map(_line, result.variants), *_end(result)])))
+        print(safe_lines("\n".join([*_lines(result.variants), *_end(result)])))
     _leave_receipt(arguments, session, result, began)
     return result.exit_code
 
@@ -161,23 +161,28 @@ def _end(result: Result) -> list[str]:
     return [*summaries.speeds(result.log), f"{summary(result.run)}{_places(result)}"]
 
 
-def _line(item: VariantResult) -> str:
+def _lines(variants: Iterable[VariantResult]) -> list[str]:
+    here = str(Path.cwd())
+    return [_line(item, here) for item in variants]
+
+
+def _line(item: VariantResult, here: str) -> str:
     if item.error is not None:
         return f"failed  {item.name}: {item.error}"
-    where = f"  {_near(item.bundle)}" if item.bundle is not None else ""
+    where = f"  {_near(item.bundle, here)}" if item.bundle is not None else ""
     return f"{item.status:<7} {item.name}{where}" + (f"  ({item.note})" if item.note else "")
 
 
-def _near(path: Path) -> str:
-    """Returns a path as a person would type it from here."""
-    text, here = str(path), str(Path.cwd())
+def _near(path: Path, here: str) -> str:
+    """Returns a path as a person would type it in the directory `here`."""
+    text = str(path)
     return "." if text == here else text.removeprefix(here.rstrip("/") + "/")
 
 
 def _places(result: Result) -> str:
     """The end of the last line: how many bundles there are, and where."""
-    count = len(result.bundles)
-    places = sorted({_near(path.parent) for path in result.bundles.values()})
+    count, here = len(result.bundles), str(Path.cwd())
+    places = sorted({_near(path.parent, here) for path in result.bundles.values()})
     return f"; {count} bundle{'s' if count != 1 else ''} in {', '.join(places)}" if places else ""
 
 
@@ -190,7 +195,7 @@ def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Resu
     complete = result.ok and len(result.bundles) == len(result.variants)
     if result.warned or not complete or any((*outputs, *other)):
         return
-    lines = tuple(_line(replace(item, status="reused")) for item in result.variants)
+    lines = _lines(replace(item, status="reused") for item in result.variants)
     printed = receipts.Printed((*lines, *summaries.speeds(result.log)), _places(result))
     receipts.leave(session, result, printed, arguments.words, began)
 

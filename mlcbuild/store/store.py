@@ -35,7 +35,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +48,7 @@ from mlcbuild.errors import StepError, StoreError
 from mlcbuild.store.blobs import Blobs, is_as_written, make_shelf, make_way, restamped
 from mlcbuild.store.links import STAMP, copy
 from mlcbuild.store.locks import Lock, holder, try_lock, wait_lock
-from mlcbuild.store.records import LARGEST, Made, Record, path_fault
+from mlcbuild.store.records import LARGEST, Expected, Made, Record, path_fault
 from mlcbuild.store.staging import Session
 from mlcbuild.store.statcache import StatCache
 
@@ -118,11 +118,14 @@ class Store(Blobs):
 
     # Reading
 
-    def record(self, key: str) -> Record | None:
-        """The record of a key, checked, whether or not its files are all there."""
+    def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
+        """The record of a key, checked, whether or not its files are all there.
+
+        expected: see `Record.checked`.
+        """
         path = f"{self._ac}{key[:2]}/{key}"
         try:
-            return Record.checked(key, regular.read(path, LARGEST, follow_link=False))
+            return Record.checked(key, regular.read(path, LARGEST, follow_link=False), expected)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:

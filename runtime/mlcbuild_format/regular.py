@@ -30,15 +30,21 @@ def open_file(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
     Raises OSError, with the number EINVAL for anything that is no regular file: a named pipe would wait for
     a writer, and opening a device may act on it. `follow_link` accepts a symbolic link to a regular file.
     """
-    _check(Path(path).stat(follow_symlinks=follow_link))
+    return os.fdopen(_open(path, follow_link)[0], "rb")
+
+
+def _open(path: str | Path, follow_link: bool) -> tuple[int, int]:
+    """Returns the descriptor and the size of a regular file. Raises OSError as `open_file` does."""
+    _check(os.stat(path, follow_symlinks=follow_link))  # noqa: PTH116 - hundreds of records in a short run
     # What stands there may change between the two looks: O_NONBLOCK opens a pipe without waiting.
     descriptor = os.open(path, _FLAGS if follow_link else _FLAGS | getattr(os, "O_NOFOLLOW", 0))
     try:
-        _check(os.fstat(descriptor))
-        return os.fdopen(descriptor, "rb")
+        status = os.fstat(descriptor)
+        _check(status)
     except BaseException:
         os.close(descriptor)
         raise
+    return descriptor, status.st_size
 
 
 def read(path: str | Path, limit: int, *, follow_link: bool = True) -> bytes:
@@ -47,9 +53,15 @@ def read(path: str | Path, limit: int, *, follow_link: bool = True) -> bytes:
     Raises OSError, whose `strerror` ends a sentence: as `open_file` does, and with the number EFBIG for a
     larger file.
     """
-    with open_file(path, follow_link=follow_link) as stream:
+    descriptor, size = _open(path, follow_link)
+    try:
         # A reader allocates all that it is asked for, so it is not asked for `limit` bytes of a small file.
-        data = stream.read(min(os.fstat(stream.fileno()).st_size, limit) + 1)
+        wanted = min(size, limit) + 1
+        data = os.read(descriptor, wanted)
+        while 0 < len(data) < wanted and (more := os.read(descriptor, wanted - len(data))):
+            data += more
+    finally:
+        os.close(descriptor)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
     return data
@@ -60,6 +72,5 @@ def _kind(mode: int) -> str:
 
 
 def _check(status: os.stat_result) -> None:
-    words = _kind(status.st_mode)
-    if words != "a regular file":
-        raise OSError(errno.EINVAL, f"it is {words}, not a regular file")
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"it is {_kind(status.st_mode)}, not a regular file")
