@@ -65,7 +65,8 @@ BUILDER_TABLE: Mapping[str, str] = {
 }
 FORMAT_TABLE: Mapping[str, str] = {
     "errors": "fields",
-    "fields": "",
+    "strict_json": "",
+    "fields": "strict_json",
     "signature": "",
     "regular": "",
     "files": "fields regular",
@@ -98,7 +99,7 @@ RUNTIME_TABLE: Mapping[str, str] = {
 }
 SHARED = {"errors", "canon"}
 """Anyone's."""
-FORMAT_LEAVES = {"memory", "processors", "regular", "sizes"}
+FORMAT_LEAVES = {"memory", "processors", "regular", "sizes", "strict_json"}
 """Modules of mlcbuild_format that import nothing of ours and know no bundles: any room may use them."""
 FORMAT_USERS = {"bench", "bundles", "checkpoints", "cli", "compiler"}
 """Rooms of the builder that import the rest of mlcbuild_format: they write or read what the runtime loads."""

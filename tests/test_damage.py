@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild.store.links import STAMP
 from mlcbuild.store.staging import remove
+from mlcbuild.store.stamp import STAMP
 from tests import product
 from tests.conftest import ROOT
 

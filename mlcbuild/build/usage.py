@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from mlcbuild.build.events import StepResult
 from mlcbuild.build.graph import Step
 from mlcbuild.build.plan import Planned, Planner
+from mlcbuild.store.layout import USE_NOTED_NS
 from mlcbuild.store.records import Record
 
 _SAVE_SECONDS = 2.0
-_TOUCH_SECONDS = 600.0
-"""Between two notes that a record is in use: `upkeep.gc` leaves alone what was used in the last hour."""
+_TOUCH_SECONDS = USE_NOTED_NS / 1e9
 
 
 class Notes:

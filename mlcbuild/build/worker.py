@@ -23,9 +23,9 @@ from mlcbuild import progress
 from mlcbuild.canon import Entry, bytes_digest, forget_digests, module_path, note_digest
 from mlcbuild.errors import MlcbuildError, StepError
 from mlcbuild.store.blobs import is_full
-from mlcbuild.store.links import STAMP
 from mlcbuild.store.records import Made, Measured, Preimage, Record
 from mlcbuild.store.staging import remove_tree
+from mlcbuild.store.stamp import STAMP_NS
 from mlcbuild.store.store import Store
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _check_inputs(job: Job, arguments: dict[str, Path]) -> None:
             try:
                 found = path.stat()
                 same = (found.st_size, found.st_mtime_ns) == given.stats.get(
-                    entry.path, (entry.size, STAMP * 10**9)
+                    entry.path, (entry.size, STAMP_NS)
                 )
             except OSError:
                 same = False

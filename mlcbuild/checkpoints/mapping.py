@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,14 +10,13 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from mlcbuild_format import regular
+from mlcbuild_format import regular, strict_json
 from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 
 from mlcbuild.checkpoints.shards import read_header
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Param, Piece, TensorNames, parameters, surplus
-from mlcbuild.models.fields import no_duplicates
 from mlcbuild.quant.floats import Array, widen, widened
 
 SINGLE = "model.safetensors"
@@ -158,7 +156,7 @@ def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[
 def _index(path: Path) -> dict[str, str]:
     """Tensor -> file name."""
     try:
-        document = json.loads(regular.read(path, LARGEST_INDEX).decode(), object_pairs_hook=no_duplicates)
+        document = strict_json.decoder()(regular.read(path, LARGEST_INDEX).decode())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     except (ValueError, RecursionError) as error:

@@ -24,7 +24,7 @@ from mlcbuild.reports import runlog
 from mlcbuild.reports.runlog import LoggedStep, RunLog
 from mlcbuild.session import Session
 from mlcbuild.store import receipt
-from mlcbuild.store.links import STAMP
+from mlcbuild.store.layout import is_as_written
 from mlcbuild.store.statcache import RACY_NS
 from mlcbuild.store.store import Store
 from mlcbuild.targets import target as targets
@@ -141,7 +141,7 @@ class _Blobs:
     def add(self, digest: str, size: int) -> None:
         name = f"{digest[:2]}/{digest}"
         if name not in self.blobs:
-            self.blobs[name] = self._look(f"{self.store.root}/cas/{name}")
+            self.blobs[name] = self._look(str(self.store.blob(digest)))
         if self.blobs[name] != size:
             raise _DoubtError(digest)
 
@@ -150,7 +150,7 @@ class _Blobs:
 
     def _look(self, path: str) -> int:
         found = os.stat(path)
-        if found.st_mtime_ns != STAMP * 10**9:
+        if not is_as_written(found, found.st_size):
             raise _DoubtError(path)
         self.places.add((found.st_dev, found.st_ino))
         return found.st_size

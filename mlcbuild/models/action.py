@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlcbuild_format import regular
+from mlcbuild_format import regular, strict_json
 
 from mlcbuild.canon import Json, canonical
 from mlcbuild.errors import CheckpointError
-from mlcbuild.models.fields import no_duplicates
 from mlcbuild.models.parsing import parse, tensor_names
 from mlcbuild.models.serial import to_json
 
@@ -47,11 +45,10 @@ def read_json(path: Path) -> object:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{path}: cannot be read: {reason}. A checkpoint needs a config.json") from None
     try:
-        found: object = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=_no_constant)
+        found: object = _decode(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from None
     return found
 
 
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not a JSON number")
+_decode = strict_json.decoder()

@@ -190,13 +190,3 @@ def show(value: object) -> str:
     except (TypeError, ValueError, RecursionError):
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """For json.loads(object_pairs_hook=...): raises ValueError for a key that stands twice."""
-    found: dict[str, object] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key '{one_line(name[:60])}' is there twice")
-        found[name] = value
-    return found

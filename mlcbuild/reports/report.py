@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mlcbuild_format import sizes
@@ -276,15 +274,6 @@ def _step_json(step: StepResult) -> dict[str, object]:
         "seconds": round(step.seconds, 3),
         "reason": str(step.error) if step.error is not None else step.reason,
     }
-
-
-def write_report(path: Path, result: RunResult, variants: Sequence[object] = ()) -> None:
-    """The same document in a file. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(
-        json.dumps(document(result, variants), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    part.replace(path)
 
 
 def duration(seconds: float) -> str:

@@ -22,10 +22,11 @@ from mlcbuild_format import regular
 from mlcbuild.build.events import Event, Reporter, RunResult, StepFinished, StepPlaced, StepStarted, Warned
 from mlcbuild.build.graph import Graph, Step
 from mlcbuild.canon import bytes_digest
+from mlcbuild.store import layout
 from mlcbuild.store.store import Store
 
 FORMAT = "mlcbuild-run/2"
-KEPT = 20
+KEPT = layout.KEPT_LOGS
 _LARGEST = 256 << 20
 """Bytes of a file of a log."""
 _LAST = 1e11
@@ -158,11 +159,7 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
     with suppress(OSError, ValueError, AttributeError, RecursionError):  # the latter: damaged older logs
         kept, rest = keep_rest(store, recipe, log)
         directory = kept.parent
-        # Sorted by name is sorted by time.
-        path = directory / f"{round(log.time * 1e6):018}-{os.getpid()}.json"
-        _write(path, f'{{"time": {log.time!r}, "seconds": {log.seconds!r}, {rest}')
-        for old in sorted(directory.glob("*.json"))[:-KEPT]:
-            old.unlink()
+        layout.write_log(str(directory), log.time, log.seconds, rest)
         named = {_parse(_read(path)).get("rest") for path in directory.glob("*.json")}
         for path in directory.glob("*.rest"):
             if path.stem not in named:

@@ -21,10 +21,11 @@ from mlcbuild_format import regular
 
 from mlcbuild.canon import Entry, bytes_digest, file_digest
 from mlcbuild.errors import StoreError
-from mlcbuild.store.links import SPOILT, STAMP, link_or_copy, stamp
+from mlcbuild.store.layout import is_as_written
+from mlcbuild.store.links import link_or_copy, stamp
 from mlcbuild.store.staging import remove, remove_tree
+from mlcbuild.store.stamp import SPOILT, STAMP_NS
 
-_STAMP_NS = STAMP * 1_000_000_000
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -120,7 +121,7 @@ class Blobs:
         """
         blob = self.blob(digest)
         with suppress(OSError):
-            if blob.lstat().st_mtime_ns == _STAMP_NS and not blob.is_symlink():
+            if blob.lstat().st_mtime_ns == STAMP_NS and not blob.is_symlink():
                 os.utime(blob, (SPOILT, SPOILT))
         remove(blob)
 
@@ -184,11 +185,6 @@ def restamped(blob: Path, digest: str, size: int) -> bool:
     except OSError as error:  # another user's store, or a read-only one: right, and hashed each time
         return error.errno in (errno.EPERM, errno.EACCES, errno.EROFS) and os.access(blob, os.R_OK)
     return True
-
-
-def is_as_written(found: os.stat_result, size: int) -> bool:
-    """Whether a blob was not written to since it was placed, as far as its stat tells."""
-    return found.st_mtime_ns == _STAMP_NS and found.st_size == size and stat.S_ISREG(found.st_mode)
 
 
 def make_shelf(directory: Path) -> None:

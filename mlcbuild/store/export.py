@@ -14,10 +14,12 @@ from mlcbuild_format import regular
 
 from mlcbuild.canon import bytes_digest, canonical, file_digest
 from mlcbuild.errors import MlcbuildError, StoreError, UsageError
-from mlcbuild.store.links import SPOILT, STAMP, stamp
+from mlcbuild.store.links import stamp
 from mlcbuild.store.locks import wait_lock
-from mlcbuild.store.records import LARGEST, Record, Row
+from mlcbuild.store.record_form import Row
+from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.staging import remove
+from mlcbuild.store.stamp import SPOILT, STAMP_NS
 from mlcbuild.store.store import Store
 
 _SHOWN = 3
@@ -72,7 +74,7 @@ def _stands(rows: list[Row], destination: Path) -> bool:
                     left.append(f"{name}/")
                     continue
                 seen = entry.stat(follow_symlinks=False)
-                if sizes.get(name) != seen.st_size or seen.st_mtime_ns != STAMP * 10**9:
+                if sizes.get(name) != seen.st_size or seen.st_mtime_ns != STAMP_NS:
                     return False
                 if not stat.S_ISREG(seen.st_mode):
                     return False
@@ -131,7 +133,7 @@ def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
     """What is here was checked against the list already, so that names, sizes and mtimes say enough."""
     here = {name: path.stat() for path, name in _files(destination)}
     return here.keys() == {path for path, _, _ in rows} and all(
-        row in listed and here[row[0]].st_size == row[2] and here[row[0]].st_mtime_ns == STAMP * 10**9
+        row in listed and here[row[0]].st_size == row[2] and here[row[0]].st_mtime_ns == STAMP_NS
         for row in rows
     )
 
@@ -157,7 +159,7 @@ def _is_ours(path: Path, name: str, listed: list[Row]) -> bool:
         return False
     found = path.stat()
     sized = [row for row in rows if row[2] == found.st_size]
-    if found.st_mtime_ns in (STAMP * 10**9, SPOILT * 10**9):
+    if found.st_mtime_ns in (STAMP_NS, SPOILT * 10**9):
         return bool(sized)
     return bool(sized) and file_digest(path) in {row[1] for row in sized}
 

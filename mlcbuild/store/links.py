@@ -7,12 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-STAMP = 315_532_800
-"""mtime of every file in a store, in seconds: 1980-01-01, the first that every archive format can hold.
-Any write moves a file's mtime, so a blob that still carries it was not written to."""
-SPOILT = STAMP + 2
-"""mtime of what was a blob until its bytes were found to be wrong though nobody wrote to it. In a bundle it
-tells a damaged file of ours from one that a user changed. Two seconds are the coarsest clock's tick."""
+from mlcbuild.store.stamp import STAMP, STAMP_NS
 
 _NO_LINK = {
     errno.EXDEV,
@@ -68,7 +63,7 @@ def copy(source: Path, destination: Path) -> None:
             writer.seek(0)
         if left > 0:
             shutil.copyfileobj(reader, writer, 1 << 20)
-    if source.stat().st_mtime_ns == STAMP * 10**9:
+    if source.stat().st_mtime_ns == STAMP_NS:
         stamp(destination)
 
 

@@ -8,7 +8,8 @@ it matters, leads to an ordinary run, which decides. So a receipt promises what 
 rules: a file is unchanged when its stat is, and was not too young when it was read (store.statcache);
 a blob is whole while it has its size and the mtime of the store's files (mlcbuild.store.store).
 
-This module uses no other of ours, and little of Python's: imports are much of what such a run costs. The
+This module imports nothing but the rules that it shares with the store, and little of Python's: imports are
+much of what such a run costs. The
 rest is stats, so paths are relative where that is shorter, and of records only their directories are asked
 for: names come and go with the time of the directory. A directory that changed since is read again.
 
@@ -28,6 +29,8 @@ import time
 
 from blake3 import blake3
 
+from mlcbuild.store import layout
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +39,6 @@ FORMAT = "mlcbuild-receipt/3"
 KEPT = 20
 _LARGEST = 1 << 30
 """Bytes of a receipt: of ten thousand steps it has some 5 million."""
-_STAMP_NS = 315_532_800 * 10**9
-_TOUCH_NS = 600 * 10**9
 _TEXTS = ("said", "watched", "absent", "records", "shelves", "blobs", "copies", "listed", "log")
 _NUMBERS = ("stats", "shelf_stats", "blob_sizes", "copy_sizes")
 _VARIABLES = (
@@ -108,7 +109,7 @@ def check(arguments: Sequence[str]) -> str | None:
         os.close(cas)
         os.close(lock)
     seconds = time.monotonic() - started
-    _log(root, directory, rest, seconds)
+    _log(directory, rest, seconds)
     return f"{before}{seconds:.{2 if seconds < 1 else 1}f} s{behind}"
 
 
@@ -166,21 +167,14 @@ def inodes(directory: str) -> list[str]:
 
 
 def store(arguments: Sequence[str]) -> str:
-    """The store's, as mlcbuild.store.store and the command line find it; a wrong guess finds no receipt."""
-    given = ""
+    """The root of the store that a command line names, or the user's; a wrong guess finds no receipt."""
+    named = ""
     for number, word in enumerate(arguments):
         if word == "--store":
-            given = "".join(arguments[number + 1 : number + 2])
+            named = "".join(arguments[number + 1 : number + 2])
         elif word.startswith("--store="):
-            given = word.partition("=")[2]
-    if given:
-        return os.path.abspath(given)
-    if chosen := os.environ.get("MLCBUILD_STORE"):
-        return os.path.abspath(os.path.expanduser(chosen))
-    if sys.platform == "darwin":
-        return os.path.expanduser("~/Library/Caches/mlcbuild")
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return os.path.expanduser(base if os.path.isabs(base) else "~/.cache") + "/mlcbuild"
+            named = word.partition("=")[2]
+    return layout.absolute(named) if named else layout.default_root()
 
 
 def _read(path: str) -> tuple[dict[str, bytes], dict[str, list[int]]]:
@@ -218,12 +212,10 @@ def _split(section: bytes) -> list[bytes]:
 def _whole(names: Sequence[bytes], sizes: Sequence[int], directory: int | None) -> bool:
     if len(names) != len(sizes):
         return False
-    stat = os.stat
-    for name, size in zip(names, sizes, strict=True):
-        found = stat(name, dir_fd=directory)
-        if found.st_mtime_ns != _STAMP_NS or found.st_size != size:
-            return False
-    return True
+    stat, is_as_written = os.stat, layout.is_as_written
+    return all(
+        is_as_written(stat(name, dir_fd=directory), size) for name, size in zip(names, sizes, strict=True)
+    )
 
 
 def _listed(listed: Sequence[str]) -> bool:
@@ -249,25 +241,16 @@ def _recorded(ac: bytes, texts: Mapping[str, bytes], before: Sequence[int]) -> b
 
 
 def _touch(path: str, ac: str, records: bytes) -> None:
-    """As Store.touch; that the records are used is noted with the receipt."""
-    if time.time_ns() - os.stat(path).st_mtime_ns > _TOUCH_NS:
+    """Notes the use of all records, unless the receipt's own time says that it was done minutes ago."""
+    if not layout.is_use_noted(os.stat(path).st_mtime_ns):
         for key in map(os.fsdecode, _split(records)):
-            try:
-                os.utime(f"{ac}{key[:2]}/{key}")
-            except PermissionError:  # another user's
-                continue
+            layout.note_use(f"{ac}{key[:2]}/{key}")
         os.utime(path)
 
 
-def _log(root: str, directory: str, rest: str, seconds: float) -> None:
-    """The log of this run, as mlcbuild.reports.runlog writes it: all but two numbers is as before."""
-    now = time.time() - seconds
-    name = f"{directory}/{round(now * 1e6):018}-{os.getpid()}.json"
+def _log(directory: str, rest: str, seconds: float) -> None:
+    """Writes the log of this run: all but two numbers is as it was when the receipt was written."""
     try:
-        with open(f"{name}.part", "w", encoding="utf-8") as file:
-            file.write(f'{{"time": {now!r}, "seconds": {seconds!r}, {rest}')
-        os.replace(f"{name}.part", name)
-        for old in sorted(old for old in os.listdir(directory) if old.endswith(".json"))[:-KEPT]:
-            os.unlink(f"{directory}/{old}")
+        layout.write_log(directory, time.time() - seconds, seconds, rest)
     except OSError:
-        return
+        return  # a run whose log cannot be written is none the worse

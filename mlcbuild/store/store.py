@@ -33,8 +33,6 @@ import os
 import re
 import secrets
 import stat
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -45,26 +43,22 @@ from mlcbuild_format import regular
 
 from mlcbuild.canon import Entry, Tree, canonical, file_digest, noted_digest
 from mlcbuild.errors import StepError, StoreError
-from mlcbuild.store.blobs import Blobs, is_as_written, make_shelf, make_way, restamped
-from mlcbuild.store.links import STAMP, copy
+from mlcbuild.store import layout
+from mlcbuild.store.blobs import Blobs, make_shelf, make_way, restamped
+from mlcbuild.store.links import copy
 from mlcbuild.store.locks import Lock, holder, try_lock, wait_lock
-from mlcbuild.store.records import LARGEST, Expected, Made, Record, path_fault
+from mlcbuild.store.record_form import path_fault
+from mlcbuild.store.records import LARGEST, Expected, Made, Record
 from mlcbuild.store.staging import Session
+from mlcbuild.store.stamp import STAMP_NS
 from mlcbuild.store.statcache import StatCache
 
 FORMAT = "mlcbuild-store/1"
-_STAMP_NS = STAMP * 1_000_000_000
-_NOTED_NS = 600 * 1_000_000_000
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """$MLCBUILD_STORE, or the user's cache directory on this system."""
-    if chosen := environ.get("MLCBUILD_STORE"):
-        return Path(chosen).expanduser().absolute()
-    if sys.platform == "darwin":
-        return Path("~/Library/Caches/mlcbuild").expanduser()
-    base = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "mlcbuild"
+    """Returns $MLCBUILD_STORE, or the store in the user's cache directory on this system."""
+    return Path(layout.default_root(environ))
 
 
 @dataclass(frozen=True)
@@ -143,7 +137,7 @@ class Store(Blobs):
                 found = os.lstat(name)  # ten thousand times in a run without work
             except OSError:
                 return f"{path} is missing from the store"
-            if is_as_written(found, size):
+            if layout.is_as_written(found, size):
                 continue
             if not restamped(Path(name), digest, size):
                 self._warnings.append(
@@ -167,12 +161,7 @@ class Store(Blobs):
 
     def touch(self, record: Record) -> None:
         """Notes that a record is used, unless that was noted in the last minutes: see `upkeep.gc`."""
-        path = f"{self._ac}{record.key[:2]}/{record.key}"
-        try:
-            if time.time_ns() - os.stat(path).st_mtime_ns > _NOTED_NS:  # noqa: PTH116
-                os.utime(path)
-        except OSError:
-            return  # gone, or another user's: nothing to note
+        layout.note_use(f"{self._ac}{record.key[:2]}/{record.key}")
 
     # Writing
 
@@ -240,7 +229,7 @@ class Store(Blobs):
     def _adopt(self, path: Path, name: str, known: Mapping[tuple[int, int], Entry]) -> Entry:
         found = path.stat()
         same = known.get((found.st_dev, found.st_ino))
-        if same is not None and found.st_mtime_ns == _STAMP_NS and self.hold(same.digest, same.size):
+        if same is not None and found.st_mtime_ns == STAMP_NS and self.hold(same.digest, same.size):
             return Entry(name, same.digest, same.size)
         noted = noted_digest(path)
         if found.st_nlink > 1:  # shares its inode with a file that is not ours to make read-only

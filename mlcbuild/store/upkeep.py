@@ -13,10 +13,11 @@ from typing import TypeAlias
 
 from mlcbuild.canon import Entry
 from mlcbuild.store.blobs import has_bytes
-from mlcbuild.store.links import STAMP, stamp
+from mlcbuild.store.links import stamp
 from mlcbuild.store.locks import wait_lock
 from mlcbuild.store.records import Record
 from mlcbuild.store.staging import living, remove
+from mlcbuild.store.stamp import STAMP
 from mlcbuild.store.store import Store
 
 KEPT_RECORDS = 3600.0

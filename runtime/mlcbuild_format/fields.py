@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
+
+from mlcbuild_format import strict_json
 
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
@@ -38,28 +39,11 @@ def parse_json(data: bytes) -> Json:
     if text.startswith("\ufeff"):
         raise ValueError("it begins with a byte order mark")
     try:
-        document: Json = json.loads(
-            text,
-            object_pairs_hook=_unique,
-            parse_constant=_no_constant,
-            parse_int=_integer,
-            parse_float=_float,
-        )
+        document: Json = _decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _check_values(document, strings=_SURROGATE.search(text) is not None)
     return document
-
-
-def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has one key twice")
-    return found
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
 
 
 def _integer(text: str) -> int:
@@ -73,6 +57,9 @@ def _float(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:_DIGITS]} is too large")
     return value
+
+
+_decode = strict_json.decoder(parse_int=_integer, parse_float=_float)
 
 
 def _check_values(document: Json, strings: bool) -> None:

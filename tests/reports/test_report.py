@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pty
 import subprocess
@@ -40,7 +39,6 @@ from mlcbuild.reports.report import (
     duration,
     reporting,
     summary,
-    write_report,
 )
 from mlcbuild.store.records import Made, Preimage, Record
 
@@ -166,9 +164,6 @@ def test_the_document_has_the_documented_form(tmp_path: Path) -> None:
         ],
         "seconds": 80.0,
     }
-    write_report(tmp_path / "run.json", RESULT, variants)
-    assert json.loads((tmp_path / "run.json").read_text()) == found
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize(

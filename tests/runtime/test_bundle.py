@@ -174,7 +174,11 @@ READ: list[Damage] = [
     ("empty manifest", cut("bundle.json", 0), "not valid JSON"),
     ("manifest not UTF-8", write("bundle.json", b'{"a": "\xff"}', False), "not valid JSON"),
     ("manifest with NaN", write("bundle.json", b'{"a": NaN}', False), "NaN is not JSON"),
-    ("manifest with a key twice", write("bundle.json", b'{"a": 1, "a": 2}', False), "one key twice"),
+    (
+        "manifest with a key twice",
+        write("bundle.json", b'{"a": 1, "a": 2}', False),
+        "'a' is there twice",
+    ),
     ("manifest is a list", write("bundle.json", b"[]", False), "the document must be an object"),
     ("unknown version", put("format", "mlcbuild-bundle/2"), "'format' must be .*, found 'mlcbuild-bundle/2'"),
     ("unknown field", put("extra", 1), "unknown field 'extra'"),

@@ -295,7 +295,7 @@ TEXTS: list[tuple[bytes, str]] = [
     (b"9" * 5000, "is too large"),
     (b'["\\ud800"]', "half of a surrogate pair"),
     (b'{"\\uDFFF": 1}', "half of a surrogate pair"),
-    (b'{"a": 1, "a": 2}', "one key twice"),
+    (b'{"a": 1, "a": 2}', "the key 'a' is there twice"),
     (b"{", "Expecting property name"),
 ]
 

@@ -11,7 +11,7 @@ import pytest
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Step
 from mlcbuild.canon import Entry, Tree, canonical, canonical_plain, tree_digest
-from mlcbuild.store import records
+from mlcbuild.store import record_form, records
 from mlcbuild.store.records import Expected, Made, Measured, Preimage, Record
 from mlcbuild.store.store import Store
 
@@ -34,7 +34,7 @@ def expected(preimage: Preimage = PREIMAGE) -> Expected:
 
 @pytest.fixture(autouse=True)
 def no_code_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_codes", {})
+    monkeypatch.setattr(record_form, "_codes", {})
 
 
 def outcome(data: bytes, by: Expected | None = None) -> str:
@@ -66,7 +66,7 @@ def test_what_an_action_made_is_expected_by_the_next_plan(
     def fail(rest: bytes) -> None:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr(records, "_parse_about", fail)
+    monkeypatch.setattr(records, "parse_about", fail)
     result = execute(Graph(steps), Store(tmp_path), options)
     assert [step.status for step in result.steps] == ["reused", "reused"]
 
@@ -85,7 +85,7 @@ def test_what_an_action_made_is_expected_by_the_next_plan(
 )
 def test_a_record_of_another_pre_image_is_refused_under_this_key(other: Preimage) -> None:
     forged = Record.create(RECORD.key, FILES, Made("step/name", other))
-    words = "refused: its key or its tree does not follow from what it says it was made of"
+    words = "refused: its key does not follow from what it says it was made of"
     assert not expected().matches(forged.rest, forged.tree)
     assert outcome(forged.encode(), expected()) == outcome(forged.encode()) == words
 
@@ -118,13 +118,13 @@ def test_a_field_of_the_wrong_form_is_refused_on_every_path(old: bytes, new: byt
     first = outcome(data)
     assert first.startswith("refused: ")
     assert outcome(RECORD.encode()), "now the text of the source files is known"
-    assert records._codes
+    assert record_form._codes
     assert outcome(data).startswith("refused: ") and outcome(data, expected()).startswith("refused: ")
 
 
 def test_other_lines_are_right_and_differ() -> None:
     """A line that another version wrote has its parts in another order: it is parsed."""
-    parsed = records._parse(RECORD.rest)
+    parsed = record_form.parse(RECORD.rest)
     head = RECORD.encode().split(b"\n", 1)[0]
     for order in (
         sorted(parsed, reverse=True),
@@ -159,7 +159,7 @@ def test_all_ways_of_reading_agree_on_damaged_records() -> None:
     for _ in range(3000):
         at, length = chance.randrange(len(data)), chance.choice((0, 1, 1, 2, 30))
         damaged = data[:at] + chance.choice([b"", *texts, data[at : at + 9]]) + data[at + length :]
-        records._codes.clear()
+        record_form._codes.clear()
         whole = outcome(damaged)
         outcome(data)
         for other in (outcome(damaged), outcome(damaged, expected())):

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from mlcbuild.canon import Entry, Tree, bytes_digest
 from mlcbuild.errors import SourceError, StepError, StoreError
 from mlcbuild.store import statcache
-from mlcbuild.store.links import STAMP, copy, link_or_copy
+from mlcbuild.store.links import copy, link_or_copy
 from mlcbuild.store.locks import holder, try_lock
 from mlcbuild.store.records import Made, Measured, Preimage, Record
 from mlcbuild.store.staging import remove_tree
+from mlcbuild.store.stamp import STAMP
 from mlcbuild.store.statcache import StatCache
 from mlcbuild.store.store import Published, Store, default_root
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Step
-from mlcbuild.store.links import STAMP
+from mlcbuild.store.stamp import STAMP
 from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import Collected, gc, status, verify
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import NoReturn
 
+from mlcbuild_format import strict_json
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, describe, is_integer, printable
 
@@ -53,9 +52,7 @@ def parse_json(data: bytes, where: str = "") -> Json:
             status=413,
         )
     try:
-        found: Json = json.loads(
-            data.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_no_twins
-        )
+        found: Json = _decode(data.decode("utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _check_depth(found)
@@ -85,14 +82,6 @@ def _check_values(value: Json, where: str) -> None:
             _check_values(item, f"{where}.{key[:60]}" if where else key[:60])
 
 
-def _no_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        (twin, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {describe(twin)} is there twice")
-    return found
-
-
 def _check_depth(body: Json) -> None:
     level: list[Json] = [body]
     for _ in range(MAX_DEPTH):
@@ -106,10 +95,7 @@ def _check_depth(body: Json) -> None:
     raise ValueError(f"it is nested too deeply: at most {MAX_DEPTH} lists and objects within each other")
 
 
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
+_decode = strict_json.decoder()
 MAX_INTEGER = (1 << 31) - 1
 
 

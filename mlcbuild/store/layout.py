@@ -1,0 +1,72 @@
+"""Rules that the store, receipts and logs of runs share: where a store lies, and what times mean in it.
+
+It imports little, because a run that ends by its receipt imports nothing else of the store.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+
+from mlcbuild.store.stamp import STAMP_NS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+USE_NOTED_NS = 600 * 1_000_000_000
+"""Between two notes that a record is in use: `upkeep.gc` spares what was used in the last hour."""
+KEPT_LOGS = 20
+"""Logs of runs that are kept for each recipe."""
+
+
+def default_root(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns the path in $MLCBUILD_STORE, or the store in the user's cache directory on this system."""
+    if chosen := environ.get("MLCBUILD_STORE"):
+        return absolute(os.path.expanduser(chosen))
+    if sys.platform == "darwin":
+        return os.path.expanduser("~/Library/Caches/mlcbuild")
+    base = environ.get("XDG_CACHE_HOME", "")
+    return os.path.expanduser(base if os.path.isabs(base) else "~/.cache") + "/mlcbuild"
+
+
+def absolute(path: str) -> str:
+    """Returns a path from the root, with its links and its `..` as they are."""
+    return os.path.join(os.getcwd(), path)
+
+
+def is_as_written(found: os.stat_result, size: int) -> bool:
+    """Whether a blob was not written to since it was placed, as far as its stat tells."""
+    return found.st_mtime_ns == STAMP_NS and found.st_size == size and stat.S_ISREG(found.st_mode)
+
+
+def is_use_noted(mtime_ns: int) -> bool:
+    """Whether the use of a record, whose file has this mtime, was noted in the last minutes."""
+    return time.time_ns() - mtime_ns <= USE_NOTED_NS
+
+
+def note_use(path: str) -> None:
+    """Notes that a record is used, unless that was noted in the last minutes."""
+    try:
+        if not is_use_noted(os.stat(path).st_mtime_ns):
+            os.utime(path)
+    except OSError:
+        return  # gone, or another user's: nothing to note
+
+
+def write_log(directory: str, began: float, seconds: float, rest: str) -> str:
+    """Writes the log of a run that began at `began`, in seconds since 1970, and removes the oldest ones.
+
+    rest: the end of its JSON document, after the two times. Returns the file's path. Raises OSError.
+    """
+    # Sorted by name is sorted by time.
+    path = f"{directory}/{round(began * 1e6):018}-{os.getpid()}.json"
+    part = f"{path}.part"
+    with open(part, "w", encoding="utf-8") as file:
+        file.write(f'{{"time": {began!r}, "seconds": {seconds!r}, {rest}')
+    os.replace(part, path)
+    for old in sorted(name for name in os.listdir(directory) if name.endswith(".json"))[:-KEPT_LOGS]:
+        os.unlink(f"{directory}/{old}")
+    return path

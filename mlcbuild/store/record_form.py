@@ -1,0 +1,198 @@
+"""The form of records: strict JSON, and a check for each kind of field.
+
+Every function raises ValueError, with a message that ends a sentence beginning with "the record".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, NoReturn, TypeAlias
+
+from mlcbuild_format import strict_json
+from mlcbuild_format.strict_json import JsonError
+
+from mlcbuild.canon import canonical, salt
+
+_MOST = 1 << 62
+"""Sizes and costs are below it."""
+_LONGEST_NAME, _LONGEST_PATH, _DEEPEST = 255, 4096, 100
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""C0 and C1, line separators, and what changes the direction of text: names and steps reach terminals."""
+_is_digest = re.compile(r"[0-9a-f]{64}").fullmatch
+Row: TypeAlias = tuple[str, str, int]
+"""Path, digest and size of a file."""
+
+
+class Code(dict[str, str]):
+    """Source files of an action -> digest. All records of an action in one process share one object.
+
+    It remembers the salts of keys: a recipe has a few actions and thousands of steps. It is never changed.
+    """
+
+    def __init__(self, code: Mapping[str, str]) -> None:
+        super().__init__(code)
+        self._salts: dict[tuple[tuple[str, str], ...], str] = {}
+
+    def salt(self, tools: tuple[tuple[str, str], ...]) -> str:
+        """Returns the salt of a step with this code and these tools, (name, version) each."""
+        if tools not in self._salts:
+            self._salts[tools] = salt(self, dict(tools))
+        return self._salts[tools]
+
+    def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
+        return dict, (dict(self),)  # for another process it is a plain mapping
+
+
+@lru_cache(maxsize=4096)
+def path_fault(path: str) -> str:
+    """Why no record may name a file `path` in a tree, the end of a sentence; "" when it may."""
+    try:
+        lengths = [len(part.encode()) for part in path.split("/")]
+    except UnicodeEncodeError:
+        return "is not UTF-8"
+    if _CONTROL.search(path) or "\\" in path:
+        return "holds a backslash or a control character"
+    if not {"", ".", ".."}.isdisjoint(path.split("/")):
+        return "is not a plain path inside its tree"
+    if max(lengths) > _LONGEST_NAME or sum(lengths) + len(lengths) > _LONGEST_PATH:
+        return "is longer than file systems allow"
+    return ""
+
+
+_codes: dict[bytes, Code] = {}
+"""JSON text of source files -> what it says."""
+_MOST_CODES = 512
+_BEFORE_ACTION, _BEFORE_CODE, _AFTER_CODE = b'{"action":"', b'","code":{', b'},"inputs":'
+
+
+def parse_about(rest: bytes) -> dict[str, Any]:
+    """Returns the second line of a record, as `parse` does.
+
+    Most of it are the source files of the action, which thousands of records share. Their text is parsed
+    and checked once; where the same bytes stand again, only the rest of the line is parsed.
+    """
+    action_end = rest.find(b'"', len(_BEFORE_ACTION))
+    end = rest.find(_AFTER_CODE, action_end) + 1
+    start = action_end + len(_BEFORE_CODE) - 1
+    if (
+        end == 0
+        or not rest.startswith(_BEFORE_ACTION)
+        or not rest.startswith(_BEFORE_CODE, action_end)
+        or b"\\" in rest[:action_end]
+    ):
+        return parse(rest)  # not written by us, and perhaps right all the same
+    text = rest[start:end]
+    code = _codes.get(text)
+    if code is None:
+        about = parse(rest)
+        with suppress(ValueError):  # of a line with a brace in a name this may be a part, and is not noted
+            _note_code(text)
+        return about
+    about = parse(rest[: action_end + 2] + rest[end + 1 :])
+    if "code" in about:
+        raise JsonError("it says something twice")
+    about["code"] = code
+    return about
+
+
+def _note_code(text: bytes) -> None:
+    code = parse(text)
+    check_texts("code", code)
+    if len(_codes) >= _MOST_CODES:
+        _codes.clear()
+    _codes[text] = Code(code)
+
+
+def _no_float(text: str) -> NoReturn:
+    raise JsonError(f"it holds the number {text[:20]}, which is not whole")
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """A JSON object without floats, duplicate keys and text that is not UTF-8. Raises ValueError."""
+    try:
+        found = _decode(line.decode())
+        if b"\\u" in line:
+            canonical(found)  # a lone surrogate
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except JsonError:
+        raise
+    except ValueError:  # of the parser, UTF-8, or a number of thousands of digits
+        raise ValueError("it is not JSON, or not UTF-8") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is not two JSON objects")
+    return found
+
+
+_decode = strict_json.decoder(parse_float=_no_float)
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST  # a bool is no number here
+
+
+def read_rows(listed: object) -> tuple[Row, ...]:
+    """Returns the files of a tree or an input, each field checked. Raises ValueError.
+
+    Written out, because a short run checks thousands of rows.
+    """
+    if not isinstance(listed, list):
+        raise ValueError("its files are not a list")
+    for row in listed:
+        if type(row) is not list or len(row) != 3 or type(row[0]) is not str or not row[0]:
+            raise ValueError("a file in it is not a path, a digest and a size")
+        path, digest, size = row
+        # A bool is no size.
+        if (
+            type(digest) is not str
+            or not _is_digest(digest)
+            or type(size) is not int
+            or not 0 <= size < _MOST
+        ):
+            raise ValueError(f"the digest or the size of {path[:100]!r} in it is not one")
+    return tuple(map(tuple, listed))
+
+
+def check_tree(rows: Iterable[Row]) -> None:
+    """Raises ValueError unless the rows are a tree of files that any system can hold."""
+    files: set[str] = set()
+    directories: set[str] = set()
+    for path, _, _ in rows:
+        if fault := path_fault(path):
+            raise ValueError(f"it names the file {path[:100]!r}, which {fault}")
+        if path in files:
+            raise ValueError(f"it names the file {path[:100]!r} twice")
+        files.add(path)
+        while (path := path.rpartition("/")[0]) and path not in directories:
+            directories.add(path)
+    if clash := files & directories:
+        raise ValueError(f"it names {min(clash)!r} as a file and as a directory")
+
+
+def check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_PATH or _CONTROL.search(value):
+        raise ValueError(f"its {name} is not a line of text")
+
+
+def check_texts(name: str, value: object) -> None:
+    if not isinstance(value, dict) or not {str}.issuperset(map(type, value.values())):
+        raise ValueError(f"its {name} does not map names to text")
+
+
+def check_params(value: object) -> None:
+    if not isinstance(value, dict):
+        raise ValueError("its params are not a JSON object")
+    level: list[object] = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for part in level
+            if isinstance(part, dict | list)
+            for item in (part.values() if isinstance(part, dict) else part)
+        ]
+        if not level:
+            return
+    raise ValueError("its params are nested too deeply")
