@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -30,8 +31,7 @@ def decoder(
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         shown = json.dumps(twice[:60])[1:-1].replace("'", "\\'")
         raise JsonError(f"the key '{shown}' is there twice")
     return value

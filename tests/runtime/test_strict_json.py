@@ -1,0 +1,48 @@
+"""One reader of strict JSON: duplicate keys and NaN are refused, everything else is what it is elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from mlcbuild_format.strict_json import JsonError, decoder
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, -2.5e3, true, null], "é": {"a": "\\u0041"}}', "[]", '""', " 7 "])
+def test_what_is_json_is_read_as_elsewhere(text: str) -> None:
+    assert decoder()(text) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1, "b": 2, "a": 1}', "the key 'a' is there twice"),
+        ('{"x": [{"it\'s\\n": 1, "it\'s\\n": 2}]}', r"the key 'it\'s\n' is there twice"),
+        ("[NaN]", "NaN is not JSON"),
+        ("-Infinity", "-Infinity is not JSON"),
+    ],
+)
+def test_what_readers_differ_about_is_refused(text: str, words: str) -> None:
+    with pytest.raises(JsonError) as caught:
+        decoder()(text)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1,]", "{'a': 1}", "01", '"\t"', "1 2"])
+def test_what_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        decoder()(text)
+
+
+def test_numbers_are_read_as_the_caller_wants() -> None:
+    read = decoder(parse_int=lambda text: text, parse_float=lambda text: f"float {text}")
+    assert read("[1, 1.50]") == ["1", "float 1.50"]
+
+
+def test_a_duplicate_among_many_keys_is_named_in_linear_time() -> None:
+    pairs = ",".join(f'"{number}":0' for number in range(200_000))
+    begun = time.process_time()
+    with pytest.raises(JsonError, match="the key '199999' is there twice"):
+        decoder()(f'{{{pairs},"199999":1}}')
+    assert time.process_time() - begun < 20
