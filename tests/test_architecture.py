@@ -55,7 +55,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "session": (
         "build bundles ci keyfile locking outcomes pipeline recipe remotes reports selection signals store"
     ),
-    "bench": "reports",
+    "bench": "bundles reports",
     "ci": "build checkpoints pipeline remotes reports signals store targets",
     "cli": (
         "bench build bundles ci compiler documents keyfile locking machine models outcomes pipeline quant "

@@ -6,8 +6,6 @@ Measured in a process of its own, which loads the bundle first; every figure is 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,8 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from mlcbuild.bundles import fresh_process
 from mlcbuild.canon import Json
-from mlcbuild.errors import UsageError, VerificationError
+from mlcbuild.errors import UsageError
 
 if TYPE_CHECKING:
     from mlcbuild_runtime.devices.cpu import CpuExecutor
@@ -43,8 +42,11 @@ def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
 
 
 def measure(bundle: Path, plan: Plan) -> dict[str, object]:
-    """What `main` prints. Raises UsageError when the plan does not fit the bundle, VerificationError with the
-    runtime's own sentence when the bundle cannot be run."""
+    """Returns the threads, load_seconds, and figures of tokens per second for prefill and decoding.
+
+    Raises UsageError when the plan does not fit the bundle, VerificationError with the runtime's own sentence
+    when the bundle cannot be run.
+    """
     from mlcbuild_format import bundle as form
 
     limits = form.read(bundle).limits
@@ -53,36 +55,30 @@ def measure(bundle: Path, plan: Plan) -> dict[str, object]:
             f"mlcbuild bench: {plan.prompt_tokens} tokens of prompt and {plan.answer_tokens} of answer do"
             f" not fit the bundle's context of {limits.context_window}: change --prompt-tokens or --tokens"
         )
-    command = [sys.executable, "-m", "mlcbuild.bench.speed", str(bundle), json.dumps(vars(plan))]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise VerificationError(f"the bundle could not be run: {why}")
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    figures: dict[str, object] = fresh_process.run(
+        "mlcbuild.bench.speed", str(bundle), json.dumps(vars(plan))
+    )
+    return figures
 
 
-def _main(path: str, plan: Plan) -> None:
-    from mlcbuild_format.errors import ServingError
+def _work(path: str, plan_json: str) -> dict[str, object]:
     from mlcbuild_runtime.devices.cpu import CpuExecutor
 
-    try:
-        start = time.perf_counter()
-        model = CpuExecutor.load(Path(path), plan.threads)
-        loaded = time.perf_counter() - start
-        batch = model.limits.max_batch
-        _decode(model, plan, 1, steps=1)  # the first call allocates the cache
-        found: dict[str, object] = {
-            "threads": model.threads,
-            "load_seconds": round(loaded, 3),
-            "prefill": _figure(plan.prompt_tokens, plan.rounds, lambda: _prefill(model, plan, 0)),
-        }
-        for count in dict.fromkeys((1, batch)):
-            tokens = count * plan.answer_tokens
-            found[f"decode {count}"] = _figure(tokens, plan.rounds, partial(_decode, model, plan, count))
-    except ServingError as error:
-        sys.exit(str(error))
-    sys.stdout.write(json.dumps(found))
+    plan = Plan(**json.loads(plan_json))
+    start = time.perf_counter()
+    model = CpuExecutor.load(Path(path), plan.threads)
+    loaded = time.perf_counter() - start
+    batch = model.limits.max_batch
+    _decode(model, plan, 1, steps=1)  # the first call allocates the cache
+    figures: dict[str, object] = {
+        "threads": model.threads,
+        "load_seconds": round(loaded, 3),
+        "prefill": _figure(plan.prompt_tokens, plan.rounds, lambda: _prefill(model, plan, 0)),
+    }
+    for count in dict.fromkeys((1, batch)):
+        tokens = count * plan.answer_tokens
+        figures[f"decode {count}"] = _figure(tokens, plan.rounds, partial(_decode, model, plan, count))
+    return figures
 
 
 def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, float]:
@@ -131,4 +127,4 @@ def _decode(model: CpuExecutor, plan: Plan, count: int, steps: int | None = None
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Plan(**json.loads(sys.argv[2])))
+    fresh_process.main(_work)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import resource
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
-from mlcbuild.errors import VerificationError
+from mlcbuild.bundles import fresh_process
 
 
 def measure(bundle: Path) -> int:
@@ -18,12 +15,7 @@ def measure(bundle: Path) -> int:
     max_batch sequences of context_window tokens are run, so this takes as long as that takes. Raises
     VerificationError with the runtime's own sentence when the bundle cannot be run.
     """
-    command = [sys.executable, "-m", "mlcbuild.bundles.footprint", str(bundle)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise VerificationError(f"the bundle could not be run: {why}")
-    return int(json.loads(done.stdout))
+    return int(fresh_process.run("mlcbuild.bundles.footprint", str(bundle)))
 
 
 def _peak() -> int:
@@ -34,29 +26,24 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
 
 
-def _main(path: str) -> None:
-    from mlcbuild_format.errors import ServingError
+def _grown(path: str) -> int:
+    """Fills every sequence of a bundle and returns the bytes by which the peak of this process grows."""
     from mlcbuild_runtime.devices.cpu import CpuExecutor
     from mlcbuild_runtime.executor.batch import Step
 
-    try:
-        model = CpuExecutor.load(Path(path))
-        # Weights are mapped and the cache is reserved: neither takes memory before it is used.
-        before = _peak()
-        limits = model.limits
-        per_sequence = limits.sequence_pages
-        pages = [
-            range(number * per_sequence, (number + 1) * per_sequence) for number in range(limits.max_batch)
-        ]
-        for own in pages:
-            for start in range(0, limits.context_window, limits.prefill_chunk):
-                end = min(start + limits.prefill_chunk, limits.context_window)
-                model.forward(Step.of([([0] * (end - start), end, own)]))
-        model.forward(Step.of([([0], limits.context_window, own) for own in pages]))
-    except ServingError as error:
-        sys.exit(str(error))
-    sys.stdout.write(json.dumps(_peak() - before))
+    model = CpuExecutor.load(Path(path))
+    # Weights are mapped and the cache is reserved: neither takes memory before it is used.
+    before = _peak()
+    limits = model.limits
+    per_sequence = limits.sequence_pages
+    pages = [range(number * per_sequence, (number + 1) * per_sequence) for number in range(limits.max_batch)]
+    for own in pages:
+        for start in range(0, limits.context_window, limits.prefill_chunk):
+            end = min(start + limits.prefill_chunk, limits.context_window)
+            model.forward(Step.of([([0] * (end - start), end, own)]))
+    model.forward(Step.of([([0], limits.context_window, own) for own in pages]))
+    return _peak() - before
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    fresh_process.main(_grown)

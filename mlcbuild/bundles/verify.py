@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
+from mlcbuild.bundles import fresh_process
 from mlcbuild.canon import Json
 from mlcbuild.errors import VerificationError
 
@@ -93,26 +91,8 @@ def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
     reference_perplexity of the prompts. decode_error: largest difference, in logits, between running
     tokens one at a time and all at once. Raises VerificationError when the process fails.
     """
-    with TemporaryDirectory() as directory:
-        result = Path(directory, "figures.json")
-        command = [
-            sys.executable,
-            "-m",
-            "mlcbuild.bundles.verify",
-            str(bundle),
-            str(reference_dir),
-            str(result),
-        ]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-        )
-        if done.returncode == 0:
-            return cast("dict[str, float]", json.loads(result.read_bytes()))
-    if done.returncode < 0:
-        why = f"the process was ended by {signal.Signals(-done.returncode).name}"
-    else:
-        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    raise VerificationError(f"the bundle could not be run: {why}")
+    figures: dict[str, float] = fresh_process.run("mlcbuild.bundles.verify", str(bundle), str(reference_dir))
+    return figures
 
 
 @dataclass
@@ -170,28 +150,24 @@ def _log_softmax(logits: Logits) -> NDArray[np.float64]:
     return wide
 
 
-def _main(bundle: str, reference_dir: str, result: str) -> None:
-    """The fresh process: loads the bundle as a server does, and nothing of the compiler."""
+def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
+    """Returns the figures of `measure`. Loads the bundle as a server does, and nothing of the compiler."""
     import numpy as np
-    from mlcbuild_format.errors import ServingError
     from mlcbuild_runtime.devices.cpu import CpuExecutor
 
-    try:
-        model = CpuExecutor.load(Path(bundle), threads=int(os.environ.get("MLCBUILD_CORES", "1")))
-        sums = _Sums()
-        for i, tokens in enumerate(json.loads(Path(reference_dir, "tokens.json").read_bytes())):
-            expected = np.load(Path(reference_dir, f"logits-{i:04}.npy"))
-            found = model.score(tokens)
-            if not np.isfinite(found).all():
-                sys.exit(f"prompt {i + 1}: the bundle's logits are not finite")
-            sums.add(tokens, expected, found)
-            head = tokens[:DECODED]
-            stepped = model.score(head, chunk=1)
-            sums.decode_errors.append(float(np.abs(stepped - found[: len(head)]).max()))
-    except ServingError as error:
-        sys.exit(str(error))
-    Path(result).write_text(json.dumps(sums.figures()), encoding="utf-8")
+    model = CpuExecutor.load(Path(bundle), threads=int(os.environ.get("MLCBUILD_CORES", "1")))
+    sums = _Sums()
+    for i, tokens in enumerate(json.loads(Path(reference_dir, "tokens.json").read_bytes())):
+        expected = np.load(Path(reference_dir, f"logits-{i:04}.npy"))
+        logits = model.score(tokens)
+        if not np.isfinite(logits).all():
+            sys.exit(f"prompt {i + 1}: the bundle's logits are not finite")
+        sums.add(tokens, expected, logits)
+        head = tokens[:DECODED]
+        stepped = model.score(head, chunk=1)
+        sums.decode_errors.append(float(np.abs(stepped - logits[: len(head)]).max()))
+    return sums.figures()
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    fresh_process.main(_compare)
