@@ -14,6 +14,8 @@ from types import TracebackType
 
 from mlcbuild_format import regular
 
+from mlcbuild.errors import one_line
+
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
@@ -78,9 +80,9 @@ def holder(path: Path) -> str:
         pid, _, host = regular.read(path, 1 << 12, follow_link=False).decode(errors="replace").partition(" ")
     except OSError:
         return "just ended"
-    if not pid:
+    if not pid.isdecimal():
         return "pid not known yet"
-    return f"pid {pid}" if host == socket.gethostname() else f"pid {pid} on {host}"
+    return f"pid {pid}" if host == socket.gethostname() else f"pid {pid} on {one_line(host)}"
 
 
 def _open(path: Path) -> int:

@@ -1,0 +1,75 @@
+"""The rules that store, receipts and logs share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.store import layout
+from mlcbuild.store.stamp import STAMP
+
+
+@pytest.mark.parametrize(
+    ("variables", "root"),
+    [
+        ({"MLCBUILD_STORE": "/s", "XDG_CACHE_HOME": "/x"}, "/s"),
+        ({"MLCBUILD_STORE": "~/s"}, "/home/ann/s"),
+        ({"MLCBUILD_STORE": "s"}, "/here/s"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/mlcbuild"),
+        ({"XDG_CACHE_HOME": "x"}, "/home/ann/.cache/mlcbuild"),
+        ({}, "/home/ann/.cache/mlcbuild"),
+    ],
+)
+@pytest.mark.skipif(sys.platform == "darwin", reason="another directory there")
+def test_the_place_of_a_store(variables: dict[str, str], root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    monkeypatch.setattr(os, "getcwd", lambda: "/here")
+    assert layout.default_root(variables) == root
+
+
+def test_a_blob_is_as_written_while_size_stamp_and_kind_are(tmp_path: Path) -> None:
+    path = tmp_path / "blob"
+    path.write_bytes(b"1234")
+    assert not layout.is_as_written(path.stat(), 4), "it was just written"
+    os.utime(path, (STAMP, STAMP))
+    assert layout.is_as_written(path.stat(), 4) and not layout.is_as_written(path.stat(), 5)
+    os.utime(path, ns=(STAMP * 10**9, STAMP * 10**9 + 1))
+    assert not layout.is_as_written(path.stat(), 4), "a nanosecond later"
+    os.utime(tmp_path, (STAMP, STAMP))
+    assert not layout.is_as_written(tmp_path.stat(), tmp_path.stat().st_size), "a directory"
+
+
+def test_the_use_of_a_record_is_noted_every_few_minutes(tmp_path: Path) -> None:
+    path = tmp_path / "record"
+    path.touch()
+    for ago, is_noted in ((layout.USE_NOTED_NS // 2, True), (2 * layout.USE_NOTED_NS, False)):
+        then = time.time_ns() - ago
+        os.utime(path, ns=(then, then))
+        assert layout.is_use_noted(then) is is_noted
+        layout.note_use(str(path))
+        assert (path.stat().st_mtime_ns == then) is is_noted
+    layout.note_use(str(tmp_path / "gone"))
+
+
+def test_logs_are_named_by_their_time_and_the_oldest_go(tmp_path: Path) -> None:
+    paths = [
+        Path(layout.write_log(str(tmp_path), 1e9 + number, 0.5, f'"number": {number}}}'))
+        for number in range(layout.KEPT_LOGS + 2)
+    ]
+    assert sorted(tmp_path.iterdir()) == sorted(paths[2:])
+    document = json.loads(paths[-1].read_text())
+    assert document == {"time": 1e9 + layout.KEPT_LOGS + 1, "seconds": 0.5, "number": layout.KEPT_LOGS + 1}
+
+
+def test_it_imports_next_to_nothing() -> None:
+    code = "import sys; old = set(sys.modules); import mlcbuild.store.layout; print(*set(sys.modules) - old)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = {name for name in done.stdout.split() if name.startswith("mlcbuild")}
+    assert ours == {"mlcbuild", "mlcbuild.store", "mlcbuild.store.layout", "mlcbuild.store.stamp"}
+    assert not {"pathlib", "json", "dataclasses", "typing"} & set(done.stdout.split())
