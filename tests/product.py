@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from mlcbuild.canon import bytes_digest
+
 SCHEMES = ("q0f32", "q0f16", "q4f32_1", "q4f16_1", "q8f32_1", "q8f16_1", "q4a8_1", "q8a8_1")
 PRESETS = (
     "x86-64-v2",
@@ -99,7 +101,7 @@ def verify(params: Mapping[str, object], inputs: Inputs, out: Path) -> None:
 
 
 def _digest(inputs: Inputs) -> str:
-    return str(json.loads((inputs["config"] / "config.json").read_bytes())["intermediate_size"])
+    return bytes_digest((inputs["config"] / "config.json").read_bytes())
 
 
 REPLACED = {
