@@ -106,7 +106,7 @@ def _version(part: str, manifest: Manifest) -> list[str]:
 def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     """Loads parts in a child process. Returns those that have passed, and what is wrong with the next one as
     a sentence; "" where nothing is. Raises SetupError."""
-    how = f"takes more than {SECONDS:g} s"
+    how, code = f"takes more than {SECONDS:g} s", None
     try:
         done = subprocess.run(
             [sys.executable, "-c", _START, str(path), *parts],
@@ -122,7 +122,7 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     except OSError as error:
         raise SetupError(f"{path}: it cannot be tried in a process: {error.strerror}") from None
     else:
-        output = done.stdout
+        output, code = done.stdout, done.returncode
         how = f"fails, or needs more than {MEMORY >> 30} GiB"
         if done.returncode < 0:
             with suppress(ValueError):
@@ -132,6 +132,8 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
     if len(passed) == len(parts):
         return passed, ""
     if len(lines) > len(passed):
+        if code == SetupError.exit_code:
+            raise SetupError(lines[-1])
         return passed, lines[-1]
     whole = "; build the bundle again from a whole checkpoint"
     return passed, f"{path}: its {parts[len(passed)]} is not usable: the process that loads it {how}{whole}"
@@ -155,6 +157,7 @@ def work() -> None:
             sys.stdout.flush()
     except (BundleError, SetupError) as error:
         sys.stdout.write(str(error))
+        sys.exit(error.exit_code)
 
 
 def _use(path: Path, tokenizer: Tokenizer) -> None:
