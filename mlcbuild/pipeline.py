@@ -37,8 +37,6 @@ from mlcbuild.recipe import Bench, Recipe, Variant, Verify, expand
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
 
-TENSORS = ("*.safetensors", "*.safetensors.index.json")
-"""Files of a checkpoint that hold its weights."""
 MANY_CORES = 64
 """For steps that use whatever the machine gives."""
 COMPILER_MEMORY = 600 << 20
@@ -121,22 +119,23 @@ class _Assembly:
 
     def add(self, variant: Variant) -> Product:
         checkpoint = self.checkpoints[variant.model.name]
+        kind = checkpoint.kind
         source = self._keep(checkpoint.node)
         config = self._keep(
             Step(
                 f"config/{checkpoint.name}",
-                "mlcbuild.models.action:normalise",
-                {},
-                {"checkpoint": Input(source, ("config.json",))},
+                kind.config,
+                checkpoint.params,
+                {"checkpoint": Input(source, kind.config_files)},
                 code=tuple(map(family_module, checkpoint.families)),
             )
         )
         tokenizer = self._keep(
             Step(
                 f"tokenizer/{checkpoint.name}",
-                "mlcbuild.bundles.assemble:tokenizer",
-                {},
-                {"checkpoint": Input(source, (*bundle.TOKENIZER_FILES, bundle.POOLING, "config.json"))},
+                kind.tokenizer,
+                checkpoint.params,
+                {"checkpoint": Input(source, kind.tokenizer_files)},
             )
         )
         weights = self._keep_apart(_weights(variant, checkpoint, config))
@@ -220,7 +219,7 @@ class _Assembly:
         inputs = {
             "config": Input(config),
             "tokenizer": Input(tokenizer),
-            "checkpoint": Input(checkpoint.node.name, TENSORS),
+            "checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files),
         }
         wanted = variant.verify.prompts if variant.verify is not None else PROMPTS
         if isinstance(wanted, Path):
@@ -233,8 +232,10 @@ class _Assembly:
                 {
                     "prompts": wanted.name if isinstance(wanted, Path) else list(wanted),
                     "context_window": variant.limits.context_window,
+                    **checkpoint.params,
                 },
                 inputs,
+                code=checkpoint.kind.code,
                 cores=MANY_CORES,
                 memory=checkpoint.largest * 3 + (1 << 30),
             )
@@ -251,9 +252,9 @@ def _weights(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
     return Step(
         f"weights/{checkpoint.name}/{variant.quantization}/{scheme.layout}",
         "mlcbuild.checkpoints.conversion:convert",
-        {"scheme": quant.to_json(scheme)},
-        {"config": Input(config), "checkpoint": Input(checkpoint.node.name, TENSORS)},
-        code=tuple(map(format_module, scheme.formats)),
+        {"scheme": quant.to_json(scheme), **checkpoint.params},
+        {"config": Input(config), "checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files)},
+        code=(*map(format_module, scheme.formats), *checkpoint.kind.code),
         labels=_labels(variant),
         cores=MANY_CORES,
         memory=checkpoint.largest * 3 + PROCESS_MEMORY,

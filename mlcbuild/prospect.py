@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import TypeAlias
 
 from mlcbuild import quant
 from mlcbuild.build.graph import Node, Source, Step
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints.checkpoint_kinds import GGUF, SAFETENSORS, CheckpointKind
 from mlcbuild.checkpoints.fetch import local_files
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock
@@ -41,12 +42,23 @@ class Checkpoint:
     """What stands for the config in names: a digest, shortened."""
     config: ModelConfig | None
     """None: it is not here yet."""
+    file: str | None = None
+    """The GGUF file, in the directory of `node`, that is the checkpoint; None: the directory is."""
     most: int = UNKNOWN_MEMORY
     """Bytes that its weights have in float32, at most, when the config is not known."""
 
     @property
     def name(self) -> str:
         return self.model.name
+
+    @property
+    def kind(self) -> CheckpointKind:
+        return SAFETENSORS if self.file is None else GGUF
+
+    @property
+    def params(self) -> dict[str, Json]:
+        """Parameters of every step that reads the checkpoint."""
+        return {} if self.file is None else {"file": self.file}
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -115,29 +127,51 @@ def _pinned(model: Model, source: HubSource, lock: Lock) -> Checkpoint:
     )
     stored = sum(file.size for path, file in locked.files.items() if path.endswith(".safetensors"))
     most = min(UNKNOWN_MEMORY, 4 * stored)
-    return Checkpoint(model, step, locked.files["config.json"].sha256[:12], None, most)
+    return Checkpoint(model, step, locked.files["config.json"].sha256[:12], None, most=most)
 
 
-_Local: TypeAlias = tuple[tuple[str, ...], ModelConfig, str]
-"""The files of a directory that matter, its config, and the config's digest."""
+@dataclass(frozen=True)
+class _Local:
+    """A checkpoint of the user, read."""
+
+    root: Path
+    files: tuple[str, ...]
+    """Those that matter, relative to root."""
+    config: ModelConfig
+    digest: str
+    """The config's."""
+    file: str | None = None
+    """The GGUF file, where it is one."""
 
 
 def _local(model: Model, root: Path, read: Callable[[Path], _Local | list[str]]) -> Checkpoint:
     found = read(root)
     if isinstance(found, list):  # it was right a moment ago
         raise InputError(model.place.problem(f"model '{model.name}': {line}") for line in found)
-    files, config, label = found
-    return Checkpoint(model, Source(f"fetch/{model.name}", root, files), label[:12], config)
+    source = Source(f"fetch/{model.name}", found.root, found.files)
+    return Checkpoint(model, source, found.digest[:12], found.config, found.file)
 
 
 def _read_local(root: Path) -> _Local | list[str]:
     """A local checkpoint, or sentences about what is wrong with it."""
     try:
+        if root.suffix == ".gguf":
+            return _read_gguf(root)
         files = local_files(root)
         config = parse(read_json(root / "config.json"), str(root / "config.json"))
     except (SourceError, CheckpointError) as error:
         return str(error).split("\n")
-    return files, config, config_digest(config)
+    return _Local(root, files, config, config_digest(config))
+
+
+def _read_gguf(path: Path) -> _Local:
+    """Raises CheckpointError."""
+    from mlcbuild.checkpoints.gguf_config import read_config  # loads NumPy
+    from mlcbuild.checkpoints.gguf_file import parts
+
+    config = read_config(path)
+    files = tuple(part.name for part in parts(path))
+    return _Local(path.parent, files, config, config_digest(config), files[0])
 
 
 def _unreadable(variant: Variant) -> Iterator[Problem]:

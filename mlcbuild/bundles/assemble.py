@@ -13,25 +13,13 @@ from typing import TYPE_CHECKING, cast
 from mlcbuild_format import regular
 
 from mlcbuild.canon import Json, file_digest, note_digest, noted_digest
+from mlcbuild.checkpoints.checkpoint_kinds import POOLING, TOKENIZER_FILES
 from mlcbuild.errors import CheckpointError
 
 if TYPE_CHECKING:
     from mlcbuild_format.bundle import File, Manifest, Serving
     from mlcbuild_format.fields import Json as FreeJson
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
-"""Files of a checkpoint that a bundle keeps as they are, where they exist."""
-
-POOLING = "1_Pooling/config.json"
-"""How sentence-transformers makes embeddings of a checkpoint's hidden states."""
 _LARGEST_CONFIG = 16 << 20
 """Bytes of a JSON file of a checkpoint."""
 _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
@@ -55,11 +43,16 @@ def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     for name in found:
         # Copied, not linked: the checkpoint may be the user's own directory, where files change in place.
         shutil.copyfile(checkpoint / name, out / name)
-    (out / SERVING).write_text(json.dumps(_serving(checkpoint), sort_keys=True) + "\n", encoding="utf-8")
+    (out / SERVING).write_text(
+        json.dumps(serving_document(checkpoint), sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
-def _serving(checkpoint: Path) -> dict[str, object]:
-    """generation_config.json over config.json, as transformers reads them."""
+def serving_document(checkpoint: Path) -> dict[str, object]:
+    """Returns the serving defaults of generation_config.json over config.json, as transformers reads them.
+
+    Raises CheckpointError.
+    """
     documents = [_object(checkpoint / name) for name in ("config.json", "generation_config.json")]
     merged = {key: value for document in documents for key, value in document.items() if value is not None}
     ends = merged.get("eos_token_id", [])

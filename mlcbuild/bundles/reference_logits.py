@@ -39,6 +39,7 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     from mlcbuild import models
     from mlcbuild.bundles.reference import logits
     from mlcbuild.checkpoints import conversion
+    from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
 
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
     tokenizer = Tokenizer.load(inputs["tokenizer"])
@@ -49,7 +50,7 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     if not sequences:
         raise UsageError("verify.prompts: no prompt has more than one token; give at least one line of text")
     names = conversion.read_tensor_names(inputs["config"])
-    parameters = conversion.checkpoint(inputs["checkpoint"], config, names)
+    parameters = conversion.checkpoint(checkpoint_path(params, inputs), config, names)
 
     def compute(item: tuple[int, list[int]]) -> None:
         i, tokens = item

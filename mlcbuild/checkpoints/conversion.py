@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from mlcbuild import models, progress
 from mlcbuild.canon import Json
+from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
 from mlcbuild.checkpoints.mapping import Rows, Source, fail, locate
 from mlcbuild.checkpoints.shards import Shard, lay_out, read_header
 from mlcbuild.errors import CheckpointError, StepError, UsageError
@@ -66,7 +67,7 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
     problems = check_overrides(scheme, parameters(config))
     if problems:
         raise UsageError("\n".join(problems))
-    found = locate(inputs["checkpoint"], config, read_tensor_names(inputs["config"]))
+    found = locate(checkpoint_path(params, inputs), config, read_tensor_names(inputs["config"]))
     cores = int(os.environ.get("MLCBUILD_CORES") or os.cpu_count() or 1)
     write(found, scheme, out, cores)
 

@@ -21,6 +21,7 @@ from mlcbuild_format import regular
 
 from mlcbuild import progress
 from mlcbuild.canon import Json, note_digest
+from mlcbuild.checkpoints.checkpoint_kinds import POOLING
 from mlcbuild.checkpoints.hub import HubSource, check_name, download, explained, reach
 from mlcbuild.errors import SourceError
 
@@ -43,9 +44,6 @@ WANTED = (
 LARGEST_INDEX = 64 << 20
 """Bytes of INDEX, as in checkpoint.py."""
 _BLOCK = 1 << 20
-
-POOLING = "1_Pooling/config.json"
-"""What sentence-transformers knows of a model's embeddings; the only file that is wanted below the top."""
 
 _MOST = 8
 """How often a file's bytes may come, over all attempts: what sends without an end is given up."""
@@ -71,7 +69,9 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
     names = set(names)
     top = {name for name in names if "/" not in name}
     if "config.json" not in top:
-        raise SourceError("it has no config.json, so it is no checkpoint in Hugging Face format")
+        packed = sorted(name for name in top if name.endswith(".gguf"))
+        hint = f"; to build {packed[0]}, write the path of that file" if packed else ""
+        raise SourceError(f"it has no config.json, so it is no checkpoint in Hugging Face format{hint}")
     found = {name for name in top if any(fnmatchcase(name, pattern) for pattern in WANTED)}
     found |= {POOLING} & names
     if SINGLE in top:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,8 @@ from mlcbuild_format import regular, strict_json
 from mlcbuild_format.safetensors import Tensor
 from numpy.typing import NDArray
 
-from mlcbuild.checkpoints.shards import read_header
+from mlcbuild.checkpoints.checkpoint_kinds import kind_of
+from mlcbuild.checkpoints.shards import PackedTensor, read_header
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Param, Piece, TensorNames, parameters, surplus
 from mlcbuild.quant.floats import Array, widen, widened
@@ -47,8 +49,8 @@ class Source:
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]:
         """What its rows are read as: the dtype of all pieces, or float32 when they differ."""
-        found = {piece.dtype for piece in self.pieces}
-        return DTYPES[found.pop() if len(found) == 1 else "F32"]
+        dtypes = {"F32" if isinstance(piece, PackedTensor) else piece.dtype for piece in self.pieces}
+        return DTYPES[dtypes.pop() if len(dtypes) == 1 else "F32"]
 
     def __str__(self) -> str:
         return f"{self.param.name} ({', '.join(piece.name for piece in self.pieces)})"
@@ -57,14 +59,20 @@ class Source:
 def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source, ...]:
     """Finds the tensors of every parameter, in the order of `parameters(config)`.
 
-    root: a directory with model.safetensors or, when that is absent, model.safetensors.index.json and the
-    files it names (the order in which transformers looks), or else safetensors files of any other names.
-    It is only read.
+    root: a GGUF file, or a directory with model.safetensors or, when that is absent,
+    model.safetensors.index.json and the files it names (the order in which transformers looks), or else
+    safetensors files of any other names. It is only read.
 
     Raises CheckpointError that lists every problem of every file and tensor.
     """
-    files, index = _files(root)
-    tensors, problems = _tensors(root, files)
+    index: dict[str, str] | None = None
+    problems: list[str] = []
+    reader = kind_of(root).reader
+    if reader is None:
+        files, index = _files(root)
+        tensors, problems = _tensors(root, files)
+    else:
+        tensors = import_module(reader).read_tensors(root)
     complete = not problems
     found = []
     table = _table(config, names, tensors)
@@ -202,7 +210,7 @@ def _misfits(source: Source, expected: Sequence[Piece]) -> list[str]:
                 f"{piece.path}: tensor '{piece.name}' must have the shape {list(shape)}, as config.json "
                 f"says; found {list(piece.shape)}"
             )
-        if piece.dtype not in DTYPES:
+        if piece.dtype not in DTYPES and not isinstance(piece, PackedTensor):
             problems.append(
                 f"{piece.path}: tensor '{piece.name}' is {piece.dtype}; weights must be {', '.join(DTYPES)}: "
                 "use the original, unquantized checkpoint"
@@ -251,7 +259,9 @@ class Rows:
         Raises CheckpointError when a file cannot be read or has become shorter.
         """
         for piece, first, part in _spans(source, start, out):
-            if DTYPES[piece.dtype] == part.dtype:
+            if isinstance(piece, PackedTensor):
+                self._decoded(piece, first, part.view(np.float32))
+            elif DTYPES[piece.dtype] == part.dtype:
                 self._fill(piece, first, part)
             else:
                 raw = np.empty(part.shape, DTYPES[piece.dtype])
@@ -264,6 +274,24 @@ class Rows:
         raw = np.empty((stop - start, *source.param.shape[1:]), source.dtype)
         self.read(source, start, raw)
         return widened(raw)
+
+    def _decoded(self, piece: PackedTensor, first: int, out: NDArray[np.float32]) -> None:
+        """Reads rows of a packed tensor in the order in which transformers has them."""
+        if not piece.interleaved_heads:
+            self._decode(piece, first, out)
+            return
+        dim = piece.shape[0] // piece.interleaved_heads
+        start, stop = first // dim * dim, -(-(first + len(out)) // dim) * dim
+        heads = np.empty((stop - start, *piece.shape[1:]), np.float32)
+        self._decode(piece, start, heads)
+        halves = heads.reshape(-1, dim // 2, 2, *piece.shape[1:]).swapaxes(1, 2)
+        out[...] = halves.reshape(heads.shape)[first - start : first - start + len(out)]
+
+    def _decode(self, piece: PackedTensor, first: int, out: NDArray[np.float32]) -> None:
+        """Reads rows in the order in which they are stored."""
+        rows = np.empty((len(out), piece.size // piece.shape[0]), np.uint8)
+        self._fill(piece, first, rows)
+        piece.decode(rows, out.reshape(len(out), -1))
 
     def _fill(self, piece: Tensor, row: int, out: Array) -> None:
         view = out.reshape(-1).view(np.uint8).data

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 
+import numpy as np
 from mlcbuild_format import safetensors
-from mlcbuild_format.safetensors import Header, HeaderError, NewFile
+from mlcbuild_format.safetensors import Header, HeaderError, NewFile, Tensor
+from numpy.typing import NDArray
 
 from mlcbuild.errors import CheckpointError
 from mlcbuild.quant import StoredTensor
 
 _POINTER = b"version "
 """The first bytes of a Git LFS pointer."""
+
+
+@dataclass(frozen=True)
+class PackedTensor(Tensor):
+    """A tensor whose bytes are not its rows, in order, in a dtype of NumPy."""
+
+    decode: Callable[[NDArray[np.uint8], NDArray[np.float32]], None]
+    """Writes the float32 values of rows' bytes [rows, bytes of a row] to [rows, columns]."""
+    interleaved_heads: int = 0
+    """Heads whose rows i and i + dim/2 are stored side by side; 0: rows are in order."""
 
 
 def read_header(path: Path) -> Header:

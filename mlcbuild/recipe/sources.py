@@ -23,7 +23,7 @@ _HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({_PART}/{_PART})(?
 @dataclass(frozen=True)
 class LocalSource:
     path: Path
-    """An existing directory, absolute."""
+    """An existing directory or GGUF file, absolute."""
 
 
 Source: TypeAlias = LocalSource | HubSource
@@ -70,13 +70,15 @@ def _read_source(
     if path is None:
         return None
     found = kind(path)
-    if found == "a directory":
+    if found == "a directory" or (found == "a regular file" and path.suffix == ".gguf"):
         return LocalSource(path)
     if found == "missing":
         reading.report(where, _absent(path, text, siblings))
     else:
         what = "a file" if found == "a regular file" else found
-        reading.report(where, f"'{text}' is {what}; a source is the directory of a checkpoint")
+        reading.report(
+            where, f"'{text}' is {what}; a source is the directory of a checkpoint, or a GGUF file"
+        )
     return None
 
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlcbuild.checkpoints.fetch import INDEX, POOLING, index_shards, local_files, needed_files
+from mlcbuild.checkpoints.checkpoint_kinds import POOLING
+from mlcbuild.checkpoints.fetch import INDEX, index_shards, local_files, needed_files
 from mlcbuild.checkpoints.hub import HubSource, check_name, parse_source
 from mlcbuild.errors import SourceError, UsageError
 from tests.hub import Client, Fault, Hub, RefusedError
@@ -128,6 +129,7 @@ def test_weights_of_another_name_are_taken_where_there_is_no_index() -> None:
     ("names", "shards", "fault"),
     [
         (["model.safetensors"], (), "it has no config.json"),
+        (["b.gguf", "a.gguf"], (), "to build a.gguf, write the path of that file"),
         (["config.json"], (), "it has no safetensors weights: only"),
         (["config.json", "a.gguf", "b.bin"], (), "it has no safetensors weights; it has a.gguf, b.bin: only"),
         (["config.json", "consolidated.safetensors"], (), "it has no safetensors weights"),

@@ -1,0 +1,24 @@
+"""The step `tokenizer/<model>` of a GGUF file: its tokenizer and chat template as the runtime reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from mlcbuild.bundles.assemble import SERVING, serving_document
+from mlcbuild.canon import Json
+from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
+from mlcbuild.checkpoints.gguf_file import read_gguf
+from mlcbuild.checkpoints.gguf_tokenizer import write_tokenizer
+
+
+def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: tokenizer files and serving defaults of the GGUF file params["file"] in inputs["checkpoint"].
+
+    Raises CheckpointError.
+    """
+    path = checkpoint_path(params, inputs)
+    write_tokenizer(read_gguf(path).metadata, str(path), out)
+    document = json.dumps(serving_document(out), sort_keys=True)
+    (out / SERVING).write_text(document + "\n", encoding="utf-8")

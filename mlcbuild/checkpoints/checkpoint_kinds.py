@@ -1,0 +1,75 @@
+"""The kinds of checkpoints: which of their files the steps read, and by what code.
+
+Modules are named and not imported, so the key of a step holds the code of its own kind only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlcbuild.canon import Json
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+"""Files of a checkpoint of safetensors that a bundle keeps as they are, where they exist."""
+POOLING = "1_Pooling/config.json"
+"""How sentence-transformers makes embeddings of a checkpoint's hidden states."""
+
+
+@dataclass(frozen=True)
+class CheckpointKind:
+    """How one kind of checkpoint is read. File names are glob patterns."""
+
+    config: str
+    """The action of its config step, as `module:function`."""
+    config_files: tuple[str, ...]
+    tokenizer: str
+    """The action of its tokenizer step."""
+    tokenizer_files: tuple[str, ...]
+    weights_files: tuple[str, ...]
+    reader: str | None = None
+    """Module whose `read_tensors(path)` returns the tensors; None: `mapping` itself reads them."""
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Modules that steps which read weights load by name."""
+        return () if self.reader is None else (self.reader,)
+
+
+SAFETENSORS = CheckpointKind(
+    config="mlcbuild.models.action:normalise",
+    config_files=("config.json",),
+    tokenizer="mlcbuild.bundles.assemble:tokenizer",
+    tokenizer_files=(*TOKENIZER_FILES, POOLING, "config.json"),
+    weights_files=("*.safetensors", "*.safetensors.index.json"),
+)
+GGUF = CheckpointKind(
+    config="mlcbuild.checkpoints.gguf_config:normalise",
+    config_files=("*.gguf",),
+    tokenizer="mlcbuild.bundles.gguf_text:tokenizer",
+    tokenizer_files=("*.gguf",),
+    weights_files=("*.gguf",),
+    reader="mlcbuild.checkpoints.gguf_tensors",
+)
+
+
+def kind_of(path: Path) -> CheckpointKind:
+    """Returns the kind of a checkpoint: a directory of safetensors, or a GGUF file."""
+    return GGUF if path.suffix == ".gguf" else SAFETENSORS
+
+
+def checkpoint_path(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Path:
+    """Returns the checkpoint of a step: inputs["checkpoint"], or the file in it that params["file"] names.
+
+    A directory of the user may hold several GGUF files.
+    """
+    return inputs["checkpoint"] / str(params.get("file", ""))

@@ -1,0 +1,258 @@
+"""Translates the metadata of a GGUF file into the config of a model.
+
+What the metadata say becomes the fields of a config.json, which the family's own rules then check. Keys:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from mlcbuild.canon import Json, canonical
+from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
+from mlcbuild.checkpoints.gguf_file import Gguf, Value, read_gguf
+from mlcbuild.checkpoints.gguf_tensors import (
+    LONG_FACTORS,
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    architecture_of,
+)
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models import ModelConfig
+from mlcbuild.models.action import TENSOR_NAMES
+from mlcbuild.models.layers import Rope
+from mlcbuild.models.parsing import parse, tensor_names
+from mlcbuild.models.rounding import f32
+from mlcbuild.models.serial import to_json
+
+Fields = dict[str, object]
+"""The fields of a config.json."""
+_NEUTRAL = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
+"""Keys of an architecture that change nothing."""
+
+
+def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
+    """Action: `config.json` and `tensors.json`, as models.action writes them, of the GGUF file
+    params["file"] in inputs["checkpoint"]. Raises CheckpointError.
+    """
+    config = read_config(checkpoint_path(params, inputs))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_bytes(canonical(to_json(config)))
+    (out / TENSOR_NAMES).write_bytes(canonical(tensor_names(config).to_json()))
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Returns the config of the model in a GGUF file.
+
+    Raises CheckpointError with all problems, one a line: metadata that are missing, wrong or not understood.
+    """
+    gguf = read_gguf(path)
+    name, _ = architecture_of(gguf, str(path))
+    keys = _Keys(gguf, str(path))
+    fields = {**_common(keys, name), **_EXTEND[name](keys)}
+    keys.close()
+    config = parse(fields, str(path))
+    factors = _floats(gguf, ROPE_FACTORS)
+    if factors is None:
+        return config
+    return replace(config, ropes=tuple(_divided(rope, factors, path) for rope in config.ropes))
+
+
+class _Keys:
+    """Reads the metadata `<architecture>.<name>` and notes which were read."""
+
+    def __init__(self, gguf: Gguf, place: str) -> None:
+        self.gguf, self.place = gguf, place
+        self._prefix = f"{gguf.metadata.get('general.architecture')}."
+        self._read: set[str] = set()
+        self._problems: list[str] = []
+
+    def get(self, name: str) -> Value | None:
+        """Returns the value of `<architecture>.<name>`, None where it is absent."""
+        self._read.add(self._prefix + name)
+        return self.gguf.metadata.get(self._prefix + name)
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.gguf.tensors
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Returns an integer above 0, the default where it is absent, and 1 after noting a problem."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        return int(self._problem(name, "an integer above 0", value))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Returns a number, as the shortest decimal of its float32; see `integer`."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(str(np.float32(value)))
+        return self._problem(name, "a number", value)
+
+    def _problem(self, name: str, what: str, value: object) -> float:
+        state = "it is missing" if value is None else f"found {str(value)[:40]!r}"
+        self._problems.append(
+            f"{self.place}: {self._prefix}{name} must be {what}: {state}; fetch the file again"
+        )
+        return 1.0
+
+    def check(self) -> None:
+        """Raises CheckpointError with the problems so far."""
+        if self._problems:
+            raise CheckpointError("\n".join(dict.fromkeys(self._problems)))
+
+    def close(self) -> None:
+        """Raises CheckpointError with all problems: a key that nobody read may change numbers."""
+        for name in ("expert_count", "expert_used_count"):
+            if self.get(name):
+                self._problems.append(
+                    f"{self.place}: {self._prefix}{name} is {self.get(name)}: mixtures of experts are not "
+                    "supported; use a dense model"
+                )
+        neutral = {self._prefix + name for name in _NEUTRAL}
+        for key in self.gguf.metadata:
+            if key.startswith(self._prefix) and key not in self._read | neutral:
+                self._problems.append(
+                    f"{self.place}: the metadata key {key} is not understood, and it may change the model's "
+                    "numbers; use the original checkpoint"
+                )
+        self.check()
+
+
+def _common(keys: _Keys, family: str) -> Fields:
+    """The fields of config.json that all families have."""
+    heads = keys.integer("attention.head_count")
+    hidden = keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", max(hidden // heads, 1))
+    embedding = keys.gguf.tensors.get("token_embd.weight")
+    fields: Fields = {
+        "model_type": family,
+        "vocab_size": embedding.shape[0] if embedding is not None else keys.integer("vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.integer("context_length"),
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+    }
+    rotated = keys.integer("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        fields["partial_rotary_factor"] = rotated / head_dim
+    scaling = _rope_scaling(keys)
+    return fields if scaling is None else {**fields, "rope_scaling": scaling}
+
+
+def _rope_scaling(keys: _Keys) -> Fields | None:
+    kind = keys.get("rope.scaling.type")
+    short, long = (_floats(keys.gguf, name) for name in (SHORT_FACTORS, LONG_FACTORS))
+    if short is not None and long is not None:
+        scaling: Fields = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        if keys.get("rope.scaling.attn_factor") is not None:
+            scaling["attention_factor"] = keys.number("rope.scaling.attn_factor")
+    elif kind in (None, "none", ""):
+        return None
+    elif kind == "linear":
+        return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
+    elif kind == "yarn":
+        scaling = {"rope_type": "yarn", "factor": keys.number("rope.scaling.factor")}
+        names = {
+            "yarn_beta_fast": "beta_fast",
+            "yarn_beta_slow": "beta_slow",
+            "attn_factor": "attention_factor",
+        }
+        for name, field in names.items():
+            if keys.get(f"rope.scaling.{name}") is not None:
+                scaling[field] = keys.number(f"rope.scaling.{name}")
+    else:
+        scaling = {"rope_type": str(kind)}  # the families' own check reports it
+    if keys.get("rope.scaling.original_context_length") is not None:
+        scaling["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
+    return scaling
+
+
+def _floats(gguf: Gguf, name: str) -> list[float] | None:
+    """Returns the values of a small float32 tensor, None where the file lacks it."""
+    tensor = gguf.tensors.get(name)
+    if tensor is None:
+        return None
+    if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.size > 1 << 16:
+        raise CheckpointError(
+            f"{tensor.path}: tensor '{name}' must be a list of float32, found {tensor.dtype} "
+            f"{list(tensor.shape)}; fetch the file again"
+        )
+    values: list[float] = np.fromfile(tensor.path, "<f4", tensor.shape[0], offset=tensor.start).tolist()
+    return values
+
+
+def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
+    """Llama 3's scaling as llama.cpp stores it: a divisor of each frequency."""
+    if len(factors) != len(rope.inv_freq) or not all(0 < factor < 1e6 for factor in factors):
+        raise CheckpointError(
+            f"{path}: tensor '{ROPE_FACTORS}' must hold {len(rope.inv_freq)} numbers above 0, found "
+            f"{len(factors)}; fetch the file again"
+        )
+    scaled = (f32(own / factor) for own, factor in zip(rope.inv_freq, factors, strict=True))
+    return replace(rope, inv_freq=tuple(scaled))
+
+
+def _has_bias(keys: _Keys, kind: str) -> bool:
+    return keys.has_tensor(f"blk.0.{kind}.bias")
+
+
+def _llama(keys: _Keys) -> Fields:
+    window = keys.get("attention.sliding_window")
+    if window:
+        return {"model_type": "mistral", "sliding_window": keys.integer("attention.sliding_window")}
+    return {"attention_bias": _has_bias(keys, "attn_q"), "mlp_bias": _has_bias(keys, "ffn_up")}
+
+
+def _qwen2(keys: _Keys) -> Fields:
+    return {}
+
+
+def _qwen3(keys: _Keys) -> Fields:
+    return {"attention_bias": _has_bias(keys, "attn_q")}
+
+
+def _gemma2(keys: _Keys) -> Fields:
+    """Gemma 2's attention scale is not in the file: llama.cpp computes it as the original does."""
+    hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    is_27b = keys.integer("block_count") == 46
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": hidden // heads if is_27b else keys.integer("attention.key_length", 256),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "sliding_window": keys.integer("attention.sliding_window", 4096),
+    }
+
+
+def _phi3(keys: _Keys) -> Fields:
+    window = keys.get("attention.sliding_window")
+    fields: Fields = {"sliding_window": keys.integer("attention.sliding_window") if window else None}
+    if keys.get("rope.scaling.original_context_length") is not None:
+        original = keys.integer("rope.scaling.original_context_length")
+        fields["original_max_position_embeddings"] = original
+    return fields
+
+
+_EXTEND: Mapping[str, Callable[[_Keys], Fields]] = {
+    "gemma2": _gemma2,
+    "llama": _llama,
+    "phi3": _phi3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
+"""Architecture -> the fields that only its family has. Its name is the model_type, but for Mistral."""

@@ -1,0 +1,124 @@
+"""GGUF files of the golden checkpoints are the same models as the checkpoints themselves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlcbuild.bundles.reference import logits
+from mlcbuild.checkpoints import conversion
+from mlcbuild.checkpoints.gguf_config import normalise, read_config
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models import ModelConfig
+from mlcbuild.models.action import read_json
+from mlcbuild.models.parsing import parse, tensor_names
+from tests.conftest import ROOT
+from tests.gguf_files import write_gguf
+
+GOLDEN = ROOT / "tests" / "golden"
+SAME = (
+    "llama-linear-bias",
+    "llama-mha-tied",
+    "llama-yarn",
+    "mistral-window",
+    "phi3-window",
+    "qwen2-bias",
+    "qwen3",
+)
+"""Checkpoints whose metadata lose nothing."""
+ROUNDED = ("llama-llama3-gqa", "phi3-longrope-long")
+"""Frequencies and attention factor are float32 in the file, so they may differ in the last bits."""
+TOKENS = [1, 5, 9, 2, 7, 30, 31, 3, 8, 64, 100, 12, 0, 17, 4, 99, 6, 7, 8, 9]
+
+
+def model(variant: str) -> ModelConfig:
+    return parse(read_json(GOLDEN / variant / "config.json"))
+
+
+@pytest.mark.parametrize("variant", SAME)
+def test_the_config_is_that_of_the_checkpoint(variant: str, tmp_path: Path) -> None:
+    write_gguf(GOLDEN / variant, tmp_path / "m.gguf")
+    assert read_config(tmp_path / "m.gguf") == model(variant)
+
+
+@pytest.mark.parametrize("variant", ROUNDED)
+def test_frequencies_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> None:
+    write_gguf(GOLDEN / variant, tmp_path / "m.gguf")
+    own, expected = read_config(tmp_path / "m.gguf"), model(variant)
+    assert replace(own, ropes=()) == replace(expected, ropes=())
+    for rope, wanted in zip(own.ropes, expected.ropes, strict=True):
+        np.testing.assert_allclose(rope.inv_freq, wanted.inv_freq, rtol=1e-6)
+        np.testing.assert_allclose(rope.inv_freq_long or 0, wanted.inv_freq_long or 0, rtol=1e-6)
+        np.testing.assert_allclose(rope.attention_factor, wanted.attention_factor, rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", [*SAME, *ROUNDED, "gemma2"])
+def test_weights_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> None:
+    write_gguf(GOLDEN / variant, tmp_path / "m.gguf")
+    config = model(variant)
+    names = tensor_names(config)
+    own = conversion.checkpoint(tmp_path / "m.gguf", config, names)
+    expected = conversion.checkpoint(GOLDEN / variant, config, names)
+    assert list(own) == list(expected)
+    for name, values in expected.items():
+        if variant == "gemma2" and name.endswith("norm.weight"):
+            # 1 was added in float32 when the file was written.
+            np.testing.assert_allclose(own[name], values, rtol=0, atol=2**-23)
+        else:
+            np.testing.assert_array_equal(own[name], values)
+
+
+@pytest.mark.parametrize("variant", ["llama-llama3-gqa", "phi3-longrope-long"])
+def test_logits_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> None:
+    write_gguf(GOLDEN / variant, tmp_path / "m.gguf")
+    config = read_config(tmp_path / "m.gguf")
+    own = logits(config, conversion.checkpoint(tmp_path / "m.gguf", config, tensor_names(config)), TOKENS)
+    expected = model(variant)
+    other = conversion.checkpoint(GOLDEN / variant, expected, tensor_names(expected))
+    np.testing.assert_allclose(own, logits(expected, other, TOKENS), rtol=0, atol=1e-5)
+
+
+def test_gemma_2_takes_scale_and_caps_from_its_file(tmp_path: Path) -> None:
+    write_gguf(GOLDEN / "gemma2", tmp_path / "m.gguf")
+    fields = json.loads((GOLDEN / "gemma2" / "config.json").read_text())
+    # The file does not hold query_pre_attn_scalar: it is the head size, but for the model of 27B.
+    assert read_config(tmp_path / "m.gguf") == parse({**fields, "query_pre_attn_scalar": 12})
+
+
+def test_the_action_writes_what_a_checkpoint_gives(tmp_path: Path) -> None:
+    write_gguf(GOLDEN / "qwen3", tmp_path / "m.gguf")
+    normalise({"file": "m.gguf"}, {"checkpoint": tmp_path}, tmp_path / "out")
+    from mlcbuild.models.action import normalise as plain
+
+    plain({}, {"checkpoint": GOLDEN / "qwen3"}, tmp_path / "plain")
+    for name in ("config.json", "tensors.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+
+
+FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "missing": ({}, ("llama.block_count",), "llama.block_count must be an integer above 0: it is missing"),
+    "zero": ({"llama.block_count": 0}, (), "llama.block_count must be an integer above 0: found '0'"),
+    "text": ({"llama.rope.freq_base": "big"}, (), "llama.rope.freq_base must be a number: found 'big'"),
+    "experts": ({"llama.expert_count": 8}, (), "mixtures of experts are not supported; use a dense model"),
+    "unknown": ({"llama.logit_scale": 2.0}, (), "the metadata key llama.logit_scale is not understood"),
+    "architecture": (
+        {"general.architecture": "lama"},
+        (),
+        "the GGUF architecture 'lama' is not supported; did you mean 'llama'?",
+    ),
+    "scaling": ({"llama.rope.scaling.type": "ntk"}, (), "'ntk' is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_metadata_that_describe_no_model(name: str, tmp_path: Path) -> None:
+    metadata, without, sentence = FAULTS[name]
+    write_gguf(GOLDEN / "llama-mha-tied", tmp_path / "m.gguf", metadata=metadata, without=without)
+    with pytest.raises(CheckpointError) as caught:
+        read_config(tmp_path / "m.gguf")
+    assert sentence in str(caught.value) and str(caught.value).startswith(str(tmp_path / "m.gguf"))

@@ -1,0 +1,172 @@
+"""Writes GGUF files of checkpoints, by the conventions of llama.cpp's converter and with the package gguf."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+Floats = NDArray[np.float32]
+
+KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "max_position_embeddings": "context_length",
+    "head_dim": "attention.key_length",
+}
+"""Field of config.json -> integer key of GGUF."""
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up",
+}
+GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+WHOLE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def write_gguf(
+    checkpoint: Path,
+    path: Path,
+    kind: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+) -> None:
+    """Writes a checkpoint of safetensors as a GGUF file.
+
+    kind: the type of matrices whose rows are whole blocks of it. metadata: further keys, written as they are;
+    without: keys that are left out.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    family = config["model_type"]
+    architecture = "llama" if family == "mistral" else family
+    writer = gguf.GGUFWriter(str(path), architecture)
+    for key, value in {**dict(_entries(config, architecture)), **(metadata or {})}.items():
+        if key not in without:
+            _add(writer, key, value)
+    for name, values in _tensors(checkpoint, config, architecture):
+        _add_tensor(writer, name, values, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _entries(config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, Any]]:
+    for field, key in KEYS.items():
+        if field in config:
+            yield f"{architecture}.{key}", config[field]
+    yield f"{architecture}.attention.layer_norm_rms_epsilon", float(config["rms_norm_eps"])
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = config.get("rope_theta") or rope["rope_theta"]
+    yield f"{architecture}.rope.freq_base", float(theta)
+    head = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    yield f"{architecture}.rope.dimension_count", int(head * config.get("partial_rotary_factor", 1))
+    if config.get("sliding_window") and config.get("use_sliding_window", True):
+        yield f"{architecture}.attention.sliding_window", config["sliding_window"]
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if name in config:
+            yield f"{architecture}.{name}", float(config[name])
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind in ("linear", "yarn"):
+        yield f"{architecture}.rope.scaling.type", kind
+        yield f"{architecture}.rope.scaling.factor", float(rope["factor"])
+        if kind == "yarn":
+            original = rope["original_max_position_embeddings"]
+            yield f"{architecture}.rope.scaling.original_context_length", original
+    if kind == "longrope":
+        original, most = config["original_max_position_embeddings"], config["max_position_embeddings"]
+        yield f"{architecture}.rope.scaling.original_context_length", original
+        factor = math.sqrt(1 + math.log(most / original) / math.log(original))
+        yield f"{architecture}.rope.scaling.attn_factor", factor
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def _tensors(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> Iterator[tuple[str, Floats]]:
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    names = {**LAYER, **GEMMA} if architecture == "gemma2" else LAYER
+    for name, values in load_file(checkpoint / "model.safetensors").items():
+        if name in WHOLE:
+            own = WHOLE[name]
+        else:
+            _, _, layer, *middle, ending = name.split(".")
+            own = f"blk.{layer}.{names['.'.join(middle)]}.{ending}"
+        if architecture == "llama" and (".attn_q." in own or ".attn_k." in own):
+            yield own, _paired(values, heads if ".attn_q." in own else groups)
+        elif architecture == "gemma2" and own.endswith("norm.weight"):
+            yield own, values + np.float32(1)
+        else:
+            yield own, values
+    rope = config.get("rope_scaling") or {}
+    if rope.get("rope_type") == "llama3":
+        yield "rope_freqs.weight", _llama3_divisors(config, rope)
+    if "long_factor" in rope:
+        for length in ("long", "short"):
+            yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32)
+
+
+def _paired(values: Floats, heads: int) -> Floats:
+    """Rows i and i + dim/2 of each head side by side, as rotations of neighbours want them."""
+    halves = values.reshape(heads, 2, -1, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _llama3_divisors(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Floats:
+    """Llama 3.1's rule, as divisors of the plain frequencies."""
+    dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original, divisors = rope["original_max_position_embeddings"], []
+    for i in range(0, dim, 2):
+        wave = 2 * math.pi * config["rope_theta"] ** (i / dim)
+        smooth = min(max((original / wave - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(divisors, np.float32)
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: Floats, kind: str) -> None:
+    own = gguf.GGMLQuantizationType[kind]
+    block, _ = gguf.GGML_QUANT_SIZES[own]
+    values = np.ascontiguousarray(values, np.float32)
+    if values.ndim < 2 or values.shape[1] % block or kind == "F32":
+        writer.add_tensor(name, values)
+        return
+    writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
