@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,26 @@ def _add_tensor(writer: gguf.GGUFWriter, name: str, values: Floats, kind: str) -
         writer.add_tensor(name, values)
         return
     writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
+
+
+def tiny_metadata(checkpoint: Path) -> dict[str, Any]:
+    """Returns the tokenizer metadata of the embedded model, a unigram model of SentencePiece."""
+    document = json.loads((checkpoint / "tokenizer.json").read_bytes())
+    tokens = [token for token, _ in document["model"]["vocab"]]
+    kinds = gguf.TokenType
+    types = [kinds.BYTE if re.fullmatch("<0x..>", token) else kinds.NORMAL for token in tokens]
+    for added in document["added_tokens"]:
+        types[added["id"]] = kinds.CONTROL if added["id"] else kinds.UNKNOWN
+    template = json.loads((checkpoint / "tokenizer_config.json").read_bytes())["chat_template"]
+    return {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [score for _, score in document["model"]["vocab"]],
+        "tokenizer.ggml.token_type": [int(kind) for kind in types],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 6,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False,
+        "tokenizer.chat_template": template,
+    }

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import random
-import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ from tokenizers import Tokenizer as Original
 from mlcbuild.bundles import assemble
 from mlcbuild.checkpoints.gguf_pretokenizers import PRE_TOKENIZERS
 from mlcbuild.checkpoints.gguf_tokenizer import write_tokenizer
+from tests.gguf_files import tiny_metadata
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "models" / "tiny"
 LINES = 10_000
@@ -285,23 +285,7 @@ def test_a_space_is_added_after_a_user_defined_token(pieces: Mapping[bool, bytes
 
 
 def test_the_tiny_model_returns_to_its_ids(tmp_path: Path) -> None:
-    document = json.loads((TINY / "tokenizer.json").read_bytes())
-    tokens = [token for token, _ in document["model"]["vocab"]]
-    types = [BYTE if re.fullmatch("<0x..>", token) else NORMAL for token in tokens]
-    for added in document["added_tokens"]:
-        types[added["id"]] = CONTROL if added["id"] else UNKNOWN
-    metadata: Metadata = {
-        "tokenizer.ggml.model": "t5",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.scores": [score for _, score in document["model"]["vocab"]],
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 6,
-        "tokenizer.ggml.add_space_prefix": False,
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.ggml.add_eos_token": False,
-        "tokenizer.chat_template": json.loads((TINY / "tokenizer_config.json").read_bytes())["chat_template"],
-    }
+    metadata = tiny_metadata(TINY)
     write_tokenizer(metadata, "tiny.gguf", tmp_path)
     original, tokenizer = Tokenizer.load(TINY), Tokenizer.load(tmp_path)
     for text in corpus(LINES, ("<|user|>", "<|end|>", "<|system|>")):

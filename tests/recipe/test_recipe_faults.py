@@ -186,7 +186,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     ),
     "source that is a file": (
         changed(models="{a: prompts.txt}"),
-        ["2:13: 'prompts.txt' is a file; a source is the directory of a checkpoint"],
+        ["2:13: 'prompts.txt' is a file; a source is the directory of a checkpoint, or a GGUF file"],
     ),
     "hub source with too many parts": (
         changed(models="{a: 'hf://o/n/x'}"),

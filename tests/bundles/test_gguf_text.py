@@ -1,0 +1,43 @@
+"""A bundle from a GGUF file is the bundle from the checkpoint that the file was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mlcbuild_runtime.local import Engine
+
+from mlcbuild import session
+from tests.conftest import TINY
+from tests.gguf_files import tiny_metadata, write_gguf
+
+RECIPE = f"""\
+version: 1
+models: {{plain: {TINY}, packed: tiny.gguf}}
+quantizations: [q4f16_1]
+targets: [host]
+compile: {{context_window: 256, max_batch: 2}}
+verify: {{prompts: ["add 1 and 2", "sort b a c"], max_kl: 0.1}}
+"""
+
+
+def answer(bundle: Path, question: str) -> str:
+    with Engine(bundle) as engine:
+        messages = [{"role": "user", "content": question}]
+        reply = engine.chat.completions.create(messages=messages, temperature=0, max_tokens=64)
+        return str(reply.choices[0].message.content)
+
+
+def test_a_gguf_file_gives_the_bundle_of_its_checkpoint(tmp_path: Path) -> None:
+    write_gguf(TINY, tmp_path / "tiny.gguf", metadata=tiny_metadata(TINY))
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    built = session.open(tmp_path / "recipe.yaml", store=tmp_path / "store", allow_outside=True).run()
+    built.check()
+    plain, packed = (variant.bundle for variant in built.variants)
+    assert plain is not None and packed is not None
+    # One architecture: the library was compiled once.
+    assert len([step for step in built.steps if step.name.startswith("library/")]) == 1
+    for name in ("model.so", "weights-00001-of-00001.safetensors"):
+        assert (plain / name).read_bytes() == (packed / name).read_bytes()
+    question = json.loads((TINY / "heldout.jsonl").read_text().splitlines()[0])
+    assert answer(packed, question["prompt"]) == answer(plain, question["prompt"])
