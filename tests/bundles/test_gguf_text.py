@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from mlcbuild_runtime.local import Engine
 
@@ -24,7 +25,7 @@ verify: {{prompts: ["add 1 and 2", "sort b a c"], max_kl: 0.1}}
 def answer(bundle: Path, question: str) -> str:
     with Engine(bundle) as engine:
         messages = [{"role": "user", "content": question}]
-        reply = engine.chat.completions.create(messages=messages, temperature=0, max_tokens=64)
+        reply: Any = engine.chat.completions.create(messages=messages, temperature=0, max_tokens=64)
         return str(reply.choices[0].message.content)
 
 
