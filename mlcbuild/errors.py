@@ -107,6 +107,11 @@ class StoreError(MlcbuildError):
     pass
 
 
+class LostBlobError(StoreError):
+    """A file is no longer in the store, or was removed because its bytes were wrong: a new plan has its step
+    built again."""
+
+
 class RemoteError(MlcbuildError):
     pass
 

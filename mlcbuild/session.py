@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mlcbuild import keyfile, outcomes
 from mlcbuild.build import plan as planning
-from mlcbuild.build.events import Event, Reporter, RunFinished, silent
+from mlcbuild.build.events import Event, Reporter, RunFinished, RunResult, Warned, silent
 from mlcbuild.build.plan import Change, Plan, Planned
 from mlcbuild.build.schedule import Options
-from mlcbuild.errors import UsageError
+from mlcbuild.errors import LostBlobError, UsageError
 from mlcbuild.keyfile import Signer
 from mlcbuild.locking import LockedSource, check, lock, moved, read_lock, read_recipe
 from mlcbuild.outcomes import Result, VariantResult
@@ -85,6 +85,8 @@ class Execution:
 
 
 HERE = Execution()
+_ATTEMPTS = 5
+"""Times that a run goes on with damaged files of the store removed; each attempt may meet others."""
 
 
 @dataclass(frozen=True)
@@ -288,8 +290,17 @@ class Session:
         options = _options(execution, selection.force, selected.outputs)
         clock = runlog.Clock(partial(_forward, on_event))
         sharing = partial(self._sharing, store)
-        result = phases.run(self.pipeline.graph, options, selected.turns, sharing, clock, cancel)
-        variants = outcomes.finish(self.pipeline, selected.products, result, store, signer)
+        graph, result, variants = self.pipeline.graph, RunResult((), 0.0), tuple[VariantResult, ...]()
+        for left in reversed(range(_ATTEMPTS)):
+            attempt = phases.run(graph, options, selected.turns, sharing, clock, cancel)
+            result = phases.joined(result, attempt)
+            variants = outcomes.finish(self.pipeline, selected.products, result, store, signer)
+            lost = _lost_blob(attempt, variants)
+            if lost is None or attempt.interrupted or not left:
+                break
+            clock(Warned(f"{lost}; this is done now"))
+            built = {step.name for step in result.steps if step.status == "built"}
+            options = replace(options, force=tuple(sorted(graph.match(options.force) - built)))
         log = replace(outcomes.run_log(self.pipeline, result, clock, variants), shard=selection.shard or "")
         runlog.save(store, self.recipe.path, log)
         on_event(RunFinished(result))
@@ -346,6 +357,12 @@ class Session:
             return Sharing(store)
         signer = self._signer()
         return Sharing(store, [Link(remote, signer) for remote in self.recipe.remotes])
+
+
+def _lost_blob(run: RunResult, variants: Iterable[VariantResult]) -> LostBlobError | None:
+    """Returns the first error that another attempt repairs."""
+    errors = [step.error for step in run.steps] + [item.error for item in variants]
+    return next((error for error in errors if isinstance(error, LostBlobError)), None)
 
 
 def _options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:

@@ -374,9 +374,9 @@ def test_rotten_bytes_are_not_put_into_a_bundle(place: Place, sound: Place) -> N
     shutil.rmtree(place.root / "dist")
     rot(blob)
     done = place.run()
-    assert done.returncode == 1 and f"{blob}: weights-00001-of-00001.safetensors is damaged" in done.stdout
-    assert "it was removed, run again to build it anew" in done.stdout
-    assert place.run().returncode == 0
+    assert done.returncode == 0 and "1 built, 10 reused" in done.stdout, done.stdout + done.stderr
+    warning = f"warning {blob}: weights-00001-of-00001.safetensors is damaged in the store: "
+    assert warning in done.stdout and "run again to build it anew; this is done now" in done.stdout
     healed(place, sound)
 
 
@@ -384,9 +384,21 @@ def test_no_step_reads_rotten_bytes(place: Place, sound: Place) -> None:
     blob = place.blob("config/")
     rot(blob)
     done = place.run("--force", "weights/*")
-    assert (
-        done.returncode == 1 and f"{blob}: config.json is damaged in the store" in done.stdout + done.stderr
-    )
+    assert done.returncode == 0 and "3 built, 8 reused" in done.stdout, done.stdout + done.stderr
+    assert f"warning {blob}: config.json is damaged in the store" in done.stdout
+    healed(place, sound)
+
+
+def test_damage_that_cannot_be_removed_fails_the_run(place: Place, sound: Place) -> None:
+    blob = place.blob("config/")
+    rot(blob)
+    blob.parent.chmod(0o555)
+    done = place.command("-m", "tests.product", "fill", "recipe.yaml", "--force", "weights/*")
+    if os.access(blob.parent, os.W_OK):
+        assert done.returncode == 0  # nothing keeps root from it
+    else:
+        assert done.returncode == 1 and "it cannot be removed: make the store writable" in done.stdout
+    blob.parent.chmod(0o755)
     assert place.run().returncode == 0
     healed(place, sound)
 
@@ -395,8 +407,7 @@ def test_rotten_manifests_and_figures_are_seen(place: Place, sound: Place) -> No
     for step in ("verify/", "library/"):
         rot(place.blob(step))
     assert place.mlcbuild("plan", "recipe.yaml").returncode == 1
-    for _ in range(3):  # each run meets one of them
-        done = place.run()
+    done = place.run()
     assert done.returncode == 0, done.stdout
     assert place.mlcbuild("cache", "verify").returncode == 0
     healed(place, sound)

@@ -37,7 +37,7 @@ def run(
             done = frozenset(step.name for step in whole.steps)
             now = replace(options, only=left, force=tuple(sorted(force - done)))
             shared = sharing()
-            whole = _joined(whole, execute(graph, shared.store, now, report, shared, cancel))
+            whole = joined(whole, execute(graph, shared.store, now, report, shared, cancel))
         known = {step.name for step in whole.steps}
         skipped = [
             StepResult(name, "skipped", reason=f"needs {min(needs)}, which failed")
@@ -48,7 +48,8 @@ def run(
     return whole
 
 
-def _joined(before: RunResult, after: RunResult) -> RunResult:
+def joined(before: RunResult, after: RunResult) -> RunResult:
+    """Returns the result of two runs, one after the other, as that of one."""
     first = {step.name: step for step in before.steps}
     return RunResult(
         (*_later(first, after.steps), *first.values()),
@@ -60,9 +61,10 @@ def _joined(before: RunResult, after: RunResult) -> RunResult:
 
 
 def _later(first: dict[str, StepResult], steps: Iterable[StepResult]) -> list[StepResult]:
-    """The results of a later turn; a step that it only found is told as the earlier turn told it."""
-    found = []
+    """Returns the results of a later turn; a step that it reused has the result of the turn that built it."""
+    results = []
     for step in steps:
         earlier = first.pop(step.name, None)
-        found.append(earlier if earlier is not None and step.status == "reused" else step)
-    return found
+        is_told = earlier is not None and earlier.status in ("built", "reused")
+        results.append(earlier if earlier is not None and is_told and step.status == "reused" else step)
+    return results

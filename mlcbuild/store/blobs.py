@@ -20,7 +20,7 @@ from pathlib import Path
 from mlcbuild_format import regular
 
 from mlcbuild.canon import Entry, bytes_digest, file_digest
-from mlcbuild.errors import StoreError
+from mlcbuild.errors import LostBlobError, StoreError
 from mlcbuild.store.layout import is_as_written
 from mlcbuild.store.links import link_or_copy, stamp
 from mlcbuild.store.staging import remove, remove_tree
@@ -77,7 +77,7 @@ class Blobs:
             try:
                 link_or_copy(self.blob(entry.digest), place)
             except FileNotFoundError:
-                raise StoreError(
+                raise LostBlobError(
                     f"{self.root}: the blob {entry.digest} of {entry.path} is gone; run again"
                 ) from None
             if not has_bytes(place, entry.digest, entry.size):
@@ -95,7 +95,8 @@ class Blobs:
         try:
             data = regular.read(self.blob(entry.digest), entry.size, follow_link=False)
         except OSError as error:
-            raise StoreError(
+            kind = LostBlobError if error.errno == errno.ENOENT else StoreError
+            raise kind(
                 f"{self.root}: the blob {entry.digest} of {entry.path} cannot be read: "
                 f"{error.strerror or error}; run again"
             ) from None
@@ -104,14 +105,13 @@ class Blobs:
         return data
 
     def damaged(self, entry: Entry) -> StoreError:
-        """The error of a blob with wrong bytes. The blob is taken out of the store."""
+        """Takes a blob with wrong bytes out of the store, and returns the error that says so."""
         self.condemn(entry.digest)
-        there = os.path.lexists(self.blob(entry.digest))
-        return StoreError(
-            f"{self.blob(entry.digest)}: {entry.path} is damaged in the store: it has other bytes than were "
-            f"written; {'it cannot be removed: make the store writable' if there else 'it was removed'}, "
-            "run again to build it anew"
-        )
+        blob = self.blob(entry.digest)
+        what = f"{blob}: {entry.path} is damaged in the store: it has other bytes than were written"
+        if os.path.lexists(blob):
+            return StoreError(f"{what}; it cannot be removed: make the store writable, and run again")
+        return LostBlobError(f"{what}; it was removed, run again to build it anew")
 
     def condemn(self, digest: str) -> None:
         """Takes a blob with wrong bytes out, if the store can be written.

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from mlcbuild_format import regular
 
 from mlcbuild.canon import bytes_digest, canonical, file_digest
-from mlcbuild.errors import MlcbuildError, StoreError, UsageError
+from mlcbuild.errors import LostBlobError, MlcbuildError, UsageError
 from mlcbuild.store.links import stamp
 from mlcbuild.store.locks import wait_lock
 from mlcbuild.store.record_form import Row
@@ -44,7 +44,7 @@ def materialise(
     if _stands(rows, destination):
         return False
     if lost := store.lost(record):
-        raise StoreError(f"{destination} cannot be written: {lost}; run again to build it anew")
+        raise LostBlobError(f"{destination} cannot be written: {lost}; run again to build it anew")
     try:
         _make_directory(destination.parent)
         with wait_lock(_marker(destination).with_suffix(".lock")):

@@ -18,7 +18,7 @@ inside, so a store can be copied.
 What is read is checked before it is used. A record must be the one that its key was computed from: see
 records.py; any other counts as missing, with a warning. Every blob is hashed when its bytes are put to
 use: as an input of a step, in a bundle, in an archive, on its way to a remote (`link_out`, `sound`). One
-that is wrong is taken out, so that the next run builds it again.
+that is wrong is taken out, and the run that met it builds it again (`Session.run`).
 
 Only the question whether there is anything to do is answered by a look at each blob, not by hashing it: a
 run that finds everything built and in place believes a regular file with the right size and the mtime STAMP.

@@ -147,7 +147,8 @@ def saying(status: int, name: str, value: str, body: bytes = b"{}") -> Fault:
 def costs_a_warning(address: str, root: Path, what: object) -> None:
     user = User(root, address)
     user.timeout = 5.0
-    assert statuses(user.run(ONE)) == {"a": "built"}, what
+    result = user.run(ONE)
+    assert statuses(result) == {"a": "built"}, (what, result)
     assert 1 <= len(user.warnings()) <= 3, (what, user.warnings())
     for warning in user.warnings():
         assert warning.startswith(address) and len(warning) < 500, what
