@@ -10,6 +10,12 @@ _BOOKKEEPING = {
     *("tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "unsloth_fixed"),
     *("unsloth_version", "use_bfloat16", "use_cache", "use_flash_attention", "use_flash_attn"),
 }
+_CLASS = {
+    *("attribute_map", "base_model_ep_plan", "base_model_pp_plan", "base_model_tp_plan"),
+    *("distributed_config", "is_composition", "keys_to_ignore_at_inference", "model_input_names"),
+    *("sub_configs", "transformers_weights", "use_return_dict"),
+}
+"""Attributes of transformers' PretrainedConfig, which programs that dump every attribute write, too."""
 _TRAINING = {
     *("attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "gradient_checkpointing"),
     *("hidden_dropout", "initializer_range", "resid_pdrop"),
@@ -43,7 +49,7 @@ _OUTPUTS = {
 
 IRRELEVANT: frozenset[str] = frozenset(
     # pretraining_tp splits matrix products: it changes only the order of sums.
-    _BOOKKEEPING | _TRAINING | _TOKENS | _SAMPLING | _OUTPUTS | {"pretraining_tp"}
+    _BOOKKEEPING | _CLASS | _TRAINING | _TOKENS | _SAMPLING | _OUTPUTS | {"pretraining_tp"}
 )
 """Fields that may hold anything, as may those that begin with an underscore: a writer's notes to itself."""
 

@@ -137,7 +137,7 @@ def _check_code(fields: Fields, family: Family) -> None:
     listed = fields.get("architectures")
     if listed not in (None, ABSENT, [], [family.architecture]):
         fields.problem("architectures", f'must be ["{family.architecture}"], found {show(listed)}')
-    if fields.has("auto_map") and not family.remote_code:
+    if fields.get("auto_map") not in (None, ABSENT, {}) and not family.remote_code:
         fields.problem(
             "auto_map",
             "the checkpoint carries its own code, which may compute anything; "

@@ -812,6 +812,8 @@ def test_what_transformers_writes_for_every_model_refuses_none(version: str, fam
     # Old versions wrote generation settings beside the model's; any program may add notes of its own.
     notes = {"_model_name_or_path": "x", "_sdpa": {"deep": [1]}, "_moe_implementation": None}
     assert parse(DEFAULTS[version]["generation"] | notes | written) == config
+    attributes = {"base_model_tp_plan": {"layers.*.mlp": "x"}, "sub_configs": {}, "use_return_dict": True}
+    assert parse(attributes | {"auto_map": {}, "transformers_weights": None} | written) == config
 
 
 @pytest.mark.parametrize("name", ["sdpa_scale", "name_or_path_", "residual_multiplier", "logits_scaling"])
