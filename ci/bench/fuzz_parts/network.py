@@ -275,6 +275,10 @@ class Requests(Served):
         return self.well()
 
 
+LARGEST_BODY = 8 << 20
+"""Bytes of a body that the server takes, by default."""
+
+
 class Bodies(Served):
     """A path, a line break, and the JSON body of a request to it."""
 
@@ -352,6 +356,8 @@ class Bodies(Served):
         try:
             status, answer = self._post(path.decode(), body)
         except (OSError, http.client.HTTPException, ValueError) as error:
+            if isinstance(error, ConnectionError) and len(body) > LARGEST_BODY:
+                return self.well()  # it was refused before it was sent to its end
             return f"no whole answer in {time.monotonic() - begun:.0f} s: {type(error).__name__}: {error}"
         if status >= 500 and status not in (501, 503):
             return f"status {status}: {str(answer)[:300]}"
