@@ -21,6 +21,32 @@ DOUBT = 60.0
 Clock = Callable[[], float]
 
 
+class Meter:
+    """Measures the time and the processor time of steps."""
+
+    def __init__(self, now: Clock, spent: Clock) -> None:
+        """now: the time in seconds. spent: processor seconds of this process."""
+        self.now, self._spent = now, spent
+        self._began, self._before = 0.0, 0.0
+        self.wall, self.cpu = 0.0, 0.0
+        """Seconds of the steps since `reset`."""
+
+    def start(self) -> float:
+        """Returns the time."""
+        self._began, self._before = self.now(), self._spent()
+        return self._began
+
+    def stop(self) -> float:
+        """Returns the time."""
+        ended = self.now()
+        self.wall += ended - self._began
+        self.cpu += self._spent() - self._before
+        return ended
+
+    def reset(self) -> None:
+        self.wall = self.cpu = 0.0
+
+
 class Workers:
     """Chooses the number of threads that compute a step.
 
@@ -42,9 +68,8 @@ class Workers:
     ) -> None:
         """use: sets the number of threads. now: the time in seconds. spent: processor seconds of this
         process. free: cores without other work, counted up to its argument; None if unknown."""
-        self.count, self._most, self._use = most, most, use
-        self._now, self._spent, self._free = now, spent, free
-        self._began, self._before, self._wall, self._cpu = 0.0, 0.0, 0.0, 0.0
+        self.count, self._most, self._use, self._free = most, most, use, free
+        self._meter = Meter(now, spent)
         self._pause, self._until, self._trying = SHORTEST, 0.0, False
         self._ended, self._changed = -2 * IDLE, 0.0
 
@@ -55,35 +80,34 @@ class Workers:
     @property
     def settled(self) -> bool:
         """No number of threads is being tried: the present one is known to have cores."""
-        return not self._trying and self._now() - self._ended <= IDLE
+        return not self._trying and self._meter.now() - self._ended <= IDLE
 
     def __enter__(self) -> None:
-        self._began, self._before = self._now(), self._spent()
-        if self.count > 1 and self._began - self._ended > IDLE:
+        began = self._meter.start()
+        if self.count > 1 and began - self._ended > IDLE:
             self._set(self._fitting(self.count), trying=False)
-            self._until = self._began + WINDOW
+            self._until = began + WINDOW
 
     def __exit__(self, *_error: object) -> None:
-        self._ended = self._now()
-        self._wall += self._ended - self._began
-        self._cpu += self._spent() - self._before
-        if self._wall >= WINDOW:
-            slow = self.count > 1 and self._cpu < SHARE * self.count * self._wall
-            self._judge(slow, self._wall)
-            self._wall = self._cpu = 0.0
+        meter = self._meter
+        self._ended = meter.stop()
+        if meter.wall >= WINDOW:
+            slow = self.count > 1 and meter.cpu < SHARE * self.count * meter.wall
+            self._judge(slow, meter.wall)
+            meter.reset()
 
     def _judge(self, slow: bool, wall: float) -> None:
         if slow:  # or weights come from a disk: then the next try succeeds
             if self._trying:
                 self._pause = min(LONGEST, max(4 * self._pause, REST * wall))
             self._set(self.count // 2, trying=False)
-            self._until = self._now() + self._pause
+            self._until = self._meter.now() + self._pause
         elif self.count == self._most:
             self._pause, self._trying = SHORTEST, False
-        elif self._now() >= self._until:
+        elif self._meter.now() >= self._until:
             more = min(self._most, 2 * self.count)
-            if self._now() - self._changed < DOUBT and self._fitting(more) < more:
-                self._until = self._now() + SHORTEST
+            if self._meter.now() - self._changed < DOUBT and self._fitting(more) < more:
+                self._until = self._meter.now() + SHORTEST
             else:
                 self._set(more, trying=True)
 
@@ -97,5 +121,5 @@ class Workers:
     def _set(self, count: int, trying: bool) -> None:
         self._trying = trying
         if count != self.count:
-            self.count, self._changed = count, self._now()
+            self.count, self._changed = count, self._meter.now()
             self._use(count)
