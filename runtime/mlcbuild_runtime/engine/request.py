@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it."""
+"""The engine's inputs and outputs: requests, events, tickets."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ class Request:
     message: bool = False
     """The answer is a whole message, not the continuation of a text."""
     logprobs: int | None = None
-    """Alternatives to report for each token; None: no log-probabilities at all."""
+    """Alternatives to report for each token; None: no log-probabilities."""
     prompt_logprobs: bool = False
-    """Report those of the prompt's tokens, too. Nothing of it is shared with other requests then."""
+    """Reports those of the prompt's tokens, too, whose pages are then not shared with other requests."""
     constraint: Compiled | None = None
-    """What the answer must be."""
+    """A grammar that the answer must match."""
     shown: tuple[tuple[int, str], ...] = ()
-    """Special tokens that are part of the text, and how they are written."""
+    """(token, text) of special tokens that are part of the answer's text."""
     ignore_eos: bool = False
     """Only `max_tokens`, the context and `stop` end the answer."""
     speculate: bool = True
-    """Draft tokens, where the engine does; the answer is the same."""
+    """Tokens may be drafted, where the engine does so; the answer is the same."""
     prediction: tuple[int, ...] = ()
-    """Tokens that the answer is expected to have: drafted, whatever the engine drafts otherwise."""
+    """Tokens that the client expects in the answer. They are drafted whatever the engine's settings are."""
     priority: int = 0
-    """Lower is sooner; the same is in order of arrival."""
+    """Lower goes first; equal ones are in the order of arrival."""
     pooling: Pooling | None = None
-    """The answer is not text but a vector: the prompt's hidden states, pooled in this way."""
+    """The answer is a vector: the prompt's hidden states, pooled in this way. None: the answer is text."""
     timeout: float | None = None
     """Seconds from submission after which the request ends with an error."""
 
 
 class Event(NamedTuple):
-    """News of one request, once for every token, or once where there is to be none. The last one has `finish`
-    or `error`."""
+    """One token of an answer, or the only event of a request without tokens. The last event has `finish` or
+    `error`."""
 
     text: str = ""
     tokens: int = 0
@@ -59,15 +59,16 @@ class Event(NamedTuple):
     logprob: Logprob | None = None
     alternatives: tuple[Logprob, ...] = ()
     cached: int = 0
-    """Tokens of the prompt whose keys and values another request had left in the cache."""
+    """Prompt tokens that were in the prefix cache."""
     prompt: tuple[Score, ...] = ()
-    """Of the prompt's tokens from the second on, in the first event of a request with `prompt_logprobs`."""
+    """Scores of the prompt's tokens from the second on, in the first event of a request with
+    `prompt_logprobs`."""
     accepted: int = 0
     """Tokens of the answer so far that were drafted."""
     rejected: int = 0
     """Drafted tokens so far that were not chosen."""
     vector: Floats | None = None
-    """Of a request with `pooling`, in its only event."""
+    """The answer of a request with `pooling`, in its only event."""
 
     @property
     def last(self) -> bool:
@@ -79,13 +80,13 @@ Sink = Callable[[Event], None]
 
 
 class Ticket:
-    """A request on its way. Its methods may be called from any thread."""
+    """The client's handle of a submitted request. Its methods may be called from any thread."""
 
     def __init__(self, wake: Callable[[], None], window: int | None) -> None:
-        """`window`: events that may be told and not yet read; the request rests when there are so many."""
+        """window: events that may be delivered and not yet read; the request pauses at this number."""
         self.cancelled = False
         self.told = 0
-        """Events so far; counted by the engine."""
+        """Events that were delivered; counted by the engine."""
         self._read, self._wake, self._window = 0, wake, window
 
     def cancel(self) -> None:
@@ -94,7 +95,7 @@ class Ticket:
         self._wake()
 
     def deliver(self, sink: Sink, event: Event) -> None:
-        """Tells an event, unless nobody waits for it any more."""
+        """Passes an event to the sink, unless the request was cancelled."""
         if self.cancelled:
             return
         self.told += 1
@@ -104,7 +105,7 @@ class Ticket:
             self.cancel()
 
     def read(self) -> None:
-        """One event has gone to the client."""
+        """Notes that the client has read one event."""
         rested = self.resting
         self._read += 1
         if rested:
@@ -112,12 +113,12 @@ class Ticket:
 
     @property
     def room(self) -> int | None:
-        """Events that may be told before the client reads on; None: any number."""
+        """Events that may be delivered before the client reads on; None: any number."""
         return None if self._window is None else self._window - (self.told - self._read)
 
     @property
     def resting(self) -> bool:
-        """The client does not keep up, so its request waits for it."""
+        """The client does not keep up, so its request is paused."""
         room = self.room
         return room is not None and room <= 0
 
@@ -127,24 +128,24 @@ class State:
     running: int
     waiting: int
     free_pages: int
-    """Pages that can be had, those of the prefix cache included."""
+    """Pages that can be allocated, with those of the prefix cache that are not in use."""
     cached_pages: int
     """Pages of the prefix cache, in use or not."""
     pages: int
     prompt_tokens: int
     """Tokens prefilled since the start."""
     cached_tokens: int
-    """Tokens of prompts that the prefix cache has spared since the start."""
+    """Prompt tokens read from the prefix cache since the start."""
     answer_tokens: int
-    """Tokens made since the start."""
+    """Tokens of answers since the start."""
     decode_steps: int
-    """Steps since the start that took one token of each running request, and its draft."""
+    """Decode steps since the start."""
     drafted_tokens: int
-    """Tokens that were drafted and checked since the start."""
+    """Drafted tokens that were verified since the start."""
     accepted_tokens: int
     """Those of them that became part of answers."""
     preemptions: int
-    """Times since the start that a request had to give up its pages and compute them again."""
+    """Requests that were preempted since the start, each time counted."""
     alive: bool
 
 

@@ -1,4 +1,4 @@
-"""Bundles by name: loaded when they are asked for, unloaded when others need their memory."""
+"""Bundles by name: loaded on the first request, unloaded when others need their memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """A bundle's directory, and the name it is to have instead of its own."""
+    """A bundle's directory, and a name that replaces its own."""
 
     path: Path
     name: str | None = None
 
     @classmethod
     def of(cls, text: str) -> Source:
-        """From DIRECTORY or NAME=DIRECTORY."""
+        """Returns the source for DIRECTORY or NAME=DIRECTORY."""
         name, equals, path = text.partition("=")
         if equals and name and not Path(text).exists():
             return cls(Path(path), name)
@@ -47,18 +47,18 @@ class Entry:
 
     path: Path
     names: list[str]
-    """The first is shown; the others are aliases."""
+    """The first one is listed; the others are aliases."""
     manifest: Manifest | None
     engine: Engine | None = None
     chosen: Chosen | None = None
     error: ServingError | None = None
-    """Of the last attempt to load it."""
+    """The error of the last attempt to load it."""
     users: int = 0
     used: float = field(default_factory=time.monotonic)
 
 
 class Use:
-    """An engine for somebody who needs it: it stays loaded until the `end`."""
+    """A reference to an engine, which stays loaded until `end`."""
 
     def __init__(self, models: Models, entry: Entry, engine: Engine) -> None:
         self.engine, self._models, self._entry = engine, models, entry
@@ -71,7 +71,7 @@ class Use:
 
 
 class Models:
-    """May be used from any thread."""
+    """The bundles of a server. Its methods may be called from any thread."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Models:
     ) -> None:
         """options: those that all engines share.
 
-        Raises SetupError for a name that two bundles have, and what is wrong with a bundle that is alone. Of
-        several, one that cannot be read is an entry that answers with the reason.
+        Raises SetupError for a name that two bundles have, and the error of a bundle that is alone. Of
+        several bundles, one that cannot be read is an entry that answers with its error.
         """
         self.wanted, self._threads, self._trace = wanted, threads, trace
         self._options = options or EngineOptions()
@@ -97,8 +97,8 @@ class Models:
 
     @classmethod
     def of(cls, engine: Engine) -> Models:
-        """An engine that runs already, alone."""
-        found = cls([], Wanted())
+        """Returns the models of a server with one engine, which runs already."""
+        models = cls([], Wanted())
         entry = Entry(engine.executor.path, [engine.name], engine.manifest, engine)
         entry.chosen = Chosen(
             "server",
@@ -107,8 +107,8 @@ class Models:
             engine.prefill_chunk,
             engine.manifest.memory.total,
         )
-        found.entries, found._by_name = [entry], {engine.name: entry}
-        return found
+        models.entries, models._by_name = [entry], {engine.name: entry}
+        return models
 
     def _add(self, source: Source, alone: bool) -> None:
         path = source.path.absolute()
@@ -137,16 +137,16 @@ class Models:
         self._load(self.entries[0])
 
     def at_once(self, name: Json) -> Use | None:
-        """As `use`, for a model that is loaded; None where it is not. Never waits."""
+        """Returns the same as `use` for a model that is loaded, else None. Never waits."""
         entry = self.find(name)
         with self._door:
             return None if entry.engine is None else self._lend(entry, entry.engine)
 
     def use(self, name: Json) -> Use:
-        """The engine of a model, which is loaded if it must be; null is the first.
+        """Returns the engine of a model, after loading it if necessary. name: null is the first model.
 
-        Raises RequestError when there is none of that name (404), or no room for it now (503); what is wrong
-        with its bundle is a RequestError, too, so that the client sees the reason (500).
+        Raises RequestError if there is no model of that name (404), no room for it now (503), or an error in
+        its bundle (500).
         """
         entry = self.find(name)
         if self._draining:
@@ -168,11 +168,11 @@ class Models:
                 return self._lend(entry, entry.engine)
 
     def find(self, name: Json) -> Entry:
-        """Raises RequestError (404) for a name that no model has; null is the first."""
+        """Returns the entry of a model; null is the first. Raises RequestError (404) if there is none."""
         if name is None:
             return self.entries[0]
         if not isinstance(name, str) or name not in self._by_name:
-            here = ", ".join(f"'{known}'" for known in self._by_name)
+            here = ", ".join(f"'{other}'" for other in self._by_name)
             raise RequestError(
                 f"the model {name!r} is not here: this server has {here}",
                 param="model",
@@ -210,7 +210,7 @@ class Models:
         entry.engine = engine.start(self._trace)
 
     def _make_room(self, needed: int) -> None:
-        """Unloads models that nobody uses, the one that was used least recently first."""
+        """Unloads models without users, the least recently used first."""
         while self._loaded_bytes() + needed > self.wanted.budget:
             with self._door:
                 idle = [entry for entry in self.entries if entry.engine is not None and not entry.users]
@@ -236,43 +236,43 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """New requests are taken."""
+        """New requests are accepted."""
         return not self._draining and all(engine.ready for engine in self.engines)
 
     @property
     def engines(self) -> list[Engine]:
-        """Of the models that are loaded."""
+        """Engines of the models that are loaded."""
         with self._door:
             return [entry.engine for entry in self.entries if entry.engine is not None]
 
     def states(self) -> dict[str, State]:
-        """Of the models that are loaded, by name."""
+        """Returns the state of each model that is loaded, by name."""
         return {engine.name: engine.state() for engine in self.engines}
 
     def state(self) -> State:
-        """Of all together."""
-        found = list(self.states().values())
+        """Returns the sums over all models."""
+        states = list(self.states().values())
         counts = {
-            item.name: sum(getattr(state, item.name) for state in found)
+            item.name: sum(getattr(state, item.name) for state in states)
             for item in fields(State)
             if item.name != "alive"
         }
-        return State(**counts, alive=all(state.alive for state in found))
+        return State(**counts, alive=all(state.alive for state in states))
 
     def drain(self) -> None:
-        """Takes no more requests; those it has go on."""
+        """Refuses further requests; those that were submitted go on."""
         self._draining = True
         for engine in self.engines:
             engine.drain()
 
     def close(self, timeout: float) -> bool:
-        """Ends every request with an error. False when a step still runs after `timeout` seconds."""
+        """Ends every request with an error. Returns false if a step still runs after `timeout` seconds."""
         closed = [engine.close(timeout) for engine in self.engines]
         return all(closed)
 
 
 def card(entry: Entry, created: int) -> dict[str, Json]:
-    """One model as /v1/models shows it."""
+    """Returns one model as /v1/models lists it."""
     chosen, manifest = entry.chosen, entry.manifest
     limits: Mapping[str, Json] | None = (
         None
