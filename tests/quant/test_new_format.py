@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from mlcbuild_format.signature import signature
 from mlcbuild_format.weights import read_header
+from mlcbuild_runtime.executor.loading import LOADERS
 from numpy.typing import NDArray
 
 from mlcbuild import models, pipeline, quant, recipe
@@ -156,14 +157,14 @@ def test_the_cpu_refuses_a_format_without_kernels_before_work(toy: None, tmp_pat
 
 
 def test_a_backend_that_reads_the_format_builds_with_it(toy: None, tmp_path: Path) -> None:
-    exec(example("Extend: a device backend"))
+    exec(example("Extend: a device"))
     try:
         read = recipe.load(project(tmp_path, RECIPE.replace("[q4f16_1, q4a8_1]", "[q4m]")))
         target = replace(read.targets["x86-64-v3"], device="toy")
         made = pipeline.build(replace(read, targets={"x86-64-v3": target}), Lock())
         steps = {step.name: step for step in made.graph.steps()}
     finally:
-        del BACKENDS["toy"]
+        del BACKENDS["toy"], LOADERS["toy"]
     assert steps["weights/tiny/q4m/row"].params == {"scheme": quant.to_json(Storage("q4m", "toy", "row"))}
     assert steps["weights/tiny/q4m/row"].code == ("mlcbuild.quant.formats.toy",)
     described = steps["bundle/tiny-q4m-x86-64-v3"].params["scheme"]
