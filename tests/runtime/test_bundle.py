@@ -7,6 +7,7 @@ import os
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -382,6 +383,21 @@ def sample() -> Manifest:
         verification=FIGURES,
         tools={"apache-tvm": "0"},
     )
+
+
+@pytest.mark.parametrize(
+    ("windows", "longest"),
+    [([], None), ([None], None), ([7], 7), ([7, 9], 9), ([7, None], None)],
+)
+def test_the_window_is_that_of_the_layer_with_the_longest_memory(
+    windows: list[int | None], longest: int | None
+) -> None:
+    """A layer without a window remembers everything; a config without layers states nothing."""
+    specs: list[Json] = [{"mixer": {} if size is None else {"window": size}} for size in windows]
+    config: dict[str, Json] = {"vocab_size": 260, "layer_specs": specs, "layers": [0] * 3}
+    manifest = replace(sample(), model=bundle.Model("toy", "toy", config))
+    assert (manifest.window, manifest.num_layers) == (longest, 3)
+    assert (sample().window, sample().num_layers) == (None, 0)
 
 
 def test_the_signature_is_fixed() -> None:
