@@ -31,7 +31,7 @@ class Past:
     length: int
     """Number of positions."""
     states: tuple[State, ...]
-    """What the mixer of each layer remembers of them."""
+    """The state of each layer's mixer."""
 
 
 EMPTY = Past(0, ())
@@ -44,7 +44,7 @@ class Reference:
     config: ModelConfig
     weights: Weights
     dtype: type[np.float32] | type[np.float64] = np.float32
-    """Of all arithmetic."""
+    """The type of all arithmetic."""
     context_window: int | None = None
     """Chooses LongRoPE's frequencies, as it does for a library that is compiled for that window; None: the
     model's own maximum."""

@@ -15,7 +15,7 @@ from mlcbuild.models import Activation, Attention, Dense, LayerSpec, RmsNorm
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 State: TypeAlias = tuple[Array, ...]
-"""What a mixer remembers of the positions so far; () before the first. Attention: keys (rotated) and values,
+"""A mixer's memory of the positions so far; () before the first. Attention: keys (rotated) and values,
 each [k, m, d], which a window does not shorten."""
 
 BLOCK = 1 << 24
@@ -24,7 +24,7 @@ BLOCK = 1 << 24
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the blocks of one layer read beside the rows that they work on."""
+    """The inputs of one layer's blocks beside the rows that they work on."""
 
     weight: Callable[[str], Array]
     """Name of a parameter within the layer -> its values."""

@@ -48,7 +48,7 @@ class Source:
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]:
-        """What its rows are read as: the dtype of all pieces, or float32 when they differ."""
+        """The dtype of its rows when they are read: that of all pieces, or float32 when they differ."""
         dtypes = {"F32" if isinstance(piece, PackedTensor) else piece.dtype for piece in self.pieces}
         return DTYPES[dtypes.pop() if len(dtypes) == 1 else "F32"]
 

@@ -1,4 +1,4 @@
-"""What a family of models is: a function from config.json to layers, and a table of tensor names."""
+"""Families of models: a function from config.json to layers, and a table of tensor names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LAYER: Names = {**NORMS, **ATTENTION, **DENSE}
 
 @dataclass(frozen=True)
 class Common:
-    """What the fields that all families share mean: blocks from which a family makes its layers."""
+    """The meaning of the fields that all families share: blocks from which a family makes its layers."""
 
     attention: Attention
     """Over all positions, without biases and norms of its own, with rope 0."""

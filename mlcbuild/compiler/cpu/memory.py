@@ -79,7 +79,7 @@ def _rounded(size: int) -> int:
 
 
 def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """What the kernel that takes most takes from the pool of the thread that calls it, which keeps it."""
+    """Returns the most bytes that a kernel allocates from the pool of its thread, which keeps them."""
     largest = {**bounds(limits), "v": vocab_size}
     kernels = (function for function in mod.functions.values() if isinstance(function, PrimFunc))
     return max(taken_by(kernel, largest, limits.rows) for kernel in kernels)

@@ -118,7 +118,7 @@ def _prefill(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched
 
 
 def _hidden_states(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """What the logits of each row would be made of: for embeddings of texts."""
+    """Emits the normalized hidden states of each row, for embeddings of texts."""
     builder, hidden = decoder.builder, decoder.config.hidden_size
     n = size("n")
     with _function(decoder, function, {"n": n, "b": size("b") if batched else 1}) as given:
@@ -158,7 +158,7 @@ def _draw(
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
-    """What `embed`, a forward function and `sample_tokens` do, in one call. Prompts have no forks."""
+    """Emits `embed`, a forward function and `sample_tokens` as one function. Prompts have no forks."""
     q = size("q")
     with _function(decoder, function, {"q": q}) as given:
         embedded = _embedded(decoder, given)
@@ -175,7 +175,7 @@ def _one_token_each(decoder: Decoder, function: abi.Function) -> Variables:
 
 
 def _head_params(decoder: Decoder) -> list[Param]:
-    """What turns the residual stream into logits: the last norm, then the product's matrix."""
+    """Returns the last norm's weight and the output matrix."""
     names = ("norm.weight", "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight")
     params = {param.name: param for param in decoder.params}
     return [params[name] for name in names]

@@ -1,4 +1,4 @@
-"""What a kind of device does for a program: the interface between `compiler/program` and its backends.
+"""The work of a device in a program: the interface between `compiler/program` and its backends.
 
 The unit is half a layer and not a kernel, since what is fused with what is the device's business. Methods
 are called while a Relax function is being built: they emit calls and return handles of what these give.
@@ -45,16 +45,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """What the function of a layer computes with. Layers that are alike share one function."""
+    """The inputs of a layer's function beside its rows. Layers that are alike share one function."""
 
     spec: LayerSpec
-    """Of the first layer that the function is for: others may have another window and another rope."""
+    """The first layer of the function; others may have another window and another rope."""
     params: Mapping[str, Param]
     """By their names in the layer."""
     weights: Weights
     """Name of a parameter in the layer -> its stored tensors."""
     angles: Tensor
-    """What `Ops.angles` returned for the layer's rope."""
+    """The result of `Ops.angles` for the layer's rope."""
     batch: Batch
     index: relax.Var
     """int64: the layer's place in the cache."""
@@ -121,7 +121,7 @@ class Ops(Protocol):
 
     @property
     def kernels(self) -> Phases:
-        """What happens to kernels after that, before code is generated."""
+        """The phases of kernels after that, before code is generated."""
         ...
 
     def scratch(self) -> Mapping[str, tuple[int, str]]:
