@@ -158,15 +158,21 @@ def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str])
     return blake3(text).hexdigest()
 
 
-def code_files(module: str) -> dict[str, str]:
-    """Digest of each source file in the import closure of `module`, inside PACKAGES and its own package.
+SourceFiles: TypeAlias = dict[str, tuple[str, str, tuple[str, ...]] | None]
+"""Module -> the portable name of its source file, its digest, and the modules that it may import."""
+
+
+def code_files(*modules: str, known: SourceFiles | None = None) -> dict[str, str]:
+    """Digest of each source file in the import closures of modules, inside PACKAGES and their own packages.
 
     Imports are read from the syntax tree, those inside functions too, so that a lazy import counts. The
-    names are paths such as `mlcbuild/compiler/kernels/w4.py`, the same on every machine.
+    names are paths such as `mlcbuild/compiler/kernels/w4.py`, the same on every machine. A caller that
+    computes many closures at one time passes one `known`, and every file is read once.
     """
-    packages = frozenset((*PACKAGES, module.partition(".")[0]))
+    known = {} if known is None else known
+    packages = frozenset((*PACKAGES, *(module.partition(".")[0] for module in modules)))
     seen: dict[str, str] = {}
-    pending = [module]
+    pending = list(modules)
     visited: set[str] = set()
     while pending:
         name = pending.pop()
@@ -175,13 +181,21 @@ def code_files(module: str) -> dict[str, str]:
         visited.add(name)
         if "." in name:
             pending.append(name.rpartition(".")[0])
-        path = module_path(name)
-        if path is None:
-            continue
-        source = path.read_bytes()
-        seen[_portable(name, path)] = found = bytes_digest(source)
-        pending.extend(_imports(found, name, path.name == "__init__.py", source))
+        if name not in known:
+            known[name] = _source_file(name)
+        if (file := known[name]) is not None:
+            portable, seen[portable], imported = file
+            pending.extend(imported)
     return dict(sorted(seen.items()))
+
+
+def _source_file(name: str) -> tuple[str, str, tuple[str, ...]] | None:
+    path = module_path(name)
+    if path is None:
+        return None
+    source = path.read_bytes()
+    found = bytes_digest(source)
+    return _portable(name, path), found, _imports(found, name, path.name == "__init__.py", source)
 
 
 @cache

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from mlcbuild import machine, quant
@@ -244,7 +244,13 @@ class _Assembly:
 
 def _storage(variant: Variant) -> quant.Storage:
     """Returns the variant's scheme as the device of its target stores it."""
-    return backend(variant.target).storage(variant.scheme)
+    return _stored_on(variant.target, variant.scheme)
+
+
+@lru_cache(maxsize=4096)
+def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
+    """Thousands of variants share few targets and schemes."""
+    return backend(target).storage(scheme)
 
 
 def _weights(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mlcbuild import keyfile, outcomes
 from mlcbuild.build import plan as planning
+from mlcbuild.build.changes import Change
 from mlcbuild.build.events import Event, Reporter, RunFinished, RunResult, Warned, silent
-from mlcbuild.build.plan import Change, Plan, Planned
+from mlcbuild.build.plan import Plan, Planned
 from mlcbuild.build.schedule import Options
 from mlcbuild.errors import LostBlobError, UsageError
 from mlcbuild.keyfile import Signer

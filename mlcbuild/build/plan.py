@@ -10,11 +10,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from mlcbuild.build.changes import Change, compare, summary
 from mlcbuild.build.events import Reporter, SourceRead, Warned, silent
 from mlcbuild.build.graph import Graph, Input, Source, Step, selected
 from mlcbuild.canon import (
     Entry,
-    Json,
+    SourceFiles,
     Tree,
     canonical,
     canonical_plain,
@@ -33,26 +34,6 @@ State: TypeAlias = Literal["hit", "remote", "run", "pending"]
 
 _LARGE = 256 << 20
 """Bytes from which reading a source file takes long enough to be told."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One difference between two pre-images."""
-
-    what: str
-    """What differs, in words: "scheme q4: group_size", "mlcbuild/canon.py", "checkpoint: config.json"."""
-    before: str | None
-    """None: it was not there before."""
-    after: str | None
-    by_value: bool
-    """Whether the values say something to a person; digests do not."""
-
-    def __str__(self) -> str:
-        if self.before is None:
-            return f"{self.what} is new" + (f" ({self.after})" if self.by_value else "")
-        if self.after is None:
-            return f"{self.what} is gone"
-        return f"{self.what} {self.before} -> {self.after}" if self.by_value else f"{self.what} changed"
 
 
 @dataclass(frozen=True)
@@ -141,8 +122,8 @@ class Planner:
         """Source -> file -> (size, mtime_ns) that its digest belongs to."""
         self._report = report
         self._code: dict[tuple[str, ...], dict[str, str]] = {}
-        self._salts: dict[tuple[object, ...], str] = {}
-        self._texts: dict[tuple[object, ...], tuple[bytes, bytes]] = {}
+        self._salts: dict[tuple[object, ...], tuple[str, bytes, bytes]] = {}
+        self._sources: SourceFiles = {}
         self._rows_texts: dict[str, bytes] = {}
         """Digest of a tree -> its files as canonical JSON."""
         self._selections: dict[tuple[str, tuple[str, ...]], Tree] = {}
@@ -209,7 +190,7 @@ class Planner:
     def key(self, step: Step) -> str:
         """Raises UsageError when the action's module is not found."""
         inputs = {argument: self._digest(item) for argument, item in step.inputs.items()}
-        return step_key(step.action, self.graph.params[step.name], self._salt(step), inputs)
+        return step_key(step.action, self.graph.params[step.name], self._salt(step)[0], inputs)
 
     def preimage(self, step: Step) -> Preimage:
         """All that the key is made of. The step's inputs must be known."""
@@ -219,7 +200,7 @@ class Planner:
 
     def _expected(self, step: Step) -> Expected:
         """What the record of a step must say, as `key` is computed from it."""
-        code, tools = self._salt_texts(step)
+        _, code, tools = self._salt(step)
         inputs = {argument: self._rows(item) for argument, item in step.inputs.items()}
         return Expected.of(step.action, code, inputs, self.graph.params[step.name], tools)
 
@@ -252,7 +233,7 @@ class Planner:
                     raise UsageError(
                         f"step {step.name}: there is no module '{module}' for its action {step.action}"
                     )
-            self._code[modules] = dict(sorted(pair for m in modules for pair in code_files(m).items()))
+            self._code[modules] = code_files(*modules, known=self._sources)
         return self._code[modules]
 
     def explain(self, step: Step) -> tuple[Change, ...]:
@@ -273,18 +254,13 @@ class Planner:
         found = self.results[self.graph.resolve(item.node)]
         return found.digest if isinstance(found, Tree) else found.tree
 
-    def _salt(self, step: Step) -> str:
-        place = (*step_modules(step), *sorted(step.tools.items()))
+    def _salt(self, step: Step) -> tuple[str, bytes, bytes]:
+        """The salt of a step, and what it is made of as canonical JSON: source files and tools."""
+        place = step.action, step.code, *step.tools.items()
         if place not in self._salts:
-            self._salts[place] = salt(self.code(step), step.tools)
+            code = self.code(step)
+            self._salts[place] = salt(code, step.tools), canonical(code), canonical(step.tools)
         return self._salts[place]
-
-    def _salt_texts(self, step: Step) -> tuple[bytes, bytes]:
-        """Source files and tools of a step as canonical JSON."""
-        place = (*step_modules(step), *sorted(step.tools.items()))
-        if place not in self._texts:
-            self._texts[place] = canonical(self.code(step)), canonical(step.tools)
-        return self._texts[place]
 
     def _latest(self, step: Step) -> Record | None:
         recent = (self.store.record(key) for key in self.store.cache.keys(step.name))
@@ -334,65 +310,3 @@ def explain(
     planner = Planner(graph, store, only=frozenset((step.name,)), sharing=sharing)
     planned = Plan(tuple(planner.all()))[step.name]
     return planned, () if planned.key is None else planner.explain(step)
-
-
-def summary(changes: tuple[Change, ...], shown: int = 3) -> str:
-    """The first few changes in one line."""
-    words = [str(change) for change in changes[:shown]]
-    if len(changes) > shown:
-        words.append(f"and {len(changes) - shown} more")
-    return "; ".join(words)
-
-
-def compare(before: Preimage, after: Preimage, labels: Mapping[str, str]) -> tuple[Change, ...]:
-    """Every difference: parameters leaf by leaf, tools, inputs file by file, then source files."""
-    changes: list[Change] = []
-    if before.action != after.action:
-        changes.append(Change("action", before.action, after.action, True))
-    for name in sorted(before.params.keys() | after.params.keys()):
-        label = labels.get(name, name)
-        old, new = (
-            _leaves(before.params.get(name), name in before.params),
-            _leaves(after.params.get(name), name in after.params),
-        )
-        changes += [
-            Change(f"{label}: {leaf}" if leaf else label, old.get(leaf), new.get(leaf), True)
-            for leaf in dict.fromkeys([*old, *new])
-            if old.get(leaf) != new.get(leaf)
-        ]
-    changes += _differences(before.tools, after.tools, "", by_value=True)
-    for argument in sorted(before.inputs.keys() | after.inputs.keys()):
-        changes += _differences(
-            _files(before.inputs.get(argument)),
-            _files(after.inputs.get(argument)),
-            f"{labels.get(argument, argument)}: ",
-            by_value=False,
-        )
-    return (*changes, *_differences(before.code, after.code, "", by_value=False))
-
-
-def _differences(
-    before: Mapping[str, str], after: Mapping[str, str], prefix: str, *, by_value: bool
-) -> list[Change]:
-    return [
-        Change(prefix + name, before.get(name), after.get(name), by_value)
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name)
-    ]
-
-
-def _files(tree: Tree | None) -> dict[str, str]:
-    return {entry.path: entry.digest for entry in tree.files} if tree else {}
-
-
-def _leaves(value: Json, present: bool, path: str = "") -> dict[str, str]:
-    """Dotted path -> text of every leaf below a value."""
-    if not present:
-        return {}
-    if isinstance(value, dict) and value:
-        pairs = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
-    elif isinstance(value, list) and value:
-        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-    else:
-        return {path: value if isinstance(value, str) else json.dumps(value)}
-    return {leaf: text for name, item in pairs for leaf, text in _leaves(item, True, name).items()}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mlcbuild.build.changes import Change
 from mlcbuild.build.events import Event, SourceRead
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
-from mlcbuild.build.plan import Change, explain, plan
+from mlcbuild.build.plan import explain, plan
 from mlcbuild.canon import Json, Tree, code_files, salt, step_key
 from mlcbuild.errors import SourceError, UsageError
 from mlcbuild.store.store import Store

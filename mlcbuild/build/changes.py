@@ -1,0 +1,92 @@
+"""The differences between two pre-images of a step, and how they are worded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mlcbuild.canon import Json, Tree
+from mlcbuild.store.records import Preimage
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between two pre-images."""
+
+    what: str
+    """What differs, in words: "scheme q4: group_size", "mlcbuild/canon.py", "checkpoint: config.json"."""
+    before: str | None
+    """None: it was not there before."""
+    after: str | None
+    by_value: bool
+    """Whether the values say something to a person; digests do not."""
+
+    def __str__(self) -> str:
+        if self.before is None:
+            return f"{self.what} is new" + (f" ({self.after})" if self.by_value else "")
+        if self.after is None:
+            return f"{self.what} is gone"
+        return f"{self.what} {self.before} -> {self.after}" if self.by_value else f"{self.what} changed"
+
+
+def summary(changes: tuple[Change, ...], shown: int = 3) -> str:
+    """The first few changes in one line."""
+    words = [str(change) for change in changes[:shown]]
+    if len(changes) > shown:
+        words.append(f"and {len(changes) - shown} more")
+    return "; ".join(words)
+
+
+def compare(before: Preimage, after: Preimage, labels: Mapping[str, str]) -> tuple[Change, ...]:
+    """Every difference: parameters leaf by leaf, tools, inputs file by file, then source files."""
+    changes: list[Change] = []
+    if before.action != after.action:
+        changes.append(Change("action", before.action, after.action, True))
+    for name in sorted(before.params.keys() | after.params.keys()):
+        label = labels.get(name, name)
+        old, new = (
+            _leaves(before.params.get(name), name in before.params),
+            _leaves(after.params.get(name), name in after.params),
+        )
+        changes += [
+            Change(f"{label}: {leaf}" if leaf else label, old.get(leaf), new.get(leaf), True)
+            for leaf in dict.fromkeys([*old, *new])
+            if old.get(leaf) != new.get(leaf)
+        ]
+    changes += _differences(before.tools, after.tools, "", by_value=True)
+    for argument in sorted(before.inputs.keys() | after.inputs.keys()):
+        changes += _differences(
+            _files(before.inputs.get(argument)),
+            _files(after.inputs.get(argument)),
+            f"{labels.get(argument, argument)}: ",
+            by_value=False,
+        )
+    return (*changes, *_differences(before.code, after.code, "", by_value=False))
+
+
+def _differences(
+    before: Mapping[str, str], after: Mapping[str, str], prefix: str, *, by_value: bool
+) -> list[Change]:
+    return [
+        Change(prefix + name, before.get(name), after.get(name), by_value)
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _files(tree: Tree | None) -> dict[str, str]:
+    return {entry.path: entry.digest for entry in tree.files} if tree else {}
+
+
+def _leaves(value: Json, present: bool, path: str = "") -> dict[str, str]:
+    """Dotted path -> text of every leaf below a value."""
+    if not present:
+        return {}
+    if isinstance(value, dict) and value:
+        pairs = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
+    elif isinstance(value, list) and value:
+        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        return {path: value if isinstance(value, str) else json.dumps(value)}
+    return {leaf: text for name, item in pairs for leaf, text in _leaves(item, True, name).items()}
