@@ -116,6 +116,8 @@ EDITS: list[tuple[str, set[str]]] = [
     ("mlcbuild/quant/plain.py", set()),
     ("mlcbuild/bundles/assemble.py", {"tokenizer"}),
     ("mlcbuild/bundles/reference.py", {"reference"}),
+    ("mlcbuild/bundles/reference_blocks.py", {"reference"}),
+    ("mlcbuild/models/family.py", {"config"}),
 ]
 """File -> kinds of steps that must run. What waits for their results runs only if those change."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import TINY, project
+from tests.conftest import ROOT, TINY, project
 from tests.guide import example
 from tests.outside import copy_package, printed, prospect
 
@@ -77,3 +77,9 @@ def test_a_new_family_moves_no_key(root: Path, recipe: Path) -> None:
     (root / FILE).write_text(example("Extend: a model family"))
     after = printed(prospect(root, recipe))
     assert "config/tiny" in after["keys"] and after == before
+
+
+def test_families_are_one_short_file_each() -> None:
+    """Their layers are made of blocks that others share."""
+    for path in (ROOT / FILE).parent.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path.name
