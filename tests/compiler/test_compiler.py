@@ -73,7 +73,7 @@ def test_a_library_describes_itself(tmp_path_factory: pytest.TempPathFactory) ->
     assert json.loads(session.vm["_metadata"]()) == about
     assert about["format"] == "mlcbuild-library/2"
     assert models.from_json(about["config"]) == SMALL
-    assert quant.from_json(about["scheme"]) == scheme
+    assert about["scheme"] == quant.describe(scheme)
     assert targets.from_json(about["target"]) == replace(targets.resolve("host"), name="")
     assert about["limits"] == {"context_window": 128, "prefill_chunk": 64, "max_batch": 4, "page_size": 16}
     stored = quant.stored_parameters(models.parameters(SMALL), scheme)
