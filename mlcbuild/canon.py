@@ -145,7 +145,7 @@ class Tree:
 
 def salt(code: Mapping[str, str], tools: Mapping[str, str]) -> str:
     """What besides its inputs decides a step's result: source files and tool versions."""
-    return digest("salt/1", {"code": code, "tools": tools})
+    return blake3(b"salt/1\0" + canonical_plain({"code": dict(code), "tools": dict(tools)})).hexdigest()
 
 
 def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str]) -> str:

@@ -259,7 +259,7 @@ class Planner:
         place = step.action, step.code, *step.tools.items()
         if place not in self._salts:
             code = self.code(step)
-            self._salts[place] = salt(code, step.tools), canonical(code), canonical(step.tools)
+            self._salts[place] = salt(code, step.tools), canonical_plain(code), canonical(step.tools)
         return self._salts[place]
 
     def _latest(self, step: Step) -> Record | None:
