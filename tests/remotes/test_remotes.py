@@ -512,7 +512,7 @@ POISON: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]
     "bidi": (lambda head, rest: head["files"][0].__setitem__(0, "a\u202eb"), "it names the file"),
     "size": (
         lambda head, rest: head["files"][0].__setitem__(2, float("inf")),
-        "it holds the number Infinity",
+        "Infinity is not JSON",
     ),
     "float": (lambda head, rest: rest.update(params={"text": 1.5}), "it holds the number 1.5"),
 }
