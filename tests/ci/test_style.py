@@ -1,0 +1,93 @@
+"""ci/style finds what it says it finds, in a copy of the tree, and lets no number grow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small tree with the script in it and one clean module."""
+    (tmp_path / "ci").mkdir()
+    shutil.copy(ROOT / "ci" / "style", tmp_path / "ci" / "style")
+    for package in ("mlcbuild", "runtime/mlcbuild_format", "runtime/mlcbuild_runtime"):
+        (tmp_path / package).mkdir(parents=True)
+    (tmp_path / "mlcbuild" / "clean.py").write_text(
+        '"""Returns nothing."""\n\n\nclass One:\n    """The one."""\n'
+    )
+    return tmp_path
+
+
+def style(tree: Path, *arguments: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, tree / "ci" / "style", *arguments], capture_output=True, text=True, check=False
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+FINDINGS = {
+    "docstring": ('"""Of the thing."""\n', "1: a docstring must not begin with 'Of'"),
+    "attribute": ('x = 1\n"""What it is."""\n', "2: a docstring must not begin with 'What'"),
+    "name": ("found = 1\n", "1: the name 'found' does not say what the value is"),
+    "parameter": ("def f(given):\n    pass\n", "1: the parameter 'given' does not say what the value is"),
+    "class": ("class One:\n    pass\n", "1: a class One is in mlcbuild/clean.py, too"),
+}
+
+
+@pytest.mark.parametrize("name", list(FINDINGS))
+def test_a_finding_has_a_place_and_a_reason(tree: Path, name: str) -> None:
+    assert style(tree) == (0, [])
+    source, sentence = FINDINGS[name]
+    (tree / "mlcbuild" / "wrong.py").write_text(source)
+    code, lines = style(tree)
+    assert code == 1 and len(lines) == 1 and lines[0].startswith(f"mlcbuild/wrong.py:{sentence}")
+
+
+def test_a_file_name_stands_once(tree: Path) -> None:
+    (tree / "runtime" / "mlcbuild_runtime" / "clean.py").write_text("")
+    assert style(tree)[1] == [
+        "runtime/mlcbuild_runtime/clean.py:1: a file of this name is mlcbuild/clean.py, too"
+    ]
+
+
+def test_what_is_allowed_may_not_grow(tree: Path) -> None:
+    wrong = tree / "mlcbuild" / "wrong.py"
+    wrong.write_text("found = 1\n")
+    assert style(tree, "--allow") == (0, [])
+    assert json.loads((tree / "ci" / "style.json").read_text()) == {"mlcbuild/wrong.py": 1}
+    assert style(tree) == (0, [])
+    wrong.write_text("found = made = 1\n")
+    assert style(tree)[0] == 1
+
+
+def test_subjects_of_commits(tree: Path) -> None:
+    script = tree / "ci" / "style"
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tree), "-c", "user.name=a", "-c", "user.email=a@b.example", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "s" * 90)
+    old = next(line for line in script.read_text().splitlines() if line.startswith("RULES_SINCE"))
+    script.write_text(script.read_text().replace(old, f'RULES_SINCE = "{git("rev-parse", "HEAD")}"'))
+    git("commit", "-qam", "t" * 72)
+    assert style(tree) == (0, [])
+    git("commit", "-qm", "u" * 73, "--allow-empty")
+    assert style(tree) == (1, [f"commit subject of 73 characters, at most 72 are allowed: {'u' * 73}"])
+
+
+def test_docstrings_are_drawn_with_a_seed(tree: Path) -> None:
+    first = style(tree, "--docstrings", "2")
+    assert first == style(tree, "--docstrings", "2") and first[0] == 0
+    assert sorted(line for line in first[1] if line != "---") == ["Returns nothing.", "The one."]
