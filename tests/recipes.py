@@ -24,11 +24,13 @@ targets: [x86-64-v3]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Git checkout with one model and prompts, and the recipe's directory below its top."""
+    """A Git checkout with two models, a GGUF file and prompts, and the recipe's directory below its top."""
     home = tmp_path / "project"
     for directory in (".git", "recipes/models/tiny", "recipes/models/other", "shared"):
         (home / directory).mkdir(parents=True)
     (home / "recipes" / "prompts.txt").write_text("Hello\n")
+    (home / "recipes" / "downloads").mkdir()
+    (home / "recipes" / "downloads" / "SmolLM2-135M-Instruct.Q4_K_M.gguf").touch()
     monkeypatch.chdir(home)
     return home
 

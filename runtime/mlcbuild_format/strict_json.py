@@ -17,15 +17,22 @@ def decoder(
 ) -> Callable[[str], Any]:
     """Returns a function from a JSON text to its value.
 
-    It raises ValueError for what is no JSON, JsonError for a key that stands twice in an object and for NaN
-    and Infinity, and RecursionError for a text that is nested too deeply.
+    It raises ValueError for what is no JSON, JsonError for a key that stands twice in an object, for NaN,
+    Infinity and a byte order mark, and RecursionError for a text that is nested too deeply.
     """
-    return json.JSONDecoder(
+    decode = json.JSONDecoder(
         object_pairs_hook=_unique_keys,
         parse_int=parse_int,
         parse_float=parse_float,
         parse_constant=_no_constant,
     ).decode
+
+    def read(text: str) -> Any:
+        if text.startswith("\ufeff"):
+            raise JsonError("it begins with a byte order mark (BOM)")
+        return decode(text)
+
+    return read
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

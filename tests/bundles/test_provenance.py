@@ -114,11 +114,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a directory": (
         replaced,
-        r"provenance.json: cannot be read: Is a directory",
+        r"provenance.json: cannot be read: it is a directory, not a regular file",
     ),
     "a huge file": (
         lambda b: os.truncate(b / "provenance.intoto.jsonl", 65 << 20),
-        "has more than 64 MiB, so it is none of ours",
+        "cannot be read: it is larger than 67108864 bytes",
     ),
     "a line that is none": (
         lambda b: (b / "provenance.intoto.jsonl").write_text("nothing\n"),

@@ -172,11 +172,11 @@ def test_plan_and_explain_say_why(tmp_path: Path, tiny_bundles: Path, common_sto
     run_json(recipe, common_store)
     recipe.write_text(text.replace("[q0f32, q4f16_1, q4a8_1]", "{exact: q0f16}"))
     words = checked(mlcbuild("plan", recipe, store=common_store))
-    assert "scheme exact: dtype float32 -> float16" in words
+    assert "scheme exact: format f32 -> f16" in words
     assert "memory tiny-exact-host:" in words
     explained = checked(mlcbuild("explain", recipe, "weights/tiny/exact/plain", store=common_store))
-    assert "- float32" in explained
-    assert "+ float16" in explained
+    assert "- f32" in explained
+    assert "+ f16" in explained
     wrong = mlcbuild("explain", recipe, "weights/tiny/exact", store=common_store)
     assert wrong.returncode == 2
     assert "did you mean 'weights/tiny/exact/plain'?" in wrong.stderr

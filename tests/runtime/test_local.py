@@ -17,6 +17,7 @@ import pytest
 from mlcbuild_format.errors import BundleError, EngineError, RequestError
 
 from . import shared
+from .test_engine import held
 from .test_server import HI, text_of
 
 
@@ -151,9 +152,9 @@ def test_an_event_loop(toy_bundle: Path) -> None:
 
 def test_an_engine_that_ends_fails_its_answers(toy_bundle: Path) -> None:
     engine: Any = mlcbuild_runtime.Engine(toy_bundle)
-    stream = engine.completions.create(prompt=[1], max_tokens=250, stream=True)
-    next(stream)
-    engine.close()
+    with held(engine._running):
+        stream = engine.completions.create(prompt=[1], max_tokens=250, stream=True)
+        engine.close()
     with pytest.raises(EngineError, match="the server is stopping"):
         list(stream)
 

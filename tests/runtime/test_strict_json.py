@@ -21,6 +21,7 @@ def test_what_is_json_is_read_as_elsewhere(text: str) -> None:
         ('{"x": [{"it\'s\\n": 1, "it\'s\\n": 2}]}', r"the key 'it\'s\n' is there twice"),
         ("[NaN]", "NaN is not JSON"),
         ("-Infinity", "-Infinity is not JSON"),
+        ("\ufeff{}", "it begins with a byte order mark (BOM)"),
     ],
 )
 def test_what_readers_differ_about_is_refused(text: str, words: str) -> None:

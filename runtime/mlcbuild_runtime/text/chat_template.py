@@ -52,7 +52,9 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special: Mapping[str, str]) -> None:
         self._source, self._special = source, special
-        self._child = Child("mlcbuild_runtime.text.jinja", "renders chat templates")
+        # A first, empty template: the start of the process does not count as a prompt's time.
+        empty: Json = {"source": "", "variables": {}}
+        self._child = Child("mlcbuild_runtime.text.jinja", "renders chat templates", lambda: empty)
         self._turns = NewestFirst(WAITING)
         self._patience = PATIENCE
         """0 after a prompt that took too long: others, which would, too, do not wait for their turn then."""
