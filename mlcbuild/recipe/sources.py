@@ -83,6 +83,8 @@ def _read_source(
 
 
 def _absent(path: Path, text: str, siblings: Callable[[Path], list[str]]) -> str:
+    if path.suffix == ".gguf":
+        return f"there is no file '{text}'"
     message = f"there is no directory '{text}'"
     if re.fullmatch(f"{_PART}/{_PART}", text):
         return f"{message}; for a model of the Hugging Face hub write {_HUB}{text}"

@@ -184,6 +184,10 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             "hf://Qwen/Qwen3-0.6B"
         ],
     ),
+    "source of a file that is missing": (
+        changed(models="{tiny: downloads/absent.gguf}"),
+        ["2:16: there is no file 'downloads/absent.gguf'"],
+    ),
     "source that is a file": (
         changed(models="{a: prompts.txt}"),
         ["2:13: 'prompts.txt' is a file; a source is the directory of a checkpoint, or a GGUF file"],
