@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlcbuild.canon import Json, canonical
+from mlcbuild.canon import Json
 from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
 from mlcbuild.checkpoints.gguf_file import Gguf, Value, read_gguf
 from mlcbuild.checkpoints.gguf_tensors import (
@@ -23,11 +23,10 @@ from mlcbuild.checkpoints.gguf_tensors import (
 )
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig
-from mlcbuild.models.action import TENSOR_NAMES
+from mlcbuild.models.action import write_config
 from mlcbuild.models.layers import Rope
-from mlcbuild.models.parsing import parse, tensor_names
+from mlcbuild.models.parsing import parse
 from mlcbuild.models.rounding import f32
-from mlcbuild.models.serial import to_json
 
 Fields = dict[str, object]
 """The fields of a config.json."""
@@ -39,10 +38,7 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     """Action: `config.json` and `tensors.json`, as models.action writes them, of the GGUF file
     params["file"] in inputs["checkpoint"]. Raises CheckpointError.
     """
-    config = read_config(checkpoint_path(params, inputs))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_bytes(canonical(to_json(config)))
-    (out / TENSOR_NAMES).write_bytes(canonical(tensor_names(config).to_json()))
+    write_config(read_config(checkpoint_path(params, inputs)), out)
 
 
 def read_config(path: Path) -> ModelConfig:

@@ -10,6 +10,7 @@ from mlcbuild_format import regular, strict_json
 
 from mlcbuild.canon import Json, canonical
 from mlcbuild.errors import CheckpointError
+from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.parsing import parse, tensor_names
 from mlcbuild.models.serial import to_json
 
@@ -25,7 +26,11 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     Raises CheckpointError. Takes no params.
     """
     source = inputs["checkpoint"] / "config.json"
-    config = parse(read_json(source), str(source))
+    write_config(parse(read_json(source), str(source)), out)
+
+
+def write_config(config: ModelConfig, out: Path) -> None:
+    """Writes the files of a config step to the directory `out`."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_bytes(canonical(to_json(config)))
     (out / TENSOR_NAMES).write_bytes(canonical(tensor_names(config).to_json()))
