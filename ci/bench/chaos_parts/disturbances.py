@@ -1,4 +1,4 @@
-"""What is done to a site. Each returns a line on what it did; the script checks the site afterwards."""
+"""Damage to a site. Each function returns a line on what it did; the script checks the site afterwards."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _damage(kind: str, change: str) -> Disturbance:
 
 
 def _damage_remote(change: str) -> Disturbance:
-    """Of the shared cache, from which an empty store is then filled."""
+    """Damages the shared cache, from which an empty store is then filled."""
 
     def damage(site: Site, _: Service) -> str:
         content, names = site.cache.content, sorted(site.cache.content)

@@ -1,4 +1,4 @@
-"""What chaos happens to: a recipe with its store, a shared cache, and a server with honest clients."""
+"""The site that chaos damages: a recipe with its store, a shared cache, and a server with honest clients."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class ViolationError(Exception):
 
 def tree(directory: Path) -> str:
     """A digest of the names and bytes of all files below a directory."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        found.update(f"{path.relative_to(directory)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(directory)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 class Site:

@@ -124,13 +124,13 @@ bundle: {output: "dist/{model}-{quantization}-{target}"}
     def check(self, case: bytes) -> str | None:
         self.recipe.write_bytes(case)
         code, text = command("validate", self.recipe)
-        if found := fault(code, text, (0, 2)):
-            return f"validate: {found}"
+        if problem := fault(code, text, (0, 2)):
+            return f"validate: {problem}"
         if code == 2 and not re.search(r"recipe\.yaml(:\d+:\d+)?: ", text):
             return f"validate names no place: {text[:300]}"
         planned, more = command("plan", self.recipe)
-        if found := fault(planned, more, (0, 2)):
-            return f"plan: {found}"
+        if problem := fault(planned, more, (0, 2)):
+            return f"plan: {problem}"
         # Only a source that is not locked is found later: its files are not here.
         if (code, planned) == (0, 2) and "lock" not in more:
             return f"plan finds what validate does not: {more[:300]}"
@@ -138,7 +138,7 @@ bundle: {output: "dist/{model}-{quantization}-{target}"}
 
 
 class Records(Files):
-    """What a remote says of a key."""
+    """The record that a remote returns for a key."""
 
     def __init__(self, place: Path) -> None:
         store, _ = built(place)
@@ -187,8 +187,8 @@ class Stores(Records):
         try:
             for arguments in (("cache", "status"), ("plan", str(self.recipe)), ("cache", "verify")):
                 code, text = command(*arguments)
-                if found := fault(code, text, (0, 1, 2)):
-                    return f"{arguments[0]} {arguments[1] if arguments[0] == 'cache' else ''}: {found}"
+                if problem := fault(code, text, (0, 1, 2)):
+                    return f"{arguments[0]} {arguments[1] if arguments[0] == 'cache' else ''}: {problem}"
         finally:
             path.parent.mkdir(exist_ok=True)
             path.unlink(missing_ok=True)
@@ -236,12 +236,12 @@ class Manifests(Files):
             path.write_bytes(data)
             if path.name != "bundle.json":
                 self._list(path)
-                if found := self._tokenize():
-                    return found
+                if problem := self._tokenize():
+                    return problem
             for verb in ("inspect", "verify"):
                 code, text = command(verb, self.bundle)
-                if found := fault(code, text, (0, 1, 2)):
-                    return f"{verb}: {found}"
+                if problem := fault(code, text, (0, 1, 2)):
+                    return f"{verb}: {problem}"
         finally:
             path.write_bytes(self.files[name.decode()])
             (self.bundle / "bundle.json").write_bytes(self.files["bundle.json"])
@@ -305,8 +305,8 @@ class Checkpoints(Files):
         try:
             (root / name).write_bytes(data)
             config = checkpoint_files.CONFIG
-            found = conversion.checkpoint(root, config, parsing.tensor_names(config))
-            if list(found) != self.names:
+            parameters = conversion.checkpoint(root, config, parsing.tensor_names(config))
+            if list(parameters) != self.names:
                 return "a checkpoint is accepted that lacks parameters"
             checkpoint_files.write(root, out, SCHEMES["q4f16_1"])
         except MlcbuildError:
@@ -380,8 +380,8 @@ class Archives(Files):
         path.write_bytes(case)
         beside = {entry.name for entry in self.place.iterdir()}
         code, text = command("cache", "import", path, "--store", store)
-        if found := fault(code, text, (0, 2)):
-            return found
+        if problem := fault(code, text, (0, 2)):
+            return problem
         if new := {entry.name for entry in self.place.iterdir()} - beside - {"taken"}:
             return f"it wrote beside the store: {new}"
         held = sum(entry.stat().st_size for entry in store.rglob("*") if entry.is_file())

@@ -26,7 +26,7 @@ PATIENCE = 20.0
 
 
 class Answers:
-    """What a registry answers to `mlcbuild pull`. A case is a JSON list of [path, status, headers, body]."""
+    """A registry's answers to `mlcbuild pull`. A case is a JSON list of [path, status, headers, body]."""
 
     TITLE = "org.opencontainers.image.title"
 
@@ -148,8 +148,8 @@ class Answers:
         out = self.place / "pulled"
         shutil.rmtree(out, ignore_errors=True)
         code, text = command("pull", f"oci://127.0.0.1:{self.server.server_port}/team/toy:1", out)
-        if found := fault(code, text, (0, 1, 2)):
-            return found
+        if problem := fault(code, text, (0, 1, 2)):
+            return problem
         if code == 0:
             held = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
             code, text = command("verify", out)
@@ -257,7 +257,7 @@ class Requests(Served):
         return mutated_bytes(random, whole, self.WORDS)
 
     def check(self, case: bytes) -> str | None:
-        found = b""
+        answer = b""
         with (
             suppress(ConnectionError),
             socket.create_connection(self.address, timeout=PATIENCE) as connection,
@@ -266,12 +266,12 @@ class Requests(Served):
             connection.settimeout(0.05)  # what is not whole is not answered: nothing is waited for
             with suppress(TimeoutError):
                 while piece := connection.recv(1 << 16):
-                    found += piece
-        statuses = [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3})", found)]
+                    answer += piece
+        statuses = [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3})", answer)]
         if bad := [status for status in statuses if status >= 500 and status not in (501, 503, 505)]:
-            return f"status {bad[0]}: {found[-200:]!r}"
-        if found and not found.startswith(b"HTTP/1."):
-            return f"an answer that is not HTTP: {found[:100]!r}"
+            return f"status {bad[0]}: {answer[-200:]!r}"
+        if answer and not answer.startswith(b"HTTP/1."):
+            return f"an answer that is not HTTP: {answer[:100]!r}"
         return self.well()
 
 
