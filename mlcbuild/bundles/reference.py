@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -20,8 +20,9 @@ from mlcbuild.bundles.reference_blocks import Array, Inputs, State
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Rope, frequencies, parameters
 
-Weights: TypeAlias = Mapping[str, Array]
-"""Parameters under our names, as `parameters` shapes them, in any dtype that NumPy can cast from."""
+Weights: TypeAlias = Mapping[str, Any]
+"""Parameters under our names, as `parameters` shapes them: arrays of any dtype that NumPy can cast from. Of a
+stack of matrices only single ones are read, so that it may be a quant.stack.Stack."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,12 @@ class _Checked:
     def __call__(self, name: str) -> Array:
         return np.asarray(self.raw(name), self.reference.dtype)
 
-    def of_layer(self, index: int, name: str) -> Array:
-        return self(f"layers.{index}.{name}")
+    def of_layer(self, index: int, name: str, expert: int | None = None) -> Array:
+        """Returns a parameter of a layer, or the part of one expert."""
+        values = self.raw(f"layers.{index}.{name}")
+        return np.asarray(values if expert is None else values[expert], self.reference.dtype)
 
-    def raw(self, name: str) -> Array:
+    def raw(self, name: str) -> Any:
         """Returns a weight in its stored dtype: a matrix of which only rows are needed is not cast whole."""
         try:
             values = self.reference.weights[name]

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mlcbuild.models import Activation, Attention, Dense, LayerSpec, RmsNorm
+from mlcbuild.bundles.reference_experts import experts
+from mlcbuild.models import Activation, Attention, Dense, Experts, LayerSpec, RmsNorm
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 State: TypeAlias = tuple[Array, ...]
@@ -26,8 +27,8 @@ BLOCK = 1 << 24
 class Inputs:
     """The inputs of one layer's blocks beside the rows that they work on."""
 
-    weight: Callable[[str], Array]
-    """Name of a parameter within the layer -> its values."""
+    weight: Callable[..., Array]
+    """(name of a parameter within the layer, expert?) -> its values, or those of one expert."""
     positions: Array
     """[n]"""
     rotations: tuple[tuple[Array, Array], ...]
@@ -72,7 +73,7 @@ def softcap(x: Array, cap: float | None) -> Array:
 
 def _dense(spec: Dense, inputs: Inputs, x: Array) -> Array:
     gate, up = np.split(inputs.linear("mlp.gate_up", x, spec.bias), 2, axis=-1)
-    return inputs.linear("mlp.down", _ACTIVATIONS[spec.activation](gate) * up, spec.bias)
+    return inputs.linear("mlp.down", ACTIVATIONS[spec.activation](gate) * up, spec.bias)
 
 
 def _silu(x: Array) -> Array:
@@ -140,6 +141,9 @@ def _rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
 
 MIXERS: Mapping[type, Callable[[Any, Inputs, Array], tuple[Array, State]]] = {Attention: _attention}
 """Class of a mixer -> function from (spec, inputs, normalized rows) to (rows to add, new state)."""
-FEED_FORWARDS: Mapping[type, Callable[[Any, Inputs, Array], Array]] = {Dense: _dense}
+FEED_FORWARDS: Mapping[type, Callable[[Any, Inputs, Array], Array]] = {
+    Dense: _dense,
+    Experts: lambda spec, inputs, x: experts(spec, inputs.weight, ACTIVATIONS[spec.activation], x),
+}
 """Class of a feed-forward -> function from (spec, inputs, normalized rows) to rows to add."""
-_ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from mlcbuild_format.safetensors import ALIGNMENT, NUMPY, Tensor
@@ -30,18 +30,20 @@ from mlcbuild.checkpoints.checkpoint_kinds import checkpoint_path
 from mlcbuild.checkpoints.mapping import Rows, Source, fail, locate
 from mlcbuild.checkpoints.shards import Shard, lay_out, read_header
 from mlcbuild.errors import CheckpointError, StepError, UsageError
-from mlcbuild.models import ModelConfig, TensorNames, parameters
+from mlcbuild.models import ModelConfig, Param, TensorNames, parameters
 from mlcbuild.quant import (
     Storage,
     StoredTensor,
     check_overrides,
     from_json,
+    plain_dtype,
     rows_per_index,
     scheme_for,
     stored,
     stored_parameters,
 )
 from mlcbuild.quant.floats import Array, Scratch, narrow
+from mlcbuild.quant.stack import Stack
 
 SHARD_BYTES = 2_000_000_000
 """Data in one weights file, where tensors allow it."""
@@ -53,6 +55,8 @@ where it has them, and maps these for who computes with the weights: looking up 
 the time of a decoding step."""
 
 T = TypeVar("T")
+Weight: TypeAlias = Any
+"""The values of a parameter: a float32 array, or a Stack."""
 
 
 def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -161,26 +165,31 @@ class _Plan:
     def jobs(self) -> Iterator[_Job]:
         """Yields row ranges of about CHUNK_BYTES that begin where an index of the stored tensors does."""
         for source in self.sources:
-            rows, *rest = source.param.shape
             unit = rows_per_index(source.param, self.scheme)
-            size = math.prod(rest) * source.dtype.itemsize * unit
+            size = math.prod(source.row_shape) * source.dtype.itemsize * unit
             step = max(1, CHUNK_BYTES // size) * unit
-            for start in range(0, rows, step):
-                yield _Job(source, start, min(start + step, rows))
+            rows = source.rows // source.param.count
+            for matrix in range(source.param.count):
+                index = matrix * -(-rows // unit)
+                for start in range(0, rows, step):
+                    first, last = (matrix * rows + row for row in (start, min(start + step, rows)))
+                    yield _Job(source, first, last, index + start // unit)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """Rows start..stop-1 of one parameter."""
+    """Rows start..stop-1 of one parameter, all of one matrix."""
 
     source: Source
     start: int
     stop: int
+    index: int
+    """Index of axis 0 of the stored tensors where these rows begin."""
 
     @property
     def size(self) -> int:
         """Bytes to read."""
-        return (self.stop - self.start) * math.prod(self.source.param.shape[1:]) * self.source.dtype.itemsize
+        return (self.stop - self.start) * math.prod(self.source.row_shape) * self.source.dtype.itemsize
 
 
 class _Queue:
@@ -264,15 +273,14 @@ class _Worker:
         """Raises CheckpointError for weights that the scheme cannot hold, OSError for the output."""
         param = job.source.param
         scheme = scheme_for(self._plan.scheme, param.name)
-        raw = self._scratch.array("raw", (job.stop - job.start, *param.shape[1:]), job.source.dtype)
+        raw = self._scratch.array("raw", (job.stop - job.start, *job.source.row_shape), job.source.dtype)
         self._rows.read(job.source, job.start, raw)
-        if len(param.shape) == 2:
+        if param.matrix is not None:
             parts = scheme.definition.pack(raw, self._scratch, str(job.source))
         else:
-            parts = (narrow(raw, scheme.dtype, self._scratch, str(job.source)),)
-        index = job.start // rows_per_index(param, scheme)
+            parts = (narrow(raw, plain_dtype(param, scheme), self._scratch, str(job.source)),)
         for tensor, part in zip(stored(param, scheme), parts, strict=True):
-            self._write(tensor.name, index, part)
+            self._write(tensor.name, job.index, part)
 
     def _write(self, name: str, index: int, part: Array) -> None:
         place = self._plan.places[name]
@@ -331,31 +339,50 @@ def read(path: Path) -> Mapping[str, Array]:
     return _Lazy(tensors, load)
 
 
-def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, NDArray[np.float32]]:
+def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, Weight]:
     """Our parameters in float32 as the weights files of a directory hold them; each access computes anew."""
     tensors = read(path)
     params = {param.name: param for param in parameters(config)}
 
-    def load(name: str) -> NDArray[np.float32]:
+    def load(name: str) -> Weight:
         param = params[name]
-        parts = [tensors[tensor.name] for tensor in stored(param, scheme)]
-        if len(param.shape) != 2:
-            return parts[0].astype(np.float32)
-        rows, columns = param.shape
-        return scheme_for(scheme, name).definition.unpack(parts, (rows, columns))
+        return unpacked_parameter(param, scheme, [tensors[tensor.name] for tensor in stored(param, scheme)])
 
     return _Lazy(params, load)
 
 
-def checkpoint(path: Path, config: ModelConfig, names: TensorNames) -> Mapping[str, NDArray[np.float32]]:
+def unpacked_parameter(param: Param, scheme: Storage, parts: Sequence[Array]) -> Weight:
+    """Returns a parameter in float32 as its stored tensors `parts` hold it."""
+    matrix, own = param.matrix, scheme_for(scheme, param.name)
+    if matrix is None:
+        return parts[0].astype(np.float32)
+    if len(param.shape) == 2:
+        return own.definition.unpack(parts, matrix)
+    stacks = [part.reshape(param.count, -1, *part.shape[1:]) for part in parts]
+
+    def load(index: int) -> NDArray[np.float32]:
+        return own.definition.unpack([stack[index] for stack in stacks], matrix)
+
+    return Stack((param.count, *matrix), load)
+
+
+def checkpoint(path: Path, config: ModelConfig, names: TensorNames) -> Mapping[str, Weight]:
     """Returns parameter -> its values in float32 as a checkpoint holds them, exact; each access reads anew.
 
     Raises CheckpointError as locate does.
     """
     found = {source.param.name: source for source in locate(path, config, names)}
 
-    def load(name: str) -> NDArray[np.float32]:
-        with Rows() as rows:
-            return rows.wide(found[name], 0, found[name].param.shape[0])
+    def load(name: str) -> Weight:
+        source = found[name]
+        rows = source.rows // source.param.count
+
+        def matrix(index: int) -> NDArray[np.float32]:
+            with Rows() as reader:
+                return reader.wide(source, index * rows, (index + 1) * rows)
+
+        if source.param.matrix is None or len(source.param.shape) == 2:
+            return matrix(0)
+        return Stack((source.param.count, *source.param.matrix), matrix)
 
     return _Lazy(found, load)

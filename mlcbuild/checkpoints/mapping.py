@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
@@ -45,6 +46,16 @@ class Source:
 
     param: Param
     pieces: tuple[Tensor, ...]
+    """Tensors in the order of rows. A tensor with a stack of matrices has its first two dimensions joined."""
+
+    @property
+    def rows(self) -> int:
+        """Rows in all: of a stack, those of all its matrices."""
+        return math.prod(self.param.shape[:2]) if len(self.param.shape) == 3 else self.param.shape[0]
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self.param.shape[2:] if len(self.param.shape) == 3 else self.param.shape[1:]
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]:
@@ -80,8 +91,8 @@ def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source,
         parts = table[param.name]
         pieces = tuple(tensors[part.tensor] for part in parts if part.tensor in tensors)
         if len(pieces) == len(parts):
-            found.append(Source(param, pieces))
-            problems += _misfits(found[-1], parts)
+            problems += _misfits(Source(param, pieces), parts)
+            found.append(Source(param, tuple(_joined(piece) for piece in pieces)))
     wanted = {part.tensor: param for param, parts in table.items() for part in parts}
     if complete:  # else a file that could not be read may hold them
         problems += _index_faults(root / INDEX, index, tensors, config)
@@ -203,8 +214,11 @@ def _index_faults(
 def _misfits(source: Source, expected: Sequence[Piece]) -> list[str]:
     """Returns a sentence for each piece of a wrong dtype or shape."""
     problems = []
+    # A stack may be one tensor, or matrices of one expert each.
+    stacked = len(expected) == 1 and expected[0].rows == source.param.shape[0]
+    rest = source.param.shape[1:] if stacked else source.row_shape
     for piece, part in zip(source.pieces, expected, strict=True):
-        shape = (part.rows, *source.param.shape[1:])
+        shape = (part.rows, *rest)
         if piece.shape != shape:
             problems.append(
                 f"{piece.path}: tensor '{piece.name}' must have the shape {list(shape)}, as config.json "
@@ -216,6 +230,13 @@ def _misfits(source: Source, expected: Sequence[Piece]) -> list[str]:
                 "use the original, unquantized checkpoint"
             )
     return problems
+
+
+def _joined(piece: Tensor) -> Tensor:
+    """Returns a tensor of three dimensions as the matrix of the same bytes."""
+    if len(piece.shape) != 3:
+        return piece
+    return replace(piece, shape=(piece.shape[0] * piece.shape[1], piece.shape[2]))
 
 
 def _untied(config: ModelConfig, embedding: Source, head: Tensor) -> list[str]:
@@ -270,8 +291,8 @@ class Rows:
 
     def wide(self, source: Source, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start..stop-1 (cut at the end) in float32, in new memory."""
-        stop = min(stop, source.param.shape[0])
-        raw = np.empty((stop - start, *source.param.shape[1:]), source.dtype)
+        stop = min(stop, source.rows)
+        raw = np.empty((stop - start, *source.row_shape), source.dtype)
         self.read(source, start, raw)
         return widened(raw)
 

@@ -1,24 +1,26 @@
 """Models as data: what a checkpoint's config.json means, and what its tensors are called."""
 
 from mlcbuild.models.config import ModelConfig, cached_values, context_window, parameters
+from mlcbuild.models.experts import Clamp, Experts, Router
 from mlcbuild.models.layers import (
-    Activation,
     Attention,
     Dense,
     LayerSpec,
     Norms,
-    Param,
     RmsNorm,
     Rope,
     frequencies,
 )
+from mlcbuild.models.param import Activation, Param
 from mlcbuild.models.serial import config_digest, from_json, to_json
 from mlcbuild.models.tensor_names import Piece, TensorNames, aliases, surplus
 
 __all__ = [
     "Activation",
     "Attention",
+    "Clamp",
     "Dense",
+    "Experts",
     "LayerSpec",
     "ModelConfig",
     "Norms",
@@ -26,6 +28,7 @@ __all__ = [
     "Piece",
     "RmsNorm",
     "Rope",
+    "Router",
     "TensorNames",
     "aliases",
     "cached_values",

@@ -7,12 +7,11 @@ names, sources or training. Two fine-tunes of one architecture have equal config
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlcbuild.models.layers import (
     LayerSpec,
     Norm,
-    Param,
     Rope,
     cached_shape,
     layer_faults,
@@ -20,6 +19,7 @@ from mlcbuild.models.layers import (
     positive,
     rope_faults,
 )
+from mlcbuild.models.param import Param
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def parameters(config: ModelConfig) -> tuple[Param, ...]:
     params = [Param("embed.weight", (config.vocab_size, config.hidden_size))]
     for index, layer in enumerate(config.layers):
         params += [
-            Param(f"layers.{index}.{own.name}", own.shape, own.parts)
+            replace(own, name=f"layers.{index}.{own.name}")
             for own in layer_parameters(layer, config.hidden_size)
         ]
     params.append(Param("norm.weight", (config.hidden_size,)))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.fields import ABSENT, Fields, show
-from mlcbuild.models.layers import Activation, Attention, Dense, LayerSpec, Param, RmsNorm
+from mlcbuild.models.layers import Attention, Dense, LayerSpec, RmsNorm
+from mlcbuild.models.param import Activation, Param
 from mlcbuild.models.rope import LAYER_KINDS, RopeRules
 from mlcbuild.models.tensor_names import WHOLE, Piece
 
@@ -42,7 +43,16 @@ DENSE: Names = {
     "mlp.down.weight": ("mlp.down_proj.weight",),
     "mlp.down.bias": ("mlp.down_proj.bias",),
 }
-LAYER: Names = {**NORMS, **ATTENTION, **DENSE}
+EXPERTS: Names = {
+    "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.router.correction": ("mlp.gate.e_score_correction_bias",),
+    "mlp.experts.gate_up.weight": ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight"),
+    "mlp.experts.down.weight": ("mlp.experts.{}.down_proj.weight",),
+    "mlp.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    "mlp.shared.down.weight": ("mlp.shared_experts.down_proj.weight",),
+}
+"""{} stands for the number of an expert; a name without it is that of a stack."""
+LAYER: Names = {**NORMS, **ATTENTION, **DENSE, **EXPERTS}
 """The names of all blocks, as Llama began them; a family lists only where its own differ."""
 
 
@@ -93,14 +103,25 @@ def sources_of(family: Family, params: Iterable[Param]) -> dict[str, tuple[Piece
         if tensors is None:
             _, index, own = param.name.split(".", 2)
             tensors = tuple(f"model.layers.{index}.{name}" for name in layer[own])
-        rows = param.shape[:1] if len(tensors) == 1 else param.parts
-        if len(rows) != len(tensors):
-            raise CheckpointError(
-                f"family '{family.name}' names {len(tensors)} tensors for {param.name}, which has"
-                f" {len(param.parts)} parts: name one for each, or one for all"
-            )
-        sources[param.name] = tuple(Piece(*pair) for pair in zip(tensors, rows, strict=True))
+        sources[param.name] = _pieces(family, param, tensors)
     return sources
+
+
+def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Piece, ...]:
+    """Returns the tensors of a parameter: one, one for each part, or one for each expert or its parts."""
+    whole, *rest = param.shape
+    numbered = any("{}" in name for name in tensors)
+    if len(tensors) == 1 and not numbered:
+        return (Piece(tensors[0], whole),)
+    rows = param.parts if len(tensors) > 1 else (rest[0],)
+    if len(rows) != len(tensors):
+        raise CheckpointError(
+            f"family '{family.name}' names {len(tensors)} tensors for {param.name}, which has"
+            f" {len(param.parts)} parts: name one for each, or one for all"
+        )
+    experts = range(param.count) if numbered else range(1)
+    pairs = [*zip(tensors, rows, strict=True)]
+    return tuple(Piece(name.format(expert), count) for expert in experts for name, count in pairs)
 
 
 def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
-Activation = Literal["silu", "gelu_tanh"]
+from mlcbuild.models.experts import Experts, experts_faults, experts_numbers, experts_parameters
+from mlcbuild.models.param import Activation, Param
+
 Residual = Literal["sequential"]
 """How the halves of a layer are added. sequential: x += mixer(norm(x)), then x += feed_forward(norm(x))."""
 
@@ -102,7 +104,7 @@ class Dense:
 
 Norm: TypeAlias = RmsNorm
 Mixer: TypeAlias = Attention
-FeedForward: TypeAlias = Dense
+FeedForward: TypeAlias = Dense | Experts
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,6 @@ class LayerSpec:
     feed_forward: FeedForward
     norms: Norms
     residual: Residual = "sequential"
-
-
-@dataclass(frozen=True)
-class Param:
-    """One parameter as the mathematics sees it, before any packing. Matrices are [out, in]."""
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple[int, ...] = ()
-    """Rows of each part that checkpoints may store as a tensor of its own, in order; (): it has no parts."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +194,7 @@ MIXERS: Mapping[type, Block] = {
 """Class of a mixer -> its entry."""
 FEED_FORWARDS: Mapping[type, Block] = {
     Dense: Block("dense", _dense_parameters, lambda block: (), _dense_faults, lambda block: iter(())),
+    Experts: Block("experts", experts_parameters, lambda block: (), experts_faults, experts_numbers),
 }
 """Class of a feed-forward -> its entry."""
 

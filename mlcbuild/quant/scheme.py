@@ -89,18 +89,26 @@ def scheme_for(scheme: Storage, name: str) -> Storage:
 def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
     """Returns the tensors that hold one parameter. Raises UsageError for a layout that its format lacks."""
     own = scheme_for(scheme, param.name)
-    if len(param.shape) != 2:
-        return (StoredTensor(param.name, param.shape, own.dtype, PLAIN),)
+    if param.matrix is None:
+        return (StoredTensor(param.name, param.shape, plain_dtype(param, own), PLAIN),)
     base = param.name.removesuffix(".weight")
-    return tuple(
-        StoredTensor(f"{base}.{part.suffix}", part.shape(*param.shape), part.dtype, own.layout)
-        for part in own.definition.tensors
-    )
+    tensors = []
+    for part in own.definition.tensors:
+        first, *rest = part.shape(*param.matrix)
+        # Matrices of a stack follow each other along axis 0, each padded to whole indices of it.
+        shape = (param.count * first, *rest)
+        tensors.append(StoredTensor(f"{base}.{part.suffix}", shape, part.dtype, own.layout))
+    return tuple(tensors)
+
+
+def plain_dtype(param: Param, own: Storage) -> Literal["float32", "float16"]:
+    """Returns the type in which a parameter is stored that a scheme does not pack."""
+    return "float32" if param.stored == "float32" else own.dtype
 
 
 def rows_per_index(param: Param, scheme: Storage) -> int:
     """Returns how many rows of a parameter one index of axis 0 of its stored tensors holds."""
-    return scheme_for(scheme, param.name).definition.rows_per_index if len(param.shape) == 2 else 1
+    return 1 if param.matrix is None else scheme_for(scheme, param.name).definition.rows_per_index
 
 
 def stored_parameters(params: Sequence[Param], scheme: Storage) -> tuple[StoredTensor, ...]:

@@ -13,13 +13,16 @@ from mlcbuild import models
 from mlcbuild.bundles import reference_blocks
 from mlcbuild.models import (
     Attention,
+    Clamp,
     Dense,
+    Experts,
     LayerSpec,
     ModelConfig,
     Norms,
     Param,
     RmsNorm,
     Rope,
+    Router,
     cached_values,
     config,
     frequencies,
@@ -28,7 +31,7 @@ from mlcbuild.models import (
     parsing,
     serial,
 )
-from mlcbuild.models.family import ATTENTION, DENSE, LAYER, NORMS
+from mlcbuild.models.family import ATTENTION, DENSE, EXPERTS, LAYER, NORMS
 from tests.configs import with_windows
 
 NORM = RmsNorm(1e-6)
@@ -103,7 +106,7 @@ def test_every_kind_of_block_is_in_every_table() -> None:
 
 def test_every_parameter_of_a_block_has_tensor_names() -> None:
     """For each part a name."""
-    assert {**NORMS, **ATTENTION, **DENSE} == LAYER
+    assert {**NORMS, **ATTENTION, **DENSE, **EXPERTS} == LAYER
     post = {"attn_post_norm.weight", "mlp_post_norm.weight"}  # Gemma 2 names these on its own
     for param in layers.layer_parameters(FULL, 16):
         if param.name not in post:
@@ -176,3 +179,30 @@ def test_time_grows_linearly_with_layers() -> None:
         return run
 
     assert seconds(work(4096)) < 24 * seconds(work(512))
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (Experts(4, 2, 0), "an expert's size must be at least 1"),
+        (Experts(4, 5, 8), "5 of 4 experts cannot be chosen"),
+        (Experts(9, 2, 8, router=Router(groups=2)), "2 groups do not divide 9 experts"),
+        (Experts(4, 1, 8, router=Router(groups=4)), "a group needs 2 experts to be scored by, but 4 groups"),
+        (Experts(8, 2, 8, router=Router(groups=2, groups_kept=3)), "3 of 2 groups cannot be kept"),
+        (
+            Experts(8, 3, 8, router=Router(groups=4, groups_kept=1)),
+            "1 groups have fewer experts than the 3 to be",
+        ),
+        (Experts(8, 2, 8, router=Router(jitter=0.1)), "jitter and scores by sparsemixer need each other"),
+        (
+            Experts(8, 3, 8, router=Router("sparsemixer", jitter=0.1)),
+            "sparsemixer chooses 2 experts, without groups and correction",
+        ),
+        (Experts(8, 2, 8, shared_gate=True), "shared_gate needs a shared feed-forward"),
+        (Experts(8, 2, 8, clamp=Clamp(0.0, 1.0)), "must be finite and above 0"),
+    ],
+)
+def test_experts_that_contradict_themselves_are_named(experts: Experts, message: str) -> None:
+    sentences = config.faults(replace(MODEL, layers=(replace(PLAIN, feed_forward=experts),)))
+    assert len(sentences) == 1
+    assert message in sentences[0]

@@ -25,7 +25,7 @@ from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given, Source
 from mlcbuild.compiler.cpu.lowering import KERNELS
 from mlcbuild.compiler.cpu.parts import Parts
 from mlcbuild.compiler.program.ops import Layer, Rows, Variables
-from mlcbuild.models import LayerSpec, parameters
+from mlcbuild.models import Dense, LayerSpec, parameters
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,7 @@ class _Halves:
     def feed_forward(self, x: Tensor) -> Tensor:
         """Emits x += mlp(norm(x))."""
         parts, spec = self.parts, self.spec.feed_forward
+        assert isinstance(spec, Dense)
         weight, bias = self.layer.weights["mlp_norm.weight"][0], self.optional("mlp.gate_up.bias")
         packs = parts.packs(self.linear("mlp.gate_up"), self.linear("mlp.down"), bias)
         source = parts.normed(self.spec.norms.before, weight)

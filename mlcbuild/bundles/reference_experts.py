@@ -1,0 +1,117 @@
+"""A mixture of experts in NumPy: which experts each row chooses, with what weights, and what they add.
+
+Shapes: n rows, e experts, c choices of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mlcbuild.models import Clamp, Experts, Router
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Weight: TypeAlias = Callable[..., Array]
+"""(name of a parameter within the layer, expert?) -> its values, or those of one expert."""
+Gate: TypeAlias = Callable[[Array], Array]
+
+
+def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
+    """Returns what the experts add to normalized rows x [n, hidden]."""
+    logits = x @ weight("mlp.router.weight").T
+    if spec.router.bias:
+        logits = logits + weight("mlp.router.bias")
+    correction = weight("mlp.router.correction") if spec.router.correction else None
+    chosen, weights = route(spec.router, spec.chosen, logits, correction)
+    total = np.zeros_like(x)
+    for expert in np.unique(chosen):
+        rows, places = np.nonzero(chosen == expert)
+        total[rows] += weights[rows, places, None] * _expert(spec, weight, activation, (x[rows], expert))
+    if spec.shared_size:
+        pair = x @ weight("mlp.shared.gate_up.weight").T
+        shared = _gated(None, activation, pair) @ weight("mlp.shared.down.weight").T
+        if spec.shared_gate:
+            shared = shared * _sigmoid(x @ weight("mlp.shared_gate.weight").T)
+        total = total + shared
+    return total
+
+
+def route(router: Router, count: int, logits: Array, correction: Array | None) -> tuple[Array, Array]:
+    """Returns the experts that each row chooses, int [n, count], and their weights [n, count].
+
+    Of equal scores the lowest index comes first.
+    """
+    if router.scores == "sparsemixer":
+        assert router.jitter is not None
+        return _sparsemixer(logits, logits.dtype.type(router.jitter))
+    scores = _softmax(logits) if router.scores == "softmax" else _sigmoid(logits)
+    choice = scores if correction is None else scores + correction
+    if router.groups > 1:
+        grouped = choice.reshape(len(choice), router.groups, -1)
+        best = np.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
+        kept = np.zeros(best.shape, bool)
+        np.put_along_axis(kept, _largest(best, router.groups_kept), True, axis=-1)
+        choice = np.where(kept[..., None], grouped, -np.inf).reshape(choice.shape)
+    chosen = _largest(choice, count)
+    weights = np.take_along_axis(scores, chosen, axis=-1)
+    if router.normalized:
+        # A sum of sigmoids may be 0 in float32; those of a softmax are at least 1 / e.
+        weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), weights.dtype.type(1e-20))
+    return chosen, weights * weights.dtype.type(router.scale)
+
+
+def _largest(scores: Array, count: int) -> Array:
+    """Returns the places of the largest scores of each row, the lowest place first among equals."""
+    order: Array = np.argsort(-scores, axis=-1, kind="stable")
+    return order[:, :count]
+
+
+def _sparsemixer(logits: Array, jitter: Any) -> tuple[Array, Array]:
+    rows, left = np.arange(len(logits)), logits.copy()
+    chosen, weights = np.empty((len(logits), 2), np.intp), np.empty((len(logits), 2), logits.dtype)
+    for turn in range(2):
+        largest = left.max(axis=-1, keepdims=True)
+        far = (largest - logits) / np.maximum(np.abs(logits), largest) > 2 * jitter
+        chosen[:, turn] = left.argmax(axis=-1)
+        weights[:, turn] = _softmax(np.where(far, -np.inf, left))[rows, chosen[:, turn]]
+        left[rows, chosen[:, turn]] = -np.inf
+    return chosen, weights
+
+
+def _expert(spec: Experts, weight: Weight, activation: Gate, inputs: tuple[Array, int]) -> Array:
+    """Returns what one expert makes of its rows; inputs: (rows, number of the expert)."""
+    x, expert = inputs
+    pair = x @ weight("mlp.experts.gate_up.weight", expert).T
+    if spec.bias:
+        pair = pair + weight("mlp.experts.gate_up.bias", expert)
+    inner = _gated(spec.clamp, activation, pair)
+    bias = weight("mlp.experts.down.bias", expert) if spec.bias else x.dtype.type(0)
+    y: Array = inner @ weight("mlp.experts.down.weight", expert).T + bias
+    return y
+
+
+def _gated(clamp: Clamp | None, activation: Gate, pair: Array) -> Array:
+    """Returns what a gate lets through of [n, gates then ups]."""
+    gate, up = np.split(pair, 2, axis=-1)
+    if clamp is None:
+        passed: Array = activation(gate) * up
+        return passed
+    limit, alpha = pair.dtype.type(clamp.limit), pair.dtype.type(clamp.alpha)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    passed = (up + 1) * gate * _sigmoid(alpha * gate)
+    return passed
+
+
+def _softmax(logits: Array) -> Array:
+    shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    scores: Array = shares / shares.sum(axis=-1, keepdims=True)
+    return scores
+
+
+def _sigmoid(x: Array) -> Array:
+    """Returns 1 / (1 + exp(-x)), by tanh, which does not overflow."""
+    half = x.dtype.type(0.5)
+    share: Array = half * (1 + np.tanh(half * x))
+    return share

@@ -1,0 +1,131 @@
+"""A mixture of experts as data: a feed-forward of which each row uses the few parts that a router chooses.
+
+The sum over the chosen experts e, of weights w that the router computes from the normalized row x:
+
+    y = sum_e w_e down_e(gate(gate_up_e(x)))  [+ shared(x), or sigmoid(g . x) shared(x)]
+
+Shazeer et al., 2017 (arXiv 1701.06538); groups and corrections: DeepSeek-V3 (arXiv 2412.19437), section 2.1;
+sparsemixer: Phi-3.5-MoE, GRIN (arXiv 2409.12136).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mlcbuild.models.param import Activation, Param
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a row chooses its experts, from one logit for each.
+
+    Scores are computed from logits; choices are the largest scores, plus the correction where there is one,
+    inside the groups kept; weights are the scores of the choices. Of equal scores the lowest index is chosen:
+    torch.topk promises no order, and libraries must give one answer.
+    """
+
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    """softmax: over all experts; with `normalized` it equals a softmax over the chosen ones. sigmoid: each by
+    itself. sparsemixer: two choices, one after the other, each weighted by its softmax over the experts whose
+    logits are within 2 * jitter of the largest one, relatively."""
+    normalized: bool = True
+    """Weights are divided by their sum."""
+    bias: bool = False
+    """Logits have a bias."""
+    correction: bool = False
+    """A number is added to each score to choose by, but not to the weights."""
+    groups: int = 1
+    """Experts form so many groups of neighbours; a group's score is the sum of its two largest scores."""
+    groups_kept: int = 1
+    """Choices are made in so many groups, those with the largest scores."""
+    scale: float = 1.0
+    """Multiplies the weights at the end."""
+    jitter: float | None = None
+    """Relative distance that sparsemixer uses."""
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """The gate of gpt-oss: (up + 1) * g * sigmoid(alpha * g), g = min(gate, limit), up within +-limit."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A gated feed-forward for each expert, of which a row uses `chosen`."""
+
+    count: int
+    chosen: int
+    size: int
+    """Inner values of one expert."""
+    activation: Activation = "silu"
+    router: Router = Router()
+    bias: bool = False
+    """Biases on gate, up and down of each expert."""
+    clamp: Clamp | None = None
+    """Takes the place of `activation`."""
+    shared_size: int = 0
+    """Inner values of a feed-forward that every row uses; 0: there is none."""
+    shared_gate: bool = False
+    """The shared feed-forward is multiplied by sigmoid(weight . x)."""
+
+
+def experts_parameters(block: Experts, hidden: int) -> Iterator[Param]:
+    """Yields the parameters. Weights of all experts are one stack. What chooses them is never quantized,
+    since a small error would choose others."""
+    router = block.router
+    yield Param("mlp.router.weight", (block.count, hidden), stored="plain")
+    if router.bias:
+        yield Param("mlp.router.bias", (block.count,), stored="float32")
+    if router.correction:
+        yield Param("mlp.router.correction", (block.count,), stored="float32")
+    rows, parts = 2 * block.size, (block.size, block.size)
+    yield Param("mlp.experts.gate_up.weight", (block.count, rows, hidden), parts)
+    if block.bias:
+        yield Param("mlp.experts.gate_up.bias", (block.count, rows), stored="plain")
+    yield Param("mlp.experts.down.weight", (block.count, hidden, block.size))
+    if block.bias:
+        yield Param("mlp.experts.down.bias", (block.count, hidden), stored="plain")
+    if block.shared_size:
+        rows, parts = 2 * block.shared_size, (block.shared_size, block.shared_size)
+        yield Param("mlp.shared.gate_up.weight", (rows, hidden), parts)
+        yield Param("mlp.shared.down.weight", (hidden, block.shared_size))
+    if block.shared_gate:
+        yield Param("mlp.shared_gate.weight", (1, hidden), stored="plain")
+
+
+def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
+    """Yields a sentence for each contradiction between the fields."""
+    router = block.router
+    if min(block.count, block.chosen, block.size, router.groups, router.groups_kept) < 1:
+        yield "the numbers of experts, of chosen ones and of groups and an expert's size must be at least 1"
+        return
+    if block.chosen > block.count:
+        yield f"{block.chosen} of {block.count} experts cannot be chosen"
+    if block.count % router.groups:
+        yield f"{router.groups} groups do not divide {block.count} experts"
+    elif router.groups > 1 and block.count // router.groups < 2:
+        yield f"a group needs 2 experts to be scored by, but {router.groups} groups share {block.count}"
+    elif router.groups_kept > router.groups:
+        yield f"{router.groups_kept} of {router.groups} groups cannot be kept"
+    elif router.groups_kept * (block.count // router.groups) < block.chosen:
+        yield f"{router.groups_kept} groups have fewer experts than the {block.chosen} to be chosen"
+    if (router.scores == "sparsemixer") != (router.jitter is not None):
+        yield "jitter and scores by sparsemixer need each other"
+    if router.scores == "sparsemixer" and (block.chosen != 2 or router.groups > 1 or router.correction):
+        yield "sparsemixer chooses 2 experts, without groups and correction"
+    if block.shared_gate and not block.shared_size:
+        yield "shared_gate needs a shared feed-forward"
+
+
+def experts_numbers(block: Experts) -> Iterator[float]:
+    """Yields the numbers that must be finite and above 0."""
+    yield block.router.scale
+    if block.router.jitter is not None:
+        yield block.router.jitter
+    if block.clamp is not None:
+        yield from (block.clamp.limit, block.clamp.alpha)

@@ -1,0 +1,71 @@
+"""Reads the fields that families with experts share, and puts the experts into their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from mlcbuild.models.experts import Experts, Router
+from mlcbuild.models.family import Common
+from mlcbuild.models.fields import ABSENT, Fields, show
+from mlcbuild.models.layers import Dense, LayerSpec
+
+TRAINING = ("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_z_loss_coef")
+"""Fields about the loss of routers."""
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts; transformers writes some configs under another one than it reads."""
+
+
+def read_experts(
+    fields: Fields,
+    common: Common,
+    router: Router,
+    *,
+    size: str = "moe_intermediate_size",
+    defaults: tuple[int | None, int | None, int | None] = (None, None, None),
+) -> Experts:
+    """Reads the numbers of experts, of choices, and the field `size`: the inner values of an expert.
+
+    defaults: of these three, for absent fields.
+    """
+    fields.ignore(TRAINING)
+    name = next((name for name in COUNTS if fields.has(name)), COUNTS[0])
+    count = fields.integer(name, defaults[0], high=4096)
+    for other in COUNTS:
+        if fields.has(other) and fields.get(other) != fields.get(name):
+            fields.problem(other, f"must be {name} {count}, found {show(fields.get(other))}")
+    fields.ignore(COUNTS)
+    chosen = fields.integer("num_experts_per_tok", defaults[1], high=4096)
+    if fields.sound(name, "num_experts_per_tok") and chosen > count:
+        fields.problem("num_experts_per_tok", f"must be at most {name} {count}, found {chosen}")
+        chosen = count
+    inner = fields.integer(size, defaults[2], high=2**22)
+    return Experts(count, chosen, inner, common.feed_forward.activation, router)
+
+
+def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
+    """Returns whether each layer has experts: every decoder_sparse_step-th one, without mlp_only_layers."""
+    step = fields.integer("decoder_sparse_step", 1, high=4096)
+    listed = fields.get("mlp_only_layers")
+    dense: list[int] = []
+    if isinstance(listed, list) and all(type(index) is int and 0 <= index < count for index in listed):
+        dense = listed
+    elif listed not in (None, ABSENT):
+        fields.problem("mlp_only_layers", f"must list layers from 0 to {count - 1}, found {show(listed)}")
+    return tuple((index + 1) % step == 0 and index not in dense for index in range(count))
+
+
+def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
+    """Returns whether each layer has experts: those from first_k_dense_replace on."""
+    first = fields.integer("first_k_dense_replace", default, low=0, high=4096)
+    return tuple(index >= first for index in range(count))
+
+
+def mixed(
+    layers: Sequence[LayerSpec], sparse: Iterable[bool], experts: Experts, dense: Dense
+) -> tuple[LayerSpec, ...]:
+    """Returns the layers with experts where `sparse` says so, else with the dense feed-forward."""
+    return tuple(
+        replace(layer, feed_forward=experts if is_sparse else dense)
+        for layer, is_sparse in zip(layers, sparse, strict=True)
+    )

@@ -1,0 +1,25 @@
+"""A stack of matrices whose values are computed when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The weights of all experts, [experts, out, in]. Of a large model they fit no memory in float32."""
+
+    shape: tuple[int, int, int]
+    load: Callable[[int], NDArray[np.float32]]
+    """Number of an expert -> its matrix [out, in]."""
+
+    def __getitem__(self, index: int) -> NDArray[np.float32]:
+        return self.load(index)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[np.float32]:
+        """Returns all matrices, as NumPy's functions want them."""
+        return np.stack([self.load(index) for index in range(self.shape[0])]).astype(dtype or np.float32)
