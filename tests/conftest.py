@@ -23,7 +23,7 @@ settings.load_profile("patient")
 # As the runtime has it. TVM's own 300,000 take the time of others, where more processes test than cores.
 os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", "2000")
 
-# Tests start hundreds of processes. Containers often set this variable, and then each of them compiles all of its
+# Tests start hundreds of processes. Containers often set this variable, and then each process compiles its
 # modules again: 0.7 of the 1.6 CPU seconds that a compiler child takes before it reads its request.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
