@@ -1,12 +1,12 @@
 """The interface of a compiled library: what the builder emits and every runtime calls.
 
-Functions with the order of their arguments, the columns of the tables among these, and the meaning of special
-numbers. Builder and runtime take all of it from here by name; neither counts arguments or columns itself.
+It defines the functions with their argument order, the columns of the tables among the arguments, and the
+special values. Builder and runtime refer to all of it by name; neither counts arguments or columns itself.
 
-Sizes in shapes: n new tokens, q rows whose logits are computed, b sequences, p entries of the page table,
-f forks, m masks of w columns, k steps of a loop, e tokens that end an answer, v columns of logits. `hidden`
-and `vocab` belong to the model. A tensor without a dtype here has that of the model: the KV cache, whose
-layout is the library's own, and `params`, the tuple of all weights in the order of the signature.
+Sizes in shapes: n new tokens, q rows whose logits are computed, b sequences, p entries of the page table, f
+forks, m masks of w columns, k steps of a decode loop, e end-of-sequence tokens, v columns of logits; `hidden`
+and `vocab` are the model's. A tensor without a dtype here has the dtype that the model uses: the KV cache,
+whose layout is the library's own, and `params`, the tuple of all weights in the signature's order.
 """
 
 from __future__ import annotations
@@ -24,62 +24,63 @@ PAGE = 16
 
 
 class SamplingParams(NamedTuple):
-    """How one token is drawn from one row of logits: a row of `sampling_params`, float64."""
+    """How one token is sampled from one row of logits: one row of the argument `sampling_params`, float64."""
 
     inverse_temperature: float
-    """0: the most likely token. Below 0: no token at all, see NO_TOKEN."""
+    """1 / temperature. 0 takes the most likely token; a negative value samples no token (NO_TOKEN)."""
     logit_drop: float
-    """How far below the largest logit a token's may be, as a number that is not positive (min_p)."""
+    """How far a token's logit may lie below the largest one, as a number <= 0 (the logarithm of min_p)."""
     top_p: float
-    """1: every token."""
+    """Nucleus sampling: the probability mass that is kept, from 0 to 1; 1 keeps every token."""
     top_k: float
-    """0: every token."""
+    """The number of most likely tokens that are kept; 0 keeps every token."""
     random: float
-    """The random number, from 0 up to 1, without 1. It is the last column: a request fixes the others, and
-    each of its tokens appends one."""
+    """The random number in [0, 1) that selects the token. It is the last column because a request fixes the
+    other columns, and each of its tokens appends its own random number."""
 
 
 SAMPLING_DTYPE = "float64"
 SAMPLING_COLUMNS = SamplingParams._fields
 SKIP = SamplingParams(inverse_temperature=-1.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0)
-"""Draws no token from a row."""
+"""The sampling parameters of a row from which no token is sampled."""
 NO_TOKEN, INVALID_TOKEN = -2, -1
-"""Stand for a token: of a row whose parameters are SKIP; of a row whose largest logit is NaN."""
+"""Special values in place of a sampled token: NO_TOKEN for a row whose parameters are SKIP, INVALID_TOKEN for
+a row whose largest logit is NaN."""
 
 
 class LoopState(NamedTuple):
-    """How far a loop of decoding steps has come: `state`, int32, changed by every step."""
+    """The progress of a decode loop: the int32 argument `state`, which every step updates."""
 
     steps_done: int
     pause_after: int
-    """The loop returns after this many steps, though more may follow."""
+    """The decode loop returns after this many steps, even if more may follow."""
     step_limit: int
-    """No step follows this many."""
+    """The maximum number of steps of a decode loop."""
 
 
 STATE_COLUMNS = LoopState._fields
 
 MASK_ROW, MASK_BITS = 0, 1
-"""Columns of a logit mask: the row that it applies to; the first word of bits, one for each token from the
-lowest on, set where the token may be drawn."""
+"""Columns of a logit mask: the index of the row it applies to, then the first word of its bits. There is one
+bit for each token, lowest token first, set where the token is allowed."""
 MASK_WORD = 32
-"""Tokens in a word of a mask."""
+"""Tokens (bits) in one word of a logit mask."""
 
 
 @dataclass(frozen=True)
 class Argument:
     name: str
     dtype: str | None
-    """None: that of the model."""
+    """The argument's element type; None means the dtype that the model uses."""
     shape: tuple[str | int, ...] = ()
-    """Sizes by name, also "b+1"; () for a scalar and where the model decides."""
+    """Sizes by letter, also sums such as "b+1"; () for a scalar, and where the library decides the shape."""
     in_place: bool = False
-    """The function changes it."""
+    """True if the function writes into this argument."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a library. Calls give all arguments by position."""
+    """The signature of a function of a library. Calls pass all arguments by position."""
 
     name: str
     arguments: tuple[Argument, ...]
@@ -89,19 +90,19 @@ class Function:
         return tuple(argument.name for argument in self.arguments)
 
     def index(self, name: str) -> int:
-        """The position of an argument. Raises ValueError if there is none of this name."""
+        """Returns the position of the argument called `name`. Raises ValueError if there is none."""
         return self.names.index(name)
 
     def ordered(self, values: Mapping[str, Value]) -> list[Value]:
-        """Returns the values of a call, given by name, in the order of the arguments.
+        """Returns the values of a call in the order of the arguments. `values` maps argument name -> value.
 
         Raises KeyError for an argument without a value, ValueError for a value without an argument.
         """
-        found = list(map(values.__getitem__, self.names))
-        if len(found) != len(values):
+        arguments = list(map(values.__getitem__, self.names))
+        if len(arguments) != len(values):
             extra = ", ".join(sorted(set(values) - set(self.names)))
             raise ValueError(f"{self.name} has no argument {extra}")
-        return found
+        return arguments
 
 
 PARAMS = Argument("params", None)
@@ -114,12 +115,12 @@ BATCH = (
     Argument("page_table", "int32", ("p",)),
     Argument("kv_lengths", "int32", ("b",)),
 )
-"""Which tokens belong to which sequence, and where their keys and values are: the cache; each token's
-position in its sequence and its slot, page * PAGE + offset; where a sequence's tokens and pages begin in the
-lists of all; the pages; and the length of each sequence with its new tokens."""
+"""The arguments that describe a batch to attention: the KV cache; each token's position in its sequence, and
+its slot (page * PAGE + offset); where each sequence's tokens and pages begin in the concatenated lists; the
+page table; and the length of each sequence including its new tokens."""
 FORKS = Argument("forks", "int32", ("f", 3))
-"""(from page, to page, tokens): copies of the beginnings of pages, made in this order after all new keys and
-values are in the cache."""
+"""Copies of the first tokens of pages, as rows (source page, destination page, tokens), made in this order
+after all new keys and values are in the cache."""
 
 _TOKENS = Argument("tokens", "int32", ("n",))
 _ROWS = Argument("logit_positions", "int32", ("q",))
@@ -140,41 +141,49 @@ _LOOP = (
     Argument("state", "int32", (len(STATE_COLUMNS),), in_place=True),
     Argument("continues", "bool", in_place=True),
 )
-"""The arguments of a loop beside a batch with one token of each sequence. `tokens` are replaced by those of
-the next step; step i reads row i of `random_numbers` and writes row i of `sampled_tokens`. No step follows
-one of `eos_tokens` in a sequence that `stops_at_eos`, nor after any thread has set `interrupt`. `continues`:
-another step must follow at once."""
+"""The arguments of a decode loop beside a batch with one token per sequence.
+
+Each step replaces `tokens` by the tokens it samples; step i reads row i of `random_numbers` and writes row i
+of `sampled_tokens`. The loop stops when a sequence with `stops_at_eos` samples one of `eos_tokens`, or when
+any thread sets `interrupt`. `continues` is true if another step must follow at once.
+"""
 
 CREATE_CACHE = Function("create_paged_kv_cache", (Argument("num_pages", "int64"),))
-"""-> the cache of so many pages, not initialised. The argument is a shape."""
+"""The library function that returns an uninitialised KV cache of `num_pages` pages, passed as a shape."""
 METADATA = Function("_metadata", ())
-"""-> JSON: format, config, scheme, target, limits, params, signature."""
+"""The library function that returns metadata as JSON: format, config, scheme, target, limits, params,
+signature."""
 EMBED = Function("embed", (_TOKENS, PARAMS))
-"""-> embeddings float32 [n, hidden]."""
+"""The library function that returns the embeddings of tokens, float32 [n, hidden]."""
 STEP = Function("step", (*_STEP, FORKS, PARAMS))
-"""-> logits float32 [1, q, vocab], masked, after a token is drawn from each row into `sampled`. A row has the
-same bits whatever shares its batch."""
+"""The library function that runs the model on a batch, samples a token from each row into `sampled`, and
+returns the masked logits, float32 [1, q, vocab]. A row has the same bits whatever else is in the batch."""
 STEP_PREFILL = Function("step_prefill", (*_STEP, PARAMS))
-"""As `step`, for prompts: a faster way, which may round differently."""
+"""The variant of `step` for prompts: its kernels are faster and may round differently."""
 STEP_ON = Function("step_on", (*_LOOP, *BATCH, PARAMS))
-"""As `step` for one token of each sequence; what it changes are the arguments of the step that follows."""
+"""The variant of `step` for one token per sequence; it updates its arguments to those of the next step."""
 STEPS = Function("steps", (*_LOOP, *BATCH, PARAMS))
-"""`step_on`, without masks, for as long as `continues` is true -> `continues`."""
+"""The library function that repeats `step_on`, without masks, while `continues` is true; it returns
+`continues`."""
 SAMPLE = Function(
     "sample_tokens",
     (Argument("logits", "float32", ("q", "v")), _SAMPLING, Argument("tokens", "int32", ("q",)), _MASKS),
 )
-"""Masks logits in place and draws a token from each row into `tokens` -> logits float32 [1, q, v]."""
+"""The library function that masks logits in place, samples a token from each row into `tokens`, and returns
+the logits, float32 [1, q, v]."""
 PREFILL = Function("prefill", (_PROMPTS, _ROWS, *BATCH, PARAMS))
-"""-> logits float32 [1, q, vocab] of one sequence."""
+"""The library function that runs the model on embeddings of one sequence; it returns logits, float32 [1, q,
+vocab]."""
 BATCH_PREFILL = Function("batch_prefill", PREFILL.arguments)
 BATCH_VERIFY = Function("batch_verify", (_PROMPTS, _ROWS, *BATCH, FORKS, PARAMS))
-"""As `batch_prefill`, with rows computed as `batch_decode` computes them, bit by bit."""
+"""The variant of `batch_prefill` whose rows have the same bits as those of `batch_decode`."""
 DECODE = Function("decode", (Argument("input_embeds", "float32", ("b", 1, "hidden")), *BATCH, PARAMS))
-"""-> logits float32 [b, 1, vocab] of one sequence's token."""
+"""The library function that runs the model on one token per sequence; it returns logits, float32 [b, 1,
+vocab]."""
 BATCH_DECODE = Function("batch_decode", DECODE.arguments)
 HIDDEN_STATES = Function("prefill_to_last_hidden_states", (_PROMPTS, *BATCH, PARAMS))
-"""-> the hidden states of one sequence after the last norm, float32 [1, n, hidden]."""
+"""The library function that returns one sequence's hidden states after the last norm, float32 [1, n, hidden].
+"""
 BATCH_HIDDEN_STATES = Function("batch_prefill_to_last_hidden_states", HIDDEN_STATES.arguments)
 
 CAPABILITIES: Mapping[str, tuple[Function, ...]] = {
@@ -182,4 +191,4 @@ CAPABILITIES: Mapping[str, tuple[Function, ...]] = {
     "decode_loop": (STEP_ON, STEPS),
     "hidden_states": (EMBED, HIDDEN_STATES, BATCH_HIDDEN_STATES),
 }
-"""Capability of a library -> the functions that it has then."""
+"""Capability of a library -> the functions that it exports for it."""

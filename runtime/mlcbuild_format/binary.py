@@ -1,7 +1,7 @@
-"""Looks at a shared library before the system loads it.
+"""Validates a shared library before the system's loader maps it.
 
-The loader maps what the headers promise and touches it: a damaged file would end the process by a signal,
-where a Python program wants one sentence. Layout of Mach-O: <mach-o/loader.h>.
+The loader maps and reads what the headers declare: a damaged file would end the process with a signal instead
+of an error message. Source of the Mach-O layout: <mach-o/loader.h>.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from mlcbuild_format.elf_image import Image, ImageError
 from mlcbuild_format.errors import BundleError
 
 MAX_LIBRARY = 2 << 30
-"""Bytes."""
+"""The largest library file that is read, in bytes."""
 MODEL_SYMBOL = b"__tvm_ffi__library_bin"
-"""What a model's library exports: the functions of the virtual machine."""
+"""The symbol that a model's library exports: the serialised functions of TVM's virtual machine."""
 MACHO_CPUS = {0x01000007: "x86_64", 0x0100000C: "aarch64"}
 
 
 def check(path: Path) -> tuple[str, str]:
-    """("linux" | "macos", architecture) of a shared library. Raises BundleError when it is not whole."""
+    """Returns ("linux" | "macos", architecture) of a shared library. Raises BundleError if it is damaged."""
     return _check(path, model=False)
 
 
 def check_model(path: Path) -> tuple[str, str]:
-    """As `check`, for the library of a model. Another one would end the process that initialises it."""
+    """Validates a model's library; returns and raises as `check` does.
+
+    A library without the symbol of a model would end the process that initialises it.
+    """
     return _check(path, model=True)
 
 
@@ -35,12 +38,13 @@ def _check(path: Path, model: bool) -> tuple[str, str]:
     try:
         if data[:4] == b"\x7fELF":
             image = Image(data)
-            found, exports = ("linux", image.machine), image.exports
+            platform, exports = ("linux", image.machine), image.exports
         elif data[:4] == b"\xcf\xfa\xed\xfe":
-            found, exports = ("macos", _macho(data)), lambda: frozenset({MODEL_SYMBOL})
+            platform, exports = ("macos", _macho(data)), lambda: frozenset({MODEL_SYMBOL})
         else:
             raise ImageError(f"begins with {data[:4]!r}")
-        # Asked first, because most other libraries break a rule that is made for those of models.
+        # Checked first: most other libraries also break a rule for model libraries, whose message would
+        # mislead.
         if model and (MODEL_SYMBOL not in data or MODEL_SYMBOL not in exports()):
             raise BundleError(
                 f"{path}: a shared library, but not one of a model: it exports no {MODEL_SYMBOL.decode()};"
@@ -51,7 +55,7 @@ def _check(path: Path, model: bool) -> tuple[str, str]:
         raise BundleError(
             f"{path}: not a whole shared library (it {fault}); build the bundle again"
         ) from None
-    return found
+    return platform
 
 
 def _macho(data: bytes) -> str:

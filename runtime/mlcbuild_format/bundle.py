@@ -1,8 +1,8 @@
-"""Bundles on disk: what must agree with the manifest before anything of a bundle is used.
+"""Validates a bundle directory against its manifest before any file of the bundle is used.
 
-A bundle is exactly its manifest: whatever else lies in its directory is refused. `read` makes the checks that
-every load makes (files and sizes, digests of everything but weights, headers of weights and library, one
-signature everywhere); `check(full=True)` also digests the weights.
+A bundle consists of exactly the files that its manifest lists: any other file is refused. `read` makes the
+checks of every load (files and sizes, digests of everything but weights, headers of weights and library, one
+signature everywhere); `check(full=True)` also computes the digests of the weights.
 """
 
 from __future__ import annotations
@@ -53,41 +53,43 @@ __all__ = [
 ]
 
 MAX_MANIFEST = 16 << 20
-"""Bytes of bundle.json."""
+"""The largest bundle.json that is read, in bytes."""
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of the bundle in directory `path`, after every check that needs no reading of weights.
+    """Returns the manifest of the bundle in directory `path`, after every check that reads no weights.
 
-    Raises BundleError with one sentence.
+    Raises BundleError with a complete message.
     """
     return check(path, full=False)
 
 
 def check(path: Path, full: bool = True) -> Manifest:
-    """As `read`; `full` also digests the weights, at about 2 GB per CPU-second."""
-    found = manifest(path)
-    files.check_listing(path, found.everything)
-    for name, file in sorted(found.files.items()):
+    """Returns the manifest of a bundle after checking its files as `read` does. `full` also computes the
+    digests of the weights, at about 2 GB per CPU-second. Raises BundleError."""
+    described = manifest(path)
+    files.check_listing(path, described.everything)
+    for name, file in sorted(described.files.items()):
         _check_size(path / name, file)
-    for name in sorted(found.files.keys() - set(found.weights)):
-        _check_digest(path / name, found.files[name])
-    for name in found.weights:
+    for name in sorted(described.files.keys() - set(described.weights)):
+        _check_digest(path / name, described.files[name])
+    for name in described.weights:
         own = weights.read_header(path / name).signature
-        if own != found.signature:
+        if own != described.signature:
             raise BundleError(
                 f"{path}: the weights in {name} have signature {own[:12]}, but {MANIFEST} is for"
-                f" {found.signature[:12]}: they belong to another model or scheme; build the bundle again"
+                f" {described.signature[:12]}: they belong to another model or scheme; build the bundle again"
             )
-    if found.machine.output == "shared":
-        binary.check_model(path / found.library)
-    for name in found.weights if full else ():
-        _check_digest(path / name, found.files[name])
-    return found
+    if described.machine.output == "shared":
+        binary.check_model(path / described.library)
+    for name in described.weights if full else ():
+        _check_digest(path / name, described.files[name])
+    return described
 
 
 def manifest(path: Path) -> Manifest:
-    """What bundle.json says, without a look at the other files. Raises BundleError."""
+    """Returns the parsed bundle.json of a bundle directory without checking the other files. Raises
+    BundleError."""
     file = path / MANIFEST
     try:
         if not path.is_dir():
@@ -119,16 +121,17 @@ def _check_size(path: Path, file: File) -> None:
 
 
 def _check_digest(path: Path, file: File) -> None:
-    found = files.digest(path)
-    if found != file.blake3:
+    digest = files.digest(path)
+    if digest != file.blake3:
         raise BundleError(
-            f"{path}: has BLAKE3 {found[:12]}, but {MANIFEST} says {file.blake3[:12]}: it was changed or"
+            f"{path}: has BLAKE3 {digest[:12]}, but {MANIFEST} says {file.blake3[:12]}: it was changed or"
             " damaged after the build, so copy the bundle again"
         )
 
 
 def check_tokens(tokens: Sequence[int], manifest: Manifest) -> None:
-    """Raises ValueError for a token outside the vocabulary: the library would read beyond its table."""
+    """Raises ValueError for a token outside the vocabulary, which would make the library read beyond its
+    table."""
     vocab_size = manifest.vocab_size
     for token in tokens:
         if not 0 <= token < vocab_size:

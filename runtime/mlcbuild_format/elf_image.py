@@ -1,8 +1,8 @@
-"""An ELF shared library as the system's loader would see it, checked before the loader does.
+"""Validates an ELF shared library before the system's loader maps it.
 
-The loader maps what the program headers promise, follows the pointers of the dynamic section, and writes
-where relocations say, without a check of its own: a pointer that leads outside ends the process by a signal.
-Layouts: System V ABI, chapters 4 and 5; the gABI's 64-bit little-endian form only.
+The loader maps what the program headers declare, follows the pointers of the dynamic section, and writes
+where relocations point, without checks of its own: a pointer that leads outside ends the process by a signal.
+Layouts: System V ABI, chapters 4 and 5, and the gABI; only 64-bit little-endian files are accepted.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ MACHINES = {62: "x86_64", 183: "aarch64", 243: "riscv64", 40: "arm"}
 _LOAD, _DYNAMIC, _TLS, _EH_FRAME, _STACK = 1, 2, 7, 0x6474E550, 0x6474E551
 _RELRO, _PROPERTY = 0x6474E552, 0x6474E553
 _MAPPED = {_DYNAMIC, _TLS, _EH_FRAME, _RELRO, _PROPERTY}
-"""Segments that the loader or the unwinder reads at their address, which a _LOAD must therefore hold."""
+"""Types of segments that the loader or the unwinder reads in memory, so that a _LOAD segment must hold them.
+"""
 _EXECUTE, _WRITE, _READ = 1, 2, 4
 _LARGEST_PAGE = 1 << 16
 _LARGEST_IMAGE = 1 << 36
-"""Bytes of address space."""
+"""The largest address space that a library may claim, in bytes."""
 _HEADER, _SEGMENT, _SYMBOL, _RELOCATION = 64, 56, 24, 24
 
 _STRTAB, _SYMTAB, _STRSZ, _SYMENT, _GNU_HASH, _HASH = 5, 6, 10, 11, 0x6FFFFEF5, 4
 _SIZED = {7: 8, 23: 2, 36: 35, 25: 27, 26: 28, 32: 33, _STRTAB: _STRSZ}
-"""Tables of the dynamic section: tag of the address -> tag of the size in bytes."""
+"""Dynamic-section tag of a table's address -> tag of that table's size in bytes."""
 _TABLES = {7: _RELOCATION, 23: _RELOCATION, 36: 8, 25: 8, 26: 8, 32: 8}
-"""Tag of a table's address -> size of an entry."""
+"""Dynamic-section tag of a table's address -> bytes of one entry of that table."""
 _POINTERS = (3, _SYMTAB, _GNU_HASH, _HASH, 12, 13, 0x6FFFFFFE, 0x6FFFFFFC, 0x6FFFFFF0)
 _CODE = (12, 13)
 _ALIGNED = {7: 8, 23: 8, 25: 8, 26: 8, _SYMTAB: 8, _GNU_HASH: 8, 0x6FFFFFF0: 2, 0x6FFFFFFE: 4}
@@ -41,7 +42,7 @@ _TOGETHER = (
     (_RELR, 35, 37),
     (0x6FFFFFFE, 0x6FFFFFFF, 0x6FFFFFF0),
 )
-"""Tags of which a dynamic section has all or none."""
+"""Groups of dynamic-section tags: a library has all tags of a group or none."""
 _KNOWN = {tag for tags in _TOGETHER for tag in tags} | {_STRTAB, _SYMTAB, _STRSZ, _SYMENT, _GNU_HASH, _HASH}
 _KNOWN |= {12, 13, 14, 15, 24, 29, 30, _RELACOUNT, 0x6FFFFFFB, *range(0x70000000, 0x70000010)}
 _KINDS: Mapping[str, tuple[int, frozenset[int], int]] = {
@@ -49,15 +50,15 @@ _KINDS: Mapping[str, tuple[int, frozenset[int], int]] = {
     "aarch64": (1027, frozenset({257, 1025}), 1026),
     "riscv64": (3, frozenset({2}), 5),
 }
-"""Architecture -> relocation of a pointer into the library itself, those of pointers to symbols, and that of
-functions of others, which stand behind three words at _PLTGOT."""
+"""Architecture -> (type of relocations that point into the library itself, types of those that point to
+symbols, type of those for imported functions, whose slots begin three words behind _PLTGOT)."""
 _FUNCTION, _ABSOLUTE, _THREAD_LOCAL = 2, 0xFFF1, 6
 _BINDINGS = (1, 2)
-"""Global and weak."""
+"""Symbol bindings that are accepted: global and weak."""
 
 
 class ImageError(ValueError):
-    """What is wrong with an image, as the end of `it ...`."""
+    """A rule that an ELF or Mach-O file breaks. The message completes a sentence that begins with "it"."""
 
 
 class _Segment(NamedTuple):
@@ -75,10 +76,10 @@ class _Segment(NamedTuple):
 
 
 class Image:
-    """The bytes of a library. Every method raises ImageError, or struct.error where the file is too short."""
+    """The bytes of an ELF library. Methods raise ImageError, or struct.error where the file is too short."""
 
     def __init__(self, data: bytes) -> None:
-        """Checks the program headers and the dynamic section."""
+        """Checks the program headers and the dynamic section. Raises ImageError."""
         self._data = data
         kind, machine = struct.unpack_from("<HH", data, 16)
         if (data[4:6], kind) != (b"\x02\x01", 3):
@@ -140,13 +141,13 @@ class Image:
         segments = [segment for segment in self._segments if segment.kind == _DYNAMIC]
         if len(segments) != 1:
             raise ImageError("has no dynamic section, or several")
-        found: list[tuple[int, int]] = []
+        entries: list[tuple[int, int]] = []
         start, size = segments[0].offset, segments[0].in_file
         data = self._data[start : start + size]
         for tag, value in struct.iter_unpack("<QQ", data[: len(data) // 16 * 16]):
             if not tag:
-                return found
-            found.append((tag, value))
+                return entries
+            entries.append((tag, value))
         raise ImageError("has a dynamic section without an end")
 
     def _check_dynamic(self) -> None:
@@ -166,7 +167,8 @@ class Image:
                 raise ImageError(f"has a dynamic section whose entry {tag:#x} is wrong")
 
     def _size(self, tag: int) -> int:
-        """Bytes of the table at a tag's address; more than any file has where the size is missing."""
+        """Returns the bytes of the table at a tag's address; where its size is missing, more than any file
+        has."""
         return self._values.get(_SIZED[tag], 1 << 62)
 
     def _is_loaded(self, address: int, size: int, flags: int, in_file: bool = True) -> bool:
@@ -180,11 +182,11 @@ class Image:
         raise ImageError("points outside of what is loaded")
 
     def exports(self) -> frozenset[bytes]:
-        """Names of the symbols that the library defines, after a check of its symbols and relocations."""
+        """Returns the names of all symbols that are defined after checking its symbols and relocations."""
         self._check_model()
         names = self._names()
         table = self._at(self._values[_SYMTAB], _SYMBOL * len(names))
-        found = set()
+        exported = set()
         for name, row in zip(names, struct.iter_unpack("<IBBHQQ", table), strict=True):
             _, info, _, section, value, size = row
             if name and info >> 4 not in _BINDINGS:
@@ -194,12 +196,12 @@ class Image:
             flags = _EXECUTE if info & 15 == _FUNCTION else _READ
             if not self._is_loaded(value, size, flags, in_file=False):
                 raise ImageError("has a symbol outside of what is loaded")
-            found.add(name)
+            exported.add(name)
         self._check_relocations(len(names))
-        return frozenset(found)
+        return frozenset(exported)
 
     def _check_model(self) -> None:
-        """Rules that system libraries may break, and libraries of models never do."""
+        """Raises ImageError for what system libraries may contain and a model's library never does."""
         tags = [tag for tag, _ in self._dynamic if tag != _NEEDED]
         strange = set(tags) - _KNOWN
         if strange or len(set(tags)) < len(tags):
@@ -212,7 +214,7 @@ class Image:
             raise ImageError("has a segment that can be written and run")
 
     def _names(self) -> list[bytes]:
-        """The name of every symbol. The table of hashes must find each that can be asked for."""
+        """Returns the name of every symbol, after checking that the hash table finds each exported one."""
         if _GNU_HASH not in self._values:
             if _HASH not in self._values:
                 raise ImageError("has no table of symbols")
@@ -232,11 +234,11 @@ class Image:
                 if index != len(names):
                     raise ImageError("has a table of symbols that is wrong")
                 names.append(self._name(index))
-                found = _gnu_hash(names[-1])
+                hashed = _gnu_hash(names[-1])
                 (entry,) = self._words(chain + 4 * (index - first), 1)
-                bits = bloom[found // _WORD % words]
-                hit = bits >> found % _WORD & bits >> (found >> shift) % _WORD & 1
-                if entry | 1 != found | 1 or found % buckets != bucket or not hit:
+                bits = bloom[hashed // _WORD % words]
+                hit = bits >> hashed % _WORD & bits >> (hashed >> shift) % _WORD & 1
+                if entry | 1 != hashed | 1 or hashed % buckets != bucket or not hit:
                     raise ImageError("has a table of symbols that is wrong")
                 index += 1
                 if entry & 1:
@@ -274,7 +276,7 @@ class Image:
             raise ImageError("lacks a relocation")
 
     def _called(self) -> set[int]:
-        """Places of pointers to functions that the loader calls. Relocations put them there."""
+        """Returns the addresses of the pointers to functions that the loader calls; relocations fill them."""
         tables = [
             (self._values[at], self._values[size]) for at, size in ((25, 27), (26, 28)) if at in self._values
         ]
@@ -291,10 +293,10 @@ class Image:
 
 
 def _gnu_hash(name: bytes) -> int:
-    found = 5381
+    hashed = 5381
     for byte in name:
-        found = (found * 33 + byte) & 0xFFFFFFFF
-    return found
+        hashed = (hashed * 33 + byte) & 0xFFFFFFFF
+    return hashed
 
 
 def _page_end(address: int) -> int:

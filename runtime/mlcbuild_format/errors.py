@@ -1,13 +1,13 @@
-"""Every error that the runtime raises on purpose.
+"""The exceptions that the runtime raises deliberately.
 
     ServingError                 exit code 1
-    ├── BundleError              exit code 1   a bundle is damaged, mixed up, or for another machine
+    ├── BundleError              exit code 1   a bundle is damaged, inconsistent, or for another machine
     ├── SetupError               exit code 3   this machine lacks something the runtime needs
-    ├── RequestError             one request asks for something that cannot be done
-    └── EngineError              one request failed while it ran; the engine goes on
+    ├── RequestError             one request is invalid or cannot be served
+    └── EngineError              one request failed while it ran; the engine continues
 
-A message is complete by itself: where, what was found, what to do. It is one line without control
-characters, whatever a bundle or a client has put into it: `printable`.
+A message is complete by itself: place, finding, remedy. It is one line without control characters, whatever
+text of a bundle or a client it quotes: see `printable`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlcbuild_format.fields import printable
 
 
 class ServingError(Exception):
-    """Base of the tree. `exit_code` is what the command line returns."""
+    """The base class of the runtime's exceptions. `exit_code` is the exit status of the command line."""
 
     exit_code: ClassVar[int] = 1
 
@@ -35,7 +35,8 @@ class SetupError(ServingError):
 
 
 class RequestError(ServingError):
-    """`param` names the field at fault and `code` is a short machine-readable word, as in OpenAI's errors."""
+    """An invalid request. `param` names the field and `code` is a machine-readable word, as in OpenAI's
+    errors; `status` is the HTTP status."""
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400

@@ -1,4 +1,4 @@
-"""JSON that someone else wrote: a strict reader, and typed access to its objects."""
+"""A strict reader of untrusted JSON, and typed access to the fields of its objects."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from mlcbuild_format import strict_json
 Json: TypeAlias = bool | int | float | str | list["Json"] | dict[str, "Json"] | None
 
 MAX_DEPTH = 64
-"""Lists and objects within each other."""
+"""Maximum depth of nested lists and objects in a JSON document."""
 MAX_INTEGER = 1 << 53
-"""The largest integer of a field. Larger ones are not exact in every JSON reader."""
+"""The largest integer that a field may hold: larger ones are not exact in every JSON reader."""
 MAX_TEXT = 1000
-"""Characters of a text field."""
+"""Maximum characters of a text field."""
 _DIGITS = 100
-"""Of a number. `model_max_length` of many tokenizers has 31."""
+"""Maximum digits of a number: `model_max_length` of many tokenizers has 31."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class FieldError(ValueError):
-    """A field is missing or of the wrong kind; the message names the field and what was found."""
+    """A field that is missing or has a wrong value; the message names the field and its value."""
 
 
 def parse_json(data: bytes) -> Json:
-    """The value of a JSON document in UTF-8. Raises ValueError with the reason, which is one line.
+    """Returns the value of a JSON document in UTF-8. Raises ValueError with a reason of one line.
 
-    Refused besides what is no JSON: a key that stands twice in an object, numbers of more than _DIGITS digits
-    or beyond a float, halves of surrogate pairs, and more than MAX_DEPTH lists and objects within each other.
+    Besides invalid JSON it refuses duplicate keys in an object, numbers of more than 100 digits or outside
+    the range of a float, unpaired surrogates, and more than MAX_DEPTH nested lists and objects.
     """
     try:
         text = data.decode()
@@ -63,7 +63,7 @@ _decode = strict_json.decoder(parse_int=_integer, parse_float=_float)
 
 
 def _check_values(document: Json, strings: bool) -> None:
-    """Checks the depth, level by level, and `strings` for halves of surrogate pairs."""
+    """Raises ValueError if `document` is nested too deeply or, with `strings`, holds unpaired surrogates."""
     level: Sequence[Json] = [document]
     for _ in range(MAX_DEPTH + 1):
         inside: list[Json] = []
@@ -88,22 +88,23 @@ def _check_surrogates(text: str) -> None:
 
 
 class Fields:
-    """One JSON object. Every accessor raises FieldError with the dotted name of the field."""
+    """A JSON object with typed accessors. Each raises FieldError, naming the field with its dotted path."""
 
     def __init__(self, value: Json, name: str = "") -> None:
         if not isinstance(value, dict):
             raise FieldError(f"{name or 'the document'} must be an object, found {describe(value)}")
         self.value, self.name = value, name
 
-    def only(self, *known: str) -> Fields:
-        """Refuses keys that are not in `known`."""
-        unknown = sorted(set(self.value) - set(known))
+    def only(self, *names: str) -> Fields:
+        """Raises FieldError for a key that is not among `names`; returns the object itself."""
+        unknown = sorted(set(self.value) - set(names))
         if unknown:
             raise FieldError(f"unknown field {self._path(unknown[0])}")
         return self
 
     def text(self, key: str, pattern: str | None = None) -> str:
-        """One printable line that is not empty; the whole of it matches `pattern`."""
+        """Returns a non-empty string of one printable line, all of which matches the regular expression
+        `pattern`."""
         value = self._get(key)
         if not is_line(value):
             raise self._wrong(key, f"a non-empty string of at most {MAX_TEXT} printable characters", value)
@@ -130,13 +131,13 @@ class Fields:
         value = self._get(key)
         if not isinstance(value, list):
             raise self._wrong(key, "a list of integers", value)
-        found = [item for item in value if is_integer(item) and 0 <= item <= maximum]
-        if len(found) != len(value):
+        numbers = [item for item in value if is_integer(item) and 0 <= item <= maximum]
+        if len(numbers) != len(value):
             raise self._wrong(key, f"a list of integers from 0 to {maximum}", value)
-        return tuple(found)
+        return tuple(numbers)
 
     def number(self, key: str, minimum: float, maximum: float) -> float | None:
-        """None where the field is absent or null."""
+        """Returns a number between the bounds, or None where the field is absent or null."""
         value = self.value.get(key)
         if value is None:
             return None
@@ -156,15 +157,16 @@ class Fields:
         return self.value[key]
 
     def _path(self, key: str) -> str:
-        shown = printable(key)  # what a document says is one line here
+        shown = printable(key)  # keys are untrusted text, and a message is one line
         return f"'{self.name.strip(chr(39))}.{shown}'" if self.name else f"'{shown}'"
 
-    def _wrong(self, key: str, wanted: str, found: Json) -> FieldError:
-        return FieldError(f"{self._path(key)} must be {wanted}, found {describe(found)}")
+    def _wrong(self, key: str, rule: str, value: Json) -> FieldError:
+        return FieldError(f"{self._path(key)} must be {rule}, found {describe(value)}")
 
 
 def is_line(value: Json) -> TypeGuard[str]:
-    """A text that a field may hold: not empty, not long, and nothing that moves a terminal's cursor."""
+    """Reports whether `value` is a non-empty string of at most MAX_TEXT printable characters (no line break,
+    no terminal escape)."""
     return isinstance(value, str) and 0 < len(value) <= MAX_TEXT and value.isprintable()
 
 
@@ -173,14 +175,14 @@ def is_integer(value: Json) -> TypeGuard[int]:
 
 
 LONGEST_MESSAGE = 4000
-"""Characters of an error message; the rest is left out."""
+"""Maximum characters of an error message; longer ones are cut."""
 
 
 def printable(text: object, longest: int = LONGEST_MESSAGE) -> str:
-    """`text` as one line that is safe in a terminal, a log and a UTF-8 file.
+    """Returns `text` as one line that is safe in a terminal, a log and a UTF-8 file.
 
-    Line breaks, control characters (with them every escape sequence of terminals), directional overrides and
-    halves of surrogate pairs are written as Python escapes. Longer texts are cut to `longest` characters.
+    Line breaks, control characters (and so all escape sequences of terminals), directional overrides and
+    unpaired surrogates are written as Python escapes. A text of more than `longest` characters is cut.
     """
     line = str(text)
     if len(line) > longest:
@@ -191,7 +193,8 @@ def printable(text: object, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def describe(value: object) -> str:
-    """A short rendering of any value for an error message. It takes no longer for a large one."""
+    """Returns a rendering of any value in about 60 characters, for an error message; large values cost no
+    more."""
     text = ""
     for piece in _pieces(value):
         text += piece
@@ -201,7 +204,7 @@ def describe(value: object) -> str:
 
 
 def _pieces(value: object) -> Iterator[str]:
-    """What `repr` returns, bit by bit; of a long text only the beginning."""
+    """Yields `repr(value)` in pieces; strings and integers are cut to a bounded length."""
     if isinstance(value, str):
         yield repr(value[:80])
     elif isinstance(value, int) and value.bit_length() > 1024:
@@ -225,7 +228,8 @@ def _pieces(value: object) -> Iterator[str]:
 
 
 def plain(value: object) -> Json:
-    """A deep copy with plain dicts and lists for Mappings and tuples."""
+    """Returns a deep copy in which Mappings are dicts and tuples are lists. Raises TypeError for values JSON
+    cannot hold."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

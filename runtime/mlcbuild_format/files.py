@@ -1,6 +1,6 @@
-"""Reads files that a stranger may have written: regular files only, no more bytes than fit, and never a wait.
+"""Reads untrusted files of a bundle: regular files only, up to a size limit, without blocking.
 
-Every function raises BundleError with one sentence.
+Every function raises BundleError with a complete message.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mlcbuild_format.errors import BundleError
 from mlcbuild_format.fields import Json, parse_json
 
 _CHUNK = 1 << 20
-"""Bytes that are hashed at a time, so that Ctrl-C ends a check of large weights."""
+"""Bytes hashed at a time, few enough that Ctrl-C interrupts the check of large weights at once."""
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Returns a regular file, open for reading."""
+    """Returns a regular file, open for reading. Raises BundleError for anything else."""
     try:
         return regular.open_file(path)
     except OSError as error:
@@ -31,7 +31,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """Returns the bytes of a regular file of at most `largest` bytes."""
+    """Returns the content of a regular file. Raises BundleError if it has more than `largest` bytes."""
     try:
         return regular.read(path, largest)
     except OSError as error:
@@ -42,7 +42,7 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 
 def read_error(path: Path, error: OSError) -> BundleError:
-    """Returns the error for a file of a bundle that the system cannot read."""
+    """Returns the BundleError that describes why the system cannot read a file of a bundle."""
     if error.errno == errno.ENOENT:
         return BundleError(f"{path}: missing; copy the bundle again")
     if error.errno == errno.EINVAL:
@@ -58,7 +58,7 @@ def read_text(path: Path, largest: int) -> str:
 
 
 def read_json(path: Path, largest: int) -> dict[str, Json]:
-    """A file that holds one JSON object."""
+    """Returns the JSON object in a file of at most `largest` bytes. Raises BundleError for other content."""
     try:
         document = parse_json(read_bytes(path, largest))
     except ValueError as error:
@@ -69,7 +69,7 @@ def read_json(path: Path, largest: int) -> dict[str, Json]:
 
 
 def digest(path: Path) -> str:
-    """The BLAKE3 of a file, at about 2 GB per CPU-second."""
+    """Returns the BLAKE3 of a file as 64 hex digits; it hashes about 2 GB per CPU-second."""
     hasher = blake3()
     with open_regular(path) as file:
         chunk = memoryview(bytearray(min(_CHUNK, os.fstat(file.fileno()).st_size) + 1))
@@ -82,10 +82,10 @@ def digest(path: Path) -> str:
 
 
 def check_listing(root: Path, names: Collection[str]) -> None:
-    """Checks that below `root` there are no files but `names`, which are relative paths, and no links.
+    """Raises BundleError if there are files below `root` that are not among `names`, or symbolic links.
 
-    Directories in which no such file lies are refused without a look into them, so that the walk is as short
-    as the list of names is.
+    `names` are relative paths. A directory that holds none of them is refused without being listed, so that
+    the time of the walk depends on the number of names only.
     """
     folders = {parent for name in names for parent in _parents(name)}
     for name, kind in _entries(root, folders):
@@ -104,14 +104,14 @@ def check_listing(root: Path, names: Collection[str]) -> None:
 
 
 def _entries(root: Path, folders: Collection[str]) -> Iterator[tuple[str, int]]:
-    """(relative path, file type) of everything in `root` and in the `folders` below it."""
+    """Yields (relative path, file type) of each entry of `root` and of the directories `folders` below it."""
     for folder in ("", *sorted(folders)):
         place = root / folder
         try:
             if folder and not stat.S_ISDIR(place.lstat().st_mode):
-                continue  # it was an entry of its parent, or something that is missing
-            with os.scandir(place) as found:
-                for entry in sorted(found, key=lambda entry: entry.name):
+                continue  # its parent's listing has reported it, or it is missing
+            with os.scandir(place) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
                     mode = entry.stat(follow_symlinks=False).st_mode
                     yield f"{folder}/{entry.name}" if folder else entry.name, stat.S_IFMT(mode)
         except (FileNotFoundError, NotADirectoryError):

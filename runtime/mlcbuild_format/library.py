@@ -1,4 +1,4 @@
-"""What a library says about itself, and that the bundle around it agrees."""
+"""Reads the metadata of a compiled library and checks it against the manifest of its bundle."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
 class Metadata:
     signature: str
     params: tuple[Tensor, ...]
-    """(name, shape, dtype, layout) of every tensor that the library takes, in order."""
+    """(name, shape, dtype, layout) of every parameter tensor that the library takes, in order."""
 
 
 def read_metadata(text: str, manifest: Manifest) -> Metadata:
-    """The metadata of a library, after the check that it is the one `manifest` describes.
+    """Returns the metadata of a library, parsed from its JSON `text`.
 
-    Raises BundleError with one sentence that names both sides.
+    Raises BundleError, whose message names both sides, when it differs from what `manifest` describes.
     """
     try:
         top = Fields(parse_json(text.encode()))
         if top.value.get("format") != FORMAT:
             there = describe(top.value.get("format"))
             raise FieldError(f"'format' must be '{FORMAT}', found {there}: build the bundle again")
-        found = Metadata(top.text("signature"), _params(top))
+        metadata = Metadata(top.text("signature"), _params(top))
         _agree(top, manifest)
     except (FieldError, ValueError) as error:
         raise BundleError(f"{manifest.library}: its metadata is not usable: {error}") from None
-    if found.signature != manifest.signature or signature(found.params) != manifest.signature:
+    if metadata.signature != manifest.signature or signature(metadata.params) != manifest.signature:
         raise BundleError(
-            f"{manifest.library} takes weights of signature {found.signature[:12]}, but the manifest and the"
-            f" weights are {manifest.signature[:12]}: the library was built for another model or scheme"
+            f"{manifest.library} takes weights of signature {metadata.signature[:12]}, but the manifest and"
+            f" the weights are {manifest.signature[:12]}: the library was built for another model or scheme"
         )
-    return found
+    return metadata
 
 
 def _params(top: Fields) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ def _param(row: Json) -> Tensor:
 
 
 def _agree(top: Fields, manifest: Manifest) -> None:
-    """The manifest repeats what the library was compiled for; a difference means that one was changed."""
+    """Raises BundleError where the manifest and the library disagree on what the library was compiled for."""
     sides = {
         "config": plain(manifest.model.config),
         "scheme": plain(manifest.scheme),
@@ -96,8 +96,8 @@ def _shown(value: Json) -> str:
 
 
 def find_runtime(path: Path, manifest: Manifest) -> Path:
-    """The TVM runtime library: in the bundle, named by RUNTIME_VARIABLE, or beside an installed tvm. Raises
-    SetupError."""
+    """Returns the path of the TVM runtime library: in the bundle, named by the environment variable
+    MLCBUILD_TVM_RUNTIME, or beside an installed tvm package. Raises SetupError if there is none."""
     name = "libtvm_runtime.dylib" if sys.platform == "darwin" else "libtvm_runtime.so"
     if f"lib/{name}" in manifest.files:
         return path / "lib" / name

@@ -1,4 +1,4 @@
-"""The sizes that a library is compiled for: the builder chooses them, and the runtime keeps within them."""
+"""The sizes that a library is compiled for; the runtime stays within them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from mlcbuild_format.abi import PAGE
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest sizes of a library's calls; fields as in bundle.json and library.json."""
+    """The largest sizes that a library's functions accept; fields as in bundle.json and library.json."""
 
     context_window: int
-    """Tokens of one sequence, prompt and answer together."""
+    """Maximum tokens of one sequence, prompt and answer together."""
     prefill_chunk: int
-    """Tokens of one prefill call."""
+    """Maximum prompt tokens in one prefill call."""
     max_batch: int
-    """Sequences of one call."""
+    """Maximum sequences in one call."""
     page_size: int = PAGE
     """Tokens in one page of the KV cache."""
 
     @property
     def rows(self) -> int:
-        """Rows of any forward call."""
+        """Maximum rows (tokens) of any forward call."""
         return max(self.prefill_chunk, self.max_batch)
 
     @property
     def sequence_pages(self) -> int:
-        """Pages that hold one sequence of context_window tokens."""
+        """Pages of KV cache that hold one sequence of context_window tokens."""
         return -(-self.context_window // self.page_size)
 
     @property
     def pages(self) -> int:
-        """Pages that hold max_batch such sequences."""
+        """Pages of KV cache that hold max_batch sequences of context_window tokens each."""
         return self.sequence_pages * self.max_batch

@@ -1,7 +1,7 @@
 """The manifest of a bundle, bundle.json: its fields, and the rules for their values. See runtime/README.md.
 
-A manifest is written by a stranger. `parse` checks the type and range of every field, so that whoever has a
-Manifest needs to check none of them.
+A manifest is untrusted: `parse` checks the type and range of every field, so that code that holds a Manifest
+need not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MANIFEST = "bundle.json"
 PROVENANCE = "provenance.json"
 ENVELOPE = "provenance.intoto.jsonl"
 Pooling = Literal["last", "mean"]
-"""How hidden states become one vector. `last`: that of the last token, which alone has seen all others."""
+"""How hidden states are combined into one embedding: `last` takes that of the last token (in a causal model
+the only one that attends to all tokens), `mean` averages all."""
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
@@ -36,12 +37,12 @@ class Model:
     name: str
     family: str
     config: Mapping[str, Json]
-    """The model's config, verbatim; the runtime reads `vocab_size` and `hidden_size` of it."""
+    """The model's config, verbatim; the runtime reads its `vocab_size` and `hidden_size`."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes, as estimated by the builder for max_batch sequences of context_window tokens."""
+    """The builder's estimate, in bytes, for serving max_batch sequences of context_window tokens each."""
 
     weights: int
     kv_cache: int
@@ -51,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Serving:
-    """Defaults for requests, from the checkpoint's generation_config.json."""
+    """Default sampling parameters and special tokens, from the checkpoint's generation_config.json."""
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -59,12 +60,12 @@ class Serving:
     top_p: float | None = None
     top_k: int | None = None
     pooling: Pooling = "last"
-    """How embeddings are made of hidden states; from the checkpoint's 1_Pooling/config.json."""
+    """How hidden states become embeddings; from the checkpoint's 1_Pooling/config.json."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a target says about the machine that can run the library."""
+    """The machine that a library is compiled for, as its target describes it."""
 
     triple: str
     cpu: str
@@ -79,7 +80,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Manifest:
-    """bundle.json. `scheme`, `target` and `model.config` are kept verbatim."""
+    """The content of bundle.json. `scheme`, `target` and `model.config` are kept verbatim."""
 
     name: str
     model: Model
@@ -90,7 +91,8 @@ class Manifest:
     weights: tuple[str, ...]
     signature: str
     files: Mapping[str, File]
-    """Every file of the bundle but bundle.json and those of provenance, by relative path."""
+    """Relative path -> digest and size of every file of the bundle except bundle.json and the provenance
+    files."""
     memory: Memory
     serving: Serving = Serving()
     verification: Mapping[str, Json] | None = None
@@ -110,24 +112,25 @@ class Manifest:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers; 0 where the config has no list of them."""
+        """The number of the model's layers; 0 where its config has no list of layers."""
         layers = self.model.config.get("layers")
         return len(layers) if isinstance(layers, list | tuple) else 0
 
     @property
     def everything(self) -> frozenset[str]:
-        """Paths of all files that a bundle with this manifest may hold."""
+        """Relative paths of all files that a bundle with this manifest may contain."""
         return frozenset({*self.files, MANIFEST, PROVENANCE, ENVELOPE})
 
     @property
     def window(self) -> int | None:
-        """Tokens back that the layer with the longest memory attends to; None: to the beginning."""
+        """The longest attention window of the model's layers, in tokens; None if a layer attends to all
+        tokens."""
         windows = _windows(self.model.config)
         sizes = [size for size in windows if size is not None]
         return max(sizes) if sizes and len(sizes) == len(windows) else None
 
     def to_json(self) -> dict[str, Json]:
-        """The document; `parse` is its inverse."""
+        """Returns the manifest as a JSON document; `parse` is the inverse."""
         serving: dict[str, Json] = {"bos_token_id": self.serving.bos_token_id}
         serving["eos_token_ids"] = list(self.serving.eos_token_ids)
         for key in ("temperature", "top_p", "top_k"):
@@ -158,7 +161,7 @@ class Manifest:
         }
 
     def to_bytes(self) -> bytes:
-        """The content of bundle.json: the same bytes for the same manifest."""
+        """Returns the content of bundle.json: equal manifests yield equal bytes."""
         text = json.dumps(self.to_json(), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
         return text.encode() + b"\n"
 
@@ -166,12 +169,13 @@ class Manifest:
 MAX_INT32 = (1 << 31) - 1
 MAX_FILES = 10_000
 MAX_VALUES = 100_000
-"""Values of an object that is kept verbatim, such as a model's config."""
+"""Maximum values in an object that is kept verbatim, such as a model's config."""
 MAX_NESTING = 16
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
-"""A file or directory: plain on every file system, and in a shell."""
+"""Regular expression of a file or directory name that is valid on every file system and needs no quoting in a
+shell."""
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}
-"""Names that Windows gives to devices, with every extension."""
+"""Device names of Windows, which it reserves with any extension."""
 _HEX = "[0-9a-f]{64}"
 _TRIPLE = r"[A-Za-z0-9_.]+(-[A-Za-z0-9_.]+){1,4}"
 _WORD = r"[A-Za-z0-9_.+-]+"
@@ -183,11 +187,11 @@ _FIGURES: Mapping[str, float] = {
     "reference_perplexity": 1e308,
     "decode_error": 1e308,
 }
-"""The largest value of each figure of `verification`; the smallest is 0."""
+"""Figure of `verification` -> its largest valid value; the smallest is 0."""
 
 
 def parse(document: Json) -> Manifest:
-    """A Manifest from its JSON. Raises FieldError, naming the first field at fault."""
+    """Returns the Manifest that a JSON document holds. Raises FieldError naming the first invalid field."""
     top = Fields(document)
     version = top.value.get("format")
     if version != FORMAT:
@@ -219,9 +223,10 @@ def parse(document: Json) -> Manifest:
 
 
 def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
-    """An object of any form, whose values are plain: it is shown, compared and written again."""
-    found = fields.fields(key)
-    level: Sequence[Json] = [found.value]
+    """Returns an object that is kept verbatim. Raises FieldError if it is too large, too deep, or holds
+    values that are not safe to print, compare and write again."""
+    verbatim = fields.fields(key)
+    level: Sequence[Json] = [verbatim.value]
     count = 0
     for _ in range(MAX_NESTING + 1):
         count += len(level)
@@ -235,11 +240,11 @@ def _verbatim(fields: Fields, key: str) -> dict[str, Json]:
                 inside += value
             elif not _is_plain(value):
                 rule = "single lines of printable text, and numbers of at most 53 bits"
-                raise FieldError(f"{found.name} may hold only {rule}, found {describe(value)}")
+                raise FieldError(f"{verbatim.name} may hold only {rule}, found {describe(value)}")
         level = inside
     if level:
-        raise FieldError(f"{found.name} has more than {MAX_VALUES} values, or is nested too deeply")
-    return found.value
+        raise FieldError(f"{verbatim.name} has more than {MAX_VALUES} values, or is nested too deeply")
+    return verbatim.value
 
 
 def _is_plain(value: bool | float | str | None) -> bool:
@@ -274,11 +279,11 @@ def _serving(fields: Fields) -> Serving:
 
 
 def _pooling(fields: Fields) -> Pooling:
-    found = fields.value.get("pooling", Serving.pooling)
+    pooling = fields.value.get("pooling", Serving.pooling)
     for kind in POOLINGS:
-        if found == kind:
+        if pooling == kind:
             return kind
-    raise FieldError(f"'serving.pooling' must be one of {', '.join(POOLINGS)}, found {describe(found)}")
+    raise FieldError(f"'serving.pooling' must be one of {', '.join(POOLINGS)}, found {describe(pooling)}")
 
 
 def _machine(fields: Fields) -> Machine:
@@ -317,7 +322,7 @@ def _files(fields: Fields) -> dict[str, File]:
 
 
 def is_plain_path(path: str) -> bool:
-    """A relative path of letters, digits and `_ . + -` that means the same on every system."""
+    """Reports whether `path` is relative, of letters, digits and `_ . + -`, and valid on every system."""
     parts = path.split("/")
     return (
         len(parts) <= MAX_NESTING
@@ -327,7 +332,7 @@ def is_plain_path(path: str) -> bool:
 
 
 def _cross_check(manifest: Manifest) -> None:
-    """Checks that need more than one field."""
+    """Raises FieldError where fields contradict each other."""
     needed = (manifest.library, *manifest.weights)
     for path in needed:
         if path not in manifest.files:
@@ -352,7 +357,8 @@ def _cross_check(manifest: Manifest) -> None:
 
 
 def _check_config(manifest: Manifest) -> None:
-    """What the runtime reads of the model's config, and tokens against its vocabulary."""
+    """Raises FieldError unless the config's fields that the runtime reads are valid, and all special tokens
+    are in the vocabulary."""
     config, serving, vocab_size = manifest.model.config, manifest.serving, manifest.vocab_size
     for token in (*serving.eos_token_ids, *([] if serving.bos_token_id is None else [serving.bos_token_id])):
         if token >= vocab_size:
@@ -363,7 +369,7 @@ def _check_config(manifest: Manifest) -> None:
 
 
 def _windows(config: Mapping[str, Json]) -> list[int | None]:
-    """Returns the window of each kind of layer in a model's config."""
+    """Returns the attention window in tokens, or None, of each kind of layer in a model's config."""
     specs = plain(config.get("layer_specs", []))
     if not isinstance(specs, list):
         raise FieldError(f"'model.config.layer_specs' must be a list of layers, found {describe(specs)}")

@@ -1,4 +1,4 @@
-"""The memory of this machine."""
+"""The memory that this process may use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 
 _UNKNOWN = 8 << 30
-"""Bytes assumed where the system does not report them."""
+"""Bytes of memory assumed where the system reports none: 8 GiB."""
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def available() -> int:
-    """Returns the bytes that this process may use: the machine's, or what control groups leave of it."""
+    """Returns the bytes of memory that this process may use: the machine's, or its cgroup's limit."""
     counts = [_UNKNOWN]
     with suppress(ValueError, OSError, AttributeError):
         counts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

@@ -1,8 +1,8 @@
-"""Processors and their instruction-set extensions, in LLVM's words: the one table for builder and runtime.
+"""Processors and their instruction-set extensions, named as in LLVM: one table for builder and runtime.
 
-Only extensions that code made by mlcbuild can contain are listed, the *checkable* ones. A library that uses
-an instruction which the processor lacks ends the process by a signal, so builder and runtime compare what a
-target needs with what a machine has before they load one.
+The tables list the *checkable* extensions: those that code compiled by mlcbuild can use. An instruction that
+the processor lacks ends the process with a signal, so builder and runtime compare a target's extensions with
+the machine's before they load a library.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ X86_LEVELS: Mapping[str, tuple[str, ...]] = {
     "x86-64-v3": ("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),
     "x86-64-v4": ("avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"),
 }
-"""What each level of the x86-64 psABI adds to the one before it (System V ABI, table "micro-architecture
-levels"); x86-64 itself comes first and adds nothing."""
+"""Level of the x86-64 psABI -> the features it adds to the level before it (System V ABI, table
+"micro-architecture levels"). Baseline x86-64 is not listed: it adds nothing."""
 
 X86_FEATURES: Mapping[str, str] = {
     **{name: name for names in X86_LEVELS.values() for name in names},
@@ -51,7 +51,7 @@ X86_FEATURES: Mapping[str, str] = {
     "sse4.2": "sse4_2",
     "vpclmulqdq": "vpclmulqdq",
 }
-"""LLVM's name of a checkable feature -> its flag in Linux's /proc/cpuinfo."""
+"""LLVM's name of a checkable x86-64 feature -> its flag in Linux's /proc/cpuinfo."""
 
 ARM_FEATURES: Mapping[str, tuple[str, str]] = {
     "bf16": ("bf16", "FEAT_BF16"),
@@ -64,27 +64,28 @@ ARM_FEATURES: Mapping[str, tuple[str, str]] = {
     "sve": ("sve", ""),
     "sve2": ("sve2", ""),
 }
-"""LLVM's name of a checkable feature -> its flag in Linux's /proc/cpuinfo, its name in macOS's sysctl."""
+"""LLVM's name of a checkable 64-bit Arm feature -> (its flag in Linux's /proc/cpuinfo, its name in macOS's
+sysctl or "")."""
 
 CHECKABLE: Mapping[str, frozenset[str]] = {
     "x86_64": frozenset(X86_FEATURES),
     "aarch64": frozenset(ARM_FEATURES),
 }
-"""Architecture -> its checkable features."""
+"""Architecture -> LLVM's names of its checkable features."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """LLVM's names for one architecture."""
+    """LLVM's names of the processors and features of one architecture."""
 
     cpus: Mapping[str, frozenset[str]]
-    """Processor or level -> its checkable features."""
+    """Processor or psABI level -> its checkable features."""
     features: frozenset[str]
 
 
 @lru_cache(maxsize=1)
 def names() -> Mapping[str, Names]:
-    """Returns the names of each architecture, from cpus.json, which tests/llvm_table.py writes."""
+    """Returns architecture -> LLVM's names, read from cpus.json, which tests/llvm_table.py writes."""
     text = Path(__file__).with_name("cpus.json").read_text(encoding="utf-8")
     levels: dict[str, frozenset[str]] = {}
     for level, added in X86_LEVELS.items():
@@ -102,12 +103,12 @@ def names() -> Mapping[str, Names]:
 
 
 def family(architecture: str) -> str:
-    """Returns one spelling for each architecture: x86_64, aarch64, ..."""
+    """Returns the canonical name of an architecture, in lower case: arm64 -> aarch64, amd64 -> x86_64."""
     return {"arm64": "aarch64", "amd64": "x86_64"}.get(architecture.lower(), architecture.lower())
 
 
 def system(triple: str) -> System:
-    """Returns the operating system of a triple, or "none"."""
+    """Returns the operating system of an LLVM target triple, or "none" for another system or bare metal."""
     if "linux" in triple:
         return "linux"
     if "darwin" in triple or "macos" in triple:
@@ -116,9 +117,10 @@ def system(triple: str) -> System:
 
 
 def needed(architecture: str, cpu: str, features: Collection[str]) -> frozenset[str]:
-    """Returns the checkable features that code for a target may use.
+    """Returns the checkable features that code compiled for a target may use.
 
-    A processor that LLVM does not know is judged by `features` alone, which have their signs.
+    `features` are LLVM's, each with its sign (+avx2, -sse3). For a `cpu` that is not in LLVM's table, only
+    the features with a + count.
     """
     table = names().get(family(architecture))
     if table is None:
@@ -142,7 +144,7 @@ def arm_features(cpuinfo: str) -> frozenset[str]:
 
 
 def apple_features(sysctl: Callable[[str], str]) -> frozenset[str]:
-    """Returns the checkable features of an Apple machine. sysctl: returns the value of a name, or ""."""
+    """Returns the checkable features of an Apple machine. `sysctl` maps a name to its value or ""."""
     named = {name: apple for name, (_, apple) in ARM_FEATURES.items() if apple}
     return frozenset(name for name, apple in named.items() if sysctl(f"hw.optional.arm.{apple}") == "1")
 
@@ -163,7 +165,8 @@ def present() -> frozenset[str] | None:
 
 
 def sysctl(name: str) -> str:
-    """Returns a value of macOS's sysctl, or "" if there is none of this name. Raises OSError."""
+    """Returns the value of a macOS sysctl name, or "" if there is no such name. Raises OSError if sysctl
+    cannot run."""
     done = subprocess.run(
         ["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=False
     )
@@ -178,7 +181,7 @@ def _intel_mac_features(sysctl: Callable[[str], str]) -> frozenset[str] | None:
 
 
 def _flags(cpuinfo: str, label: str) -> frozenset[str]:
-    """Returns the flags that every processor has: a thread may run on any of them."""
+    """Returns the flags that all processors of the machine have, since a thread may move to any of them."""
     common: frozenset[str] | None = None
     for line in set(cpuinfo.splitlines()):
         name, _, value = line.partition(":")

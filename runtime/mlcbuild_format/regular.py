@@ -1,4 +1,4 @@
-"""Reads files from places where anything may stand: only regular ones, up to a size, and without waiting."""
+"""Opens and reads regular files only, up to a size limit, without blocking, in untrusted directories."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)
 
 
 def kind(path: Path) -> str:
-    """Returns "a regular file", or what else stands at the path. Raises OSError when nothing does."""
+    """Returns "a regular file", or what else `path` is. Raises OSError if nothing is there."""
     return _kind(path.stat().st_mode)
 
 
 def open_file(path: str | Path, *, follow_link: bool = True) -> BinaryIO:
-    """Returns a regular file, open for reading.
+    """Returns a regular file, open for reading. With `follow_link`, a symbolic link to one is accepted.
 
-    Raises OSError, with the number EINVAL for anything that is no regular file: a named pipe would wait for
-    a writer, and opening a device may act on it. `follow_link` accepts a symbolic link to a regular file.
+    Raises OSError, with errno EINVAL for anything that is not a regular file: opening a named pipe would wait
+    for a writer, and opening a device may act on it.
     """
     return os.fdopen(_open(path, follow_link)[0], "rb")
 
 
 def _open(path: str | Path, follow_link: bool) -> tuple[int, int]:
-    """Returns the descriptor and the size of a regular file. Raises OSError as `open_file` does."""
+    """Returns the descriptor and the size in bytes of a regular file. Raises OSError as `open_file` does."""
     _check(os.stat(path, follow_symlinks=follow_link))  # noqa: PTH116 - hundreds of records in a short run
-    # What stands there may change between the two looks: O_NONBLOCK opens a pipe without waiting.
+    # The file may be replaced between stat and open: O_NONBLOCK opens a named pipe without waiting.
     descriptor = os.open(path, _FLAGS if follow_link else _FLAGS | getattr(os, "O_NOFOLLOW", 0))
     try:
         status = os.fstat(descriptor)
@@ -50,15 +50,15 @@ def _open(path: str | Path, follow_link: bool) -> tuple[int, int]:
 def read(path: str | Path, limit: int, *, follow_link: bool = True) -> bytes:
     """Returns the bytes of a regular file of at most `limit` bytes.
 
-    Raises OSError, whose `strerror` ends a sentence: as `open_file` does, and with the number EFBIG for a
-    larger file.
+    Raises OSError as `open_file` does, and with errno EFBIG for a larger file; `strerror` completes a
+    sentence.
     """
     descriptor, size = _open(path, follow_link)
     try:
-        # A reader allocates all that it is asked for, so it is not asked for `limit` bytes of a small file.
-        wanted = min(size, limit) + 1
-        data = os.read(descriptor, wanted)
-        while 0 < len(data) < wanted and (more := os.read(descriptor, wanted - len(data))):
+        # os.read allocates its whole argument, so a small file is not read with a buffer of `limit` bytes.
+        capacity = min(size, limit) + 1
+        data = os.read(descriptor, capacity)
+        while 0 < len(data) < capacity and (more := os.read(descriptor, capacity - len(data))):
             data += more
     finally:
         os.close(descriptor)

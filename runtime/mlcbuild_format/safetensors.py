@@ -1,8 +1,8 @@
-"""Headers of safetensors files: the only reader and the only writer.
+"""Reads and writes the headers of safetensors files.
 
 A file is 8 bytes (the header's length, little-endian), the header (JSON: tensor name -> dtype, shape,
-data_offsets; `__metadata__` -> strings), then the tensors' bytes without gaps.
-Format: https://github.com/huggingface/safetensors#format
+data_offsets; `__metadata__` -> strings), then the tensors' bytes without gaps. Format:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from mlcbuild_format import regular
 from mlcbuild_format.fields import FieldError, Fields, Json, describe, parse_json, printable
 
 MAX_HEADER = 32 << 20
-"""Bytes; larger headers are not read. The format allows 100 MB."""
+"""Maximum header size in bytes that is read. The format allows 100 MB."""
 MAX_DIMENSIONS = 8
 METADATA = "__metadata__"
 ALIGNMENT = 64
-"""Bytes: the widest vector of the CPUs that libraries are compiled for, and their cache line."""
+"""Alignment of tensor data in bytes: the widest vector, and the cache line, of the CPUs that are compiled
+for."""
 
 BITS: Mapping[str, int] = {
     **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
@@ -33,7 +34,7 @@ BITS: Mapping[str, int] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""The format's name of a dtype -> bits of one element."""
+"""The safetensors name of a dtype -> bits of one element."""
 
 NUMPY: Mapping[str, str] = {
     "F32": "float32",
@@ -43,37 +44,37 @@ NUMPY: Mapping[str, str] = {
     "I8": "int8",
     "I32": "int32",
 }
-"""The format's name of a dtype -> NumPy's, for the dtypes that weights files of bundles hold."""
+"""The safetensors name of a dtype -> NumPy's, for the dtypes that weights files of bundles hold."""
 
 
 class HeaderError(ValueError):
-    """A file that breaks a rule of the format. The message names the rule, not the file."""
+    """A file that breaks a rule of the safetensors format. The message names the rule, not the file."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor's bytes are."""
+    """A tensor stored in a file: its type, its shape and the place of its bytes."""
 
     name: str
     dtype: str
-    """The format's name, for example BF16."""
+    """The safetensors name of the element type, for example BF16."""
     shape: tuple[int, ...]
     path: Path
     start: int
-    """Offset in the file, in bytes."""
+    """Offset of the tensor's first byte in the file."""
     size: int
-    """Bytes."""
+    """Size of the tensor in bytes."""
 
 
 @dataclass(frozen=True)
 class Header:
     metadata: Mapping[str, str]
     tensors: tuple[Tensor, ...]
-    """In the order of their bytes, which fill the file."""
+    """The tensors in the order of their bytes, which fill the file."""
 
 
 def read_header(path: Path) -> Header:
-    """Returns the header of a file, checked against the file's size.
+    """Returns the header of a safetensors file, checked against the file's size.
 
     Raises OSError, and HeaderError for a file that breaks a rule of the format.
     """
@@ -123,7 +124,8 @@ def _tensor(top: Fields, name: str, path: Path, data: int) -> Tensor:
 
 
 def _check_places(tensors: Iterable[Tensor], data: int, size: int) -> None:
-    """Raises FieldError unless tensors lie one behind the other from the header's end to the file's."""
+    """Raises FieldError unless the tensors' bytes follow each other without gaps from the header to the
+    file's end. `data` is the offset behind the header and `size` the file's size, both in bytes."""
     end = data
     for tensor in tensors:
         name = f"'{printable(tensor.name)}'"
@@ -139,7 +141,7 @@ def _check_places(tensors: Iterable[Tensor], data: int, size: int) -> None:
 
 
 class NewTensor(Protocol):
-    """A tensor that a file is to hold."""
+    """A tensor that is to be written to a file."""
 
     @property
     def name(self) -> str: ...
@@ -147,31 +149,31 @@ class NewTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def dtype(self) -> str:
-        """NumPy's name."""
+        """The element type, as NumPy names it."""
         ...
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of the tensor in bytes."""
         ...
 
 
 @dataclass(frozen=True)
 class NewFile:
-    """The beginning of a file, and where its tensors go."""
+    """The header of a file to be written, and the offsets of its tensors."""
 
     header: bytes
-    """With the length in front."""
+    """The first bytes of the file: the header with its length in front."""
     starts: Mapping[str, int]
-    """Offset of each tensor in the file, in bytes."""
+    """Tensor name -> offset of its first byte in the file."""
     size: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
 
 
 def lay_out(tensors: Iterable[NewTensor], metadata: Mapping[str, str]) -> NewFile:
-    """Returns the file that holds the tensors, whose data begin at a multiple of ALIGNMENT.
+    """Returns the header and the tensor offsets of a new file. Tensor data begin at a multiple of ALIGNMENT.
 
-    Tensors whose size is a multiple of it come first, so that they begin at one too.
+    Tensors whose size is a multiple of ALIGNMENT come first, so that each of them is aligned, too.
     """
     codes = {name: code for code, name in NUMPY.items()}
     document: dict[str, object] = {METADATA: dict(metadata)}

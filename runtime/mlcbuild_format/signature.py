@@ -1,4 +1,4 @@
-"""The identity that ties a library to its weights. Alone in its module: build steps depend on no more."""
+"""The digest that ties a library to its weights, in a module of its own to keep build steps' keys small."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from blake3 import blake3
 
 Tensor = tuple[str, Sequence[int], str, str]
-"""(name, shape, dtype, layout)."""
+"""One parameter of a library: (name, shape, dtype, layout)."""
 
 
 def signature(tensors: Iterable[Tensor]) -> str:
-    """Identity of what a library takes as parameters, in order: 64 hex digits."""
+    """Returns the digest, 64 hex digits, of the parameters that a library takes, in their order."""
     listed = [[name, [int(size) for size in shape], dtype, layout] for name, shape, dtype, layout in tensors]
     text = json.dumps(listed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return str(blake3(b"signature/1\0" + text.encode()).hexdigest())

@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write and read them."""
+"""Parses and formats sizes in bytes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def parse(text: str) -> int:
-    """Returns the bytes of a size such as 20GB (10**9 each) or 20GiB (2**30 each); letters in any case.
+    """Returns the bytes of a size such as 20GB (10**9 bytes each) or 20GiB (2**30 bytes each); case is
+    ignored.
 
-    Raises ValueError with one sentence.
+    Raises ValueError with a complete message.
     """
     parts = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?) ?([kmgt]?)(i?)b?", text, re.IGNORECASE | re.ASCII)
     if parts is None or (parts[3] and not parts[2]):
@@ -19,7 +20,7 @@ def parse(text: str) -> int:
 
 
 def show(count: float) -> str:
-    """Returns a number of bytes for people: 812 B, 3.1 MB, 16.4 GB."""
+    """Formats a number of bytes for people: 812 B, 3.1 MB, 16.4 GB."""
     step = 0
     while count >= 1000 and step < len(_UNITS) - 1:
         count, step = count / 1000, step + 1

@@ -1,4 +1,4 @@
-"""JSON that someone else wrote, without what the standard leaves to each reader: duplicate keys, NaN."""
+"""A JSON decoder that refuses what readers interpret differently: duplicate keys, NaN, a byte order mark."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NoReturn
 
 
 class JsonError(ValueError):
-    """A document that some readers of JSON accept. The message ends a sentence."""
+    """A document that some JSON readers accept and others refuse. The message completes a sentence."""
 
 
 def decoder(
     parse_int: Callable[[str], object] | None = None, parse_float: Callable[[str], object] | None = None
 ) -> Callable[[str], Any]:
-    """Returns a function from a JSON text to its value.
+    """Returns a function that decodes a JSON text; the parameters convert numbers, as in json.JSONDecoder.
 
-    It raises ValueError for what is no JSON, JsonError for a key that stands twice in an object, for NaN,
-    Infinity and a byte order mark, and RecursionError for a text that is nested too deeply.
+    The function raises ValueError for invalid JSON, JsonError for a duplicate key, NaN, Infinity or a byte
+    order mark, and RecursionError for a text that is nested too deeply.
     """
     decode = json.JSONDecoder(
         object_pairs_hook=_unique_keys,

@@ -1,12 +1,12 @@
-"""The names of the formats that the builder writes and a runtime reads, each in one place.
+"""The names and versions of the file formats that the builder writes and the runtime reads.
 
-A step that writes weights depends on this file and not on the whole ABI, so that an edit there converts no
-checkpoint again.
+A step that writes weights depends on this file instead of the whole ABI, so that an edit of the ABI converts
+no checkpoint again.
 """
 
 from __future__ import annotations
 
 LIBRARY = "mlcbuild-library/2"
-"""`format` in the metadata of a library: its functions are those of abi.py."""
+"""The value of `format` in a library's metadata: its functions are those of abi.py."""
 WEIGHTS = "mlcbuild-weights/1"
-"""`format` in the metadata of a weights file."""
+"""The value of `format` in the metadata of a weights file."""

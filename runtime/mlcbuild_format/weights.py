@@ -1,4 +1,4 @@
-"""Reads the headers of weights files and checks that what they promise is there."""
+"""Reads and validates the headers of a bundle's weights files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Header:
     signature: str
     scheme: str
     tensors: tuple[Tensor, ...]
-    """Their `dtype` is NumPy's name, for example float16."""
+    """The tensors of the file; their `dtype` is NumPy's name, for example float16."""
 
 
 def read_header(path: Path) -> Header:
-    """Returns the checked header of one file, whose tensors fill the file. Raises BundleError."""
+    """Returns the validated header of a weights file, whose tensors fill the file. Raises BundleError."""
     try:
         return _header(safetensors.read_header(path))
     except OSError as error:
