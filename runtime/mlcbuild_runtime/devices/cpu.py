@@ -1,6 +1,6 @@
-"""The executor of CPUs: a bundle's library, executed by TVM's runtime.
+"""The executor for CPUs: runs a bundle's library with TVM's runtime.
 
-The TVM runtime is loaded once for a process, with its thread pool sized for the physical cores. Weights are
+The TVM runtime is loaded once per process, with its thread pool sized for the physical cores. Weights are
 mapped from their files and passed to the library without a copy.
 """
 
@@ -33,13 +33,14 @@ os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
 import tvm_ffi
 
 EXACT_ROWS = 16
-"""Up to this many rows, the kernels of decoding give each row the bits that it has alone."""
+"""Maximum rows for which the decode kernels give each row exactly the bits that it has alone."""
 _MASKS = abi.STEP_ON.index("masks")
 _STEPS_DONE = abi.STATE_COLUMNS.index("steps_done")
 
 
 def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> CpuExecutor:
-    """Loads a bundle whose manifest has been read; see loading.Loader. Raises BundleError or SetupError."""
+    """Loads a bundle whose manifest has been read; parameters as in loading.load. Raises BundleError or
+    SetupError."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
@@ -48,23 +49,25 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class CpuExecutor:
-    """A loaded bundle. Implements executor.Executor, which documents the methods without a docstring."""
+    """A bundle loaded on a CPU. It implements executor.Executor, which documents the methods without a
+    docstring."""
 
     burst, exact_rows = BURST, EXACT_ROWS
 
     def __init__(self, path: Path, manifest: Manifest, threads: int, pages: int) -> None:
-        """Use `load`. Raises BundleError."""
+        """Is called by `load`. Raises BundleError."""
         self.path, self.manifest, self.threads, self.pages = path, manifest, threads, pages
         self._library = Library(path, manifest)
         self._weights = tensors.load(path, manifest.weights, self._library.metadata.params)
         self._params = tvm_ffi.convert([tvm_ffi.from_dlpack(tensor) for tensor in self._weights.arrays])
         self._inputs = StepInputs(manifest.limits.page_size)
         self._prepared = 0
-        """Pages from the first one on for which `prepare_pages` has allocated memory."""
+        """Number of pages, from the first one on, for which `prepare_pages` has allocated memory."""
 
     @classmethod
     def load(cls, path: Path | str, threads: int | None = None, pages: int | None = None) -> CpuExecutor:
-        """Loads the bundle in directory `path`; see loading.load. Raises BundleError or SetupError."""
+        """Loads the bundle in directory `path`; parameters as in loading.load. Raises BundleError or
+        SetupError."""
         path = Path(path).absolute()
         return load(path, bundle.read(path), threads, pages)
 
@@ -82,7 +85,8 @@ class CpuExecutor:
 
     @cached_property
     def _cache(self) -> tvm_ffi.Tensor:
-        """The KV cache, created by the first thread that computes. Memory is allocated on first use."""
+        """The KV cache, created by the first thread that computes. The system allocates its memory on first
+        use."""
         cache = self._library.create_cache(tvm_ffi.Shape([self.pages]))
         array = np.from_dlpack(cache)
         tensors.prefer_large_pages(array.ctypes.data, array.nbytes)
@@ -111,7 +115,8 @@ class CpuExecutor:
     def steps(
         self, step: Step, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
-        """Executes one step only while the number of threads is being tried."""
+        """Executes a decode step and those that follow it; only one step while the number of threads is on
+        trial."""
         count = 1 + len(following.random_numbers) if self._workers().settled else 1
         loop, arguments = self._inputs.loop(step, sampling_params, following, count)
         ordered = abi.STEPS.ordered(self._with_model(arguments))
@@ -153,11 +158,12 @@ class CpuExecutor:
         return bool(self._inputs.interrupt[0])
 
     def seconds(self) -> float:
-        """Reads the calling thread's processor time, which others on a busy machine do not add to."""
+        """Returns the calling thread's CPU time in seconds, which other processes on a busy machine do not
+        add to."""
         return time.thread_time()
 
     def forward(self, step: Step) -> Floats:
-        """Returns the logits of `step` without drawing tokens."""
+        """Returns the logits of `step` without sampling tokens."""
         return self.step(step, [SKIP] * len(step.rows)).logits()
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
@@ -190,18 +196,18 @@ class CpuExecutor:
         return arguments
 
     def _workers(self) -> Workers:
-        """Returns the workers of the calling thread, to which TVM's pool belongs."""
+        """Returns the worker threads of the calling thread: TVM has one thread pool per calling thread."""
         workers: Workers | None = getattr(_pool, "workers", None)
         if workers is None:
             workers = _pool.workers = Workers.of(self.threads, cpu_library.use_threads, machine.free_cores)
         return workers
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
-        """Returns logits float32 [len(tokens), vocab] of every position of one sequence.
+        """Returns logits, float32 [len(tokens), vocab], of every position of one sequence.
 
-        chunk: tokens in one call (default: the library's limit); 1 uses the kernels of decoding.
-        Uses the first pages of the KV cache, so an engine must not use this executor at the same time.
-        Raises ValueError when the sequence or a token does not fit the model.
+        `chunk` is the number of tokens in one call (default: the library's limit); 1 uses the decode kernels.
+        The first pages of the KV cache are overwritten, so no engine may use this executor at the same time.
+        Raises ValueError when the sequence is too long or a token is not in the vocabulary.
         """
         bundle.check_tokens(tokens, self.manifest)
         limits = self.limits

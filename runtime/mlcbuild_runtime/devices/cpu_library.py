@@ -22,17 +22,17 @@ import tvm_ffi
 VERSION: str = tvm_ffi.__version__
 SPINS = 2000
 """Rounds in which an idle worker of TVM's pool looks for work before it sleeps: about a millisecond, which
-spans the gaps within a step. TVM's default of 300,000 takes time from others where cores are shared."""
+spans the gaps within a step. TVM's default of 300,000 takes CPU time from other processes on shared cores."""
 _CPU, _POOLED = 1, 2
 """DLPack's kDLCPU and TVM's AllocatorType::kPooled."""
 
 
 class Library:
-    """The functions of a library. Those of every step are looked up once: a lookup costs as much as a small
-    call."""
+    """The functions of a CPU library. Those that every step calls are looked up once: a lookup costs as much
+    as a small call."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Raises BundleError."""
+        """Opens the library of the bundle in directory `path`. Raises BundleError."""
         self._vm, self._name = _open(path / manifest.library), manifest.library
         self.metadata = library.read_metadata(str(self.function(abi.METADATA)()), manifest)
         self.create_cache = self.function(abi.CREATE_CACHE)
@@ -41,7 +41,7 @@ class Library:
         self.sample = self.function(abi.SAMPLE)
 
     def function(self, function: abi.Function) -> Callable[..., Any]:
-        """Returns a function by its name. Raises BundleError if the library has none of this name."""
+        """Returns the library's function of this name. Raises BundleError if it has none."""
         try:
             handle: Callable[..., Any] = self._vm[function.name]
         except AttributeError:
@@ -51,7 +51,7 @@ class Library:
         return handle
 
     def capabilities(self) -> frozenset[str]:
-        """Returns the names of abi.CAPABILITIES whose functions the library has."""
+        """Returns the names in abi.CAPABILITIES whose functions the library has."""
         return frozenset(name for name, functions in abi.CAPABILITIES.items() if self._has(*functions))
 
     def _has(self, *functions: abi.Function) -> bool:
@@ -64,7 +64,7 @@ class Library:
 
 
 def _open(path: Path) -> tvm_ffi.Module:
-    """Returns the Relax VM of a library, initialised for the CPU. Raises BundleError."""
+    """Returns TVM's virtual machine for a library, initialised for the CPU. Raises BundleError."""
     try:
         vm: tvm_ffi.Module = tvm_ffi.load_module(str(path))["vm_load_executable"]()
         vm["vm_initialization"](_CPU, 0, _POOLED)
@@ -75,13 +75,13 @@ def _open(path: Path) -> tvm_ffi.Module:
 
 
 _loaded: list[ctypes.CDLL | None] = []
-"""The TVM runtime after it is loaded; None if another package has loaded it."""
+"""Holds the TVM runtime after it is loaded, or None if another package has loaded it."""
 
 
 def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
     """Loads the TVM runtime into this process, once, and returns the number of its threads.
 
-    threads: see loading.load. Raises SetupError.
+    `threads` is the requested number, as in loading.load. Raises SetupError.
     """
     if not _loaded:
         os.environ.setdefault("TVM_BIND_THREADS", "0")
@@ -91,14 +91,15 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
         count = os.environ.setdefault("TVM_NUM_THREADS", str(machine.default_threads()))
         if not count.isdecimal() or int(count) < 1:
             raise SetupError(f"TVM_NUM_THREADS is '{count}', which is not a number of at least 1")
-        # A second copy of the library would end a process that has imported tvm.
+        # Loading a second copy of the library would end a process that has imported tvm.
         there = tvm_ffi.get_global_func("vm.builtin.alloc_shape_heap", allow_missing=True) is not None
         _loaded.append(None if there else _load(library.find_runtime(path, manifest)))
     return int(os.environ["TVM_NUM_THREADS"])
 
 
 def try_out(path: Path, manifest: Manifest) -> None:
-    """Loads the library of a bundle without weights; see loading.try_out."""
+    """Loads the library of a bundle, without weights, as a test; see loading.try_out. Raises BundleError or
+    SetupError."""
     refusal = machine.refusal(manifest.machine) or machine.prepare(manifest.machine)
     if refusal is not None:
         raise BundleError(f"{path}: {refusal}")
@@ -115,12 +116,12 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def use_threads(count: int) -> None:
-    """Sets how many threads of TVM's pool compute for the calling thread, to which the pool belongs."""
+    """Sets how many threads of the calling thread's TVM pool compute."""
     big_cores = 1  # TVM's ThreadGroup::AffinityMode::kBig
     tvm_ffi.get_global_func("runtime.config_threadpool")(big_cores, count)
 
 
 def release_pools() -> None:
-    """Returns memory to the system that executors which are gone have left in TVM's pools."""
+    """Returns to the system the memory that closed executors have left in TVM's pools."""
     gc.collect()
     tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")()

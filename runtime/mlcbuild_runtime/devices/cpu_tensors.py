@@ -1,7 +1,7 @@
-"""Tensors that go into the calls of a CPU's library, created once and filled for each call.
+"""Argument tensors for the calls of a CPU library, created once and refilled for each call.
 
-A decode step has streamed the model through every cache before, so every statement before a call counts: the
-tensors are views of NumPy's memory, and few statements fill them.
+A decode step has just streamed the model through every cache, so each Python statement before a call costs
+measurable time: the tensors are views of NumPy's memory, filled by few statements.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ import tvm_ffi
 BURST = 16
 """Maximum decode steps in one call of the library."""
 _TABLE = 64
-"""Page tables are padded to a multiple of this, so that their shape rarely changes."""
+"""Page tables are padded to a multiple of this many entries, so that their shape rarely changes."""
 _LINE = tensors.ALIGNMENT // 4
 _RANDOM = abi.SAMPLING_COLUMNS.index("random")
 _NUMBERS = (
     *("tokens", "logit_positions", "positions", "slots"),
     *("q_indptr", "page_indptr", "kv_lengths"),
 )
-"""Arguments of every step that lie in one block, in this order."""
+"""The ABI arguments of every step that share one memory block, in this order."""
 
 Arguments = dict[str, object]
-"""Name of an argument in the ABI -> what the library takes for it."""
+"""Name of an argument in the ABI -> the value that is passed to the library."""
 
 
 class IntTensors:
-    """int32 tensors that every step has. They lie in one block, which is written at once."""
+    """int32 tensors that every step passes. They share one memory block, which is written in one call."""
 
     def __init__(self) -> None:
         self._sizes: list[int] | None = None
@@ -49,7 +49,7 @@ class IntTensors:
         self._tensors: list[tvm_ffi.Tensor] = []
 
     def tensors(self, *lists: list[int]) -> list[tvm_ffi.Tensor]:
-        """Returns one tensor for each list, valid until the next call."""
+        """Returns one int32 tensor for each list; the tensors are valid until the next call."""
         sizes = list(map(len, lists))
         if sizes != self._sizes:
             self._arrange(sizes)
@@ -67,12 +67,13 @@ class IntTensors:
 
 
 class SamplingTensors:
-    """The sampling parameters of a number of rows, and the tokens that are drawn from them."""
+    """The sampling parameters of a number of rows, and the tokens that are sampled from them."""
 
     def __init__(self, rows: int) -> None:
         self.params = tensors.aligned(np.empty((rows, len(abi.SAMPLING_COLUMNS)), abi.SAMPLING_DTYPE))
         self.random = [row[_RANDOM:].data for row in self.params]
-        """The random number of each row, as a memoryview, which is set faster than an array."""
+        """The random number of each row, as a memoryview, into which Python stores faster than into
+        an array."""
         self.tokens = np.empty(rows, np.int32)
         self.tensors = [tvm_ffi.from_dlpack(array) for array in (self.params, self.tokens)]
 
@@ -99,13 +100,13 @@ class LoopTensors:
 
 
 class MaskTensors:
-    """Logit masks as a library takes them: the row of each, then its bits."""
+    """Logit masks in the library's format: the index of the row, then the mask's bits."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int], tuple[list[memoryview], tvm_ffi.Tensor]] = {}
 
     def tensor(self, masks: Masks) -> tvm_ffi.Tensor:
-        """Returns a tensor that is valid until the next call."""
+        """Returns the masks as one tensor, valid until the next call."""
         size = len(masks), len(masks[0][1]) if masks else 0
         block = self._blocks.get(size)
         if block is None:
@@ -117,7 +118,8 @@ class MaskTensors:
 
 
 class StepInputs:
-    """All arguments of calls but the weights and the KV cache. One instance serves all calls in turn."""
+    """All arguments of library calls except the weights and the KV cache; one instance serves all calls in
+    turn."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -128,10 +130,11 @@ class StepInputs:
         self._eos: tuple[Collection[int], tvm_ffi.Tensor] = (), rows_tensor([], 0)
         interrupt = tensors.aligned(np.zeros(1, np.int32))
         self.interrupt, self._interrupt = interrupt.data, tvm_ffi.from_dlpack(interrupt)
-        """The flag that a running loop of steps reads, as a memoryview of one int32."""
+        """The flag that a running decode loop polls, as a memoryview of one int32; nonzero ends the loop."""
 
     def batch(self, step: Step) -> Arguments:
-        """Returns a step's tokens, its rows, and where keys and values are."""
+        """Returns the arguments that describe a step's tokens, its rows, and the places of keys and
+        values."""
         places = step.places(self._page_size)
         numbers = self._numbers.tensors(
             step.tokens, step.rows, *places, step.indptr, step.page_indptr, step.lengths
@@ -157,7 +160,8 @@ class StepInputs:
     def loop(
         self, step: Step, params: Sequence[SamplingRow], following: FollowingSteps, count: int
     ) -> tuple[LoopTensors, Arguments]:
-        """Returns the tensors of up to `count` steps, and the arguments of abi.STEPS and abi.STEP_ON."""
+        """Returns the tensors for up to `count` decode steps, and the arguments of abi.STEPS and
+        abi.STEP_ON."""
         arguments, loop = self.batch(step), self._loops.get(len(params))
         if loop is None:
             loop = self._loops[len(params)] = LoopTensors(len(params))
@@ -177,15 +181,16 @@ class StepInputs:
         return loop, arguments
 
     def set_next(self, loop: LoopTensors, row: int, token: int, random_number: float) -> None:
-        """Sets the input of one sequence in the next step of a loop."""
+        """Sets the input token and the random number of one sequence for the next step of a decode loop."""
         loop.feed[row], self._sampling[len(loop.tokens)].random[row][0] = token, random_number
 
 
 def rows_of(logits: tvm_ffi.Tensor) -> Floats:
-    """Returns logits [1, rows, vocabulary] as an array [rows, vocabulary] of the same memory."""
+    """Returns logits [1, rows, vocabulary] as an array [rows, vocabulary] that shares their memory."""
     return cast(Floats, np.from_dlpack(logits)[0])
 
 
 def rows_tensor(rows: Sequence[object], one: object) -> tvm_ffi.Tensor:
-    """Returns `rows` as an int32 tensor; each row has the shape of `one`."""
+    """Returns `rows` as an int32 tensor. `one` is an example of a row, which gives the shape when there are
+    none."""
     return tvm_ffi.from_dlpack(tensors.aligned(np.array(rows or [one], np.int32))[: len(rows)])

@@ -1,7 +1,7 @@
-"""This machine's processor against a bundle's target, and how many threads to use.
+"""Compares this machine's processor with a bundle's target, and decides how many threads to use.
 
 mlcbuild_format/processors.py has the table of processors. `refusal` is called before anything of the library
-is loaded. Source of the tile registers' system call: Linux's Documentation/arch/x86/xstate.rst.
+is loaded. Source of the system call for tile registers: Linux's Documentation/arch/x86/xstate.rst.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from mlcbuild_format.bundle import Machine
 _LOOKS, _BETWEEN = 12, 0.001
 _NO_SYSTEM = "a machine without a system"
 _SYSTEMS = {"darwin": "macos", "win32": "windows"}
-"""sys.platform -> processors.System, where they differ."""
+"""sys.platform -> processors.System, where the names differ."""
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
-"""Linux on x86-64: the system call, ARCH_REQ_XCOMP_PERM, and the state component of tile registers."""
+"""Linux on x86-64: the number of the system call, ARCH_REQ_XCOMP_PERM, and the state component of AMX
+tiles."""
 
 
 def refusal(target: Machine) -> str | None:
-    """Returns why this machine cannot run a bundle for `target`, as one sentence; None if it can."""
+    """Returns why this machine cannot run a bundle for `target`, as a complete message; None if it can."""
     if target.device != "cpu":
         return f"the bundle is for the device '{target.device}', but this runtime runs CPUs only"
     if target.output != "shared":
@@ -48,15 +49,15 @@ def refusal(target: Machine) -> str | None:
 
 
 def missing_features(target: Machine, present: frozenset[str]) -> list[str]:
-    """Returns the features that `target` needs and `present` lacks, sorted."""
+    """Returns the CPU features that `target` requires and `present` lacks, sorted."""
     return sorted(_needed(target) - present)
 
 
 def prepare(target: Machine) -> str | None:
-    """Requests the registers that a bundle for `target` uses from the system.
+    """Requests from the system the registers that a bundle for `target` uses.
 
-    Returns why the bundle cannot run, as one sentence; None if it can. Must be called before any of the
-    bundle's code runs, on a machine that has the processor for it.
+    Returns why the bundle cannot run, as a complete message; None if it can. Must be called before any of the
+    bundle's code runs, on a machine whose processor `refusal` has accepted.
     """
     if "amx-tile" not in _needed(target) or allow_tiles():
         return None
@@ -82,7 +83,7 @@ def _needed(target: Machine) -> frozenset[str]:
 
 
 def default_threads() -> int:
-    """Returns the physical cores that this process may use within the quota of its control group, at least
+    """Returns the number of physical cores that this process may use, within its cgroup's CPU quota; at least
     1."""
     if sys.platform == "linux":
         allowed = os.sched_getaffinity(0)
@@ -94,10 +95,11 @@ def default_threads() -> int:
 
 
 def free_cores(enough: int, root: Path = Path("/")) -> int | None:
-    """Returns the logical processors on which nothing else computes; None where that is not reported.
+    """Returns the number of logical processors on which nothing else computes; None if the system does not
+    tell.
 
-    Samples several times and keeps the best, up to `enough`: a client on this machine also runs for a moment.
-    Where too few are free, this takes twelve milliseconds.
+    Samples up to 12 times, 1 ms apart, and keeps the best, until `enough` are free: a client on this machine
+    also runs for a moment.
     """
     fewest, cores = None, os.cpu_count() or 1
     for look in range(_LOOKS):
@@ -107,7 +109,7 @@ def free_cores(enough: int, root: Path = Path("/")) -> int | None:
         except (OSError, ValueError, IndexError):
             return None
         fewest = running if fewest is None else min(fewest, running)
-        if cores - max(0, fewest - 1) >= enough:  # this thread runs, too
+        if cores - max(0, fewest - 1) >= enough:  # the sampling thread itself counts as running
             break
     return cores - max(0, (fewest or 1) - 1)
 
@@ -123,7 +125,8 @@ def _siblings(cpu: int) -> str:
 def _quota(root: Path = Path("/")) -> int | None:
     """Returns the processors that control groups grant to this process, rounded up; None if unlimited.
 
-    The limits of the process's own group and of its parents hold, in version 2 (cpu.max) and version 1.
+    The limits of the process's own group and of its parents apply, in cgroup version 2 (cpu.max) and version
+    1.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -136,13 +139,13 @@ def _quota(root: Path = Path("/")) -> int | None:
             continue
         base = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")
         group = base / path.lstrip("/")
-        # In a container the path may be the host's, and only `base` be there.
+        # In a container the path may be the host's, so that only `base` exists.
         grants += [_grant(place) for place in (group, *group.parents) if place.is_relative_to(base)]
     return min((grant for grant in grants if grant is not None), default=None)
 
 
 def _grant(group: Path) -> int | None:
-    """Returns the limit of one control group."""
+    """Returns the CPU limit of one control group in processors, rounded up; None if it has none."""
     try:
         if (group / "cpu.max").is_file():
             limit, period = (group / "cpu.max").read_text().split()

@@ -17,9 +17,9 @@ from mlcbuild_format.signature import Tensor
 from numpy.typing import NDArray
 
 ALIGNMENT = 64
-"""Bytes. Kernels use aligned vector loads: a tensor elsewhere would end the process by a signal."""
+"""Required alignment of tensors in bytes: kernels use aligned vector loads, which fault elsewhere."""
 BACKED = 64
-"""Entries that get memory together."""
+"""Pages of the KV cache for which memory is allocated together."""
 
 Array = NDArray[np.generic]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -27,27 +27,29 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors, in the library's order. They are views of `maps`, which must live as long."""
+    """Mapped tensors in the library's order. They are views of `maps`, which must stay alive as long."""
 
     arrays: tuple[Array, ...]
     maps: tuple[mmap.mmap, ...]
 
 
 def aligned(array: NDArray[Scalar]) -> NDArray[Scalar]:
-    """The array, or a copy of it, that starts at a multiple of ALIGNMENT."""
+    """Returns the array, or a copy of it, whose data start at a multiple of ALIGNMENT."""
     if array.ctypes.data % ALIGNMENT == 0:
         return array
-    room = np.empty(array.nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    buffer = np.empty(array.nbytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    copy = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
     copy[...] = array
     return copy
 
 
 def prefer_large_pages(address: int, size: int) -> None:
-    """Ask the system to back memory, or a mapped file that it has yet to read, with large pages: looking up
-    the addresses of small ones takes a quarter of the time of reading much memory once. Does nothing where
-    the system has no such choice."""
+    """Advises the system to use huge pages for memory, or for a mapped file that it has yet to read.
+
+    With small pages, TLB misses take a quarter of the time of reading large memory once. Does nothing where
+    the system has no madvise for it.
+    """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None:
         return
@@ -59,8 +61,8 @@ def prefer_large_pages(address: int, size: int) -> None:
 
 
 def back(tensor: Array, first: int, last: int) -> Iterator[int]:
-    """Has the system give memory for tensor[:, first:last], by writing zeros: virtual machines take long to
-    give it. Rests after each part with the index up to which all have it."""
+    """Allocates memory for tensor[:, first:last] by writing zeros, since page faults are slow in virtual
+    machines. Yields after each part with the index up to which all rows have memory."""
     for start in range(first, last, BACKED):
         end = min(start + BACKED, last)
         for row in tensor:
@@ -70,12 +72,13 @@ def back(tensor: Array, first: int, last: int) -> Iterator[int]:
 
 
 def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
-    """The tensors `params`, from the files `names` in the directory `path`.
+    """Returns the tensors that `params` lists, mapped from the files `names` in the directory `path`.
 
-    The few that are not aligned are copied. Raises BundleError when one is missing or of another form.
+    The few tensors that are not aligned are copied. Raises BundleError when one is missing or has another
+    dtype or shape.
     """
     maps: list[mmap.mmap] = []
-    found: dict[str, tuple[safetensors.Tensor, NDArray[np.uint8]]] = {}
+    stored: dict[str, tuple[safetensors.Tensor, NDArray[np.uint8]]] = {}
     for name in names:
         header = weights.read_header(path / name)
         with (path / name).open("rb") as file:
@@ -83,13 +86,14 @@ def load(path: Path, names: Sequence[str], params: Sequence[Tensor]) -> Weights:
         maps.append(mapped)
         data = _bytes(mapped)
         prefer_large_pages(data.ctypes.data, data.nbytes)
-        found |= {tensor.name: (tensor, data) for tensor in header.tensors}
-    arrays = [_view(name, tuple(shape), dtype, found) for name, shape, dtype, _ in params]
+        stored |= {tensor.name: (tensor, data) for tensor in header.tensors}
+    arrays = [_view(name, tuple(shape), dtype, stored) for name, shape, dtype, _ in params]
     return Weights(tuple(arrays), tuple(maps))
 
 
 def _bytes(mapped: mmap.mmap) -> NDArray[np.uint8]:
-    """The bytes of a map. DLPack knows no read-only arrays, so this one claims to be writable: it is not."""
+    """Returns a map's bytes as an array. It claims to be writable, because DLPack has no read-only arrays; it
+    is not."""
     address = np.frombuffer(mapped, np.uint8).ctypes.data
     return np.ctypeslib.as_array((ctypes.c_uint8 * len(mapped)).from_address(address))
 
@@ -98,11 +102,11 @@ def _view(
     name: str,
     shape: tuple[int, ...],
     dtype: str,
-    found: Mapping[str, tuple[safetensors.Tensor, NDArray[np.uint8]]],
+    stored: Mapping[str, tuple[safetensors.Tensor, NDArray[np.uint8]]],
 ) -> Array:
-    if name not in found:
+    if name not in stored:
         raise BundleError(f"the library takes the tensor '{name}', which no weights file holds")
-    tensor, data = found[name]
+    tensor, data = stored[name]
     if (tensor.shape, tensor.dtype) != (shape, dtype):
         raise BundleError(
             f"{tensor.path}: the tensor '{name}' is {tensor.dtype} {list(tensor.shape)}, but the"

@@ -1,4 +1,4 @@
-"""How many threads compute together on a machine that may be busy with other things."""
+"""Adapts the number of computing threads to a machine that may be busy with other processes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import time
 from collections.abc import Callable
 
 WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
-"""Seconds: of computing after which `Workers` measures, and of the pause before more threads are tried again,
-at first and at most. A try in vain costs a step, which may take a second then."""
+"""Seconds: of computing between measurements; of the first and the longest pause before more threads are
+tried again. A failed trial costs one step, which may take a second."""
 SHARE = 0.7
-"""Minimum share of the processor time that the threads could have had: a process that gets less has to wait
-for others."""
+"""Minimum share of the CPU time that the threads could have had; a process that gets less competes
+for cores."""
 REST = 8.0
-"""After a try in vain the next one comes no sooner than this many times its duration."""
+"""The pause after a failed trial is at least this many times the trial's duration."""
 IDLE = 0.5
-"""Seconds without a step after which earlier measurements count no more."""
+"""Seconds without a step after which earlier measurements are discarded."""
 DOUBT = 60.0
-"""Seconds after which more threads are tried even though the machine seems to have no cores for them."""
+"""Seconds after which more threads are tried even if the system reports no free cores for them."""
 
 Clock = Callable[[], float]
 
 
 class Meter:
-    """Measures the time and the processor time of steps."""
+    """Measures the wall time and the CPU time of steps."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
-        """now: the time in seconds. spent: processor seconds of this process."""
+        """`now` returns the time, and `spent` the CPU time of this process, both in seconds."""
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0
-        """Seconds of the steps since `reset`."""
+        """Wall and CPU seconds of the steps since the last `reset`."""
 
     def start(self) -> float:
-        """Returns the time."""
+        """Starts measuring a step; returns the time in seconds."""
         self._began, self._before = self.now(), self._spent()
         return self._began
 
     def stop(self) -> float:
-        """Returns the time."""
+        """Ends measuring a step and adds it to the sums; returns the time in seconds."""
         ended = self.now()
         self.wall += ended - self._began
         self.cpu += self._spent() - self._before
@@ -50,12 +50,12 @@ class Meter:
 class Workers:
     """Chooses the number of threads that compute a step.
 
-    The threads of a step wait for each other at the end of every kernel, hundreds of times for a token. Where
-    one of them has to wait for a core, all do, and two threads can be a hundred times slower than one. So
-    when the process got less than SHARE of the processor time that its threads could have had, half as many
-    continue. More are tried again after a while, and less often after each try in vain. Where the system
-    reports how many cores are free, no slow step is needed: this is read after a pause and before more
-    threads are tried. Results do not depend on the number of threads.
+    The threads of a step meet at a barrier after every kernel, hundreds of times for a token. When one of
+    them has to wait for a core, all wait, and two threads can be a hundred times slower than one. So when the
+    process got less than SHARE of the CPU time that its threads could have used, it continues with half as
+    many. More are tried after a pause, which grows with each failed trial. Where the system reports free
+    cores, they are checked after an idle period and before a trial, so that no slow step is needed. Results
+    do not depend on the number of threads.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class Workers:
         spent: Clock,
         free: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        """use: sets the number of threads. now: the time in seconds. spent: processor seconds of this
-        process. free: cores without other work, counted up to its argument; None if unknown."""
+        """`most` is the maximum number of threads and `use` sets it. `now` returns the time and `spent` the
+        CPU time of this process, in seconds. `free` returns the number of idle cores, counted up to its
+        argument, or None."""
         self.count, self._most, self._use, self._free = most, most, use, free
         self._meter = Meter(now, spent)
         self._pause, self._until, self._trying = SHORTEST, 0.0, False
@@ -79,7 +80,7 @@ class Workers:
 
     @property
     def settled(self) -> bool:
-        """No number of threads is being tried: the present one is known to have cores."""
+        """True if no number of threads is on trial: the current one is known to have free cores."""
         return not self._trying and self._meter.now() - self._ended <= IDLE
 
     def __enter__(self) -> None:
@@ -97,7 +98,7 @@ class Workers:
             meter.reset()
 
     def _judge(self, slow: bool, wall: float) -> None:
-        if slow:  # or weights come from a disk: then the next try succeeds
+        if slow:  # possibly because weights were read from a disk: then the next trial succeeds
             if self._trying:
                 self._pause = min(LONGEST, max(4 * self._pause, REST * wall))
             self._set(self.count // 2, trying=False)
@@ -112,7 +113,8 @@ class Workers:
                 self._set(more, trying=True)
 
     def _fitting(self, count: int) -> int:
-        """Returns `count`, or half of it and so on, so that each thread has a free core."""
+        """Returns the largest of `count`, `count` / 2, ... for which each thread has a free core; at
+        least 1."""
         if (free := self._free(count)) is not None:
             while count > max(1, free):
                 count //= 2

@@ -1,4 +1,4 @@
-"""The inputs of a step: tokens, pages, logit masks."""
+"""The inputs of one step of the model: tokens, KV cache pages and logit masks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Mask = NDArray[np.int32]
-"""A logit mask: one bit for each token, from the lowest on, set where the token may be drawn. It has no fewer
-words than the vocabulary needs."""
+"""A logit mask: one bit for each token, lowest token first, set where the token may be sampled. It has at
+least as many 32-bit words as the vocabulary needs."""
 Masks = Sequence[tuple[int, Mask]]
-"""(row, mask) of each row that has a mask."""
+"""The pairs (row of logits, its mask) for all rows that have a mask."""
 
 
 class Step(NamedTuple):
-    """New tokens of some sequences, as ragged rows, and where their keys and values live.
+    """New tokens of some sequences, as ragged rows, and the pages that hold their keys and values.
 
     Sequence s owns tokens[indptr[s]:indptr[s+1]] and pages page_table[page_indptr[s]:page_indptr[s+1]];
-    `lengths[s]` is its length after this step. These are plain lists: a decode step has streamed the model
-    through every cache, and each call of NumPy then costs more than all these numbers.
+    `lengths[s]` is its length after this step. These are plain lists because a decode step has just streamed
+    the model through every cache: one NumPy call then costs more than handling all these numbers.
     """
 
     tokens: list[int]
@@ -29,13 +29,14 @@ class Step(NamedTuple):
     page_indptr: list[int]
     page_table: list[int]
     rows: list[int]
-    """Indices into `tokens` whose logits are computed."""
+    """Indices into `tokens` of the tokens whose logits are computed."""
     prompt: bool
-    """The tokens belong to prompts. A library may have faster kernels for these, which round differently, so
-    that an answer must not depend on how many tokens the other sequences of a step have."""
+    """True if the tokens belong to prompts. A library may have faster kernels for prompts, which round
+    differently; using them only for prompts keeps an answer independent of the other sequences in its steps.
+    """
     forks: Sequence[tuple[int, int, int]] = ()
-    """(from page, to page, tokens): copies of the beginnings of pages, made in this order after all new keys
-    and values are in the cache; for branches of drafts."""
+    """Copies for branches of drafts, as (source page, destination page, tokens at the start of the page);
+    they are made in this order, after all new keys and values are in the cache."""
 
     @classmethod
     def of(
@@ -44,11 +45,11 @@ class Step(NamedTuple):
         counts: Sequence[int] | None = None,
         prompt: bool | None = None,
     ) -> Step:
-        """Returns a step of (new tokens, length after them, pages) of each sequence. A negative page is one
-        that no layer reads any more.
+        """Returns the step for `parts`: (new tokens, length after them, pages) of each sequence.
 
-        counts: for each sequence, how many of its last tokens need logits (default: 1).
-        prompt: by default true if any sequence has more than one new token.
+        A negative page is one that no layer reads any more. `counts` says for each sequence how many of its
+        last tokens need logits (default: 1). `prompt` defaults to true if any sequence has more than one new
+        token.
         """
         tokens, lengths, rows, table = list[int](), list[int](), list[int](), list[int]()
         indptr, page_indptr = [0], [0]
@@ -67,12 +68,12 @@ class Step(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence has one new token."""
+        """True if every sequence of the step has exactly one new token."""
         return len(self.tokens) == len(self.lengths)
 
     def places(self, page_size: int) -> tuple[list[int], list[int]]:
-        """Returns, for each new token, its position in its sequence and its slot in the KV cache, which is
-        page * page_size + offset."""
+        """Returns two lists over the new tokens: each token's position in its sequence, and its slot in the
+        KV cache, page * page_size + offset."""
         positions, slots = list[int](), list[int]()
         for s, length in enumerate(self.lengths):
             first = self.page_indptr[s]
@@ -84,17 +85,18 @@ class Step(NamedTuple):
 
 
 class FollowingSteps(NamedTuple):
-    """Decode steps that follow another one at once: each sequence continues with the token drawn for it."""
+    """Decode steps that directly follow another one: each sequence continues with the token sampled
+    for it."""
 
     random_numbers: Sequence[Sequence[float]]
-    """One row for each following step: the random number of each sequence."""
+    """One row for each following step, holding the random number of each sequence."""
     stops_at_eos: Sequence[bool]
-    """For each sequence: no step follows once it has drawn one of `eos_tokens`."""
+    """For each sequence, whether it ends once it has sampled one of `eos_tokens`, so that no step follows."""
     eos_tokens: Collection[int]
 
 
 class NextInput(NamedTuple):
-    """The input of one sequence in a guided decode step."""
+    """The input of one sequence in a decode step whose tokens the caller chooses."""
 
     token: int
     random_number: float

@@ -1,7 +1,7 @@
-"""Which device loads a bundle: a table by the device that the bundle was compiled for.
+"""Loads a bundle on the device that it was compiled for.
 
-Devices are named by "module:function" and imported when a bundle needs them, so that a machine without a GPU
-library serves CPU bundles and the engine imports no device.
+Devices are named "module:function" in a table and imported when a bundle needs them, so that a machine
+without a GPU library serves CPU bundles and the engine imports no device.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from mlcbuild_format.errors import BundleError
 from mlcbuild_runtime.executor.executor import Executor
 
 Loader = Callable[[Path, Manifest, int | None, int | None], Executor]
-"""(directory, manifest, threads, pages) -> executor; see `load`. Raises BundleError or SetupError."""
+"""A device's loader: (directory, manifest, threads, pages) -> executor; see `load`. Raises BundleError or
+SetupError."""
 
 LOADERS: dict[str, str] = {"cpu": "mlcbuild_runtime.devices.cpu:load"}
-"""Device of a bundle's target -> "module:function", the Loader. A further device adds one entry."""
+"""Device of a bundle's target -> "module:function" of its Loader. A new device adds one entry."""
 CODE: dict[str, str] = {"cpu": "mlcbuild_runtime.devices.cpu_library"}
-"""Device -> the module that loads code of a bundle, with `try_out` and VERSION. Devices without compiled code
-have none."""
+"""Device -> the module that loads a bundle's compiled code, with `try_out` and VERSION; devices without
+compiled code are not listed."""
 
 
 def load(
@@ -32,13 +33,12 @@ def load(
     pages: int | None = None,
     check: Callable[[Path, Manifest], None] = lambda path, manifest: None,
 ) -> Executor:
-    """Loads the bundle in directory `path` on its device.
+    """Loads the bundle in directory `path` on its device. Raises BundleError or SetupError.
 
-    threads: threads that compute, on a CPU (default: the physical cores that this process may use; the first
-    load of a process decides).
-    pages: pages of the KV cache (default: enough for max_batch sequences of full length).
-    check: is called before code of the bundle is loaded; raises BundleError or SetupError.
-    Raises BundleError or SetupError.
+    threads: number of computing threads on a CPU (default: the physical cores that this process may use; the
+    first load of a process decides). pages: number of pages of the KV cache (default: enough for max_batch
+    sequences of full length). check: called before code of the bundle is loaded; it may raise BundleError or
+    SetupError.
     """
     path = Path(path).absolute()
     manifest = bundle.read(path)
@@ -56,11 +56,11 @@ def load(
 
 
 def try_out(path: Path, manifest: Manifest) -> None:
-    """Loads the code of a bundle, without weights. Damaged code may end the process. Raises BundleError or
-    SetupError."""
+    """Loads the compiled code of a bundle, without weights, as a test: damaged code may end the process.
+    Raises BundleError or SetupError."""
     import_module(CODE[manifest.machine.device]).try_out(path, manifest)
 
 
 def code_version(manifest: Manifest) -> str:
-    """Returns the version of what loads a bundle's code."""
+    """Returns the version of the package that loads a bundle's compiled code."""
     return str(import_module(CODE[manifest.machine.device]).VERSION)

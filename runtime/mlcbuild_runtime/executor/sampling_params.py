@@ -1,6 +1,6 @@
-"""A request's sampling parameters, its random numbers, penalties and log-probabilities.
+"""A request's sampling parameters, random numbers, penalties and log-probabilities.
 
-What a request draws depends on its own logits and seed, whatever shares its batch.
+The tokens sampled for a request depend on its own logits and seed only, not on the other requests in a batch.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ SamplingRow = tuple[float, float, float, float, float]
 """The values of an abi.SamplingParams as a plain tuple, which is created faster."""
 SKIP: SamplingRow = abi.SKIP
 Sample = Callable[[Floats, Sequence[SamplingRow], Masks], list[int]]
-"""Draws a token from each row of logits; see Executor.sample."""
+"""The type of Executor.sample: samples one token from each row of logits."""
 _RANDOM_BLOCK = 32
-"""Random numbers that are drawn in one call of NumPy, which takes as long as drawing one."""
+"""Random numbers drawn in one NumPy call, which takes as long as drawing one."""
 _PART = 64
-"""Tokens in one block of the search for the most likely ones: only blocks whose maximum is large enough are
-searched further."""
+"""Tokens in one block of the search for the most likely tokens: only blocks whose maximum is large enough are
+searched."""
 _MAX_INVERSE_TEMPERATURE = 1e30
-"""With a larger one only the most likely token could be drawn anyway."""
+"""Upper limit of 1 / temperature: beyond it only the most likely token could be sampled anyway."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request's tokens are drawn. The filters apply in this order: top_k, min_p, top_p."""
+    """How a request's tokens are sampled. The filters apply in this order: top_k, min_p, top_p."""
 
     temperature: float = 1.0
-    """0: always the most likely token."""
+    """Divides the logits; 0 always takes the most likely token."""
     top_p: float = 1.0
     """Keep the fewest most likely tokens whose probabilities sum to at least this, and those as likely as the
-    last of them."""
+    last of them; 1 keeps all."""
     top_k: int = 0
-    """Keep this many of the most likely tokens, and those as likely as the last of them; 0: all."""
+    """Keep this many of the most likely tokens, and those as likely as the last of them; 0 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as likely as the most likely one."""
+    """Keep tokens whose probability is at least this fraction of the most likely token's; 0 keeps all."""
     seed: int | None = None
     choice: int = 0
-    """Which of several answers to one request this is: each has its own random numbers."""
+    """Index of the answer among several to one request: each has its own random numbers."""
     frequency_penalty: float = 0.0
-    """Taken from a token's logit for each time it is in the answer."""
+    """Subtracted from a token's logit once for each time that the token is in the answer."""
     presence_penalty: float = 0.0
-    """Taken from the logits of all tokens that are in the answer."""
+    """Subtracted from the logits of all tokens that are in the answer."""
     repetition_penalty: float = 1.0
-    """Logits of tokens in prompt or answer are divided by it, or multiplied where they are negative."""
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones; 1 changes
+    nothing."""
     bias: tuple[tuple[int, float], ...] = ()
-    """(token, what is added to its logit)."""
+    """Pairs (token, number that is added to its logit)."""
 
     @cached_property
     def adjusts(self) -> bool:
@@ -68,7 +69,7 @@ class Sampling:
 
     @cached_property
     def columns(self) -> tuple[float, float, float, float]:
-        """A SamplingRow without its random number, which is the last column."""
+        """Returns a SamplingRow without its last column, the random number."""
         plain = abi.SamplingParams(inverse_temperature=0.0, logit_drop=-inf, top_p=1.0, top_k=0.0, random=0.0)
         if self.greedy:
             return plain[:-1]
@@ -80,7 +81,8 @@ class Sampling:
 
     @cached_property
     def filters(self) -> bool:
-        """A filter applies: whether a token can be drawn depends on the likelihood of others."""
+        """True if top_k, min_p or top_p excludes tokens, so that a token's chance depends on the other
+        tokens."""
         return not self.greedy and (self.top_k > 0 or self.min_p > 0 or self.top_p < 1)
 
 
@@ -91,11 +93,11 @@ class Logprob:
 
 
 Score = tuple[Logprob, tuple[Logprob, ...]]
-"""A token's log-probability, and those of the most likely tokens in its place."""
+"""A token's log-probability, and those of the most likely tokens at its position."""
 
 
 def generator(sampling: Sampling) -> np.random.Generator:
-    """Returns the random number generator of a request: the same for the same seed, on every machine."""
+    """Returns the random number generator of a request; equal seeds give equal numbers on every machine."""
     if sampling.seed is None:
         return np.random.default_rng()
     seed = sampling.seed & (1 << 64) - 1
@@ -103,7 +105,7 @@ def generator(sampling: Sampling) -> np.random.Generator:
 
 
 class RandomNumbers:
-    """The random numbers of one request: each position of the answer has one, however often it is read."""
+    """The random numbers of one request: one for each position of the answer, the same on every read."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random, self._drawn = random, list[float]()
@@ -114,7 +116,7 @@ class RandomNumbers:
         return self._drawn[position]
 
     def some(self, first: int, count: int) -> list[float]:
-        """Returns the numbers of `count` positions from `first` on."""
+        """Returns the random numbers of `count` positions from `first` on."""
         self.at(first + count)
         return self._drawn[first : first + count]
 
@@ -122,8 +124,8 @@ class RandomNumbers:
 def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: Mapping[int, int]) -> Floats:
     """Returns logits after penalties and biases; a copy if they change.
 
-    answer: token -> how often it is in the answer. The penalties are those of OpenAI's API;
-    repetition_penalty is of Keskar et al., 2019 (arXiv:1909.05858).
+    `answer` maps token -> number of times that it is in the answer. The penalties are those of OpenAI's API;
+    repetition_penalty is from Keskar et al., 2019 (arXiv:1909.05858).
     """
     if not sampling.adjusts:
         return logits
@@ -142,14 +144,14 @@ def adjusted(logits: Floats, sampling: Sampling, prompt: Sequence[int], answer: 
 
 
 def checked(token: int) -> int:
-    """Returns a drawn token. Raises EngineError if the logits were NaN."""
+    """Returns a sampled token unchanged. Raises EngineError if it marks logits that are NaN."""
     if token < 0:
         raise EngineError("the model's logits are not numbers")
     return token
 
 
 def logprobs(logits: Floats, token: int, count: int) -> Score:
-    """Returns the natural logarithm of the probability of `token`, and of the `count` most likely ones.
+    """Returns the natural logarithm of the probabilities of `token` and of the `count` most likely tokens.
 
     They are computed before temperature and filters, as in OpenAI's API.
     """
@@ -160,10 +162,10 @@ def logprobs(logits: Floats, token: int, count: int) -> Score:
 
 
 def _likely(logits: Floats, count: int) -> list[int]:
-    """Returns the `count` tokens with the largest logits; of equal ones, those with lower numbers."""
+    """Returns the `count` tokens with the largest logits; among equal logits, lower tokens come first."""
     if count == 0:
         return []
-    # `count` blocks have a logit of at least `bound`, so few others are sorted.
+    # At least `count` blocks have a logit of `bound` or more, so few other logits are sorted.
     parts = logits[: len(logits) // _PART * _PART].reshape(-1, _PART).max(axis=1)
     bound = np.partition(parts, -count)[-count] if len(parts) >= count else -inf
     candidates = np.flatnonzero(logits >= bound)
@@ -179,8 +181,8 @@ class PromptScores:
         self._count, self._pending = 0, list[Score]()
 
     def add(self, rows: Floats, position: int) -> None:
-        """Adds logits [n, vocab] of the tokens from `position` on. Positions that come again, after a
-        preemption, are skipped."""
+        """Adds the logits [n, vocab] of the prompt's tokens from `position` on. Positions that were added
+        before, as happens after a preemption, are skipped."""
         for at, row in enumerate(rows, position):
             if at == self._count + 1 < len(self._prompt):
                 self._pending.append(logprobs(row, self._prompt[at], self._alternatives))
