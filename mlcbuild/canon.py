@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -162,14 +163,22 @@ SourceFiles: TypeAlias = dict[str, tuple[str, str, tuple[str, ...]] | None]
 """Module -> the portable name of its source file, its digest, and the modules that it may import."""
 
 
-def code_files(*modules: str, known: SourceFiles | None = None) -> dict[str, str]:
+ImportTable: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
+"""(digest of a source file, package that its relative imports start from) -> modules that it may import."""
+
+
+def code_files(
+    *modules: str, known: SourceFiles | None = None, imports: ImportTable | None = None
+) -> dict[str, str]:
     """Digest of each source file in the import closures of modules, inside PACKAGES and their own packages.
 
     Imports are read from the syntax tree, those inside functions too, so that a lazy import counts. The
     names are paths such as `mlcbuild/compiler/kernels/w4.py`, the same on every machine. A caller that
-    computes many closures at one time passes one `known`, and every file is read once.
+    computes many closures at one time passes one `known`, and every file is read once. A file whose imports
+    are in `imports` is hashed but not parsed; those of the others are added to it.
     """
     known = {} if known is None else known
+    imports = _imported if imports is None else imports
     packages = frozenset((*PACKAGES, *(module.partition(".")[0] for module in modules)))
     seen: dict[str, str] = {}
     pending = list(modules)
@@ -182,20 +191,23 @@ def code_files(*modules: str, known: SourceFiles | None = None) -> dict[str, str
         if "." in name:
             pending.append(name.rpartition(".")[0])
         if name not in known:
-            known[name] = _source_file(name)
+            known[name] = _source_file(name, imports)
         if (file := known[name]) is not None:
             portable, seen[portable], imported = file
             pending.extend(imported)
     return dict(sorted(seen.items()))
 
 
-def _source_file(name: str) -> tuple[str, str, tuple[str, ...]] | None:
+def _source_file(name: str, imports: ImportTable) -> tuple[str, str, tuple[str, ...]] | None:
     path = module_path(name)
     if path is None:
         return None
     source = path.read_bytes()
-    found = bytes_digest(source)
-    return _portable(name, path), found, _imports(found, name, path.name == "__init__.py", source)
+    digest = bytes_digest(source)
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    if (digest, package) not in imports:  # parsing is most of the time
+        imports[digest, package] = tuple(_read_imports(ast.parse(source, filename=name).body, package))
+    return _portable(name, path), digest, imports[digest, package]
 
 
 @cache
@@ -229,16 +241,13 @@ def _portable(name: str, path: Path) -> str:
     return "/".join([*parts, "__init__.py"]) if path.name == "__init__.py" else "/".join(parts) + ".py"
 
 
-_imported: dict[tuple[str, str], tuple[str, ...]] = {}
+_imported: ImportTable = {}
 
 
-def _imports(found: str, name: str, is_package: bool, source: bytes) -> tuple[str, ...]:
-    """Modules that `source` may import; remembered by its digest, because parsing is the dear part."""
-    known = _imported.get((found, name))
-    if known is None:
-        package = name if is_package else name.rpartition(".")[0]
-        known = _imported[found, name] = tuple(_read_imports(ast.parse(source, filename=name).body, package))
-    return known
+@cache
+def import_reader() -> str:
+    """Identifies the code that reads imports: what another version of it found does not count."""
+    return bytes_digest(Path(__file__).read_bytes() + sys.version.encode())[:16]
 
 
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")

@@ -164,6 +164,21 @@ def test_the_import_closure_sees_a_change_in_this_process(package: Path) -> None
     assert {name for name in before if before[name] != after[name]} == {f"{package.name}/deep/leaf.py"}
 
 
+def test_a_file_whose_imports_are_remembered_is_hashed_and_not_parsed(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imports: canon.ImportTable = {}
+    before = canon.code_files(f"{package.name}.start", imports=imports)
+    monkeypatch.setattr(canon, "ast", None)
+    assert canon.code_files(f"{package.name}.start", imports=imports) == before
+    # The same bytes import other modules from a file of another package.
+    source = (package / "deep" / "__init__.py").read_bytes()
+    assert (canon.bytes_digest(source), f"{package.name}.deep") in imports
+    (package / "handled.py").write_bytes(source)
+    with pytest.raises(AttributeError):
+        canon.code_files(f"{package.name}.start", imports=imports)
+
+
 def test_the_import_closure_of_our_own_code_has_portable_names() -> None:
     found = canon.code_files("mlcbuild.canon")
     assert set(found) >= {"mlcbuild/__init__.py", "mlcbuild/canon.py"}

@@ -233,7 +233,9 @@ class Planner:
                     raise UsageError(
                         f"step {step.name}: there is no module '{module}' for its action {step.action}"
                     )
-            self._code[modules] = code_files(*modules, known=self._sources)
+            self._code[modules] = code_files(
+                *modules, known=self._sources, imports=self.store.cache.imports()
+            )
         return self._code[modules]
 
     def explain(self, step: Step) -> tuple[Change, ...]:

@@ -14,7 +14,7 @@ from mlcbuild.store.stamp import STAMP_NS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 USE_NOTED_NS = 600 * 1_000_000_000
 """Between two notes that a record is in use: `upkeep.gc` spares what was used in the last hour."""
@@ -40,6 +40,15 @@ def absolute(path: str) -> str:
 def is_as_written(found: os.stat_result, size: int) -> bool:
     """Whether a blob was not written to since it was placed, as far as its stat tells."""
     return found.st_mtime_ns == STAMP_NS and found.st_size == size and stat.S_ISREG(found.st_mode)
+
+
+def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> bool:
+    """Returns True when `is_as_written` holds for each; written out, for thousands of blobs of a short run."""
+    stamp, kind_bits, regular = STAMP_NS, 0o170000, stat.S_IFREG
+    for item, size in zip(stats, sizes, strict=True):
+        if item.st_mtime_ns != stamp or item.st_size != size or item.st_mode & kind_bits != regular:
+            return False
+    return True
 
 
 def is_use_noted(mtime_ns: int) -> bool:

@@ -212,10 +212,9 @@ def _split(section: bytes) -> list[bytes]:
 def _whole(names: Sequence[bytes], sizes: Sequence[int], directory: int | None) -> bool:
     if len(names) != len(sizes):
         return False
-    stat, is_as_written = os.stat, layout.is_as_written
-    return all(
-        is_as_written(stat(name, dir_fd=directory), size) for name, size in zip(names, sizes, strict=True)
-    )
+    stat = os.stat
+    stats = map(stat, names) if directory is None else (stat(name, dir_fd=directory) for name in names)
+    return layout.all_as_written(stats, sizes)
 
 
 def _listed(listed: Sequence[str]) -> bool:

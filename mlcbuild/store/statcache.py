@@ -2,7 +2,10 @@
 
 One SQLite file in the store. It survives kill -9 and any number of writers; losing it costs a re-hash and
 the reasons in a plan, so every fault of the file itself is answered by going on without it. SQLite does not
-see a flipped bit, so each row of `hashed` has a checksum, and one that is wrong counts as none.
+see a flipped bit, so each row of `hashed` and `imports` has a checksum, and one that is wrong counts as none.
+
+The imports of a source file follow from its bytes, which are hashed in every plan; the table saves parsing
+them: 110 of the 350 ms of a plan without work.
 
 A file counts as unchanged while device, inode, size, mtime and ctime are what they were when it was
 hashed. A file written less than RACY_NS before it was hashed is not remembered at all: it could be written
@@ -20,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from mlcbuild.canon import bytes_digest, file_digest
+from mlcbuild.canon import ImportTable, bytes_digest, file_digest, import_reader
 from mlcbuild.errors import SourceError
 
 if TYPE_CHECKING:
@@ -43,6 +46,9 @@ drop table if exists file;
 create table if not exists hashed (
     device integer, inode integer, size integer, mtime integer, ctime integer, day integer, digest text,
     checksum text, primary key (device, inode)) without rowid;
+create table if not exists imports (
+    source text, package text, day integer, modules text, checksum text, primary key (source, package)
+    ) without rowid;
 create table if not exists step (name text primary key, keys text) without rowid;
 """
 
@@ -54,6 +60,8 @@ class StatCache:
         self._path = path
         self._files: dict[tuple[int, int], _Row] | None = None
         self._latest: dict[str, list[str]] | None = None
+        self._imports: ImportTable | None = None
+        self._read_imports: frozenset[tuple[str, str]] = frozenset()
         self._new_files: dict[tuple[int, int], _Row] = {}
         self._new_keys: dict[str, list[str]] = {}
 
@@ -86,6 +94,18 @@ class StatCache:
             return found, before
         raise SourceError(f"{path} changes while it is read: let its writer finish, then run again")
 
+    def imports(self) -> ImportTable:
+        """Imports of source files; what a caller adds is written by `save`."""
+        if self._imports is None:
+            rows = self._rows("select source, package, modules, checksum from imports")
+            self._imports = {
+                (str(source), str(package)): tuple(str(modules).split())
+                for source, package, modules, checksum in rows
+                if checksum == _checksum_of_imports(source, package, modules)
+            }
+            self._read_imports = frozenset(self._imports)
+        return self._imports
+
     def keys(self, name: str) -> list[str]:
         """Keys that a step of this name had, the latest first."""
         return self._known_keys().get(name, [])
@@ -100,7 +120,8 @@ class StatCache:
 
     def save(self) -> None:
         """Writes what is new. Silent when the file cannot be written: see the module's docstring."""
-        if not self._new_files and not self._new_keys:
+        new_imports = (self._imports or {}).keys() - self._read_imports
+        if not self._new_files and not self._new_keys and not new_imports:
             return
         if (
             self._new_files
@@ -113,12 +134,20 @@ class StatCache:
             for place, row in self._new_files.items()
         ]
         keys = [(name, " ".join(keys)) for name, keys in self._new_keys.items()]
+        imports = [
+            (*place, day, modules, _checksum_of_imports(*place, modules))
+            for place in new_imports
+            for modules in (" ".join(self.imports()[place]),)
+        ]
         self._new_files, self._new_keys = {}, {}
+        self._read_imports |= new_imports
         self._run(
             [
                 ("insert or replace into hashed values (?, ?, ?, ?, ?, ?, ?, ?)", files),
                 ("insert or replace into step values (?, ?)", keys),
+                ("insert or replace into imports values (?, ?, ?, ?, ?)", imports),
                 ("delete from hashed where day < ?", [(day - _UNUSED_DAYS,)]),
+                ("delete from imports where day < ?", [(day - _UNUSED_DAYS,)]),
             ]
         )
 
@@ -193,6 +222,10 @@ class StatCache:
 
 def _checksum(place: tuple[int, int], row: tuple[object, ...]) -> str:
     return bytes_digest(" ".join(map(str, (*place, *row[:4]))).encode())[:16]
+
+
+def _checksum_of_imports(source: object, package: object, modules: object) -> str:
+    return bytes_digest(f"{import_reader()} {source} {package} {modules}".encode())[:16]
 
 
 def _signed(place: tuple[int, int]) -> tuple[int, int]:

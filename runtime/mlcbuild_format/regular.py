@@ -56,9 +56,9 @@ def read(path: str | Path, limit: int, *, follow_link: bool = True) -> bytes:
     descriptor, size = _open(path, follow_link)
     try:
         # os.read allocates its whole argument, so a small file is not read with a buffer of `limit` bytes.
-        capacity = min(size, limit) + 1
-        data = os.read(descriptor, capacity)
-        while 0 < len(data) < capacity and (more := os.read(descriptor, capacity - len(data))):
+        expected = min(size, limit)
+        data = os.read(descriptor, expected + 1)
+        while 0 < len(data) < expected and (more := os.read(descriptor, expected + 1 - len(data))):
             data += more
     finally:
         os.close(descriptor)

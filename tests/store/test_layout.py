@@ -45,6 +45,20 @@ def test_a_blob_is_as_written_while_size_stamp_and_kind_are(tmp_path: Path) -> N
     assert not layout.is_as_written(tmp_path.stat(), tmp_path.stat().st_size), "a directory"
 
 
+def test_many_blobs_are_as_written_by_the_same_rule(tmp_path: Path) -> None:
+    path = tmp_path / "blob"
+    path.write_bytes(b"1234")
+    os.utime(path, (STAMP, STAMP))
+    os.utime(tmp_path, (STAMP, STAMP))
+    good, directory = path.stat(), tmp_path.stat()
+    os.utime(path, ns=(STAMP * 10**9, STAMP * 10**9 + 1))
+    cases = [(good, 4), (good, 5), (directory, directory.st_size), (path.stat(), 4)]
+    assert [layout.all_as_written([status], [size]) for status, size in cases] == [True, False, False, False]
+    assert [layout.is_as_written(*case) for case in cases] == [True, False, False, False]
+    assert not layout.all_as_written([good, directory], [4, directory.st_size])
+    assert layout.all_as_written([], [])
+
+
 def test_the_use_of_a_record_is_noted_every_few_minutes(tmp_path: Path) -> None:
     path = tmp_path / "record"
     path.touch()

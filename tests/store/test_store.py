@@ -477,6 +477,30 @@ def test_a_damaged_digest_in_the_index_is_not_believed(tmp_path: Path, not_racy:
         assert StatCache(tmp_path / "index").digest(path)[0] == digest
 
 
+def test_imports_are_remembered_unless_damaged_or_read_by_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "index"
+
+    def remember() -> None:
+        cache = StatCache(index)
+        cache.imports()["00" * 32, "package"] = ("a.b", "c")
+        cache.imports()["11" * 32, ""] = ()
+        cache.save()
+
+    remember()
+    assert StatCache(index).imports() == {("00" * 32, "package"): ("a.b", "c"), ("11" * 32, ""): ()}
+    for change in ("modules = 'a.b'", "package = 'other'", "checksum = ''", f"source = '{'22' * 32}'"):
+        with sqlite3.connect(index) as database:
+            database.execute(f"update imports set {change} where package = 'package'")
+        database.close()
+        assert StatCache(index).imports() == {("11" * 32, ""): ()}, change
+        remember()
+        assert StatCache(index).imports()["00" * 32, "package"] == ("a.b", "c")
+    monkeypatch.setattr("mlcbuild.store.statcache.import_reader", lambda: "another version")
+    assert StatCache(index).imports() == {}
+
+
 def test_an_index_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = StatCache(tmp_path / "file" / "index")
