@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mlcbuild.bundles import reference_blocks as blocks
-from mlcbuild.bundles.reference_blocks import Array, Inputs, State
+from mlcbuild.bundles.reference_blocks import Array, Inputs, Rotation, State
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Rope, frequencies, parameters
 
@@ -78,8 +78,11 @@ def hidden(reference: Reference, tokens: Sequence[int] | Array, past: Past = EMP
         raise ValueError(f"token ids must be in 0..{config.vocab_size - 1}")
     shapes = {param.name: param.shape for param in parameters(config)}
     weights = _Checked(reference, shapes)
-    x = weights.raw("embed.weight")[ids].astype(reference.dtype) * reference.dtype(config.embedding_scale)
     positions = np.arange(past.length, past.length + ids.size)
+    x = weights.raw("embed.weight")[ids].astype(reference.dtype) * reference.dtype(config.embedding_scale)
+    x = blocks.norm(config.embedding_norm, x, weights, "embed_norm")
+    if config.learned_positions:
+        x = x + weights.raw("position.weight")[positions + config.position_offset].astype(reference.dtype)
     rotations = tuple(_rotation(reference, rope, positions) for rope in config.ropes)
     states = []
     for index, layer in enumerate(config.layers):
@@ -87,7 +90,7 @@ def hidden(reference: Reference, tokens: Sequence[int] | Array, past: Past = EMP
         own = Inputs(partial(weights.of_layer, index), positions, rotations, state)
         x, state = blocks.layer(layer, own, x)
         states.append(state)
-    last = blocks.norm(config.norm, x, weights("norm.weight"))
+    last = blocks.norm(config.norm, x, weights, "norm")
     return last, Past(past.length + ids.size, tuple(states))
 
 
@@ -95,13 +98,17 @@ def head(reference: Reference, states: Array) -> Array:
     """Returns logits [n, vocab] of hidden states [n, hidden] after the last norm."""
     config = reference.config
     name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
-    matrix = _Checked(reference, {name: (config.vocab_size, config.hidden_size)}).raw(name)
+    shapes = {name: (config.vocab_size, config.hidden_size), "lm_head.bias": (config.vocab_size,)}
+    weights = _Checked(reference, shapes)
+    matrix = weights.raw(name)
     scores = np.empty((states.shape[0], config.vocab_size), reference.dtype)
     step = max(1, blocks.BLOCK // config.hidden_size)
     for start in range(0, config.vocab_size, step):
         rows = np.asarray(matrix[start : start + step], reference.dtype)
         scores[:, start : start + step] = states @ rows.T
-    return blocks.softcap(scores, config.logit_softcap)
+    if config.head_bias:
+        scores += weights("lm_head.bias")
+    return blocks.softcap(scores * reference.dtype(config.logit_scale), config.logit_softcap)
 
 
 def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterable[int] = ()) -> list[int]:
@@ -143,10 +150,12 @@ class _Checked:
         return values
 
 
-def _rotation(reference: Reference, rope: Rope, positions: Array) -> tuple[Array, Array]:
-    """Returns cos and sin [n, rope.dim / 2], both times the attention factor."""
+def _rotation(reference: Reference, rope: Rope, positions: Array) -> Rotation:
     window = reference.context_window or reference.config.max_position
     inv_freq, factor = frequencies(rope, window)
-    dtype = reference.dtype
+    dtype, scale = reference.dtype, None
+    if rope.query_scale is not None:
+        periods = positions // rope.query_scale.length
+        scale = 1 + dtype(rope.query_scale.beta) * np.log1p(periods.astype(dtype))
     angles = positions.astype(dtype)[:, None] * np.asarray(inv_freq, dtype)
-    return np.cos(angles) * dtype(factor), np.sin(angles) * dtype(factor)
+    return Rotation(np.cos(angles) * dtype(factor), np.sin(angles) * dtype(factor), scale)

@@ -5,6 +5,7 @@ Shapes: n new tokens, m positions in all (past and new), h heads, k key-value he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,7 +13,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mlcbuild.bundles.reference_experts import experts
-from mlcbuild.models import Activation, Attention, Dense, Experts, LayerSpec, RmsNorm
+from mlcbuild.models import Activation, Attention, Dense, Experts, LayerNorm, LayerSpec, Norm
+from mlcbuild.models.alibi import slopes
+from mlcbuild.models.rounding import bf16
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 State: TypeAlias = tuple[Array, ...]
@@ -24,6 +27,17 @@ BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
+class Rotation:
+    """A rope at the positions of the new tokens."""
+
+    cos: Array
+    """[n, dim / 2], times the attention factor, as `sin`."""
+    sin: Array
+    query_scale: Array | None
+    """[n]"""
+
+
+@dataclass(frozen=True)
 class Inputs:
     """The inputs of one layer's blocks beside the rows that they work on."""
 
@@ -31,8 +45,8 @@ class Inputs:
     """(name of a parameter within the layer, expert?) -> its values, or those of one expert."""
     positions: Array
     """[n]"""
-    rotations: tuple[tuple[Array, Array], ...]
-    """For each rope of the model cos and sin [n, dim / 2], both times the attention factor."""
+    rotations: tuple[Rotation, ...]
+    """One for each rope of the model."""
     state: State
 
     def linear(self, name: str, x: Array, has_bias: bool) -> Array:
@@ -44,22 +58,35 @@ class Inputs:
 def layer(spec: LayerSpec, inputs: Inputs, x: Array) -> tuple[Array, State]:
     """Returns the residual stream [n, hidden] after a layer, and the state of its mixer."""
     mixer, feed_forward = MIXERS[type(spec.mixer)], FEED_FORWARDS[type(spec.feed_forward)]
-    y, state = mixer(spec.mixer, inputs, norm(spec.norms.before, x, inputs.weight("attn_norm.weight")))
-    if spec.norms.after is not None:
-        y = norm(spec.norms.after, y, inputs.weight("attn_post_norm.weight"))
-    x = x + y
-    y = feed_forward(spec.feed_forward, inputs, norm(spec.norms.before, x, inputs.weight("mlp_norm.weight")))
-    if spec.norms.after is not None:
-        y = norm(spec.norms.after, y, inputs.weight("mlp_post_norm.weight"))
-    return x + y, state
+    scale = x.dtype.type(spec.residual_scale)
+    y, state = mixer(spec.mixer, inputs, norm(spec.norms.before, x, inputs.weight, "attn_norm"))
+    mixed = x + norm(spec.norms.after, y, inputs.weight, "attn_post_norm") * scale
+    source = mixed if spec.residual == "sequential" else x
+    name = "attn_norm" if spec.residual == "parallel_shared" else "mlp_norm"
+    y = feed_forward(spec.feed_forward, inputs, norm(spec.norms.before, source, inputs.weight, name))
+    return mixed + norm(spec.norms.after, y, inputs.weight, "mlp_post_norm") * scale, state
 
 
-def norm(spec: RmsNorm, x: Array, weight: Array) -> Array:
-    """Normalizes the last axis."""
+def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str) -> Array:
+    """Normalizes the last axis with the parameters `<name>.weight` and `<name>.bias`, where it has them;
+    their values may be those of several rows. None: returns x."""
+    if spec is None:
+        return x
+    if isinstance(spec, LayerNorm):
+        x = x - np.mean(x, axis=-1, keepdims=True, dtype=x.dtype)
     mean = np.mean(np.square(x), axis=-1, keepdims=True, dtype=x.dtype)
-    root = np.sqrt(mean + x.dtype.type(spec.eps))
-    scaled: Array = x / root * (weight + x.dtype.type(spec.offset))
+    scaled: Array = x / np.sqrt(mean + x.dtype.type(spec.eps))
+    if isinstance(spec, LayerNorm) and not spec.weight:
+        return scaled
+    scaled = scaled * (_rows(weights(f"{name}.weight"), x) + x.dtype.type(spec.offset))
+    if isinstance(spec, LayerNorm) and spec.bias:
+        scaled = scaled + _rows(weights(f"{name}.bias"), x)
     return scaled
+
+
+def _rows(values: Array, x: Array) -> Array:
+    """Returns a vector as it is, or as one row for each head of x [heads, n, head_dim]."""
+    return values if values.size == x.shape[-1] else values.reshape(x.shape[0], 1, x.shape[-1])
 
 
 def softcap(x: Array, cap: float | None) -> Array:
@@ -72,8 +99,15 @@ def softcap(x: Array, cap: float | None) -> Array:
 
 
 def _dense(spec: Dense, inputs: Inputs, x: Array) -> Array:
-    gate, up = np.split(inputs.linear("mlp.gate_up", x, spec.bias), 2, axis=-1)
-    return inputs.linear("mlp.down", ACTIVATIONS[spec.activation](gate) * up, spec.bias)
+    if spec.gated:
+        gate, up = np.split(inputs.linear("mlp.gate_up", x, spec.bias), 2, axis=-1)
+        return inputs.linear("mlp.down", ACTIVATIONS[spec.activation](gate) * up, spec.bias)
+    y = inputs.linear("mlp.up", x, spec.bias)
+    if spec.activation == "xielu":
+        y = _xielu(y, inputs.weight("mlp.xielu"))
+    else:
+        y = ACTIVATIONS[spec.activation](y)
+    return inputs.linear("mlp.down", y, spec.bias)
 
 
 def _silu(x: Array) -> Array:
@@ -89,15 +123,36 @@ def _gelu_tanh(x: Array) -> Array:
     return active
 
 
+def _gelu(x: Array) -> Array:
+    """Returns x * (1 + erf(x / sqrt 2)) / 2."""
+    tails = np.frompyfunc(lambda value: 0.5 * math.erfc(-value * math.sqrt(0.5)), 1, 1)
+    active: Array = x * tails(x).astype(x.dtype)
+    return active
+
+
+def _relu(x: Array) -> Array:
+    above: Array = np.maximum(x, x.dtype.type(0))
+    return above
+
+
+def _xielu(x: Array, scalars: Array) -> Array:
+    alpha_p, alpha_n, beta, eps = scalars
+    above, below = np.logaddexp(0, alpha_p), beta + np.logaddexp(0, alpha_n)
+    active: Array = np.where(x > 0, above * x * x, (np.expm1(np.minimum(x, eps)) - x) * below) + beta * x
+    return active
+
+
 def _attention(spec: Attention, inputs: Inputs, x: Array) -> tuple[Array, State]:
     n, heads, kv_heads = x.shape[0], spec.heads, spec.kv_heads
-    qkv = inputs.linear("attn.qkv", x, spec.qkv_bias).reshape(n, heads + 2 * kv_heads, spec.head_dim)
+    flat = inputs.linear("attn.qkv", x, spec.qkv_bias)
+    if spec.clip is not None:
+        flat = np.clip(flat, -spec.clip, spec.clip)
+    qkv = flat.reshape(n, heads + 2 * kv_heads, spec.head_dim)
     query, key, value = np.split(qkv.transpose(1, 0, 2), [heads, heads + kv_heads])
-    if spec.qk_norm is not None:
-        query = norm(spec.qk_norm, query, inputs.weight("attn.q_norm.weight"))
-        key = norm(spec.qk_norm, key, inputs.weight("attn.k_norm.weight"))
-    rotation = inputs.rotations[spec.rope]
-    query, key = _rotate(query, rotation), _rotate(key, rotation)
+    rotation = None if spec.rope is None else inputs.rotations[spec.rope]
+    query, key = (_turned(spec, inputs, rotation, rows, name) for rows, name in ((query, "q"), (key, "k")))
+    if rotation is not None and rotation.query_scale is not None:
+        query = query * rotation.query_scale[:, None]
     if inputs.state:
         key = np.concatenate([inputs.state[0], key], axis=1)
         value = np.concatenate([inputs.state[1], value], axis=1)
@@ -105,37 +160,86 @@ def _attention(spec: Attention, inputs: Inputs, x: Array) -> tuple[Array, State]
     group = heads // kv_heads
     for k in range(kv_heads):
         own = slice(k * group, (k + 1) * group)
-        mixed[own] = _attend(spec, inputs.positions, query[own], (key[k], value[k]))
+        biases = _Biases(spec, inputs, own)
+        mixed[own] = _attend(spec, biases, query[own], (key[k], value[k]))
     flat = mixed.transpose(1, 0, 2).reshape(n, heads * spec.head_dim)
     return inputs.linear("attn.o", flat, spec.output_bias), (key, value)
 
 
-def _attend(spec: Attention, positions: Array, query: Array, cached: tuple[Array, Array]) -> Array:
+def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array, name: str) -> Array:
+    """Returns queries or keys [heads, n, head_dim] after their norm and their rotation."""
+
+    def normed(rows: Array) -> Array:
+        if spec.qk_norm_span != "heads" or spec.qk_norm is None:
+            return norm(spec.qk_norm, rows, inputs.weight, f"attn.{name}_norm")
+        flat = rows.transpose(1, 0, 2).reshape(x.shape[1], -1)
+        flat = norm(spec.qk_norm, flat, inputs.weight, f"attn.{name}_norm")
+        return flat.reshape(x.shape[1], x.shape[0], x.shape[2]).transpose(1, 0, 2)
+
+    if spec.qk_norm_last:
+        return normed(_rotate(x, rotation))
+    return _rotate(normed(x), rotation)
+
+
+@dataclass(frozen=True)
+class _Biases:
+    """The terms that are added to the scores of some query heads."""
+
+    spec: Attention
+    inputs: Inputs
+    heads: slice
+
+    def scores(self, products: Array, part: slice) -> Array:
+        """Returns the scores [g, rows, m] of products of queries and keys, before they are hidden."""
+        spec, dtype = self.spec, products.dtype
+        keys = np.arange(products.shape[-1])
+        if spec.alibi == "bfloat16":
+            biases = [[bf16(slope * bf16(key)) for key in keys] for slope in self._slopes()]
+            products = products + np.array(biases, dtype)[:, None]
+        scores = softcap(products * dtype.type(spec.scale), spec.softcap)
+        if spec.alibi == "exact":
+            away = (keys - self.inputs.positions[part, None]).astype(dtype)
+            scores = scores + np.array(self._slopes(), dtype)[:, None, None] * away
+        return scores
+
+    def _slopes(self) -> tuple[float, ...]:
+        return slopes(self.spec.heads, self.spec.alibi)[self.heads]
+
+    def sinks(self) -> Array | None:
+        """Returns the sinks of the heads [g, 1, 1]."""
+        return self.inputs.weight("attn.sinks")[self.heads, None, None] if self.spec.sinks else None
+
+
+def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array, Array]) -> Array:
     """Returns attention of the query heads [g, n, d] of one group over its keys and values [m, d]."""
     key, value = cached
     mixed = np.empty_like(query)
-    places = np.arange(key.shape[0])
+    places, sinks = np.arange(key.shape[0]), biases.sinks()
     step = max(1, BLOCK // (query.shape[0] * key.shape[0]))
     for start in range(0, query.shape[1], step):
         part = slice(start, start + step)
-        at = positions[part, None]
-        scores = softcap(query[:, part] @ key.T * query.dtype.type(spec.scale), spec.softcap)
+        at = biases.inputs.positions[part, None]
+        scores = biases.scores(query[:, part] @ key.T, part)
         hidden = places > at
         if spec.window is not None:
             hidden |= places <= at - spec.window
         scores[:, hidden] = -np.inf
-        scores -= scores.max(axis=-1, keepdims=True)
+        highest = scores.max(axis=-1, keepdims=True)
+        scores -= highest
         np.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
+        total = scores.sum(axis=-1, keepdims=True)
+        scores /= total if sinks is None else total + np.exp(sinks - highest)
         mixed[:, part] = scores @ value
     return mixed
 
 
-def _rotate(x: Array, rotation: tuple[Array, Array]) -> Array:
+def _rotate(x: Array, rotation: Rotation | None) -> Array:
     """Rotates the pairs (i, i + dim / 2) of each head; [.., n, d] in and out."""
-    cos, sin = rotation
-    half = cos.shape[-1]
+    if rotation is None:
+        return x
+    half = rotation.cos.shape[-1]
     first, second, rest = np.split(x, [half, 2 * half], axis=-1)
+    cos, sin = rotation.cos, rotation.sin
     return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
@@ -146,4 +250,10 @@ FEED_FORWARDS: Mapping[type, Callable[[Any, Inputs, Array], Array]] = {
     Experts: lambda spec, inputs, x: experts(spec, inputs.weight, ACTIVATIONS[spec.activation], x),
 }
 """Class of a feed-forward -> function from (spec, inputs, normalized rows) to rows to add."""
-ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": _gelu,
+    "relu": _relu,
+    "relu2": lambda x: np.square(_relu(x)),
+}

@@ -3,10 +3,14 @@
 from mlcbuild.models.config import ModelConfig, cached_values, context_window, parameters
 from mlcbuild.models.experts import Clamp, Experts, Router
 from mlcbuild.models.layers import (
+    Alibi,
     Attention,
     Dense,
+    LayerNorm,
     LayerSpec,
+    Norm,
     Norms,
+    QueryScale,
     RmsNorm,
     Rope,
     frequencies,
@@ -17,15 +21,19 @@ from mlcbuild.models.tensor_names import Piece, TensorNames, aliases, surplus
 
 __all__ = [
     "Activation",
+    "Alibi",
     "Attention",
     "Clamp",
     "Dense",
     "Experts",
+    "LayerNorm",
     "LayerSpec",
     "ModelConfig",
+    "Norm",
     "Norms",
     "Param",
     "Piece",
+    "QueryScale",
     "RmsNorm",
     "Rope",
     "Router",

@@ -16,6 +16,7 @@ from mlcbuild.models.layers import (
     cached_shape,
     layer_faults,
     layer_parameters,
+    norm_parameters,
     positive,
     rope_faults,
 )
@@ -42,19 +43,33 @@ class ModelConfig:
     checkpoint's dtype as transformers does)."""
     logit_softcap: float | None = None
     """c * tanh(logit / c)."""
+    logit_scale: float = 1.0
+    """Multiplies logits, before the soft cap (Cohere)."""
+    head_bias: bool = False
+    """A bias on the output matrix."""
+    embedding_norm: Norm | None = None
+    """Normalizes the scaled embedding (BLOOM)."""
+    learned_positions: int = 0
+    """Rows of a table whose row position + position_offset is added to the embedding (GPT-2); 0: none."""
+    position_offset: int = 0
 
 
 def parameters(config: ModelConfig) -> tuple[Param, ...]:
     """Returns every parameter of the model, in the one order that signatures, weights and libraries use."""
     params = [Param("embed.weight", (config.vocab_size, config.hidden_size))]
+    params += norm_parameters(config.embedding_norm, "embed_norm", config.hidden_size)
+    if config.learned_positions:
+        params.append(Param("position.weight", (config.learned_positions, config.hidden_size)))
     for index, layer in enumerate(config.layers):
         params += [
             replace(own, name=f"layers.{index}.{own.name}")
             for own in layer_parameters(layer, config.hidden_size)
         ]
-    params.append(Param("norm.weight", (config.hidden_size,)))
+    params += norm_parameters(config.norm, "norm", config.hidden_size)
     if not config.tie_embeddings:
         params.append(Param("lm_head.weight", (config.vocab_size, config.hidden_size)))
+    if config.head_bias:
+        params.append(Param("lm_head.bias", (config.vocab_size,)))
     return tuple(params)
 
 
@@ -75,8 +90,14 @@ def faults(config: ModelConfig) -> list[str]:
                 f"layers.{index}: all layers share one cache and need the key-value heads and the head size"
                 " of layer 0"
             )
-    numbers = (config.norm.eps, config.embedding_scale, config.logit_softcap or 1.0)
+    numbers = [config.norm.eps, config.embedding_scale, config.logit_softcap or 1.0, config.logit_scale]
+    numbers += [] if config.embedding_norm is None else [config.embedding_norm.eps]
     sentences += positive(numbers)
+    if 0 < config.learned_positions < config.max_position + config.position_offset:
+        sentences.append(
+            f"{config.learned_positions} learned positions are fewer than max_position {config.max_position}"
+            f" with an offset of {config.position_offset}"
+        )
     if not sentences and (count := _count(config)) > LARGEST_MODEL:
         sentences.append(f"the sizes make {count:.1e} parameters; one of them must be wrong")
     return list(dict.fromkeys(sentences))

@@ -16,8 +16,24 @@ from typing import Any, Literal, TypeAlias
 from mlcbuild.models.experts import Experts, experts_faults, experts_numbers, experts_parameters
 from mlcbuild.models.param import Activation, Param
 
-Residual = Literal["sequential"]
-"""How the halves of a layer are added. sequential: x += mixer(norm(x)), then x += feed_forward(norm(x))."""
+Residual = Literal["sequential", "parallel", "parallel_shared"]
+"""How the halves of a layer are added. sequential: x += mixer(norm(x)), then x += feed_forward(norm(x)).
+parallel: x += mixer(norm(x)) + feed_forward(norm(x)), each with its own norm. parallel_shared: the same with
+one norm."""
+HeadNorm = Literal["head", "own_head", "heads"]
+"""The span of a norm of queries and keys. head: each head, all with one weight; own_head: each head, with a
+weight of its own; heads: all heads of a token together."""
+Alibi = Literal["exact", "bfloat16"]
+"""How the biases of ALiBi (Press et al., 2022) are computed. exact: slope * (key - query) is added to scaled
+scores. bfloat16: slope * key, with slope, key and product in bfloat16, is added before the scaling."""
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Multiplies the query at position p by 1 + beta * ln(1 + floor(p / length)) (Llama 4)."""
+
+    beta: float
+    length: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,12 @@ class Rope:
     long_factor: float | None = None
     """Attention factor that goes with inv_freq_long (not the list that checkpoints call long_factor)."""
     original_max_position: int | None = None
+    query_scale: QueryScale | None = None
+
+    @property
+    def columns(self) -> int:
+        """Values that a program keeps for each position: cosines, sines, and the query's scale if any."""
+        return self.dim + (self.query_scale is not None)
 
 
 def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
@@ -60,12 +82,26 @@ class RmsNorm:
 
 
 @dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean(x)) / sqrt(variance(x) + eps) * (weight + offset) + bias."""
+
+    eps: float
+    offset: float = 0.0
+    """1 in Nemotron, whose weights are stored as differences from 1."""
+    weight: bool = True
+    bias: bool = True
+
+
+Norm: TypeAlias = RmsNorm | LayerNorm
+
+
+@dataclass(frozen=True)
 class Norms:
     """The norms around each half of a layer."""
 
-    before: RmsNorm
+    before: Norm | None
     """Normalizes what a half reads of the residual stream."""
-    after: RmsNorm | None = None
+    after: Norm | None = None
     """Normalizes what a half adds to it (Gemma 2)."""
 
 
@@ -78,31 +114,39 @@ class Attention:
     head_dim: int
     scale: float
     """Multiplies q.k before the soft cap and the softmax."""
-    rope: int = 0
-    """Index of the layer's Rope in ModelConfig.ropes."""
+    rope: int | None = 0
+    """Index of the layer's Rope in ModelConfig.ropes; None: queries and keys are not rotated."""
     window: int | None = None
     """Number of most recent positions, its own included, that a query attends to; None: all. A window may be
     larger than any context; it then has no effect."""
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: RmsNorm | None = None
-    """Norm over head_dim of each query and key head, before the rotation (Qwen3)."""
+    qk_norm: Norm | None = None
+    """Norm of queries and keys, before the rotation (Qwen3)."""
     softcap: float | None = None
     """c * tanh(score / c) on attention scores."""
+    qk_norm_span: HeadNorm = "head"
+    qk_norm_last: bool = False
+    """Queries and keys are normalized after the rotation (Hunyuan)."""
+    clip: float | None = None
+    """Queries, keys and values are limited to -clip .. clip before norms (OLMo)."""
+    alibi: Alibi | None = None
+    sinks: bool = False
+    """Each head has one more score, a parameter, which takes part in the softmax but has no value."""
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A gated feed-forward: down(activation(gate(x)) * up(x))."""
+    """A feed-forward: down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated."""
 
     size: int
     """Inner values: rows of gate and of up."""
     activation: Activation = "silu"
     bias: bool = False
     """Biases on gate, up and down."""
+    gated: bool = True
 
 
-Norm: TypeAlias = RmsNorm
 Mixer: TypeAlias = Attention
 FeedForward: TypeAlias = Dense | Experts
 
@@ -115,6 +159,8 @@ class LayerSpec:
     feed_forward: FeedForward
     norms: Norms
     residual: Residual = "sequential"
+    residual_scale: float = 1.0
+    """Multiplies what each half adds to the residual stream (Granite)."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +179,14 @@ class Block:
     """Block -> its numbers that must be finite and above 0."""
 
 
+def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, ...] = ()) -> Iterator[Param]:
+    """Yields the parameters of a norm of `size` values, as vectors."""
+    if isinstance(norm, RmsNorm) or (norm is not None and norm.weight):
+        yield Param(f"{name}.weight", (size,), parts)
+    if isinstance(norm, LayerNorm) and norm.bias:
+        yield Param(f"{name}.bias", (size,), parts)
+
+
 def _attention_parameters(block: Attention, hidden: int) -> Iterator[Param]:
     """Query, key and value matrices are one matrix, in that order."""
     query, value = block.heads * block.head_dim, block.kv_heads * block.head_dim
@@ -141,8 +195,12 @@ def _attention_parameters(block: Attention, hidden: int) -> Iterator[Param]:
     if block.qkv_bias:
         yield Param("attn.qkv.bias", (rows,), parts)
     if block.qk_norm is not None:
-        yield Param("attn.q_norm.weight", (block.head_dim,))
-        yield Param("attn.k_norm.weight", (block.head_dim,))
+        for name, count in (("attn.q_norm", block.heads), ("attn.k_norm", block.kv_heads)):
+            own = (block.head_dim,) * count if block.qk_norm_span == "own_head" else ()
+            size = block.head_dim * (1 if block.qk_norm_span == "head" else count)
+            yield from norm_parameters(block.qk_norm, name, size, own)
+    if block.sinks:
+        yield Param("attn.sinks", (block.heads,))
     yield Param("attn.o.weight", (hidden, query))
     if block.output_bias:
         yield Param("attn.o.bias", (hidden,))
@@ -154,6 +212,8 @@ def _attention_faults(block: Attention, ropes: Sequence[Rope]) -> Iterator[str]:
         yield "heads, kv_heads, head_dim and a window must be at least 1"
     elif block.heads % block.kv_heads:
         yield f"{block.kv_heads} key-value heads do not divide {block.heads} heads"
+    if block.rope is None:
+        return
     if block.rope >= len(ropes):
         yield f"it uses rope {block.rope}, but the model has {len(ropes)}"
     elif ropes[block.rope].dim > block.head_dim:
@@ -161,17 +221,20 @@ def _attention_faults(block: Attention, ropes: Sequence[Rope]) -> Iterator[str]:
 
 
 def _attention_numbers(block: Attention) -> Iterator[float]:
-    yield from (block.scale, block.softcap or 1.0)
+    yield from (block.scale, block.softcap or 1.0, block.clip or 1.0)
     if block.qk_norm is not None:
         yield block.qk_norm.eps
 
 
 def _dense_parameters(block: Dense, hidden: int) -> Iterator[Param]:
     """Gate and up are one matrix, gate first."""
-    rows, parts = 2 * block.size, (block.size, block.size)
-    yield Param("mlp.gate_up.weight", (rows, hidden), parts)
+    rows, parts = (2 * block.size, (block.size, block.size)) if block.gated else (block.size, ())
+    first = "mlp.gate_up" if block.gated else "mlp.up"
+    yield Param(f"{first}.weight", (rows, hidden), parts)
     if block.bias:
-        yield Param("mlp.gate_up.bias", (rows,), parts)
+        yield Param(f"{first}.bias", (rows,), parts)
+    if block.activation == "xielu":
+        yield Param("mlp.xielu", (4,), (1, 1, 1, 1))
     yield Param("mlp.down.weight", (hidden, block.size))
     if block.bias:
         yield Param("mlp.down.bias", (hidden,))
@@ -180,6 +243,8 @@ def _dense_parameters(block: Dense, hidden: int) -> Iterator[Param]:
 def _dense_faults(block: Dense, _: Sequence[Rope]) -> Iterator[str]:
     if block.size < 1:
         yield f"the feed-forward's size must be at least 1, found {block.size}"
+    if block.gated and block.activation == "xielu":
+        yield "xielu has no form with gates"
 
 
 MIXERS: Mapping[type, Block] = {
@@ -208,12 +273,12 @@ def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
 @lru_cache(maxsize=1024)
 def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
     """Returns the parameters of a layer by their names within it, in stored order."""
-    params = []
+    params: list[Param] = []
     for prefix, (entry, block) in zip(("attn", "mlp"), blocks(layer), strict=True):
-        params.append(Param(f"{prefix}_norm.weight", (hidden,)))
+        if prefix == "attn" or layer.residual != "parallel_shared":
+            params += norm_parameters(layer.norms.before, f"{prefix}_norm", hidden)
         params += entry.parameters(block, hidden)
-        if layer.norms.after is not None:
-            params.append(Param(f"{prefix}_post_norm.weight", (hidden,)))
+        params += norm_parameters(layer.norms.after, f"{prefix}_post_norm", hidden)
     return tuple(params)
 
 
@@ -228,6 +293,7 @@ def layer_faults(layer: LayerSpec, ropes: Sequence[Rope]) -> list[str]:
     faults = [fault for entry, block in blocks(layer) for fault in entry.faults(block, ropes)]
     numbers = [number for entry, block in blocks(layer) for number in entry.numbers(block)]
     numbers += [norm.eps for norm in (layer.norms.before, layer.norms.after) if norm is not None]
+    numbers.append(layer.residual_scale)
     return [*faults, *positive(numbers)]
 
 
@@ -243,6 +309,7 @@ def rope_faults(rope: Rope) -> list[str]:
         faults.append("rope needs inv_freq_long, long_factor and original_max_position together, or none")
     numbers = [*rope.inv_freq, *(rope.inv_freq_long or ()), rope.attention_factor]
     numbers += [number for number in (rope.long_factor, rope.original_max_position) if number is not None]
+    numbers += [rope.query_scale.beta, rope.query_scale.length] if rope.query_scale else []
     return [*faults, *positive(numbers)]
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
+"""gelu is the exact one, by erf; relu2 is max(x, 0)^2. xielu (Huang and Schlag, 2024) has four scalars of its
+own in each layer, in the order alpha_p, alpha_n, beta, eps: with a = softplus(alpha_p) and
+b = beta + softplus(alpha_n), it is a x^2 + beta x above 0, else b (exp(min(x, eps)) - 1 - x) + beta x."""
 Stored = Literal["scheme", "plain", "float32"]
 """How a parameter is stored. scheme: as the scheme says, which packs matrices. plain: without quantization,
 in the scheme's floating point type. float32: so in every scheme."""

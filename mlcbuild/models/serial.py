@@ -18,11 +18,12 @@ from mlcbuild.canon import Json, digest
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models.config import ModelConfig, faults
 from mlcbuild.models.fields import show
-from mlcbuild.models.layers import FEED_FORWARDS, MIXERS, LayerSpec, RmsNorm
+from mlcbuild.models.layers import FEED_FORWARDS, MIXERS, LayerNorm, LayerSpec, RmsNorm
 
 KINDS: Mapping[type, str] = {
     **{block: entry.kind for table in (MIXERS, FEED_FORWARDS) for block, entry in table.items()},
     RmsNorm: "rms",
+    LayerNorm: "layer",
 }
 """Class of a block -> its `kind`."""
 LAYERS, SPECS = "layers", "layer_specs"

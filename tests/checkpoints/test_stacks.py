@@ -25,10 +25,10 @@ EXPERTS, SIZE, HIDDEN = 3, 20, 36
 
 
 def config() -> ModelConfig:
-    from tests.models.test_layers import PLAIN
+    from tests.models.test_layers import NORM, PLAIN
 
     layer = replace(PLAIN, feed_forward=Experts(EXPERTS, 2, SIZE, bias=True))
-    return ModelConfig("llama", 50, HIDDEN, 64, (layer,), (rope(8),), PLAIN.norms.before)
+    return ModelConfig("llama", 50, HIDDEN, 64, (layer,), (rope(8),), NORM)
 
 
 MODEL = config()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -96,9 +96,10 @@ def compiled(function: PrimFunc, target: str) -> Callable[..., None]:
 @cache
 def appending(case: Case, target: str) -> Callable[..., None]:
     isa, heads = isa_for(targets.resolve(target)), shape(case)
-    norm = Norm(isa, heads.dim, 1e-6, 1.0) if case.norm else None
+    query = Norm(isa, heads.dim, 1e-6, 1.0)
+    norms = (query, replace(query, weight="float16")) if case.norm else None
     bias = "float16" if case.bias else None
-    spec = Append(isa, heads, case.rope_dim or heads.dim, bias, norm, ("float32", "float16"))
+    spec = Append(isa, heads, case.rope_dim or heads.dim, bias, norms)
     return compiled(rope_append(spec), target)
 
 

@@ -40,7 +40,7 @@ each_case = pytest.mark.parametrize(("scheme", "name"), CASES)
 def fusion(isa: str, name: str) -> Fusion:
     made = isa_for(TARGETS[isa])
     return {
-        "norm": Fusion(Normed(Norm(made, K, EPS, OFFSET), "float16")),
+        "norm": Fusion(Normed(Norm(made, K, EPS, OFFSET, weight="float16"))),
         "silu": Fusion(Gated(Gate(made, "silu", K), None), residual=True),
         "gelu": Fusion(Gated(Gate(made, "gelu_tanh", K), "float32")),
         "add": Fusion(Given(), bias=True, residual=True),

@@ -79,7 +79,10 @@ class ToyOps:
     def embed(self, tokens: Any, weights: Any) -> Any:
         return self._made("embed", tokens.shape[0], self.config.hidden_size)
 
-    def angles(self, positions: Any, inv_freq: Any, factor: float) -> Any:
+    def add_positions(self, x: Any, positions: Any, table: Any) -> Any:
+        return self._made("add_positions", *x.shape)
+
+    def angles(self, positions: Any, inv_freq: Any, factor: float, spec: Rope) -> Any:
         return self._made("angles", positions.shape[0], 2 * int(inv_freq.shape[0]))
 
     def copy(self, x: Any) -> Any:
@@ -95,10 +98,10 @@ class ToyOps:
     def feed_forward(self, rows: Rows, layer: Layer) -> Any:
         return self._made("feed_forward", *rows.x.shape)
 
-    def last_norm(self, x: Any, weight: Any) -> Any:
+    def last_norm(self, x: Any, weights: Any) -> Any:
         return self._made("last_norm", *x.shape)
 
-    def select_rows(self, x: Any, rows: Any, weight: Any) -> Any:
+    def select_rows(self, x: Any, rows: Any, weights: Any) -> Any:
         return self._made("select_rows", rows.shape[0], x.shape[1])
 
     def logits(self, x: Any, weights: Any) -> Any:

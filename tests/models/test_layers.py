@@ -16,6 +16,7 @@ from mlcbuild.models import (
     Clamp,
     Dense,
     Experts,
+    LayerNorm,
     LayerSpec,
     ModelConfig,
     Norms,
@@ -100,7 +101,7 @@ def test_caches_hold_keys_and_values_of_every_layer() -> None:
 def test_every_kind_of_block_is_in_every_table() -> None:
     assert layers.MIXERS.keys() == reference_blocks.MIXERS.keys()
     assert layers.FEED_FORWARDS.keys() == reference_blocks.FEED_FORWARDS.keys()
-    assert layers.MIXERS.keys() | layers.FEED_FORWARDS.keys() | {RmsNorm} == serial.KINDS.keys()
+    assert layers.MIXERS.keys() | layers.FEED_FORWARDS.keys() | {RmsNorm, LayerNorm} == serial.KINDS.keys()
     assert len(set(serial.KINDS.values())) == len(serial.KINDS)
 
 

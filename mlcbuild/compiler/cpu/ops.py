@@ -23,7 +23,7 @@ from mlcbuild.compiler.cpu.kernels.cache import Heads
 from mlcbuild.compiler.cpu.kernels.linear import Linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given, Source
 from mlcbuild.compiler.cpu.lowering import KERNELS
-from mlcbuild.compiler.cpu.parts import Parts
+from mlcbuild.compiler.cpu.parts import Parts, norm_weights
 from mlcbuild.compiler.program.ops import Layer, Rows, Variables
 from mlcbuild.models import Dense, LayerSpec, parameters
 
@@ -59,11 +59,14 @@ class CpuOps(Parts):
         mixer = layer.mixer
         columns = {
             "qkv": self.heads(mixer).width,
-            "pair": 2 * layer.feed_forward.size,
+            "pair": self.pair_columns(layer.feed_forward),
             "attended": mixer.heads * mixer.head_dim,
         }
-        if mixer.output_bias or layer.feed_forward.bias or layer.norms.after is not None:
+        is_scaled = layer.residual_scale != 1.0
+        if mixer.output_bias or layer.feed_forward.bias or layer.norms.after is not None or is_scaled:
             columns["delta"] = self.config.hidden_size
+        if layer.residual != "sequential":
+            columns["branch"] = self.config.hidden_size
         return columns
 
     def _amx_tile_columns(self, index: int) -> int:
@@ -88,7 +91,7 @@ class CpuOps(Parts):
         attended, x = halves.attend(rows.x), rows.x
         if selected is not None:
             halves, x, attended = halves.selected(x, attended, selected)
-        return Rows(halves.project(x, attended), halves.room)
+        return Rows(*halves.project(x, attended))
 
     def feed_forward(self, rows: Rows, layer: Layer) -> Tensor:
         return _Halves(self, layer, rows.scratch).feed_forward(rows.x)
@@ -127,7 +130,8 @@ class CpuOps(Parts):
         params = parameters(self.config)
         shapes = {param.name: param.shape for param in params}
         for param in params:
-            if len(param.shape) == 2 and (self.config.tie_embeddings or param.name != "embed.weight"):
+            looked_up = {"position.weight", "" if self.config.tie_embeddings else "embed.weight"}
+            if len(param.shape) == 2 and param.name not in looked_up:
                 product = self.linear(param.name, (param.shape[0], param.shape[1]))
                 reason = product.fallback or self._gated_fallback(param.name, shapes)
                 yield param.name, product.name, reason
@@ -135,7 +139,7 @@ class CpuOps(Parts):
     def _gated_fallback(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
         """shapes: of all parameters by name."""
         layer, _, rest = name.partition(".mlp.")
-        if rest != "down.weight":
+        if rest != "down.weight" or f"{layer}.mlp.gate_up.weight" not in shapes:
             return None
         first, second = (
             self.linear(own, (shapes[own][0], shapes[own][1]))
@@ -156,7 +160,8 @@ def emit_next_inputs(given: Variables) -> None:
 
 @dataclass(frozen=True)
 class _Halves:
-    """One layer: x += attention(norm(x)); x += mlp(norm(x))."""
+    """One layer. In sequence: x += attention(norm(x)); x += mlp(norm(x)). In parallel both read the same x,
+    so the first half keeps its result aside until the second has read x."""
 
     parts: Parts
     layer: Layer
@@ -169,6 +174,19 @@ class _Halves:
 
     def optional(self, name: str) -> Sequence[Tensor]:
         return self.layer.weights.get(name, ())
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.spec.residual != "sequential"
+
+    def source(self, half: str, width: int) -> tuple[Source, list[Tensor]]:
+        """Returns what makes the rows that a half reads of x, and the tensors of its norm."""
+        before = self.spec.norms.before
+        if before is None:
+            return Given(), []
+        shared = self.spec.residual == "parallel_shared"
+        tensors = norm_weights(self.layer.weights, "attn_norm" if shared else f"{half}_norm")
+        return self.parts.normed(before, width, tensors), tensors
 
     def linear(self, name: str) -> Linear:
         param = self.layer.params[f"{name}.weight"]
@@ -183,12 +201,16 @@ class _Halves:
     def add_product(
         self, x: Tensor, name: str, source: Source, inputs: Sequence[Tensor], post: str
     ) -> Tensor:
-        """Emits x += the product, in one step unless the layer has a bias or a norm in between."""
-        extras = self.optional(f"{name}.bias"), self.optional(post)
-        if not any(extras):
+        """Emits x += the product, in one step unless the layer has a bias, a norm or a scale in between."""
+        extras = self.optional(f"{name}.bias"), norm_weights(self.layer.weights, post)
+        if self._adds_at_once(name):
             return self.product(name, Fusion(source, residual=True), inputs, x)
         delta = self.product(name, Fusion(source), inputs, self.room["delta"])
-        return self.parts.add(self.spec.norms, x, delta, *extras)
+        return self.parts.add(self.spec, x, delta, *extras)
+
+    def _adds_at_once(self, name: str) -> bool:
+        plain = self.spec.norms.after is None and self.spec.residual_scale == 1.0
+        return plain and not self.optional(f"{name}.bias")
 
     def selected(self, x: Tensor, attended: Tensor, rows: Tensor) -> tuple[_Halves, Tensor, Tensor]:
         """Emits the rows int32 [q] of x and of what attention returned, in memory that is no longer needed;
@@ -213,29 +235,51 @@ class _Halves:
     def attend(self, x: Tensor) -> Tensor:
         """Emits attention for all rows, without its last product; their keys and values are cached then."""
         parts, spec = self.parts, self.spec.mixer
-        weight = self.layer.weights["attn_norm.weight"][0]
-        source = parts.normed(self.spec.norms.before, weight)
+        source, weights = self.source("attn", int(x.shape[1]))
         room = self.scratch("qkv", parts.heads(spec).width)
-        qkv = self.product("attn.qkv", Fusion(source), [x, weight], room)
+        qkv = self.product("attn.qkv", Fusion(source), [x, *weights], room)
         qkv, pages = parts.rope_append(spec, qkv, self.layer)
         columns = parts.amx_tile_columns(self.spec, self.linear("attn.o"))
         width = spec.heads * spec.head_dim
         out = self.scratch("pair", columns) if columns else self.scratch("attended", width)
         return parts.paged_attention(spec, qkv, pages, self.layer, out)
 
-    def project(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Emits x += the output product of what `attend` returned."""
-        columns = self.parts.amx_tile_columns(self.spec, self.linear("attn.o"))
-        return self.add_product(x, "attn.o", Given(columns), [attended], "attn_post_norm.weight")
+    def project(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Emits x += the output product of what `attend` returned, or keeps this product aside; returns x and
+        the scratch tensors from then on."""
+        source = Given(self.parts.amx_tile_columns(self.spec, self.linear("attn.o")))
+        if self.is_parallel:
+            branch = self.product("attn.o", Fusion(source), [attended], self.room["branch"])
+            return x, {**self.room, "branch": branch}
+        return self.add_product(x, "attn.o", source, [attended], "attn_post_norm"), self.room
+
+    def add_branch(self, x: Tensor) -> Tensor:
+        """Emits x += what the first half kept aside. Nothing reads x before it any more."""
+        if not self.is_parallel:
+            return x
+        extras = self.optional("attn.o.bias"), norm_weights(self.layer.weights, "attn_post_norm")
+        return self.parts.add(self.spec, x, self.room["branch"], *extras)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Emits x += mlp(norm(x))."""
-        parts, spec = self.parts, self.spec.feed_forward
+        spec = self.spec.feed_forward
         assert isinstance(spec, Dense)
-        weight, bias = self.layer.weights["mlp_norm.weight"][0], self.optional("mlp.gate_up.bias")
+        return self._gated(spec, x) if spec.gated else self._plain(spec, x)
+
+    def _gated(self, spec: Dense, x: Tensor) -> Tensor:
+        parts, bias = self.parts, self.optional("mlp.gate_up.bias")
+        source, weights = self.source("mlp", int(x.shape[1]))
         packs = parts.packs(self.linear("mlp.gate_up"), self.linear("mlp.down"), bias)
-        source = parts.normed(self.spec.norms.before, weight)
         first = Fusion(source, gate=parts.gate(spec) if packs else None)
-        pair = self.product("mlp.gate_up", first, [x, weight], self.scratch("pair", 2 * spec.size))
+        room = self.scratch("pair", parts.pair_columns(spec))
+        pair = self.product("mlp.gate_up", first, [x, *weights], room)
         second = parts.gated(spec, bias, packs)
-        return self.add_product(x, "mlp.down", second, [pair, *bias], "mlp_post_norm.weight")
+        return self.add_product(self.add_branch(x), "mlp.down", second, [pair, *bias], "mlp_post_norm")
+
+    def _plain(self, spec: Dense, x: Tensor) -> Tensor:
+        parts, bias, scalars = self.parts, self.optional("mlp.up.bias"), self.optional("mlp.xielu")
+        source, weights = self.source("mlp", int(x.shape[1]))
+        room = self.scratch("pair", parts.pair_columns(spec))
+        up = self.product("mlp.up", Fusion(source), [x, *weights], room)
+        second, inputs = parts.activated(spec, bias, scalars), [up, *bias, *scalars]
+        return self.add_product(self.add_branch(x), "mlp.down", second, inputs, "mlp_post_norm")

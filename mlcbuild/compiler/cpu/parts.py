@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+from tvm import relax
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 from tvm.tirx import Expr, PrimFunc
@@ -22,9 +24,10 @@ from mlcbuild.compiler.cpu.kernels.cache import Heads
 from mlcbuild.compiler.cpu.kernels.embedding import Embedding, embedding
 from mlcbuild.compiler.cpu.kernels.floats import NAME
 from mlcbuild.compiler.cpu.kernels.linear import Linear, linear
-from mlcbuild.compiler.cpu.kernels.prologue import Gated, Normed
+from mlcbuild.compiler.cpu.kernels.prologue import Activated, Gated, Normed
 from mlcbuild.compiler.program.ops import Layer, Weights
-from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
+from mlcbuild.models import Attention, Dense, Experts, LayerNorm, LayerSpec, ModelConfig, Norm, Rope
+from mlcbuild.models.alibi import slopes
 from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
 
@@ -58,11 +61,20 @@ class Parts:
         """Returns the shape of the attention kernel. Prompts may be rounded where the scheme rounds
         activations anyway."""
         rounded = self.scheme.activation_bits > 0
-        return AttentionKernel(self.isa, self.heads(spec), spec.scale, spec.softcap, rounded)
+        sinks = self.scheme.dtype if spec.sinks else None
+        heads = self.heads(spec)
+        return AttentionKernel(
+            self.isa, heads, spec.scale, spec.softcap, rounded, alibi=spec.alibi, sinks=sinks
+        )
 
-    def norm(self, spec: RmsNorm, size: int) -> norm.Norm:
-        """Returns the norm of `size` values."""
-        return norm.Norm(self.isa, size, spec.eps, spec.offset)
+    def norm_of(self, spec: Norm, size: int, weights: Sequence[Tensor]) -> norm.Norm:
+        """Returns the norm of `size` values with these weights: those that the spec has, in order."""
+        dtypes: list[str | None] = [dtype_of(weight) for weight in weights]
+        centered = isinstance(spec, LayerNorm)
+        weight = None if isinstance(spec, LayerNorm) and not spec.weight else dtypes.pop(0)
+        return norm.Norm(
+            self.isa, size, spec.eps, spec.offset, centered, weight, dtypes.pop(0) if dtypes else None
+        )
 
     @cached_property
     def table(self) -> Embedding:
@@ -77,14 +89,25 @@ class Parts:
         """Emits the scaled embeddings [n, hidden] of tokens int32 [n]."""
         config = self.config
         rows = self.table.apply(tokens, weights["embed.weight"])
-        if config.embedding_scale == 1.0:
+        if config.embedding_scale != 1.0:
+            rows = _into(activation.scaled(self.isa, config.embedding_scale, config.hidden_size), [], rows)
+        if config.embedding_norm is None:
             return rows
-        return _into(activation.scaled(self.isa, config.embedding_scale, config.hidden_size), [], rows)
+        return self._normed_rows(config.embedding_norm, rows, norm_weights(weights, "embed_norm"))
 
-    def angles(self, positions: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
-        dim = 2 * int(inv_freq.shape[0])
-        func = rope.angles(self.isa, dim, factor)
-        return _call(func, [positions, inv_freq], float_rows(positions.shape[0], dim))
+    def add_positions(self, x: Tensor, positions: Tensor, table: Sequence[Tensor]) -> Tensor:
+        """Emits a copy of x plus the rows of the table of positions."""
+        config, own = self.config, quant.scheme_for(self.scheme, "position.weight")
+        lookup = embedding(self.isa, own, config.learned_positions, config.hidden_size)
+        if config.position_offset:
+            count = Tensor.placeholder(positions.shape, "int32")
+            positions = _call(activation.shifted(config.position_offset), [positions], count)
+        func = norm.residual(norm.Residual(self.isa, config.hidden_size, None, None))
+        return _into(func, [x], lookup.apply(positions, table))
+
+    def angles(self, positions: Tensor, inv_freq: Tensor, factor: float, spec: Rope) -> Tensor:
+        func = rope.angles(self.isa, spec.dim, factor, spec.query_scale)
+        return _call(func, [positions, inv_freq], float_rows(positions.shape[0], spec.columns))
 
     def copy(self, x: Tensor) -> Tensor:
         return _call(activation.copied(self.isa, self.config.hidden_size), [x], float_rows(*x.shape))
@@ -93,14 +116,18 @@ class Parts:
         """Emits a copy of the rows int32 [q] of x into `out`."""
         return _into(activation.gathered(self.isa, int(x.shape[1])), [x, rows], out)
 
-    def last_norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        func = norm.rms_norm(self.norm(self.config.norm, x.shape[1]), dtype_of(weight))
-        return _call(func, [x, weight], float_rows(*x.shape))
+    def last_norm(self, x: Tensor, weights: Weights) -> Tensor:
+        return self._normed_rows(self.config.norm, x, norm_weights(weights, "norm"))
 
-    def select_rows(self, x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    def _normed_rows(self, spec: Norm, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        func = norm.all_rows(self.norm_of(spec, x.shape[1], weights))
+        return _call(func, [x, *weights], float_rows(*x.shape))
+
+    def select_rows(self, x: Tensor, rows: Tensor, weights: Weights) -> Tensor:
         """Emits the last norm of the rows int32 [q] of x."""
-        func = norm.gather_norm(self.norm(self.config.norm, x.shape[1]), dtype_of(weight))
-        return _call(func, [x, rows, weight], float_rows(rows.shape[0], x.shape[1]))
+        own = norm_weights(weights, "norm")
+        func = norm.gather_norm(self.norm_of(self.config.norm, x.shape[1], own))
+        return _call(func, [x, rows, *own], float_rows(rows.shape[0], x.shape[1]))
 
     def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
         """Emits the rotation of queries, in place in qkv, and of keys, which go into the cache with values.
@@ -109,23 +136,41 @@ class Parts:
         """
         heads, batch, extras = self.heads(spec), layer.batch, layer.weights
         bias = extras.get("attn.qkv.bias", ())
-        norms = [*extras.get("attn.q_norm.weight", ()), *extras.get("attn.k_norm.weight", ())]
+        own = [norm_weights(extras, f"attn.{kind}_norm") for kind in "qk"]
+        turns = None if spec.rope is None else self.config.ropes[spec.rope]
         func = rope.rope_append(
             rope.Append(
                 self.isa,
                 heads,
-                int(layer.angles.shape[1]),
+                0 if turns is None else turns.dim,
                 _dtype(bias),
-                None if spec.qk_norm is None else self.norm(spec.qk_norm, heads.dim),
-                (dtype_of(norms[0]), dtype_of(norms[1])) if norms else ("float32", "float32"),
+                self._head_norms(spec, own),
+                spec.qk_norm_span == "own_head",
+                spec.qk_norm_last,
+                spec.clip,
+                turns is not None and turns.query_scale is not None,
             )
         )
-        arguments = [layer.angles, batch.slots, batch.forks, *bias, *norms]
+        angles = [] if layer.angles is None else [layer.angles]
+        arguments = [*angles, batch.slots, batch.forks, *bias, *own[0], *own[1]]
         where = [len(arguments), len(arguments) + 1]
         out = [float_rows(*qkv.shape), Tensor.placeholder(batch.pages.shape, heads.dtype)]
         inputs = [*arguments, qkv, batch.pages, layer.index]
         results = tensor_ir_inplace_op(func, func_name(func), inputs, where, out)
         return results[0], results[1]
+
+    def _head_norms(
+        self, spec: Attention, weights: Sequence[Sequence[Tensor]]
+    ) -> tuple[norm.Norm, norm.Norm] | None:
+        """Returns the norms of queries and of keys."""
+        if spec.qk_norm is None:
+            return None
+        counts = (spec.heads, spec.kv_heads) if spec.qk_norm_span == "heads" else (1, 1)
+        query, key = (
+            self.norm_of(spec.qk_norm, count * spec.head_dim, own)
+            for count, own in zip(counts, weights, strict=True)
+        )
+        return query, key
 
     def paged_attention(
         self, spec: Attention, qkv: Tensor, pages: Tensor, layer: Layer, out: Tensor
@@ -135,6 +180,11 @@ class Parts:
         batch, kernel = layer.batch, self.attending(spec)
         tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
         numbers = [layer.index, layer.window, *([layer.prompt] if kernel.has_prompt_variant else [])]
+        if spec.alibi is not None:
+            numbers.append(Tensor(_expr=relax.const(np.array(slopes(spec.heads, spec.alibi), np.float32))))
+        if spec.sinks:
+            (sinks,) = layer.weights["attn.sinks"]
+            kernel, numbers = replace(kernel, sinks=dtype_of(sinks)), [*numbers, sinks]
         columns = int(out.shape[1])
         if columns > spec.heads * spec.head_dim:
             kernel = replace(kernel, columns=columns)
@@ -143,7 +193,7 @@ class Parts:
     def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
         """Returns the columns of the tensor for gates and ups if attention can write rows of prompts to it as
         AMX tiles for the product `output` after it; otherwise 0."""
-        columns = 2 * spec.feed_forward.size
+        columns = self.pair_columns(spec.feed_forward)
         able = (
             self.attending(spec.mixer).has_prompt_variant
             and output.has_prompt_variant
@@ -151,17 +201,22 @@ class Parts:
         )
         return columns if able and columns >= 2 * output.k else 0
 
+    def pair_columns(self, spec: Dense | Experts) -> int:
+        """Returns the columns of the results of a feed-forward's first product."""
+        return spec.size if isinstance(spec, Dense) and not spec.gated else 2 * spec.size
+
     def add(
-        self, norms: Norms, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]
+        self, spec: LayerSpec, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]
     ) -> Tensor:
-        """Emits x += [post norm of] (delta + bias), in place."""
-        own = self.norm(norms.after or norms.before, x.shape[1])
-        func = norm.residual(norm.Residual(own, _dtype(bias), _dtype(post)))
+        """Emits x += [scale *] [post norm of] (delta + bias), in place."""
+        width = int(x.shape[1])
+        after = None if spec.norms.after is None else self.norm_of(spec.norms.after, width, post)
+        func = norm.residual(norm.Residual(self.isa, width, _dtype(bias), after, spec.residual_scale))
         return _into(func, [delta, *bias, *post], x)
 
-    def normed(self, spec: RmsNorm, weight: Tensor) -> Normed:
-        """Returns the source of a product that normalizes rows as wide as `weight`."""
-        return Normed(self.norm(spec, int(weight.shape[0])), dtype_of(weight))
+    def normed(self, spec: Norm, width: int, weights: Sequence[Tensor]) -> Normed:
+        """Returns the source of a product that normalizes rows."""
+        return Normed(self.norm_of(spec, width, weights))
 
     def gate(self, spec: Dense) -> activation.Gate:
         """Returns act(gate) * up."""
@@ -170,6 +225,10 @@ class Parts:
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:
         """Returns the source of a product that computes act(gate) * up."""
         return Gated(self.gate(spec), _dtype(bias), packed)
+
+    def activated(self, spec: Dense, bias: Sequence[Tensor], scalars: Sequence[Tensor]) -> Activated:
+        """Returns the source of a product that computes act(up)."""
+        return Activated(self.isa, spec.activation, spec.size, _dtype(bias), _dtype(scalars))
 
     def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:
         """Returns whether the first of two products writes gated rows of prompts packed for the second."""
@@ -191,6 +250,12 @@ class Parts:
         config = self.config
         name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
         logits = self.linear(name, (config.vocab_size, config.hidden_size)).apply(x, weights[name])
+        if config.head_bias:
+            (bias,) = weights["lm_head.bias"]
+            func = activation.biased(self.isa, config.vocab_size, dtype_of(bias))
+            logits = _into(func, [bias], logits)
+        if config.logit_scale != 1.0:
+            logits = _into(activation.scaled(self.isa, config.logit_scale, config.vocab_size), [], logits)
         if config.logit_softcap is None:
             return logits
         return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], logits)
@@ -206,6 +271,11 @@ class Parts:
         inputs = [logits, params, out]
         unchanged: Tensor = tensor_ir_inplace_op(func, func_name(func), inputs, [0, 2], shapes)[0]
         return unchanged
+
+
+def norm_weights(weights: Weights, name: str) -> list[Tensor]:
+    """Returns the weight and the bias of a norm, where it has them."""
+    return [tensor for kind in ("weight", "bias") for tensor in weights.get(f"{name}.{kind}", ())]
 
 
 def func_name(func: PrimFunc) -> str:

@@ -152,7 +152,9 @@ def layer_functions(decoder: Decoder) -> list[GlobalVar]:
     for index, spec in enumerate(decoder.config.layers):
         params = decoder.layer_params(index).values()
         stored = tuple(quant.scheme_for(decoder.ops.scheme, param.name) for param in params)
-        kind = (_without_arguments(spec), decoder.config.ropes[spec.mixer.rope].dim, stored)
+        rope = _rope(decoder, spec)
+        columns = (rope.dim, rope.query_scale) if rope else None
+        kind = (_without_arguments(spec), columns, stored)
         if kind not in functions:
             functions[kind] = _layer(decoder, index, f"layer_{len(functions)}" if functions else "layer")
         by_layer.append(functions[kind])
@@ -161,18 +163,24 @@ def layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 def _without_arguments(spec: LayerSpec) -> LayerSpec:
     """Returns the spec without what is an argument of its function: the window, and the rope's angles."""
-    return replace(spec, mixer=replace(spec.mixer, window=None, rope=0))
+    rope = None if spec.mixer.rope is None else 0
+    return replace(spec, mixer=replace(spec.mixer, window=None, rope=rope))
+
+
+def _rope(decoder: Decoder, spec: LayerSpec) -> Rope | None:
+    return None if spec.mixer.rope is None else decoder.config.ropes[spec.mixer.rope]
 
 
 def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) -> GlobalVar:
-    """Adds (x, angles, scratch ..., batch ..., forks, (layer, window), prompt, rows?, weights ...) -> x.
+    """Adds (x, angles?, scratch ..., batch ..., forks, (layer, window), prompt, rows?, weights ...) -> x.
 
     x and pages are changed in place. `selects_rows`: x of the rows int32 [q] only.
     """
     builder, config = decoder.builder, decoder.config
     spec, params, n = config.layers[index], decoder.layer_params(index), size("n")
     x = variable("x", (n, config.hidden_size), "float32")
-    angles = variable("angles", (n, config.ropes[spec.mixer.rope].dim), "float32")
+    rope = _rope(decoder, spec)
+    angles = [variable("angles", (n, rope.columns), "float32")] if rope else []
     scratch = {
         name: variable(name, (n, width), dtype) for name, (width, dtype) in decoder.ops.scratch().items()
     }
@@ -186,13 +194,14 @@ def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) 
     stored = [tensor._expr for tensors in weights.values() for tensor in tensors]
     with builder.function(
         name,
-        [x, angles, *scratch.values(), *batch.values(), *place, prompt, *rows, *stored],
+        [x, *angles, *scratch.values(), *batch.values(), *place, prompt, *rows, *stored],
         decoder.attributes(),
         pure=False,
         private=True,
     ):
         tensors_of_batch = Batch(**{name: handle(value) for name, value in batch.items()})
-        layer = Layer(spec, params, weights, handle(angles), tensors_of_batch, *place, prompt)
+        turns = handle(*angles) if angles else None
+        layer = Layer(spec, params, weights, turns, tensors_of_batch, *place, prompt)
         start = Rows(handle(x), {name: handle(variable) for name, variable in scratch.items()})
         attended = decoder.ops.attention(start, layer, handle(*rows) if selects_rows else None)
         result = decoder.ops.feed_forward(attended, layer)
@@ -221,7 +230,7 @@ def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: 
         ]
         # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
         # does not know that a layer returns its argument.
-        x = ops.copy(handle(embeddings))._expr
+        x = _start(decoder, handle(embeddings), handle(batch["positions"]), packed)._expr
         for index, function in enumerate(layers):
             mixer = config.layers[index].mixer
             window = NO_WINDOW if mixer.window is None else min(mixer.window, NO_WINDOW)
@@ -229,13 +238,23 @@ def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: 
             numbers += rows if index == last else []
             weights = unpacked(decoder, packed, [*decoder.layer_params(index).values()])
             tensors = [tensor._expr for stored in weights.values() for tensor in stored]
-            inputs = [x, angles[mixer.rope]._expr, *scratch, *batch.values(), *numbers, *tensors]
+            turns = [] if mixer.rope is None else [angles[mixer.rope]._expr]
+            inputs = [x, *turns, *scratch, *batch.values(), *numbers, *tensors]
             x = builder.emit(relax.Call(function, inputs))
         trunk: GlobalVar = builder.emit_func_output(x)
     return trunk
 
 
+def _start(decoder: Decoder, embeddings: Tensor, positions: Tensor, packed: relax.Var) -> Tensor:
+    """Emits the residual stream before the first layer, in memory of its own."""
+    if not decoder.config.learned_positions:
+        return decoder.ops.copy(embeddings)
+    table = [param for param in decoder.params if param.name == "position.weight"]
+    stored = unpacked(decoder, packed, table)["position.weight"]
+    return decoder.ops.add_positions(embeddings, positions, stored)
+
+
 def _angles(decoder: Decoder, rope: Rope, positions: Tensor) -> Tensor:
     """Emits the cosines and sines of a rope for the library's context window."""
     inv_freq, factor = frequencies(rope, decoder.limits.context_window)
-    return decoder.ops.angles(positions, handle(relax.const(np.array(inv_freq, np.float32))), factor)
+    return decoder.ops.angles(positions, handle(relax.const(np.array(inv_freq, np.float32))), factor, rope)

@@ -26,6 +26,9 @@ from mlcbuild.compiler.program.decoder import (
 from mlcbuild.compiler.program.ops import Variables
 from mlcbuild.models import Param
 
+NORM = ("norm.weight", "norm.bias")
+"""The parameters of the last norm."""
+
 
 def build(decoder: Decoder) -> IRModule:
     """The module of a library with its kernels, before any pass."""
@@ -77,7 +80,8 @@ def _embed(decoder: Decoder) -> None:
 
 
 def _embedded(decoder: Decoder, given: Variables) -> Tensor:
-    weights = unpacked(decoder, given["params"], decoder.params[:1])
+    names = ("embed.weight", "embed_norm.weight", "embed_norm.bias")
+    weights = unpacked(decoder, given["params"], _params(decoder, *names))
     return decoder.ops.embed(handle(given["tokens"]), weights)
 
 
@@ -100,11 +104,10 @@ def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, given: Variables, 
     """As `_stream`, then the logits [q, vocab] of the rows `logit_positions`."""
     ops, rows = decoder.ops, given["logit_positions"]
     weights = unpacked(decoder, given["params"], _head_params(decoder))
-    norm = weights["norm.weight"][0]
     if prompt and decoder.ops.selects_rows:
-        return ops.logits(ops.last_norm(_stream(decoder, trunk, x, given, prompt, [rows]), norm), weights)
+        return ops.logits(ops.last_norm(_stream(decoder, trunk, x, given, prompt, [rows]), weights), weights)
     x = _stream(decoder, trunk, x, given, prompt)
-    return ops.logits(ops.select_rows(x, handle(rows), norm), weights)
+    return ops.logits(ops.select_rows(x, handle(rows), weights), weights)
 
 
 def _prefill(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
@@ -123,8 +126,8 @@ def _hidden_states(decoder: Decoder, trunk: GlobalVar, function: abi.Function, b
     n = size("n")
     with _function(decoder, function, {"n": n, "b": size("b") if batched else 1}) as given:
         x = _stream(decoder, trunk, _reshaped(builder, given["input_embeds"], (n, hidden)), given, True)
-        weights = unpacked(decoder, given["params"], _head_params(decoder)[:1])
-        normed = decoder.ops.last_norm(x, weights["norm.weight"][0])
+        weights = unpacked(decoder, given["params"], _params(decoder, *NORM))
+        normed = decoder.ops.last_norm(x, weights)
         builder.emit_func_output(_reshaped(builder, normed._expr, (1, n, hidden)))
 
 
@@ -136,7 +139,7 @@ def _decode(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched:
         x = _reshaped(builder, given["input_embeds"], (b, config.hidden_size))
         x = _stream(decoder, trunk, x, given, False)
         weights = unpacked(decoder, given["params"], _head_params(decoder))
-        normed = decoder.ops.last_norm(x, weights["norm.weight"][0])
+        normed = decoder.ops.last_norm(x, weights)
         logits = decoder.ops.logits(normed, weights)
         builder.emit_func_output(_reshaped(builder, logits._expr, (b, 1, config.vocab_size)))
 
@@ -175,10 +178,15 @@ def _one_token_each(decoder: Decoder, function: abi.Function) -> Variables:
 
 
 def _head_params(decoder: Decoder) -> list[Param]:
-    """Returns the last norm's weight and the output matrix."""
-    names = ("norm.weight", "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight")
+    """Returns the last norm's parameters and those of the output matrix."""
+    matrix = "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight"
+    return _params(decoder, *NORM, matrix, "lm_head.bias")
+
+
+def _params(decoder: Decoder, *names: str) -> list[Param]:
+    """Returns the parameters of these names that the model has, in this order."""
     params = {param.name: param for param in decoder.params}
-    return [params[name] for name in names]
+    return [params[name] for name in names if name in params]
 
 
 def _reshaped(builder: relax.BlockBuilder, x: relax.Expr, shape: Sequence[Expr | int]) -> relax.Var:

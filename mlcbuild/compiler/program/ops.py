@@ -18,7 +18,7 @@ from tvm.target import Target as TvmTarget
 from tvm.tirx import Expr
 
 from mlcbuild.compiler.phases import Phases
-from mlcbuild.models import LayerSpec, ModelConfig, Param
+from mlcbuild.models import LayerSpec, ModelConfig, Param, Rope
 from mlcbuild.quant import Storage
 
 Weights = Mapping[str, List[Tensor]]
@@ -53,8 +53,8 @@ class Layer:
     """By their names in the layer."""
     weights: Weights
     """Name of a parameter in the layer -> its stored tensors."""
-    angles: Tensor
-    """The result of `Ops.angles` for the layer's rope."""
+    angles: Tensor | None
+    """The result of `Ops.angles` for the layer's rope; None: it has none."""
     batch: Batch
     index: relax.Var
     """int64: the layer's place in the cache."""
@@ -129,13 +129,20 @@ class Ops(Protocol):
         ...
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
-        """Returns the embeddings of tokens int32 [n], float32 [n, hidden], scaled as the family does."""
+        """Returns the embeddings of tokens int32 [n], float32 [n, hidden], scaled and normalized as the
+        family does."""
         ...
 
-    def angles(self, positions: Tensor, inv_freq: Tensor, factor: float) -> Tensor:
-        """Returns cosines and sines, times `factor`, of positions int32 [n], for one rope of the model.
+    def add_positions(self, x: Tensor, positions: Tensor, table: List[Tensor]) -> Tensor:
+        """Returns a copy of x plus the learned rows of positions int32 [n]. table: the stored tensors of
+        `position.weight`."""
+        ...
 
-        inv_freq: float32 [dim / 2]. The result is float32 [n, dim].
+    def angles(self, positions: Tensor, inv_freq: Tensor, factor: float, spec: Rope) -> Tensor:
+        """Returns cosines and sines, times `factor`, of positions int32 [n], for one rope of the model, and
+        the query's scale in a last column if the rope has one.
+
+        inv_freq: float32 [dim / 2]. The result is float32 [n, spec.columns].
         """
         ...
 
@@ -152,14 +159,14 @@ class Ops(Protocol):
         """Adds the feed-forward of `layer.spec` to x in place; returns x."""
         ...
 
-    def last_norm(self, x: Tensor, weight: Tensor) -> Tensor: ...
+    def last_norm(self, x: Tensor, weights: Weights) -> Tensor: ...
 
-    def select_rows(self, x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    def select_rows(self, x: Tensor, rows: Tensor, weights: Weights) -> Tensor:
         """Returns the last norm of the rows int32 [q] of x."""
         ...
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
-        """x float32 [q, hidden] after the last norm -> float32 [q, vocab]."""
+        """x float32 [q, hidden] after the last norm -> float32 [q, vocab]: biased, scaled and capped."""
         ...
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
@@ -44,15 +45,100 @@ def activate(floats: Floats, activation: Activation, x: Expr) -> Expr:
     0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel, 2016)."""
     if activation == "silu":
         return x * floats.sigmoid(x)
+    if activation == "gelu":
+        return _gelu(floats, x)
+    if activation in ("relu", "relu2"):
+        above = T.bind(T.max(x, floats.constant(0.0)))
+        return above if activation == "relu" else above * above
     twice = 2 * math.sqrt(2 / math.pi)
     slope = floats.fma(x * x, floats.constant(twice * 0.044715), floats.constant(twice))
     return x * floats.sigmoid(x * slope)
+
+
+def _tail_polynomial() -> list[float]:
+    """Coefficients of ln(erfc(z) / t) + z^2 in powers of t = 1 / (1 + z / 2), for z up to 9; error 1e-7."""
+    nodes = np.cos((np.arange(40) + 0.5) * np.pi / 40)
+    t = 0.5 * (1 + nodes) * (1 - 1 / 5.5) + 1 / 5.5
+    z = 2 / t - 2
+    values = [math.log(math.erfc(own) / scale) + own * own for own, scale in zip(z, t, strict=True)]
+    fitted: list[float] = np.polynomial.Polynomial.fit(t, values, 9).convert().coef.tolist()
+    return fitted
+
+
+_TAIL = _tail_polynomial()
+
+
+def _gelu(floats: Floats, x: Expr) -> Expr:
+    """x (1 + erf(x / sqrt 2)) / 2, by erfc(|x| / sqrt 2) = t exp(polynomial(t) - x^2 / 2): small results of
+    negative x stay exact."""
+    size = T.bind(floats.fabs(x))
+    t = T.bind(
+        floats.constant(1.0) / floats.fma(size, floats.constant(math.sqrt(0.5) / 2), floats.constant(1.0))
+    )
+    power = floats.constant(_TAIL[-1])
+    for coefficient in reversed(_TAIL[:-1]):
+        power = floats.fma(power, t, floats.constant(coefficient))
+    tail = T.bind(t * floats.exp(power - x * x * floats.constant(0.5)) * floats.constant(0.5))
+    return x * T.Select(x < floats.constant(0.0), tail, floats.constant(1.0) - tail)
+
+
+SCALARS = 4
+"""The scalars of xielu: alpha_p, alpha_n, beta, eps."""
+
+
+def xielu_factors(floats: Floats, scalars: Buffer) -> tuple[Expr, ...]:
+    """Emits what xielu multiplies by: softplus(alpha_p), beta + softplus(alpha_n), beta, eps."""
+    one = floats.scalar
+    alpha_p, alpha_n, beta, eps = (T.bind(one.load(scalars, i)) for i in range(SCALARS))
+
+    def softplus(x: Expr) -> Expr:
+        tail = one.exp(one.constant(0.0) - one.fabs(x))
+        return T.max(x, one.constant(0.0)) + T.log(one.constant(1.0) + tail)
+
+    values = (softplus(alpha_p), beta + softplus(alpha_n), beta, eps)
+    return tuple(T.bind(floats.spread(T.bind(value))) for value in values)
+
+
+def xielu(floats: Floats, factors: tuple[Expr, ...], x: Expr) -> Expr:
+    """xIELU (Huang and Schlag, 2024); see models.layers.Activation."""
+    above, below, beta, eps = factors
+    left = floats.exp(T.min(x, eps)) - floats.constant(1.0) - x
+    return T.Select(x > floats.constant(0.0), above * x * x, left * below) + beta * x
 
 
 def scaled(isa: ISA, factor: float, width: int) -> PrimFunc:
     """x float32 [n, width] times a constant, in place."""
     floats = Floats.dividing(isa, width)
     return _in_place("scale", floats, width, lambda x: x * floats.constant(factor))
+
+
+def biased(isa: ISA, width: int, dtype: str) -> PrimFunc:
+    """(bias [width], x float32 [n, width]): adds the bias to x, in place."""
+    floats = Floats.dividing(isa, width)
+    with kernel("add_bias") as emitter:
+        rows = size_var("n")
+        bias = emitter.tensor("bias", (width,), dtype)
+        x = emitter.tensor("x", (rows, width))
+
+        def one_row(row: Expr) -> None:
+            with T.serial(width // floats.lanes) as k:
+                at = k * floats.lanes
+                floats.store(x, floats.load(x, row, at) + floats.load(bias, at), row, at)
+
+        with emitter.body():
+            over_rows(rows, SERIAL_ROWS, one_row)
+    return emitter.func
+
+
+def shifted(shift: int) -> PrimFunc:
+    """positions int32 [n] -> the same plus a constant."""
+    with kernel("shift") as emitter:
+        rows = size_var("n")
+        positions = emitter.tensor("positions", (rows,), "int32")
+        out = emitter.tensor("out", (rows,), "int32")
+        with emitter.body(), T.serial(rows) as row:
+            T.buffer_store(out, positions[row] + T.int32(shift), [row])
+    return emitter.func
 
 
 def capped(isa: ISA, cap: float, width: int) -> PrimFunc:

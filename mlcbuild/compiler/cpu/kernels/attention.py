@@ -35,7 +35,7 @@ from mlcbuild.compiler.cpu.kernels.attention_plan import (
 )
 from mlcbuild.compiler.cpu.kernels.cores import before_others, counter, one_launch, shared
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, registers, scratch, size_var
-from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
+from mlcbuild.compiler.cpu.kernels.vectors import i32, i64, prefetch, typed
 
 MANY_TASKS = 16
 """Tasks for one head that keep all cores equally busy in any order."""
@@ -60,13 +60,14 @@ class _Task:
     highest: Buffer  # [capacity], maximum so far
     shrink: Buffer  # [capacity], what older sums are multiplied by
     position: Buffer  # int32 [capacity]
+    slope: Buffer | None  # [capacity], of ALiBi
 
 
 def attention(spec: AttentionKernel) -> PrimFunc:
     """(qkv float32 [n, width] with rotated queries, pages, q_indptr int32 [b+1], page_indptr int32 [b+1],
     page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt int64
-    if has_prompt_variant: all rows are prompts' unless it is 0) -> float32 [n, heads * dim], or what
-    AttentionKernel.columns says.
+    if has_prompt_variant: all rows are prompts' unless it is 0, slopes float32 [heads] with ALiBi, sinks
+    [heads] if there are any) -> float32 [n, heads * dim], or what AttentionKernel.columns says.
     """
     heads = spec.heads
     with kernel("paged_attention") as made:
@@ -82,6 +83,8 @@ def attention(spec: AttentionKernel) -> PrimFunc:
         )
         layer, window = made.number("layer"), made.number("window")
         prompt = made.number("prompt") if spec.has_prompt_variant else None
+        slopes = made.tensor("slopes", (heads.query,)) if spec.alibi else None
+        sinks = made.tensor("sinks", (heads.query,), spec.sinks) if spec.sinks else None
         out = made.tensor("out", (rows, spec.columns or heads.query * heads.dim))
         with made.body():
             # A sequence of p pages has at most p // PART + 1 parts.
@@ -92,7 +95,8 @@ def attention(spec: AttentionKernel) -> PrimFunc:
             )
             room = [T.alloc_buffer(shape, "float32") for shape in ((lines, heads.dim), (lines,), (lines,))]
             tables = [T.alloc_buffer(shape, "int32") for shape in ((tasks, 7), (batch, 2))]
-            call = Call(spec, *tensors, batch, layer, window, prompt, out, *room, *tables)
+            given = (layer, window, prompt, slopes, sinks)
+            call = Call(spec, *tensors, batch, *given, out, *room, *tables)
             total = plan(call)
             if prompt is None:
                 _any_rows(call, rows, total)
@@ -140,7 +144,7 @@ def _task(call: Call, number: Expr, head: Expr) -> None:
     """One block of rows over one part of the pages they see, or over all of them where rows are many."""
     spec = call.spec
     sequence, first, count, begin, stop, end, line = (T.bind(call.plan[number, i]) for i in range(7))
-    task = _start(spec, (call.qkv, call.positions), (first, count, head))
+    task = _start(call, (first, count, head))
     with T.serial(stop - begin + 1) as step:
         base = T.bind((begin + step) * PAGE)
         listed = T.bind(call.page_indptr[sequence] + begin + step)
@@ -154,7 +158,7 @@ def _task(call: Call, number: Expr, head: Expr) -> None:
             _values(task, (call.pages, call.layer, page, head), tile, seen, (tile == 0, after))
     with T.If(line < 0):
         with T.Then():
-            _finish(task, call.out, (first, count, head))
+            _finish(task, call, (first, count, head))
         with T.Else():
             _keep(task, call, line, (count, head))
 
@@ -163,10 +167,10 @@ def _tiles(spec: AttentionKernel, count: Expr) -> Expr:
     return (count * spec.heads.group + spec.tile - 1) // spec.tile
 
 
-def _start(spec: AttentionKernel, given: tuple[Buffer, Buffer], block: tuple[Expr, Expr, Expr]) -> _Task:
+def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
     """Room for a task, filled with the scaled queries of its rows. Vectors that pad the last tile repeat the
     last one; nothing of theirs is stored."""
-    (qkv, positions), (first, count, head) = given, block
+    spec, qkv, (first, count, head) = call.spec, call.qkv, block
     heads, wide, narrow, room = spec.heads, spec.values, spec.scores, spec.capacity
     task = _Task(
         spec,
@@ -177,6 +181,7 @@ def _start(spec: AttentionKernel, given: tuple[Buffer, Buffer], block: tuple[Exp
         highest=scratch((room,)),
         shrink=scratch((room,)),
         position=scratch((room,), "int32"),
+        slope=scratch((room,)) if spec.alibi else None,
     )
     with T.serial(_tiles(spec, count) * spec.tile) as vector:
         known = T.bind(T.min(vector, count * heads.group - 1))
@@ -189,7 +194,9 @@ def _start(spec: AttentionKernel, given: tuple[Buffer, Buffer], block: tuple[Exp
         for part in range(0, PAGE, narrow.lanes):
             narrow.store(task.denominator, narrow.constant(0.0), vector, part)
         T.buffer_store(task.highest, T.float32(LOWEST), [vector])
-        T.buffer_store(task.position, positions[row], [vector])
+        T.buffer_store(task.position, call.positions[row], [vector])
+        if task.slope is not None and call.slopes is not None:
+            T.buffer_store(task.slope, call.slopes[head * heads.group + known % heads.group], [vector])
     return task
 
 
@@ -261,10 +268,33 @@ def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Ex
     if spec.softcap is not None:
         score = T.bind(floats.soft_cap(score, spec.softcap))
     newest = T.bind(task.position[row])
+    if task.slope is not None:
+        score = T.bind(score + _bias(task, task.slope, row, (base + part, newest)))
     oldest = T.bind(T.Cast("int32", T.max(T.Cast("int64", newest) - window, T.int64(-1))))
     token = T.bind(T.ramp(base + part, 1, floats.lanes) if floats.lanes > 1 else base + part)
     late = T.Select(token <= floats.spread(newest), score, floats.constant(HIDDEN))
     return T.bind(T.Select(token > floats.spread(oldest), late, floats.constant(HIDDEN)))
+
+
+def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> Expr:
+    """Biases of the keys of one vector; place: the first key, the query's position."""
+    spec, floats, (start, newest) = task.spec, task.spec.scores, place
+    slope = floats.spread(T.bind(slopes[row]))
+    keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start
+    if spec.alibi == "exact":
+        return slope * T.Cast(typed("float32", floats.lanes), keys - floats.spread(newest))
+    # Rounded as the models do: of a few thousand keys, neighbours have the same bias.
+    numbers = T.bind(_bfloat16(floats, T.Cast(typed("float32", floats.lanes), keys)))
+    return _bfloat16(floats, slope * numbers) * floats.constant(spec.scale)
+
+
+def _bfloat16(floats: Floats, value: Expr) -> Expr:
+    """Rounds to the upper half of a float32, ties to even."""
+    ints = typed("int32", floats.lanes)
+    bits = T.bind(T.reinterpret(ints, value))
+    odd = T.shift_right(bits, i32(16, floats.lanes)) & i32(1, floats.lanes)
+    rounded = (bits + i32(0x7FFF, floats.lanes) + odd) & i32(-0x10000, floats.lanes)
+    return T.bind(T.reinterpret(typed("float32", floats.lanes), rounded))
 
 
 def _values(task: _Task, place: _Place, tile: Expr, seen: Expr, ahead: _Ahead) -> None:
@@ -317,14 +347,18 @@ def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
             wide.store(call.total, wide.load(task.total, vector, k * wide.lanes), at, k * wide.lanes)
 
 
-def _finish(task: _Task, out: Buffer, block: tuple[Expr, Expr, Expr]) -> None:
+def _finish(task: _Task, call: Call, block: tuple[Expr, Expr, Expr]) -> None:
     """out = total / denominator for the rows of the block."""
     first, count, head = block
     spec, wide = task.spec, task.spec.values
     heads = spec.heads
     with T.serial(count * heads.group) as vector:
-        share = T.bind(T.float32(1.0) / _denominator(task, vector))
+        total = _denominator(task, vector)
+        if call.sinks is not None:
+            sink = Floats(spec.isa, 1).load(call.sinks, head * heads.group + vector % heads.group)
+            total = total + wide.scalar.exp(sink - task.highest[vector])
+        share = T.bind(T.float32(1.0) / total)
         column = T.bind((head * heads.group + vector % heads.group) * heads.dim)
         with T.serial(heads.dim // wide.lanes) as k:
             value = wide.load(task.total, vector, k * wide.lanes) * wide.spread(share)
-            wide.store(out, value, first + vector // heads.group, column + k * wide.lanes)
+            wide.store(call.out, value, first + vector // heads.group, column + k * wide.lanes)

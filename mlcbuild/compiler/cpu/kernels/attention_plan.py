@@ -11,6 +11,7 @@ from tvm.tirx import Buffer, Expr
 from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.cache import Heads
 from mlcbuild.compiler.cpu.kernels.floats import Floats, registers
+from mlcbuild.models import Alibi
 
 PART = 8
 """Pages of a part: several microseconds of reading for each head, and many parts where they matter."""
@@ -39,17 +40,22 @@ class AttentionKernel:
     columns: int = 0
     """Of the tensor for results, if it has more than these take. Those of prompts then are put there as tiles
     for the product that follows."""
+    alibi: Alibi | None = None
+    sinks: str | None = None
+    """Stored type of the sinks; None: there are none."""
 
     @property
     def has_prompt_variant(self) -> bool:
         """The kernel has a variant for rows of prompts, like those of products."""
-        return self.rounded and self.isa.amx and self.heads.dim % 32 == 0
+        return self.rounded and self.isa.amx and self.heads.dim % 32 == 0 and not (self.alibi or self.sinks)
 
     @property
     def fallback(self) -> str | None:
         """Why prompts take a slower path than the processor has; None where they do not."""
         if not self.rounded or not self.isa.amx or self.has_prompt_variant:
             return None
+        if self.alibi or self.sinks:
+            return "scores have biases or sinks: prompts' rows are not rounded"
         return f"heads of {self.heads.dim} values are no whole tiles of 32: prompts' rows are not rounded"
 
     @property
@@ -118,6 +124,8 @@ class Call:
     window: Expr
     prompt: Expr | None
     """Not 0 where tile registers take all rows; None where there are none."""
+    slopes: Buffer | None  # float32 [heads], of ALiBi
+    sinks: Buffer | None  # [heads]
     out: Buffer
     total: Buffer  # [lines, dim]
     denominator: Buffer  # [lines]
@@ -218,6 +226,9 @@ def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Exp
             older = floats.load(call.out, row, column + k * floats.lanes)
             sums = T.Select(floats.spread(part > 0), value + older, value)
             floats.store(call.out, sums, row, column + k * floats.lanes)
+    if call.sinks is not None:
+        sink = scalar.exp(scalar.load(call.sinks, head) - highest)
+        T.buffer_store(total, total[0] + sink, [0])
     share = T.bind(T.float32(1.0) / total[0])
     with T.serial(heads.dim // floats.lanes) as k:
         value = floats.load(call.out, row, column + k * floats.lanes) * floats.spread(share)

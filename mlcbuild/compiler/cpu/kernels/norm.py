@@ -1,4 +1,4 @@
-"""RMSNorm and the residual stream: x / sqrt(mean(x^2) + eps) * (weight + offset), all in float32.
+"""RMSNorm, LayerNorm and the residual stream, all in float32.
 
 The residual stream `x` [n, hidden] is one float32 tensor that every layer adds to in place.
 """
@@ -19,6 +19,8 @@ SERIAL_ROWS = 8
 
 Read = Callable[[Expr], Expr]
 Write = Callable[[Expr, Expr], None]
+Weights = tuple[Buffer | None, Buffer | None]
+"""Weights and biases of a norm, where it has them."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,34 @@ class Norm:
     size: int
     eps: float
     offset: float
+    centered: bool = False
+    """The mean is taken off before: LayerNorm."""
+    weight: str | None = "float32"
+    """Stored type of the weights, as `bias`; None: there are none."""
+    bias: str | None = None
 
     @property
     def floats(self) -> Floats:
         return Floats.dividing(self.isa, self.size)
+
+    @property
+    def name(self) -> str:
+        return "layer_norm" if self.centered else "rms_norm"
+
+    def tensors(self, declare: Callable[[str, str], Buffer], name: str = "") -> Weights:
+        """Declares the weights and biases that the norm has, by name and type; returns both."""
+        weight = declare(f"{name}weight", self.weight) if self.weight else None
+        return weight, declare(f"{name}bias", self.bias) if self.bias else None
+
+    def mean(self, read: Read) -> Expr:
+        """Emits the mean of the values that `read` gives."""
+        floats = self.floats
+        sums = registers(1, floats.lanes)[0]
+        floats.store(sums, floats.constant(0.0), 0)
+        with T.serial(self.size // floats.lanes) as k:
+            floats.store(sums, floats.load(sums, 0) + read(k * floats.lanes), 0)
+        total = floats.fold(floats.load(sums, 0), lambda a, b: a + b)
+        return T.bind(total * floats.scalar.constant(1 / self.size))
 
     def scale(self, read: Read) -> Expr:
         """1 / sqrt(mean(v^2) + eps) of the values that `read` gives, a vector at a time."""
@@ -49,41 +75,50 @@ class Norm:
         mean = one.fold(sum(found[1:], found[0]), lambda a, b: a + b) * one.scalar.constant(1 / self.size)
         return T.bind(T.float32(1.0) / T.sqrt(mean + one.scalar.constant(self.eps)))
 
-    def row(self, read: Read, weights: Buffer, write: Write) -> None:
-        """Normalise one row: `read(at)` gives and `write(at, value)` takes a vector that starts at `at`."""
-        scale, floats = self.scale(read), self.floats
+    def row(self, read: Read, weights: Weights, write: Write, first: Expr | int = 0) -> None:
+        """Normalise one row: `read(at)` gives and `write(at, value)` takes a vector that starts at `at`. Its
+        weights and biases begin at `first`."""
+        floats = self.floats
+        if self.centered:
+            mean, uncentered = floats.spread(self.mean(read)), read
+            read = lambda at: uncentered(at) - mean  # noqa: E731
+        scale, (weight, bias) = self.scale(read), weights
         with T.serial(self.size // floats.lanes) as k:
             at = k * floats.lanes
-            weight = floats.load(weights, at)
-            if self.offset:
-                weight = weight + floats.constant(self.offset)
-            write(at, read(at) * floats.spread(scale) * weight)
+            value = read(at) * floats.spread(scale)
+            if weight is not None:
+                factor = floats.load(weight, first + at)
+                value = value * (factor + floats.constant(self.offset) if self.offset else factor)
+            if bias is not None:
+                value = value + floats.load(bias, first + at)
+            write(at, value)
 
 
-def rms_norm(norm: Norm, dtype: str) -> PrimFunc:
-    """(x float32 [n, size], weight [size]) -> float32 [n, size]."""
-    with kernel("rms_norm") as made:
+def all_rows(norm: Norm) -> PrimFunc:
+    """(x float32 [n, size], weight [size]?, bias [size]?) -> float32 [n, size]."""
+    with kernel(norm.name) as made:
         rows = size_var("n")
         x = made.tensor("x", (rows, norm.size))
-        weight = made.tensor("weight", (norm.size,), dtype)
+        weights = norm.tensors(lambda name, dtype: made.tensor(name, (norm.size,), dtype))
         out = made.tensor("out", (rows, norm.size))
         with made.body():
-            over_rows(rows, SERIAL_ROWS, lambda row: norm.row(*_between(norm, (x, row), weight, (out, row))))
+            over_rows(rows, SERIAL_ROWS, lambda row: norm.row(*_between(norm, (x, row), weights, (out, row))))
     return made.func
 
 
-def gather_norm(norm: Norm, dtype: str) -> PrimFunc:
-    """(x float32 [n, size], rows int32 [q], weight [size]) -> float32 [q, size]: the norm of chosen rows."""
-    with kernel("gather_rms_norm") as made:
+def gather_norm(norm: Norm) -> PrimFunc:
+    """(x float32 [n, size], rows int32 [q], weight [size]?, bias [size]?) -> float32 [q, size]: the norm of
+    chosen rows."""
+    with kernel(f"gather_{norm.name}") as made:
         total, count = size_var("n"), size_var("q")
         x = made.tensor("x", (total, norm.size))
         rows = made.tensor("rows", (count,), "int32")
-        weight = made.tensor("weight", (norm.size,), dtype)
+        weights = norm.tensors(lambda name, dtype: made.tensor(name, (norm.size,), dtype))
         out = made.tensor("out", (count, norm.size))
 
         def one_row(row: Expr) -> None:
             source = T.bind(rows[row])
-            norm.row(*_between(norm, (x, source), weight, (out, row)))
+            norm.row(*_between(norm, (x, source), weights, (out, row)))
 
         with made.body():
             over_rows(count, SERIAL_ROWS, one_row)
@@ -91,70 +126,75 @@ def gather_norm(norm: Norm, dtype: str) -> PrimFunc:
 
 
 def _between(
-    norm: Norm, source: tuple[Buffer, Expr], weight: Buffer, target: tuple[Buffer, Expr]
-) -> tuple[Read, Buffer, Write]:
+    norm: Norm, source: tuple[Buffer, Expr], weights: Weights, target: tuple[Buffer, Expr]
+) -> tuple[Read, Weights, Write]:
     """Arguments of Norm.row that read one row of a buffer and write one row of another."""
     floats = norm.floats
     return (
         lambda at: floats.load(*source, at),
-        weight,
+        weights,
         lambda at, value: floats.store(target[0], value, target[1], at),
     )
 
 
 @dataclass(frozen=True)
 class Residual:
-    """One addition to the residual stream that no product can make: x += [norm](delta [+ bias]).
+    """One addition to the residual stream that no product can make: x += scale * [norm](delta [+ bias])."""
 
-    Each optional part is given as the stored type of its parameter; None leaves it out.
-    """
-
-    norm: Norm
+    isa: ISA
+    size: int
     bias: str | None
-    post_norm: str | None
+    """Stored type of the bias; None: there is none."""
+    norm: Norm | None
     """Normalise what is added, before adding (Gemma 2)."""
+    scale: float = 1.0
 
     @property
     def name(self) -> str:
-        words = {"bias": self.bias, "post_norm": self.post_norm, "add": "always"}
+        words = {"bias": self.bias, "post_norm": self.norm, "scaled": self.scale != 1, "add": "always"}
         return "_".join(word for word, present in words.items() if present)
+
+    @property
+    def floats(self) -> Floats:
+        return Floats.dividing(self.isa, self.size)
 
 
 def residual(spec: Residual) -> PrimFunc:
-    """(delta float32 [n, size], bias [size]?, post weight [size]?, x float32 [n, size] in place)."""
-    size = spec.norm.size
+    """(delta float32 [n, size], bias [size]?, post weight [size]?, post bias [size]?, x float32 [n, size] in
+    place)."""
+    size, norm = spec.size, spec.norm
     with kernel(spec.name) as made:
         rows = size_var("n")
         delta = made.tensor("delta", (rows, size))
         bias = made.tensor("bias", (size,), spec.bias) if spec.bias else None
-        post = made.tensor("post_weight", (size,), spec.post_norm) if spec.post_norm else None
+        post: Weights = (None, None)
+        if norm is not None:
+            post = norm.tensors(lambda name, dtype: made.tensor(name, (size,), dtype), "post_")
         x = made.tensor("x", (rows, size))
         with made.body():
-            over_rows(
-                rows,
-                SERIAL_ROWS,
-                lambda row: _add_row(spec.norm, (delta, row), (bias, post), (x, row)),
-            )
+            over_rows(rows, SERIAL_ROWS, lambda row: _add_row(spec, (delta, row), (bias, post), (x, row)))
     return made.func
 
 
 def _add_row(
-    norm: Norm,
+    spec: Residual,
     delta: tuple[Buffer, Expr],
-    extras: tuple[Buffer | None, Buffer | None],
+    extras: tuple[Buffer | None, Weights],
     x: tuple[Buffer, Expr],
 ) -> None:
-    floats, (bias, post) = norm.floats, extras
+    floats, (bias, post) = spec.floats, extras
 
     def read(at: Expr) -> Expr:
         value = floats.load(*delta, at)
         return value + floats.load(bias, at) if bias is not None else value
 
     def add(at: Expr, value: Expr) -> None:
+        if spec.scale != 1:
+            value = value * floats.constant(spec.scale)
         floats.store(x[0], floats.load(*x, at) + value, x[1], at)
 
-    if post is not None:
-        norm.row(read, post, add)
+    if spec.norm is not None:
+        spec.norm.row(read, post, add)
         return
-    with T.serial(norm.size // floats.lanes) as k:
+    with T.serial(spec.size // floats.lanes) as k:
         add(k * floats.lanes, read(k * floats.lanes))

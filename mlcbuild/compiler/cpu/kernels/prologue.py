@@ -13,10 +13,12 @@ from typing import Protocol
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
-from mlcbuild.compiler.cpu.kernels.activation import Gate
-from mlcbuild.compiler.cpu.kernels.floats import scratch
+from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.activation import SCALARS, Gate, activate, xielu, xielu_factors
+from mlcbuild.compiler.cpu.kernels.floats import Floats, scratch
 from mlcbuild.compiler.cpu.kernels.norm import Norm
 from mlcbuild.compiler.cpu.kernels.vectors import argument
+from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
 """Rows that are made ready sooner than the other cores would wake up."""
@@ -68,25 +70,30 @@ class Given:
 
 @dataclass(frozen=True)
 class Normed:
-    """The RMSNorm of x float32 [m, k] with weight [k]."""
+    """The norm of x float32 [m, k], with its weight [k] and its bias [k], where it has them."""
 
     norm: Norm
-    dtype: str
-    """Of the weight."""
     packed = False
 
     @property
     def name(self) -> str:
-        return f"rms_norm_{_short(self.dtype)}_"
+        types = [_short(dtype) for dtype in (self.norm.weight, self.norm.bias) if dtype]
+        return "_".join([self.norm.name, *types, ""])
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        return argument("x", (m, k), "float32"), argument("norm_weight", (k,), self.dtype)
+        x = argument("x", (m, k), "float32")
+        weights = self.norm.tensors(lambda name, dtype: argument(f"norm_{name}", (k,), dtype))
+        return x, *(tensor for tensor in weights if tensor is not None)
 
     def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        (x, weight), floats = given, self.norm.floats
-        line = scratch((1, self.norm.size))
-        self.norm.row(
-            lambda at: floats.load(x, row, at), weight, lambda at, value: floats.store(line, value, 0, at)
+        (x, *rest), floats, norm = given, self.norm.floats, self.norm
+        line = scratch((1, norm.size))
+        weight = rest.pop(0) if norm.weight else None
+        bias = rest.pop(0) if norm.bias else None
+        norm.row(
+            lambda at: floats.load(x, row, at),
+            (weight, bias),
+            lambda at, value: floats.store(line, value, 0, at),
         )
         return line, T.int64(0)
 
@@ -113,6 +120,48 @@ class Gated:
     def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
         line = scratch((1, self.gate.inner))
         self.gate.row(given[0], given[1] if self.dtype else None, row, (line, T.int64(0)))
+        return line, T.int64(0)
+
+
+@dataclass(frozen=True)
+class Activated:
+    """act(up) of up float32 [m, k], with a bias [k] added before if there is one. An activation with scalars
+    of its own (xielu) takes them last."""
+
+    isa: ISA
+    activation: Activation
+    inner: int
+    dtype: str | None
+    """Stored type of the bias."""
+    scalars: str | None = None
+    """Stored type of the activation's scalars."""
+    packed = False
+
+    @property
+    def name(self) -> str:
+        bias = f"bias_{_short(self.dtype)}_" if self.dtype else ""
+        own = f"_{_short(self.scalars)}" if self.scalars else ""
+        return f"{bias}{self.activation}{own}_plain_"
+
+    def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
+        arguments = [argument("up", (m, k), "float32")]
+        if self.dtype:
+            arguments.append(argument("bias", (k,), self.dtype))
+        if self.scalars:
+            arguments.append(argument("scalars", (SCALARS,), self.scalars))
+        return tuple(arguments)
+
+    def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
+        (up, *rest), floats = given, Floats.dividing(self.isa, self.inner)
+        bias = rest.pop(0) if self.dtype else None
+        line = scratch((1, self.inner))
+        own = xielu_factors(floats, rest[0]) if self.scalars else None
+        with T.serial(self.inner // floats.lanes) as k:
+            at = k * floats.lanes
+            value = floats.load(up, row, at)
+            value = T.bind(value + floats.load(bias, at) if bias is not None else value)
+            active = activate(floats, self.activation, value) if own is None else xielu(floats, own, value)
+            floats.store(line, active, 0, at)
         return line, T.int64(0)
 
 

@@ -16,95 +16,136 @@ from tvm.tirx import Buffer, Expr, PrimFunc
 from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels import vectors
 from mlcbuild.compiler.cpu.kernels.cache import Heads
-from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, size_var
-from mlcbuild.compiler.cpu.kernels.norm import Norm
+from mlcbuild.compiler.cpu.kernels.floats import Floats, Kernel, kernel, over_rows, size_var
+from mlcbuild.compiler.cpu.kernels.norm import Norm, Weights
+from mlcbuild.models import QueryScale
 
 SERIAL_TOKENS = 4
 """Tokens whose rotation costs less than waking the other cores."""
 
 
-def angles(isa: ISA, dim: int, factor: float) -> PrimFunc:
+def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = None) -> PrimFunc:
     """(positions int32 [n], inv_freq float32 [dim/2]) -> float32 [n, dim]: cosines, sines; times `factor`.
+    With a query scale, which depends on the position alone, it is one more column.
 
     The product is taken in float32, as checkpoints' own code does, so long contexts agree with it.
     """
     half, scalar = dim // 2, Floats(isa, 1)
-    with kernel("rope_angles") as made:
+    with kernel("rope_angles") as emitter:
         rows = size_var("n")
-        positions = made.tensor("positions", (rows,), "int32")
-        inv_freq = made.tensor("inv_freq", (half,))
-        out = made.tensor("out", (rows, dim))
+        positions = emitter.tensor("positions", (rows,), "int32")
+        inv_freq = emitter.tensor("inv_freq", (half,))
+        out = emitter.tensor("out", (rows, dim + (query_scale is not None)))
 
         def one_row(row: Expr) -> None:
             with T.serial(half) as i:
                 angle = T.bind(T.Cast("float32", positions[row]) * inv_freq[i])
                 scalar.store(out, T.cos(angle) * scalar.constant(factor), row, i)
                 scalar.store(out, T.sin(angle) * scalar.constant(factor), row, half + i)
+            if query_scale is not None:
+                periods = T.Cast("float32", T.truncdiv(positions[row], T.int32(query_scale.length)))
+                grown = T.log(periods + scalar.constant(1.0)) * scalar.constant(query_scale.beta)
+                scalar.store(out, grown + scalar.constant(1.0), row, dim)
 
-        with made.body():
+        with emitter.body():
             over_rows(rows, SERIAL_TOKENS, one_row)
-    return made.func
+    return emitter.func
 
 
 @dataclass(frozen=True)
 class Append:
-    """What happens to a token's query, key and value between their product and attention."""
+    """The steps for a token's query, key and value between their product and attention."""
 
     isa: ISA
     heads: Heads
     rope_dim: int
+    """0: nothing is rotated."""
     bias: str | None
     """Stored type of the bias of qkv."""
-    norm: Norm | None
-    """Of each query and key head, before the rotation."""
-    norm_dtypes: tuple[str, str]
-    """Stored types of its weights for queries and for keys."""
+    norms: tuple[Norm, Norm] | None
+    """The norms of queries and of keys, each of one head or of all heads of a token."""
+    own_weights: bool = False
+    """Each head has its own weights in its norm."""
+    norm_last: bool = False
+    """Queries and keys are normalized after the rotation."""
+    clip: float | None = None
+    query_scale: bool = False
+    """The last column of the angles multiplies queries."""
+
+    @property
+    def joint(self) -> bool:
+        """One norm spans all heads of a token."""
+        return self.norms is not None and self.norms[0].size > self.heads.dim
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The tensors of a token's query, key and value."""
+
+    qkv: Buffer
+    row: Expr
+    turns: Buffer | None
+    bias: Buffer | None
+    weights: tuple[Weights, Weights]
+    """The weights of the norms of queries and of keys."""
 
 
 def rope_append(spec: Append) -> PrimFunc:
     """Add the bias, normalise, rotate; queries stay where they are, keys and values go into the cache.
 
-    (angles float32 [n, rope_dim], slots int32 [n], forks int32 [f, 3], bias [width]?, q_norm [dim]?,
-    k_norm [dim]?, qkv float32 [n, width] in place, pages in place, layer int64).
+    (angles float32 [n, rope_dim]?, slots int32 [n], forks int32 [f, 3], bias [width]?, q_norm weight?, bias?,
+    k_norm weight?, bias?, qkv float32 [n, width] in place, pages in place, layer int64).
 
     Each fork is (from page, to page, tokens): after all rows, one fork after the other, so many tokens that
     a page begins with are put into another page, too. So a branch of a tree of drafts gets a last page of
     its own, and attention finds what it finds after the same tokens without a tree, lane by lane.
     """
     heads, scalar = spec.heads, Floats(spec.isa, 1)
-    with kernel("rope_append") as made:
-        rows = size_var("n")
-        turns = made.tensor("angles", (rows, spec.rope_dim))
-        slots = made.tensor("slots", (rows,), "int32")
-        forks = made.tensor("forks", (size_var("f"), 3), "int32")
-        bias = made.tensor("bias", (heads.width,), spec.bias) if spec.bias else None
-        norms = [
-            made.tensor(f"{which}_norm", (heads.dim,), dtype) if spec.norm else None
-            for which, dtype in zip("qk", spec.norm_dtypes, strict=True)
-        ]
-        qkv = made.tensor("qkv", (rows, heads.width))
-        pages = made.tensor("pages", heads.cache_shape(size_var("num_pages")), heads.dtype)
-        layer = made.number("layer")
+    with kernel("rope_append") as emitter:
+        rows, turns = size_var("n"), None
+        if spec.rope_dim:
+            turns = emitter.tensor("angles", (rows, spec.rope_dim + spec.query_scale))
+        slots = emitter.tensor("slots", (rows,), "int32")
+        forks = emitter.tensor("forks", (size_var("f"), 3), "int32")
+        bias = emitter.tensor("bias", (heads.width,), spec.bias) if spec.bias else None
+        weights = [_weights(emitter, spec, kind) for kind in (0, 1)]
+        qkv = emitter.tensor("qkv", (rows, heads.width))
+        pages = emitter.tensor("pages", heads.cache_shape(size_var("num_pages")), heads.dtype)
+        layer = emitter.number("layer")
 
         def one_token(row: Expr) -> None:
+            token = _Row(qkv, row, turns, bias, (weights[0], weights[1]))
             slot = T.bind(T.Cast("int64", slots[row]))
             page, offset = T.bind(slot // PAGE), T.bind(slot % PAGE)
+            if spec.joint:
+                _normalize_all(spec, token)
             with T.serial(heads.query) as head:
-                _turn(spec, (qkv, row, head * heads.dim), (turns, bias, norms[0]))
+                _turn(spec, token, 0, (head, head * heads.dim))
             with T.serial(heads.kv) as head:
                 at = T.bind((heads.query + head) * heads.dim)
-                _turn(spec, (qkv, row, at), (turns, bias, norms[1]))
+                _turn(spec, token, 1, (head, at))
                 with T.serial(heads.dim) as i:
                     scalar.store(pages, qkv[row, at + i], layer, page, 0, head, i * PAGE + offset)
             with T.serial(heads.kv) as head:
                 _copy_value(spec, (qkv, bias, pages), (row, head), (layer, page, offset))
 
-        with made.body():
+        with emitter.body():
             over_rows(rows, SERIAL_TOKENS, one_token)
             with T.serial(forks.shape[0]) as fork:
                 source, target, tokens = (T.bind(forks[fork, i]) for i in range(3))
                 _fork(spec, pages, (layer, source, target), tokens)
-    return made.func
+    return emitter.func
+
+
+def _weights(emitter: Kernel, spec: Append, kind: int) -> Weights:
+    """Declares the weights of the norm of queries (0) or keys (1)."""
+    if spec.norms is None:
+        return None, None
+    norm, name = spec.norms[kind], "qk"[kind]
+    count = (spec.heads.query, spec.heads.kv)[kind] if spec.own_weights else 1
+    return norm.tensors(
+        lambda which, dtype: emitter.tensor(f"{name}_norm_{which}", (norm.size * count,), dtype)
+    )
 
 
 def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: Expr) -> None:
@@ -126,21 +167,49 @@ def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: E
             T.buffer_store(pages, pages[layer, source, 1, head, at], [layer, target, 1, head, at])
 
 
-def _turn(
-    spec: Append, place: tuple[Buffer, Expr, Expr], given: tuple[Buffer, Buffer | None, Buffer | None]
-) -> None:
-    """Bias, norm and rotation of the head whose values start at `place` = (qkv, row, column)."""
-    (qkv, row, start), (turns, bias, weights) = place, given
-    if bias is not None:
-        _add_bias(spec, place, bias)
-    if spec.norm is not None and weights is not None:
-        whole = spec.norm.floats
-        spec.norm.row(
-            lambda at: whole.load(qkv, row, start + at),
-            weights,
-            lambda at, value: whole.store(qkv, value, row, start + at),
-        )
-    half = spec.rope_dim // 2
+def _normalize_all(spec: Append, token: _Row) -> None:
+    """Bias, limit and norm over all heads of a token's queries, and of its keys."""
+    assert spec.norms is not None
+    for kind, norm in enumerate(spec.norms):
+        start = spec.heads.query * spec.heads.dim if kind else 0
+        _adjust(spec, token, start, norm.size)
+        _normalize(norm, token, start, token.weights[kind])
+
+
+def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0) -> None:
+    """Normalises values of a row in place, from column `start` on."""
+    whole = norm.floats
+    norm.row(
+        lambda at: whole.load(token.qkv, token.row, start + at),
+        weights,
+        lambda at, value: whole.store(token.qkv, value, token.row, start + at),
+        first,
+    )
+
+
+def _turn(spec: Append, token: _Row, kind: int, place: tuple[Expr, Expr]) -> None:
+    """Bias, norm and rotation of a head; place: its number among queries (0) or keys (1), its column."""
+    head, start = place
+    norm = None if spec.norms is None or spec.joint else spec.norms[kind]
+    first = head * spec.heads.dim if spec.own_weights else 0
+    if not spec.joint:
+        _adjust(spec, token, start, spec.heads.dim)
+    if norm is not None and not spec.norm_last:
+        _normalize(norm, token, start, token.weights[kind], first)
+    if token.turns is not None:
+        _rotate(spec, token, token.turns, start)
+    if norm is not None and spec.norm_last:
+        _normalize(norm, token, start, token.weights[kind], first)
+    if spec.query_scale and kind == 0 and token.turns is not None:
+        floats = Floats.dividing(spec.isa, spec.heads.dim)
+        scale = T.bind(floats.spread(T.bind(token.turns[token.row, spec.rope_dim])))
+        with T.serial(spec.heads.dim // floats.lanes) as k:
+            at = start + k * floats.lanes
+            floats.store(token.qkv, floats.load(token.qkv, token.row, at) * scale, token.row, at)
+
+
+def _rotate(spec: Append, token: _Row, turns: Buffer, start: Expr) -> None:
+    half, qkv, row = spec.rope_dim // 2, token.qkv, token.row
     floats = Floats.dividing(spec.isa, half)
     with T.serial(half // floats.lanes) as k:
         i = k * floats.lanes
@@ -150,12 +219,23 @@ def _turn(
         floats.store(qkv, b * cos + a * sin, row, start + half + i)
 
 
-def _add_bias(spec: Append, place: tuple[Buffer, Expr, Expr], bias: Buffer) -> None:
-    qkv, row, start = place
-    floats = Floats.dividing(spec.isa, spec.heads.dim)
-    with T.serial(spec.heads.dim // floats.lanes) as k:
+def _adjust(spec: Append, token: _Row, start: Expr | int, size: int) -> None:
+    """Adds the bias to some values of a row, and limits them."""
+    if token.bias is None and spec.clip is None:
+        return
+    floats = Floats.dividing(spec.isa, size)
+    with T.serial(size // floats.lanes) as k:
         at = start + k * floats.lanes
-        floats.store(qkv, floats.load(qkv, row, at) + floats.load(bias, at), row, at)
+        value = floats.load(token.qkv, token.row, at)
+        floats.store(token.qkv, _adjusted(spec, floats, value, token.bias, at), token.row, at)
+
+
+def _adjusted(spec: Append, floats: Floats, value: Expr, bias: Buffer | None, at: Expr) -> Expr:
+    if bias is not None:
+        value = value + floats.load(bias, at)
+    if spec.clip is not None:
+        value = T.max(T.min(value, floats.constant(spec.clip)), floats.constant(-spec.clip))
+    return value
 
 
 def _copy_value(
@@ -169,7 +249,5 @@ def _copy_value(
     floats = Floats.dividing(spec.isa, heads.dim)
     with T.serial(heads.dim // floats.lanes) as k:
         at = (heads.query + heads.kv + head) * heads.dim + k * floats.lanes
-        value = floats.load(qkv, row, at)
-        if bias is not None:
-            value = value + floats.load(bias, at)
+        value = _adjusted(spec, floats, floats.load(qkv, row, at), bias, at)
         floats.store(pages, value, layer, page, 1, head, offset * heads.dim + k * floats.lanes)

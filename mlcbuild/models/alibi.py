@@ -1,0 +1,26 @@
+"""Slopes of ALiBi: attention biases that are linear in the distance of a key (Press et al., 2022)."""
+
+from __future__ import annotations
+
+import math
+
+from mlcbuild.models.layers import Alibi
+from mlcbuild.models.rounding import bf16, f32
+
+
+def slopes(heads: int, kind: Alibi | None) -> tuple[float, ...]:
+    """Returns the slope of each query head, as a float32, or as a bfloat16 for that kind.
+
+    For 2^k heads they are 2^(-8 i / 2^k) for i = 1, 2, ...; other counts take those of the next smaller power
+    of two, then every other one of twice as many heads.
+    """
+    whole = 1 << (heads.bit_length() - 1)
+    values = [_slope(whole, i) for i in range(1, whole + 1)]
+    values += [_slope(2 * whole, i) for i in range(1, 2 * (heads - whole), 2)]
+    return tuple(bf16(value) if kind == "bfloat16" else value for value in values)
+
+
+def _slope(heads: int, i: int) -> float:
+    """Returns a power of a base that is a float32, as the models compute it."""
+    base = f32(2.0 ** -(2.0 ** -(math.log2(heads) - 3)))
+    return f32(base**i)
