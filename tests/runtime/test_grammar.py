@@ -33,7 +33,7 @@ from mlcbuild_runtime.constraints import grammar, trial
 from mlcbuild_runtime.constraints.grammar import Grammars, Matcher
 from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.engine.request import Event, Request, Ticket
-from mlcbuild_runtime.engine.sampler import Trust
+from mlcbuild_runtime.engine.sampler import Backoff
 from mlcbuild_runtime.engine.sequence import Rows, Sequence
 from mlcbuild_runtime.executor.batch import Mask
 from mlcbuild_runtime.executor.executor import StepResult
@@ -461,7 +461,7 @@ def test_masks_are_there_before_the_model_is_asked(
     sample: Sample, top_k: int, follows: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one will be needed: what the model wants did not fit, or cannot be tried."""
-    monkeypatch.setattr(Trust, "LONGEST", 1 << 30)
+    monkeypatch.setattr(Backoff, "LONGEST", 1 << 30)
     found = sequence(sample, "[ab]{50}", replace(Sampling(1.0, seed=1), top_k=top_k))
     token_id = TOKENIZERS["json"].vocabulary.token_id
     row, masks = np.zeros(SIZE, np.float32), 0
@@ -507,18 +507,18 @@ def test_log_probabilities_are_of_all_tokens(sample: Sample) -> None:
     assert event.alternatives[0].logprob == pytest.approx(0)
 
 
-def test_trust() -> None:
+def test_backoff_skips_more_tokens_after_each_violation() -> None:
     """Tries in vain become rare, and come back with success."""
 
     def tries(fits: List[bool], start: int) -> list[bool]:
         found = []
         for place, fit in enumerate(fits, start):
-            found.append(trust.due(place))
+            found.append(backoff.due(place))
             if found[-1]:
-                trust.settle(place, fit)
+                backoff.settle(place, fit)
         return found
 
-    trust = Trust()
+    backoff = Backoff()
     assert all(tries([True] * 20, 0))
     assert 5 <= sum(tries([False] * 100, 20)) <= 7
     assert sum(tries([True] * 100, 120)) > 70

@@ -9,7 +9,7 @@ from mlcbuild_format.abi import INVALID_TOKEN, NO_TOKEN
 from mlcbuild_format.errors import EngineError
 from mlcbuild_runtime.constraints.grammar import Matcher
 from mlcbuild_runtime.engine.request import Request
-from mlcbuild_runtime.engine.sampler import Sampler, Trust, runner_up
+from mlcbuild_runtime.engine.sampler import Backoff, Sampler, runner_up
 from mlcbuild_runtime.executor.sampling_params import SKIP, Floats, Sampling
 
 from .scripted import GREEDY, Words, logits_of, sample
@@ -108,12 +108,12 @@ def test_a_draft_follows_the_constraint_and_changes_nothing() -> None:
     assert (logits == logits_of(6)[0]).all() and words.left == [2, 3, 4]
 
 
-def test_trust_doubles_its_pause() -> None:
-    trust, position, tries = Trust(), 0, []
+def test_backoff_doubles_its_pause() -> None:
+    backoff, position, tries = Backoff(), 0, []
     while position < 100:
-        if trust.due(position):
+        if backoff.due(position):
             tries.append(position)
-            trust.settle(position, fits=False)
+            backoff.settle(position, fits=False)
         position += 1
     assert tries == [0, 2, 6, 14, 30, 62], "pauses of 1, 3, 7, 15, 31 tokens"
 

@@ -1,4 +1,4 @@
-"""Checks that a request fits the model."""
+"""Checks that a request fits the model before the engine accepts it."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def answer_limit(request: Request, executor: Executor) -> int:
             f"the prompt has {size} tokens, but the context has {context}{answer}: shorten it",
             code="context_length_exceeded",
         )
-    wanted = request.max_tokens
-    if wanted is not None and size + wanted > context:
+    max_tokens = request.max_tokens
+    if max_tokens is not None and size + max_tokens > context:
         raise RequestError(
-            f"the prompt has {size} tokens and max_tokens is {wanted}, {size + wanted} together, but the"
-            f" context has {context}: ask for at most {context - size}",
+            f"the prompt has {size} tokens and max_tokens is {max_tokens}, {size + max_tokens} together,"
+            f" but the context has {context}: ask for at most {context - size}",
             code="context_length_exceeded",
         )
     try:
         check_tokens(request.prompt, executor.manifest)
     except ValueError as error:
         raise RequestError(f"the prompt does not fit the model: {error}", param="prompt") from None
-    return context - size if wanted is None else wanted
+    return context - size if max_tokens is None else max_tokens
 
 
 def longest_text(manifest: Manifest, tokenizer: Tokenizer) -> int:
-    """Returns the bytes of a text above which its tokens do not fit the context.
+    """Returns the size in bytes above which a text's tokens cannot fit the model's context.
 
-    No token counts as more than 16 bytes (prose and code have 3 to 9): encoding 8 MiB takes ten seconds and a
-    gigabyte.
+    A token is assumed to have at most 16 bytes (prose and code average 3 to 9). Texts beyond the limit are
+    refused before they are encoded: encoding 8 MiB takes ten seconds and a gigabyte of memory.
     """
     names = map(tokenizer.vocabulary.token_name, range(manifest.vocab_size))
     return min(16, max(len(name.encode()) for name in names)) * manifest.limits.context_window

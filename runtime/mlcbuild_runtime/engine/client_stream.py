@@ -1,4 +1,4 @@
-"""The client's side of a sequence: its ticket, and the text that it gets."""
+"""The client's side of a sequence: its ticket, and the text made of its tokens."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class ClientStream:
     def __init__(
         self, request: Request, sink: Sink, ticket: Ticket, tokenizer: Tokenizer, ignore_eos: bool
     ) -> None:
-        """ignore_eos: end tokens do not end the answer."""
+        """`ignore_eos`: end-of-sequence tokens do not end the answer."""
         self.ticket, self.eos = ticket, tokenizer.eos
         self._ends = frozenset[int]() if ignore_eos else tokenizer.eos
         self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
         self.unsent = 0
-        """Tokens at the end of the answer that have no events yet."""
+        """Number of tokens at the end of the answer whose events are not delivered yet."""
         self.error: ServingError | None = None
-        """What happened instead of the token after them."""
+        """The error that ends the answer after the unsent tokens, if any."""
         self._max_tokens, self._sink = request.max_tokens or 0, sink
         self._text = tokenizer.stream(request.stop, request.message, dict(request.shown))
 
@@ -31,9 +31,10 @@ class ClientStream:
         self.ticket.deliver(self._sink, event)
 
     def text(self, token: int, position: int, done: bool) -> tuple[str, Finish | None]:
-        """Returns the text that a token of the answer adds, and why the answer ends there, if it does.
+        """Returns the text that a token adds to the answer, and the finish reason if the answer ends with it.
 
-        position: the token's position in the answer. done: the constraint allows nothing after it.
+        `position` is the token's index in the answer. `done` is true if the constraint allows nothing after
+        it.
         """
         if self.is_end(token):
             return self._text.finish(), "stop"

@@ -1,4 +1,4 @@
-"""What an engine has done since its start."""
+"""Sums over all work of one engine since its start."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
-    """Written by the engine's thread; other threads read single numbers."""
+    """Counts work since the engine's start. The engine's thread writes them; other threads read single
+    numbers."""
 
     prompt_tokens: int = 0
-    """Prompt tokens that were computed, and not read from the prefix cache."""
+    """Prompt tokens that were computed; those read from the prefix cache do not count."""
     answer_tokens: int = 0
     decode_steps: int = 0
     drafted_tokens: int = 0

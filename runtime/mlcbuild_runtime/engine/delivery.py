@@ -1,4 +1,4 @@
-"""From the engine to its clients: events, ends of requests, the trace."""
+"""Delivers the engine's results to its clients: events, ends of requests, the trace."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ Part = tuple[Sequence, int]
 
 
 class Delivery:
-    """Delivers events. A last event frees its request's place and pages."""
+    """Delivers events to clients. The last event of a request frees its batch slot and its pages."""
 
     def __init__(self, schedule: Schedule, counters: Counters) -> None:
         self._schedule, self._counters = schedule, counters
         self.trace: Trace | None = None
 
     def announce(self, number: int, sequence: Sequence) -> None:
-        """Notes the arrival of a request in the trace. Called by the thread that submits it."""
+        """Records the arrival of request `number` in the trace. Called by the thread that submits the
+        request."""
         if self.trace is not None:
             self.trace.request(number, "b", {"prompt_tokens": len(sequence.request.prompt)})
 
@@ -42,24 +43,24 @@ class Delivery:
                 sequence.client.deliver(event)
 
     def end(self, sequence: Sequence, event: Event) -> None:
-        # Pages that a failing model has computed are not for other requests.
+        # Pages that a failing model has computed must not be shared with other requests.
         self._schedule.remove(sequence, forget=isinstance(event.error, EngineError))
         self._trace_end(sequence, "error" if event.error is not None else event.finish)
         sequence.client.deliver(event)
 
     def fail(self, sequences: List[Sequence], error: Exception) -> None:
-        """Ends the requests of a step that has raised."""
+        """Ends the requests of a step that raised `error`."""
         log.exception("a step has failed", exc_info=error)
         for sequence in sequences:
             self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a request whose client is gone."""
+        """Ends a request whose client has disconnected."""
         self._schedule.remove(sequence)
         self._trace_end(sequence, "cancelled")
 
     def trace_step(self, kind: str, parts: List[Part], moments: tuple[float, float, float]) -> None:
-        """moments: see Trace.step."""
+        """Records a step in the trace. `moments` are the three times of Trace.step, in seconds."""
         if self.trace is not None and parts:
             self.trace.step(kind, {sequence.order: count for sequence, count in parts}, moments)
             schedule = self._schedule

@@ -1,4 +1,4 @@
-"""What speculative decoding keeps about one sequence."""
+"""The state of speculative decoding for one sequence."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from mlcbuild_runtime.engine.drafts import Credit, Lookup, Odds, Prediction
 
 
 class DraftState:
-    """The draft of the coming step, and what earlier drafts have shown."""
+    """The draft for the coming step, and statistics of earlier drafts of one sequence."""
 
     def __init__(self, prediction: tuple[int, ...]) -> None:
-        """prediction: tokens that the client expects in the answer."""
+        """`prediction`: tokens that the client expects in the answer."""
         self.tokens: list[int] = []
-        """Tokens that may follow; the next step verifies them."""
+        """Draft tokens, which the next step verifies."""
         self.branches: list[Branch] = []
-        """Alternatives, verified in the same step."""
+        """Alternatives to the draft, verified in the same step."""
         self.best_path = 0
-        """The path of the last tree whose tokens were accepted: 0 is the draft, 1 the first branch."""
+        """Index of the accepted path of the last draft tree: 0 is the draft itself, 1 the first branch."""
         self.branch_gain = 0
-        """Accepted tokens of the last step that were on branches."""
+        """Number of tokens accepted in the last step that were on branches."""
         self.cached = 0
-        """Tokens whose keys and values are in the cache of the draft model."""
+        """Number of tokens whose keys and values are in the draft model's KV cache."""
         self.doubts: list[tuple[float, int]] = []
-        """For each token of a draft model's draft: the distance of its logit to the second one, and which
-        token that is."""
+        """For each token drafted by a draft model: (its logit minus the second largest logit, the token with
+        the second largest logit)."""
         self.credit, self.odds = Credit(), Odds()
         self.lookup, self.prediction = Lookup(), Prediction(prediction)
         self.accepted = self.rejected = 0
-        """Drafted tokens since the start of the answer."""
+        """Numbers of accepted and of rejected draft tokens since the start of the answer."""
 
     @property
     def branched(self) -> int:
-        """Tokens on branches."""
+        """Number of draft tokens on branches."""
         return sum(len(branch.tokens) for branch in self.branches)
 
     @property
     def size(self) -> int:
-        """Tokens of the draft and of its branches."""
+        """Number of tokens of the draft and of its branches."""
         return len(self.tokens) + self.branched

@@ -1,13 +1,12 @@
-"""Trees of drafted tokens: other ways on beside a draft, checked in the same step.
+"""Draft trees: alternatives to a draft, verified in the same step.
 
-A draft is one path of tokens, on the sequence's own pages. A branch leaves it, or an earlier branch, and is
-a part of its own in a step, as if it were another sequence: it looks at the same full pages up to where it
-begins, and then at pages of its own, the first of which starts as a copy of what the page has that it left.
-So no mask is needed, and rows of a branch are computed as they are without a tree, bit by bit. The idea of
-drafts that are trees is from SpecInfer (Miao et al., 2024, arXiv:2305.09781), where a mask tells their paths
-apart.
+A draft is one path of tokens on the sequence's own pages. A branch leaves the draft, or an earlier branch. In
+a step it is a part of its own, like another sequence: it attends to the same full pages up to the place where
+it leaves, and then to pages of its own, the first of which begins with a copy of the partly filled page that
+it left. So no attention mask is needed, and a branch's rows have the same bits as without a tree. The idea is
+from SpecInfer (Miao et al., 2024, arXiv:2305.09781), which separates paths with a mask.
 
-The rows of a tree, in order: the token before the draft, those of the draft, those of each branch.
+The rows of a tree, in order: the token before the draft, the draft's tokens, the tokens of each branch.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 Part = tuple[List[int], int, List[int]]
-"""(new tokens, length after them, pages) of a sequence in a step."""
+"""The part of a sequence in a step: (new tokens, length after them, pages)."""
 Fork = tuple[int, int, int]
-"""(from page, to page, tokens): what a branch's first page begins with."""
+"""A copy of the start of a page: (source page, destination page, number of tokens)."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """Drafted tokens beside others."""
+    """Draft tokens that are an alternative to others."""
 
     start: int
-    """Drafted tokens before it, on the path that it leaves."""
+    """Number of draft tokens in front of the branch, on the path that it leaves."""
     tokens: list[int]
-    """At least one."""
+    """The tokens of the branch, at least one."""
     parent: int = 0
-    """The path that it leaves: 0 is the draft, 1 the first branch. It begins on that path's own tokens, or
-    behind the last of them."""
+    """Index of the path that the branch leaves: 0 is the draft, 1 the first branch. The branch leaves it at
+    one of the path's own tokens or behind the last of them."""
     shared: int = 0
-    """Pages of that path that it looks at, too: the full ones before it."""
+    """Number of full pages that the branch shares with the path it leaves."""
     pages: list[int] = field(default_factory=list)
-    """Its own, after these."""
+    """The branch's own pages, which follow the shared ones."""
 
 
 def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[int]:
-    """All drafted tokens up to the end of a path; 0 is the draft itself."""
+    """Returns all draft tokens up to the end of path `index`; 0 is the draft itself, 1 the first branch."""
     if not index:
         return draft
     branch = branches[index - 1]
@@ -47,7 +46,7 @@ def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[in
 
 
 def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int]:
-    """Of a whole path, for a sequence whose own pages are `trunk`."""
+    """Returns the pages of path `index` in order, for a sequence whose own pages are `trunk`."""
     if not index:
         return trunk
     branch = branches[index - 1]
@@ -55,38 +54,40 @@ def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int
 
 
 def rows(draft: List[int], branches: List[Branch]) -> list[tuple[int, int]]:
-    """(path, drafted tokens up to here) of each row."""
-    found = [(0, depth) for depth in range(len(draft) + 1)]
+    """Returns (index of the path, number of draft tokens up to and including this one) for each row of a
+    tree."""
+    path_rows = [(0, depth) for depth in range(len(draft) + 1)]
     for index, branch in enumerate(branches, 1):
-        found += [(index, branch.start + i) for i in range(1, len(branch.tokens) + 1)]
-    return found
+        path_rows += [(index, branch.start + i) for i in range(1, len(branch.tokens) + 1)]
+    return path_rows
 
 
 def children(draft: List[int], branches: List[Branch]) -> list[dict[int, int]]:
-    """For each row: drafted token after it -> row of that token."""
-    found: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
-    found.append({})
+    """Returns for each row of a tree: draft token that may follow it -> row of that token."""
+    successors: list[dict[int, int]] = [{token: row} for row, token in enumerate(draft, 1)]
+    successors.append({})
     starts = [0]
-    """Row of a path less the number of drafted tokens up to it."""
+    """For each path: its first row minus the number of draft tokens up to that row."""
     for branch in branches:
-        row = len(found)
-        leaves = found[starts[branch.parent] + branch.start]
+        row = len(successors)
+        leaves = successors[starts[branch.parent] + branch.start]
         starts.append(row - branch.start - 1)
         for token in branch.tokens:
             leaves.setdefault(token, row)
             leaves = {}
-            found.append(leaves)
+            successors.append(leaves)
             row += 1
-    return found
+    return successors
 
 
 def parts(length: int, trunk: list[int], branches: List[Branch], size: int) -> tuple[list[Part], list[Fork]]:
-    """What the branches of a sequence of `length` tokens add to a step, with pages of `size` tokens."""
-    found, forks = list[Part](), list[Fork]()
+    """Returns the parts and the page copies that branches add to a step, for a sequence of `length` tokens
+    and pages of `size` tokens."""
+    parts, forks = list[Part](), list[Fork]()
     for branch in branches:
         begin = length + branch.start
         where = path_pages(trunk, branches, branch.parent)
-        found.append((branch.tokens, begin + len(branch.tokens), where[: branch.shared] + branch.pages))
+        parts.append((branch.tokens, begin + len(branch.tokens), where[: branch.shared] + branch.pages))
         if begin % size:
             forks.append((where[branch.shared], branch.pages[0], begin % size))
-    return found, forks
+    return parts, forks

@@ -1,4 +1,4 @@
-"""Drafts without a model: prompt lookup, clients' predictions, and the accounts of whether drafts pay."""
+"""Drafts without a model (prompt lookup, clients' predictions), and estimates of whether drafts pay off."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from pathlib import Path
 from mlcbuild_runtime.engine.draft_tree import Branch
 
 TOKENS = 8
-"""Default maximum length of a draft."""
+"""Default maximum number of tokens in a draft."""
 SIZES = (4, 3, 2)
-"""Lengths of the n-grams that are looked up, the longest first."""
+"""Sizes of the n-grams that are looked up, longest first."""
 BRANCH = 2
-"""Maximum tokens of a branch: those after them are rarely accepted."""
+"""Maximum tokens of a branch: later ones are rarely accepted."""
 
 
 @dataclass(frozen=True)
 class Speculate:
-    """How to draft."""
+    """The settings of speculative decoding."""
 
     draft: Path | None = None
-    """A bundle of the same vocabulary; None: the sequence's own earlier tokens are looked up."""
+    """Directory of a draft bundle with the same vocabulary; None looks up the sequence's own earlier
+    tokens."""
     tokens: int = TOKENS
-    """Maximum length of a draft."""
+    """Maximum number of tokens in a draft."""
     branches: bool = True
-    """Alternatives beside a draft are verified, too, where they pay."""
+    """Alternatives to a draft are verified, too, where that pays off."""
 
     @classmethod
     def of(cls, how: str | Path, tokens: int | None = None) -> Speculate:
-        """Returns the settings for "lookup" or for the directory of a draft bundle."""
+        """Returns the settings for `how`, which is "lookup" or the directory of a draft bundle."""
         return cls(None if how == "lookup" else Path(how), tokens or TOKENS)
 
 
 class Lookup:
-    """Prompt lookup (Saxena, 2023): proposes what followed the last few tokens when they came before.
+    """Prompt lookup (Saxena, 2023): proposes the tokens that followed the last few tokens earlier in the
+    text.
 
-    Only n-grams of at least two tokens count, each with its latest place.
+    Only n-grams of at least two tokens are used, each with its latest occurrence.
     """
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}
-        """N-gram -> index of the token that followed it."""
+        """N-gram -> index of the token that followed its latest occurrence."""
         self._others: dict[tuple[int, ...], int] = {}
-        """N-gram -> the latest index of another token that followed it."""
+        """N-gram -> latest index of a different token that followed it."""
         self._learned = 0
-        """Tokens that are in both tables."""
+        """Number of tokens that both tables cover."""
 
     def _learn(self, tokens: Sequence[int]) -> None:
         places, others = self._places, self._others
@@ -62,8 +64,8 @@ class Lookup:
         self._learned = len(tokens)
 
     def others(self, tokens: Sequence[int], draft: Sequence[int], count: int) -> list[Branch]:
-        """Returns branches of a draft after `tokens`, with up to `count` tokens in all: the other
-        continuations of the draft's n-grams."""
+        """Returns branches of `draft`, which follows `tokens`: the other continuations of the draft's
+        n-grams, with up to `count` tokens in all."""
         self._learn(tokens)
         branches = list[Branch]()
         for start, token in enumerate(draft):
@@ -76,7 +78,7 @@ class Lookup:
         return branches
 
     def propose(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` tokens after `tokens`, which only grow from call to call."""
+        """Returns up to `count` tokens that may follow `tokens`. Calls must pass the same, growing list."""
         self._learn(tokens)
         for size in SIZES:
             place = self._places.get(tuple(tokens[-size:]))
@@ -89,19 +91,19 @@ class Lookup:
 
 
 class Prediction:
-    """The answer that a client expects, such as a text with a few changes."""
+    """The answer that a client expects, such as a text with a few changes, as a source of drafts."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._answered, self._place = list(tokens), 0, 0
         self._places: dict[tuple[int, ...], int] = {}
-        """N-gram -> index of the token that first followed it."""
+        """N-gram -> index of the token that followed its first occurrence in the prediction."""
         for end in range(len(self._tokens), 0, -1):
             for size in SIZES:
                 if end >= size:
                     self._places[tuple(self._tokens[end - size : end])] = end
 
     def propose(self, answer: Sequence[int], count: int) -> list[int]:
-        """Returns up to `count` tokens after `answer`, which only grows from call to call."""
+        """Returns up to `count` predicted tokens after `answer`. Calls must pass the same, growing answer."""
         more = list(answer[self._answered :])
         self._answered = len(answer)
         place = self._place + len(more)
@@ -116,9 +118,9 @@ class Prediction:
 class Credit:
     """Limits the drafts of a sequence to what earlier drafts have saved.
 
-    The balance is in tokens: the accepted ones minus the cost of verification. A sequence starts with a small
-    balance, earns a little with each token that had no draft, and drafts while the balance is positive. So
-    drafts that are always wrong cost a token or two and then 2 percent of the time.
+    The balance is in tokens: accepted draft tokens minus the cost of verification. A sequence starts with a
+    small balance, earns a little with each token that had no draft, and drafts while the balance is positive.
+    So drafts that are always wrong cost a token or two at first and about 2 percent of the time later.
     """
 
     _FIRST, _MOST, _GIFT, _LONGEST = 1.5, 6.0, 0.02, 16
@@ -130,18 +132,18 @@ class Credit:
         return min(self.length, most) if self.balance > 0 else 0
 
     def rest(self) -> None:
-        """Credits a token that had no draft."""
+        """Credits a small amount for a token that had no draft."""
         self.balance = min(self._MOST, self.balance + self._GIFT)
 
     def settle(self, drafted: int, accepted: int, price: float, gained: int = 0) -> None:
-        """Settles a draft. price: the cost of a drafted token, in tokens. gained: accepted tokens on a branch
-        after those of the draft."""
+        """Updates the balance after a draft was verified. `price` is the cost of a draft token in target
+        tokens, and `gained` the number of accepted tokens on a branch after those of the draft."""
         self.balance = min(self._MOST, self.balance + accepted - drafted * price)
         self.length = min(2 * self.length, self._LONGEST) if accepted == drafted else accepted + gained + 1
 
 
 class Odds:
-    """Decides whether branches beside a draft pay, from the acceptance rate of earlier ones.
+    """Decides whether branches beside a draft pay off, from the acceptance rate of earlier branches.
 
     A sequence starts with a guess, to which the rate slowly returns while there are no branches.
     """
@@ -150,38 +152,41 @@ class Odds:
 
     def __init__(self) -> None:
         self.rate = self._FIRST
-        """Acceptance rate of tokens on branches."""
+        """Estimated acceptance rate of tokens on branches, from 0 to 1."""
         self.pace = 1.0
-        """Tokens that a step adds to the answer, on average."""
+        """Average number of tokens that a step adds to the answer."""
 
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
-        """Returns how many tokens to draft on branches.
+        """Returns how many tokens to draft on branches; 0 if none pay off.
 
-        pace: tokens that the step adds for all sequences. shares: the share of the step's time that 1, 2, ...
-        tokens add.
+        `pace` is the number of tokens that the step adds for all sequences; `shares` lists the fraction of
+        the step's time that 1, 2, ... more tokens add.
         """
         gains = [(self.rate * count - pace * share, count) for count, share in enumerate(shares, 1)]
         gain, count = max(gains, default=(0.0, 0))
         return count if gain > 0 else 0
 
-    def settle(self, branched: int, gained: int, made: int) -> None:
-        """Learns from a step that added `made` tokens, `gained` of them among `branched` on branches."""
-        self.pace += (made - self.pace) * self._PACE
+    def settle(self, branched: int, gained: int, added: int) -> None:
+        """Updates the estimates after a step that added `added` tokens, `gained` of them from the `branched`
+        tokens on branches."""
+        self.pace += (added - self.pace) * self._PACE
         self.rate += (gained - self.rate * branched) * self._WEIGHT
         if not branched:
             self.rate += (self._FIRST - self.rate) * self._BACK
 
 
 class Prices:
-    """The cost of drafts, from the times of steps. The shortest times count: other steps had to wait."""
+    """Estimates the cost of drafts from measured times of steps. It uses the shortest times, since other
+    steps were delayed by other work."""
 
     _GUESS = 0.2
-    """Share of a step's time for each drafted token, before the first measurement."""
+    """Fraction of a step's time that each draft token is assumed to add before the first measurement."""
     _FORGET = 1.01
-    """Steps become slower as texts become longer."""
+    """Factor by which a best time grows with each step, because steps become slower as texts become
+    longer."""
 
     _TRIES = 2
-    """Measurements of a kind of step before its time is used."""
+    """Measurements of a kind of step that are needed before its time is used."""
 
     def __init__(self) -> None:
         self._best: dict[tuple[int, int, int], float] = {}
@@ -190,7 +195,7 @@ class Prices:
     def observe(self, batch: int, drafted: int, seconds: float, branched: int = 0) -> None:
         """Adds a measurement: a step of `batch` rows with `drafted` more tokens, and `branched` on branches.
 
-        seconds: device time of the step and its drafts.
+        `seconds` is the device time of the step and its drafts.
         """
         kind = batch, drafted, branched
         self._best[kind] = min(seconds, self._best.get(kind, math.inf) * self._FORGET)
@@ -201,14 +206,14 @@ class Prices:
         return self._best[kind] if self._tried[kind] >= self._TRIES else None
 
     def price(self, batch: int, drafted: int) -> float:
-        """Returns the cost of one drafted token, in target tokens forgone."""
+        """Returns the cost of one draft token, in target tokens forgone."""
         plain, whole = self._best.get((batch, 0, 0)), self._best.get((batch, drafted, 0))
         extra = drafted * self._GUESS if plain is None or whole is None else max(0.0, whole / plain - 1)
         return extra * batch / drafted
 
     def best(self, batch: int, most: int) -> int:
-        """Returns the number of drafted tokens, at most `most`, with which a step adds most tokens in its
-        time if all are accepted.
+        """Returns the number of draft tokens, at most `most`, for which a step yields most tokens per second
+        if all are accepted.
 
         Kernels compute rows in groups, and the first row of a group costs as much as the whole group. A
         number without measurements is assumed to take as long as the next smaller one.
@@ -221,8 +226,8 @@ class Prices:
         return best[1]
 
     def share(self, batch: int, drafted: int, branched: int) -> float:
-        """Returns the share of a step's time that tokens on branches add, which is at least what they would
-        add in a draft; infinite without measurements."""
+        """Returns the fraction of a step's time that tokens on branches add; infinite without measurements.
+        It is at least what as many tokens in the draft would add."""
         plain, longer = self._time(batch, drafted), self._time(batch, drafted + branched)
         if plain is None or longer is None:
             return math.inf

@@ -1,4 +1,4 @@
-"""Runs a model for any number of clients: requests go in, events come out."""
+"""The engine: runs a model for any number of clients; requests go in, events come out."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 class Engine:
-    """An executor with one thread that forms batches. `start` it, `submit` from any thread, `close` it."""
+    """An executor with one thread that forms batches. Call `start`, `submit` from any thread, then
+    `close`."""
 
     def __init__(
         self, executor: Executor, tokenizer: Tokenizer, options: EngineOptions | None = None
     ) -> None:
-        """Raises BundleError for a draft bundle that does not fit."""
+        """Loads the draft bundle, if there is one. Raises BundleError if it does not fit the model."""
         self.executor, self.tokenizer, self.options = executor, tokenizer, options or EngineOptions()
         manifest = executor.manifest
         self.grammars = Grammars(tokenizer.vocabulary, manifest.vocab_size, tokenizer.eos)
@@ -49,7 +50,7 @@ class Engine:
 
     @property
     def name(self) -> str:
-        """The name of the model in requests and answers."""
+        """The model's name in requests and answers."""
         return self.options.name or self.manifest.name
 
     @property
@@ -58,34 +59,34 @@ class Engine:
 
     @property
     def max_batch(self) -> int:
-        """Sequences in a step."""
+        """Maximum sequences in a step."""
         limit = self.manifest.limits.max_batch
         return min(self.options.max_batch or limit, limit)
 
     @property
     def prefill_chunk(self) -> int:
-        """Prompt tokens that are computed between two decode steps."""
+        """Maximum prompt tokens computed between two decode steps."""
         limit = self.manifest.limits.prefill_chunk
         return min(self.options.prefill_chunk or limit, limit)
 
     @cached_property
     def longest_text(self) -> int:
-        """Bytes of a text above which its tokens do not fit the context."""
+        """Size in bytes above which a text's tokens cannot fit the context."""
         return longest_text(self.manifest, self.tokenizer)
 
     def start(self, trace: Trace | None = None) -> Engine:
-        """trace: where every step and request is written."""
+        """Starts the engine's thread and returns the engine. `trace` receives every step and request."""
         self._runner.delivery.trace = trace
         self._thread.start()
         return self
 
     @property
     def ready(self) -> bool:
-        """New requests are accepted."""
+        """True while the engine accepts new requests."""
         return self._thread.is_alive() and not self._intake.draining and not self._intake.closed
 
     def drain(self) -> None:
-        """Refuses further requests; those that were submitted go on."""
+        """Refuses new requests; submitted ones continue."""
         self._intake.drain()
 
     def close(self, timeout: float = 1.0) -> bool:
@@ -117,11 +118,11 @@ class Engine:
         )
 
     def submit(self, request: Request, sink: Sink, window: int | None = None) -> Ticket:
-        """Accepts a request.
+        """Accepts a request and returns its ticket; `sink` receives the events.
 
-        window: events that may be delivered and not yet `read` from the ticket; the request pauses at that
-        number.
-        Raises RequestError when it cannot be served, EngineError after the end.
+        `window` is the number of events that may be delivered and not yet `read` from the ticket; at that
+        number the request pauses. Raises RequestError when the request cannot be served, EngineError after
+        `close`.
         """
         request = replace(request, max_tokens=answer_limit(request, self.executor))
         matcher = None if request.constraint is None else request.constraint.matcher()

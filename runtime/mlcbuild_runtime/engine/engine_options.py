@@ -10,23 +10,23 @@ from mlcbuild_runtime.engine.drafts import Speculate
 from mlcbuild_runtime.engine.threads import Turns
 
 MAX_WAITING = 1024
-"""Requests that may wait for a place by default; further ones are refused."""
+"""Default for the number of requests that may wait; further ones are refused."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """None stands for the bundle's own value."""
+    """The settings of one engine. None stands for the bundle's own value."""
 
     name: str | None = None
     max_batch: int | None = None
-    """Sequences in a step."""
+    """Maximum sequences in a step."""
     max_waiting: int = MAX_WAITING
-    """Requests that may wait for a place; further ones are refused."""
+    """Maximum requests that may wait to be admitted; further ones are refused."""
     prefill_chunk: int | None = None
-    """Prompt tokens that are computed between two decode steps."""
+    """Maximum prompt tokens computed between two decode steps."""
     pooling: Pooling | None = None
-    """How embeddings are pooled."""
+    """How hidden states are combined into an embedding."""
     speculate: Speculate | None = None
-    """None: only what clients predict is drafted."""
+    """Speculative decoding; None drafts only the predictions that clients send."""
     turns: Turns = field(default_factory=Turns)
-    """Engines of one process share it, so that one of them computes at a time."""
+    """The lock that lets one engine compute at a time; all engines of a process share it."""

@@ -1,4 +1,4 @@
-"""Requests on their way from any thread to the engine's thread."""
+"""Hands requests from any thread to the engine's thread."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mlcbuild_runtime.engine.sequence import Sequence
 
 
 class Intake:
-    """A queue of requests with a door: after `close` nothing comes in. Its methods may be called from any
-    thread; `get` is for the engine's."""
+    """A queue of requests that can be closed. Any thread may call its methods, except `get` and `received`,
+    which are the engine's."""
 
     def __init__(self, max_waiting: int, interrupt: Callable[[], None]) -> None:
-        """max_waiting: requests that may wait for a place. interrupt: ends the steps that run, so that the
-        engine looks at the queue."""
+        """`max_waiting` is the number of requests that may wait for admission. `interrupt` ends running
+        decode steps early, so that the engine reads the queue."""
         self.max_waiting, self._interrupt = max_waiting, interrupt
         self._queue: SimpleQueue[Sequence | None] = SimpleQueue()
         self.closed, self.draining, self._door = False, False, threading.Lock()
@@ -28,9 +28,9 @@ class Intake:
     ) -> None:
         """Puts a request into the queue.
 
-        waiting: returns the number of requests that wait for a place. announce: called with the request's
-        number before the engine can see it.
-        Raises EngineError after `close`, RequestError (503) while the server is full or stopping.
+        `waiting` returns the number of requests that wait for admission. `announce` is called with the
+        request's number before the engine can see it. Raises EngineError after `close`, and RequestError
+        (503) while the engine is full or draining.
         """
         with self._door:
             if self.closed:
@@ -48,11 +48,11 @@ class Intake:
             self._put(sequence)
 
     def wake(self) -> None:
-        """Makes the engine look at what other threads have changed, such as a cancelled request."""
+        """Makes the engine notice what other threads have changed, such as a cancelled request."""
         self._put(None)
 
     def drain(self) -> None:
-        """Refuses further requests; those that were submitted go on."""
+        """Refuses new requests; submitted ones continue."""
         with self._door:
             self.draining = True
 
@@ -67,18 +67,19 @@ class Intake:
 
     @property
     def pending(self) -> int:
-        """Requests that the engine has not taken from the queue yet."""
+        """Number of requests that the engine has not taken from the queue yet."""
         return self._submitted - self._received
 
     def get(self, wait: bool, timeout: float | None) -> Sequence | None:
-        """Returns the next request with its order of arrival; None after `wake`. Raises Empty."""
+        """Returns the next request after setting its order of arrival; None after `wake`. Raises queue.Empty
+        after `timeout` seconds."""
         sequence = self._queue.get(wait, timeout)
         if sequence is not None:
             sequence.order = self._received
         return sequence
 
     def received(self) -> None:
-        """Notes that the request from `get` counts among the engine's own now."""
+        """Records that the engine counts the request from `get` among its own now."""
         self._received += 1
 
     def _put(self, item: Sequence | None) -> None:

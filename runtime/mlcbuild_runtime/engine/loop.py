@@ -1,10 +1,10 @@
 """The loop of the engine's thread.
 
-Each turn admits what fits, computes one chunk of prompts and then one decode step for all sequences whose
-prompt is computed: a long prompt delays the others by one chunk at a time. Each call is all prefill or all
-decode, so that a sequence uses the same kernels, and gets the same tokens, whatever shares its batch. One
-call for both would save one reading of the weights for a chunk of hundreds of tokens, which is little, and
-would make answers depend on their neighbours.
+Each iteration admits requests, computes one chunk of prompts, and then one decode step for all sequences
+whose prompt is computed: a long prompt delays the others by one chunk at a time. A step is all prefill or all
+decode, so that a sequence uses the same kernels, and gets the same tokens, whatever else is in its batch.
+Mixing both would save one reading of the weights per chunk of hundreds of tokens, which is little, and would
+make answers depend on other requests.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from mlcbuild_runtime.engine.sequence import Sequence
 log = logging.getLogger(__name__)
 
 NAP = 0.2
-"""Seconds between two checks of deadlines while every request waits for its client."""
+"""Seconds between checks of deadlines while every request waits for its client."""
 BURST_SECONDS = 0.04
-"""Seconds, about, after which clients must hear of their tokens: the limit of a burst of decode steps."""
+"""Maximum seconds of one burst of decode steps, after which clients receive their tokens."""
 
 
 class Loop:
-    """Serves requests until its intake is closed. All methods run on the engine's thread."""
+    """Serves requests until the intake is closed. All methods run on the engine's thread."""
 
     def __init__(self, runner: Runner, intake: Intake, prefill_chunk: int) -> None:
-        """prefill_chunk: prompt tokens that are computed between two decode steps."""
+        """`prefill_chunk`: maximum prompt tokens computed between two decode steps."""
         self._runner, self._intake, self._prefill_chunk = runner, intake, prefill_chunk
         self._executor, self._counters = runner.executor, runner.counters
         self._schedule, self._delivery = runner.schedule, runner.delivery
         self._pace: dict[int, float] = {}
-        """Number of sequences -> seconds of a decode step."""
+        """Number of sequences -> measured seconds of one decode step."""
 
     def run(self) -> None:
         schedule = self._schedule
@@ -68,7 +68,7 @@ class Loop:
         for _ in self._executor.prepare_pages(schedule.pages.reached) if idle else ():
             if not intake.empty:
                 break
-        # Requests whose client does not read can reach their deadline, too.
+        # A request can reach its deadline while its client does not read.
         nap = NAP if schedule.active or schedule.waiting else None
         while idle or not intake.empty:
             try:
@@ -81,7 +81,7 @@ class Loop:
                 intake.received()
 
     def _drop(self) -> None:
-        """Ends requests that were cancelled, and those past their deadline."""
+        """Ends requests that were cancelled or whose deadline has passed."""
         now = time.monotonic()
         for sequence in [*self._schedule.active, *self._schedule.waiting]:
             if sequence.client.ticket.cancelled:
@@ -90,21 +90,21 @@ class Loop:
                 self._delivery.end(sequence, sequence.failure(late(sequence.request.timeout)))
 
     def _prefill(self) -> None:
-        """Computes a chunk of prompts."""
+        """Computes the next chunk of prompts."""
         parts = self._schedule.prefills(self._prefill_chunk)
         self._runner.step([part for part in parts if part[0].pool is None], prompt=True)
         self._runner.pool([part for part in parts if part[0].pool is not None])
         self._runner.step(self._schedule.scored(self._prefill_chunk), prompt=True)
 
     def _decode(self, parts: List[Part]) -> None:
-        """Computes the next token of each sequence, and what drafts may add; or several tokens of each where
-        nothing is drafted and nobody waits."""
+        """Computes the next token of each sequence plus accepted draft tokens; or several tokens of each,
+        where nothing is drafted and no client waits."""
         speculation = self._runner.speculation
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
         if not any(map(speculation.concerns, ready)):
             self._decode_plain(parts)
             return
-        # The device's time: on a busy machine that of others must not count as the cost of a draft.
+        # Device time, not wall time: other processes' work must not count as the cost of a draft.
         rows, begun = sum(count for _, count in parts), self._executor.seconds()
         allotted = speculation.allot(ready, rows)
         stretched = [(sequence, self._schedule.stretch(sequence, count)) for sequence, count in allotted]
@@ -118,7 +118,7 @@ class Loop:
         speculation.settle(rows, outcomes, self._executor.seconds() - begun)
 
     def _decode_plain(self, parts: List[Part]) -> None:
-        """Decodes without drafts: several steps at once if no client has to hear of the tokens between."""
+        """Decodes without drafts: several steps in one burst if no client waits for the tokens in between."""
         sequences = [sequence for sequence, _ in parts]
         begun, before = time.perf_counter(), self._counters.decode_steps
         count = self._burst_length(sequences)
@@ -130,7 +130,7 @@ class Loop:
             self._pace[len(parts)] = (time.perf_counter() - begun) / steps
 
     def _burst_length(self, sequences: List[Sequence]) -> int:
-        """Returns how many decode steps can be executed at once; allocates pages for them."""
+        """Returns how many decode steps to execute in one burst, after allocating pages for them."""
         if any(sequence.prefilling for sequence in self._schedule.active):
             return 1
         count = min((sequence.steps_ahead for sequence in sequences), default=1)

@@ -1,4 +1,5 @@
-"""How much of a machine a bundle may take: three modes, and what explicit numbers change of them."""
+"""Decides how much of a machine's memory a bundle uses: three modes, and explicit numbers that
+override them."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ Mode = Literal["interactive", "local", "server"]
 
 @dataclass(frozen=True)
 class Share:
+    """The part of a machine that one mode uses."""
+
     about: str
     memory: int
-    """Percent of the machine's memory, or of the container's, that all bundles together may take."""
+    """Percentage of the memory of the machine, or of its container, that all bundles together may use."""
     max_batch: int | None
-    """Requests at a time; None: the library's limit."""
+    """Maximum requests in a batch; None means the library's limit."""
     prefill_chunk: int | None
-    """Tokens of prompts at a time: others wait for so many; None: the library's limit."""
+    """Maximum prompt tokens computed at a time, for which other requests wait; None means the library's
+    limit."""
 
 
 MODES: Mapping[Mode, Share] = {
@@ -33,8 +37,8 @@ MODES: Mapping[Mode, Share] = {
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a command line says; None: as the mode has it."""
+class RequestedLimits:
+    """The limits given on the command line; None leaves a value to the mode."""
 
     mode: Mode = "server"
     memory: int | None = None
@@ -45,39 +49,40 @@ class Wanted:
 
     @property
     def budget(self) -> int:
-        """Bytes for all bundles together."""
+        """Bytes of memory that all bundles together may use."""
         return self.memory or machine_memory.available() * MODES[self.mode].memory // 100
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """What a bundle runs with."""
+class ChosenLimits:
+    """The limits with which a bundle runs."""
 
     mode: Mode
     max_batch: int
     pages: int
-    """Of the KV cache."""
+    """Pages of the KV cache."""
     prefill_chunk: int
     memory: int
-    """Bytes: weights, KV cache and workspace."""
+    """Bytes of memory for weights, KV cache and workspace together."""
 
 
-def choose(wanted: Wanted, manifest: Manifest) -> Chosen:
-    """What `manifest`'s bundle is to run with. The KV cache gets the room that is left, up to a full context
-    for every request, and at least one. Raises SetupError when it does not fit the memory that was given."""
-    share, limits, needs = MODES[wanted.mode], manifest.limits, manifest.memory
+def choose(requested: RequestedLimits, manifest: Manifest) -> ChosenLimits:
+    """Returns the limits for `manifest`'s bundle. The KV cache gets the memory that is left, at most a full
+    context for each request of a batch and at least one. Raises SetupError if the bundle does not fit an
+    explicit memory limit."""
+    share, limits, needs = MODES[requested.mode], manifest.limits, manifest.memory
     each = limits.sequence_pages
-    max_batch = min(wanted.max_batch or share.max_batch or limits.max_batch, limits.max_batch)
+    max_batch = min(requested.max_batch or share.max_batch or limits.max_batch, limits.max_batch)
     page = max(1, needs.kv_cache // limits.pages)
-    room = (wanted.budget - needs.weights - needs.workspace) // page
-    pages = wanted.max_pages or max(each, min(each * max_batch, room))
+    room = (requested.budget - needs.weights - needs.workspace) // page
+    pages = requested.max_pages or max(each, min(each * max_batch, room))
     pages = min(pages, limits.pages)
     needed = needs.weights + needs.workspace + pages * page
-    if wanted.memory is not None and needed > wanted.memory:
+    if requested.memory is not None and needed > requested.memory:
         raise SetupError(
             f"{manifest.name} needs {sizes.show(needed)} (weights {sizes.show(needs.weights)}, workspace"
             f" {sizes.show(needs.workspace)}, {pages} pages of KV cache {sizes.show(pages * page)}),"
-            f" but the memory for bundles is {sizes.show(wanted.memory)}: give it more, or --max-pages"
+            f" but the memory for bundles is {sizes.show(requested.memory)}: give it more, or --max-pages"
         )
-    chunk = min(wanted.prefill_chunk or share.prefill_chunk or limits.prefill_chunk, limits.prefill_chunk)
-    return Chosen(wanted.mode, max_batch, pages, chunk, needed)
+    chunk = min(requested.prefill_chunk or share.prefill_chunk or limits.prefill_chunk, limits.prefill_chunk)
+    return ChosenLimits(requested.mode, max_batch, pages, chunk, needed)

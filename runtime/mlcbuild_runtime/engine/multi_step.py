@@ -1,8 +1,8 @@
-"""Several decode steps before any client hears of a token.
+"""Executes several decode steps before any client receives a token.
 
-Everything between two steps misses the caches, after the weights of a model have gone through them: the less
-there is, the better. Where the device draws all tokens by itself it is one call; where sequences follow
-constraints, each token decides the input of the next step.
+Reading all weights evicts everything else from the caches, so all work between two steps runs with cold
+caches and should be small. Where the device can sample all tokens by itself, the steps are one call; where
+sequences have constraints, each token decides the input of the next step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 
 def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
-    """Executes up to `count` steps in which every sequence continues with the token that was drawn for it.
+    """Executes up to `count` decode steps in one device call; each sequence continues with the token sampled
+    for it.
 
-    The sequences have pages for these, and one token each that is not in the cache.
+    The sequences have pages for these steps, and one token each that is not in the KV cache.
     """
     random_numbers = list(zip(*(sequence.random_numbers(count - 1) for sequence in sequences), strict=True))
     stops_at_eos = [not sequence.request.ignore_eos for sequence in sequences]
@@ -29,18 +30,18 @@ def unguided(executor: Executor, sequences: List[Sequence], count: int) -> None:
 
 
 def guided(executor: Executor, sequences: List[Sequence], count: int, until: float) -> None:
-    """Executes up to `count` steps in which each token decides what may follow it. No step begins after
-    `until`, a time of time.perf_counter."""
+    """Executes up to `count` decode steps in which each token decides what may follow it. No step begins
+    after `until`, a time of time.perf_counter in seconds."""
     params = _params(sequences)
     masks = masks_of(sequences, [1] * len(sequences))
     steps = executor.guided_steps(_step(sequences), params, masks, count)
     result = next(steps)
     for _ in range(count - 1):
-        going = _advance(sequences, result)
-        if not going or executor.interrupted or time.perf_counter() > until:
+        continues = _advance(sequences, result)
+        if not continues or executor.interrupted or time.perf_counter() > until:
             return
         inputs = [own for sequence in sequences if (own := sequence.next_input()) is not None]
-        if len(inputs) < len(sequences):  # a step of its own reports what is wrong
+        if len(inputs) < len(sequences):  # a separate step reports the error
             return
         result = steps.send(inputs)
     _advance(sequences, result)
@@ -60,5 +61,5 @@ def _params(sequences: List[Sequence]) -> list[SamplingRow]:
 
 def _advance(sequences: List[Sequence], result: StepResult) -> bool:
     """Appends a token to each sequence. Returns false if no step may follow."""
-    going = [s.advance(Rows(result, row, row + 1)) for row, s in enumerate(sequences)]
-    return all(going)  # after each sequence has its token
+    continuing = [s.advance(Rows(result, row, row + 1)) for row, s in enumerate(sequences)]
+    return all(continuing)  # only after each sequence has its token

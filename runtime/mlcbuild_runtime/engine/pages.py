@@ -1,9 +1,9 @@
-"""Who holds the pages of the KV cache, and which of them hold prompts that another request may share.
+"""Allocates the pages of the KV cache, and shares those that hold the same beginning of a prompt.
 
-Full pages of finished prompts stay in a tree until their room is needed: a path from its root spells the
-blocks of tokens (one page each) that a prompt begins with. The idea is that of SGLang's RadixAttention (Zheng
-et al., 2023, arXiv:2312.07104), with blocks of one page instead of edges of any length. A page in the tree
-is never written again, so that nothing is ever copied.
+Full pages of finished prompts stay in a prefix tree until their memory is needed: a path from the root spells
+the blocks of tokens, one page each, with which a prompt begins. The idea is that of SGLang's RadixAttention
+(Zheng et al., 2023, arXiv:2312.07104), with blocks of one page instead of edges of any length. A page in the
+tree is never written again, so nothing is ever copied.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 GONE = -1
-"""In a sequence's pages: one that it has let go of, because it is outside of its window."""
+"""Stands in a sequence's list for a page that it has released because it is outside the attention window."""
 Key = tuple[int, ...]
-"""What one page holds: its tokens, perhaps with more that tells it from pages of the same tokens."""
+"""Identifies the content of one page: its tokens, with a prefix where equal tokens must not be shared."""
 
 
 @dataclass(eq=False)
@@ -22,24 +22,26 @@ class _Node:
     page: int
     key: Key
     parent: _Node | None
-    """None: what came before has been given away, so that only its users can still find it."""
+    """The node of the page before; None once that page was reassigned, so that no new request can reach this
+    node."""
     children: dict[Key, _Node] = field(default_factory=dict)
     users: int = 1
 
 
 class Pages:
-    """Pages 0 .. count-1: free, held by one sequence, or in the tree with any number of users.
+    """The pages 0 .. count-1: each is free, owned by one sequence, or in the prefix tree with any number of
+    users.
 
-    A user of a page in the tree uses all pages above it, too, and lets go of the deepest first. So the idle
-    pages (in the tree, without a user), in the order in which they became idle, begin with a leaf: the one
-    that was used least recently. Only users that look back no further than a window let go of pages above
-    those they go on with. When such a page is given away, all that is below it leaves the tree.
+    A user of a page in the tree also uses all pages above it, and releases the deepest first. So the idle
+    pages (in the tree, without a user), ordered by when they became idle, begin with a leaf: the least
+    recently used one. Only sequences with an attention window release pages above those they continue to use.
+    When such a page is reassigned, everything below it leaves the tree.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.reached = 0
-        """All pages from this one on have never been taken."""
+        """The lowest page number such that no page from it on has ever been allocated."""
         self._free = list(range(count - 1, -1, -1))
         self._root = _Node(-1, (), None)
         self._nodes: dict[int, _Node] = {}
@@ -47,20 +49,20 @@ class Pages:
 
     @property
     def available(self) -> int:
-        """Pages that `take` could give."""
+        """Number of pages that `take` could allocate."""
         return len(self._free) + len(self._idle)
 
     @property
     def cached(self) -> int:
-        """Pages in the tree."""
+        """Number of pages in the prefix tree."""
         return len(self._nodes)
 
     def depth(self, keys: Sequence[Key]) -> int:
-        """How many of the first `keys` are in the tree."""
+        """Returns how many of the first `keys` are in the prefix tree."""
         return len(self._path(keys))
 
     def share(self, keys: Sequence[Key]) -> list[int]:
-        """The pages in the tree for the longest beginning of `keys`, for one more user."""
+        """Returns the tree's pages for the longest prefix of `keys`, after adding a user to each."""
         path = self._path(keys)
         for node in path:
             node.users += 1
@@ -68,7 +70,7 @@ class Pages:
         return [node.page for node in path]
 
     def take(self, count: int) -> list[int] | None:
-        """Pages to write to, at the cost of idle ones; None when there are not so many."""
+        """Allocates `count` pages, evicting idle ones if necessary; returns None if there are too few."""
         if count > self.available:
             return None
         while len(self._free) < count:
@@ -78,16 +80,16 @@ class Pages:
         return taken
 
     def keep(self, keys: Sequence[Key], pages: list[int]) -> None:
-        """Puts the first pages of a sequence, which hold `keys`, into the tree.
+        """Puts the first pages of a sequence, whose contents are identified by `keys`, into the prefix tree.
 
-        Where the tree has a page for a key already, that one takes the place in `pages`.
+        Where the tree already has a page for a key, that page replaces the sequence's own one in `pages`.
         """
         node = self._root
         for i, key in enumerate(keys):
             child = node.children.get(key)
             if pages[i] == GONE:
                 if child is None:
-                    break  # it has been given away, and what is below it could not be found
+                    break  # the page was reassigned, so nothing below it can be reached
             elif child is None:
                 child = self._nodes.setdefault(pages[i], _Node(pages[i], key, node))
                 child.parent, node.children[key] = node, child
@@ -99,8 +101,8 @@ class Pages:
             node = child
 
     def release(self, pages: Sequence[int], forget: bool = False) -> None:
-        """One user less of a sequence's pages; GONE ones have none. `forget`: what they hold is not to
-        be used again."""
+        """Removes one user from each page of a sequence, except GONE ones. With `forget`, their contents are
+        not shared again."""
         for page in reversed(pages):
             if page == GONE:
                 continue
@@ -125,7 +127,7 @@ class Pages:
         return path
 
     def _victim(self) -> _Node:
-        """The idle page to give away: the oldest, or what is idle below it."""
+        """Returns the idle page to evict: the least recently used one, or an idle page below it."""
         node = self._nodes[next(iter(self._idle))]
         while (
             below := next((child for child in node.children.values() if not child.users), None)
@@ -134,7 +136,7 @@ class Pages:
         return node
 
     def _forget(self, node: _Node) -> None:
-        """An idle page becomes a free one; so do those below it which are idle."""
+        """Frees an idle page and the idle pages below it, and removes all of these from the tree."""
         if node.parent is not None:
             del node.parent.children[node.key]
         below = [node]
@@ -148,20 +150,20 @@ class Pages:
 
 
 class Keys:
-    """Of the pages of one sequence, in order.
+    """Computes the keys of the pages of one sequence, in order.
 
-    Pages with tokens of the answer have a key of this sequence's own: another request prefills these tokens,
-    and the kernels of prefill and decode need not round alike. So no answer depends on what the cache happens
-    to hold.
+    Pages with tokens of the answer get a key that only this sequence has: another request would prefill these
+    tokens, and the kernels of prefill and decode may round differently. So no answer depends on the contents
+    of the cache.
     """
 
     def __init__(self, prompt: int) -> None:
-        """`prompt`: its tokens."""
+        """`prompt`: number of tokens of the prompt."""
         self._prompt, self._made = prompt, list[Key]()
 
     def of(self, tokens: Sequence[int], length: int, page_size: int, own: int) -> Sequence[Key]:
-        """Of the pages that the first `length` tokens fill, which are the same ones each time. `own`: a
-        number less than 0 that no other sequence has."""
+        """Returns the keys of the pages that the first `length` tokens fill; earlier keys never change. `own`
+        is a negative number that no other sequence has."""
         for end in range((len(self._made) + 1) * page_size, length + 1, page_size):
             block = tuple(tokens[end - page_size : end])
             self._made.append((own, *block) if end > self._prompt else block)

@@ -1,4 +1,4 @@
-"""One vector for a text: hidden states of its tokens, pooled and scaled to length 1."""
+"""Embeds a text as one vector: the pooled hidden states of its tokens, scaled to length 1."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ Floats = NDArray[np.float32]
 
 
 class Pool:
-    """The states of one text as they come, chunk by chunk."""
+    """Pools the hidden states of one text as they arrive, chunk by chunk."""
 
     def __init__(self, kind: Pooling) -> None:
         self.kind, self._count = kind, 0
         self._sum: NDArray[np.float64] = np.zeros(0)
 
     def clear(self) -> None:
-        """The text is computed again, from its beginning."""
+        """Starts again from the beginning of the text."""
         self._count = 0
 
     def add(self, states: Floats) -> None:
-        """states: float32 [n, hidden] of the next n tokens; summed in float64, so that chunks do not show."""
+        """Adds hidden states, float32 [n, hidden], of the next n tokens. They are summed in float64, so that
+        the result does not depend on chunks."""
         if self.kind == "last":
             self._sum, self._count = states[-1].astype(np.float64), 1
             return
@@ -30,12 +31,12 @@ class Pool:
         self._count += len(states)
 
     def vector(self) -> Floats:
-        """float32 [hidden] of length 1."""
+        """Returns the embedding, float32 [hidden] of length 1."""
         return unit(self._sum / self._count)
 
 
 def unit(vector: NDArray[np.floating]) -> Floats:
-    """The vector scaled to length 1; a vector of zeros stays what it is."""
+    """Returns the vector scaled to length 1; a zero vector stays zero."""
     wide = vector.astype(np.float64)
     length = float(np.linalg.norm(wide))
     return (wide / length if length else wide).astype(np.float32)

@@ -20,55 +20,57 @@ Finish = Literal["stop", "length"]
 class Request:
     prompt: tuple[int, ...]
     max_tokens: int | None = None
-    """None: as many as the context has room for. 0: the prompt is only computed."""
+    """Maximum tokens of the answer. None: as many as fit the context. 0: the prompt is computed and nothing
+    is answered."""
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     message: bool = False
-    """The answer is a whole message, not the continuation of a text."""
+    """True if the answer is a whole message, false if it continues a text."""
     logprobs: int | None = None
-    """Alternatives to report for each token; None: no log-probabilities."""
+    """Number of alternatives to report for each token; None reports no log-probabilities."""
     prompt_logprobs: bool = False
-    """Reports those of the prompt's tokens, too, whose pages are then not shared with other requests."""
+    """Log-probabilities of the prompt's tokens are reported, too. The prompt's pages are then not shared."""
     constraint: Compiled | None = None
-    """A grammar that the answer must match."""
+    """The grammar that the answer must match."""
     shown: tuple[tuple[int, str], ...] = ()
-    """(token, text) of special tokens that are part of the answer's text."""
+    """Special tokens that appear in the answer's text, as pairs (token, text)."""
     ignore_eos: bool = False
-    """Only `max_tokens`, the context and `stop` end the answer."""
+    """End-of-sequence tokens do not end the answer; only `max_tokens`, the context and `stop` do."""
     speculate: bool = True
-    """Tokens may be drafted, where the engine does so; the answer is the same."""
+    """Speculative decoding may be used for this request, where the engine has it; the answer is the same."""
     prediction: tuple[int, ...] = ()
     """Tokens that the client expects in the answer. They are drafted whatever the engine's settings are."""
     priority: int = 0
-    """Lower goes first; equal ones are in the order of arrival."""
+    """Requests with a lower number go first; equal ones go in order of arrival."""
     pooling: Pooling | None = None
-    """The answer is a vector: the prompt's hidden states, pooled in this way. None: the answer is text."""
+    """How the prompt's hidden states are pooled into an embedding, which is the answer; None for answers of
+    text."""
     timeout: float | None = None
-    """Seconds from submission after which the request ends with an error."""
+    """Seconds after submission at which the request ends with an error."""
 
 
 class Event(NamedTuple):
-    """One token of an answer, or the only event of a request without tokens. The last event has `finish` or
-    `error`."""
+    """One token of an answer, or the only event of a request without tokens. The last event of a request has
+    `finish` or `error`."""
 
     text: str = ""
     tokens: int = 0
-    """Tokens of the answer so far."""
+    """Number of tokens of the answer so far."""
     finish: Finish | None = None
     error: ServingError | None = None
     logprob: Logprob | None = None
     alternatives: tuple[Logprob, ...] = ()
     cached: int = 0
-    """Prompt tokens that were in the prefix cache."""
+    """Number of prompt tokens that were read from the prefix cache."""
     prompt: tuple[Score, ...] = ()
     """Scores of the prompt's tokens from the second on, in the first event of a request with
     `prompt_logprobs`."""
     accepted: int = 0
-    """Tokens of the answer so far that were drafted."""
+    """Number of the answer's tokens so far that were accepted draft tokens."""
     rejected: int = 0
-    """Drafted tokens so far that were not chosen."""
+    """Number of draft tokens so far that were rejected."""
     vector: Floats | None = None
-    """The answer of a request with `pooling`, in its only event."""
+    """The embedding, in the only event of a request with `pooling`."""
 
     @property
     def last(self) -> bool:
@@ -76,21 +78,22 @@ class Event(NamedTuple):
 
 
 Sink = Callable[[Event], None]
-"""Called by the engine's thread; must not block."""
+"""Receives the events of a request. The engine's thread calls it, so it must not block."""
 
 
 class Ticket:
-    """The client's handle of a submitted request. Its methods may be called from any thread."""
+    """The client's handle of a submitted request. Any thread may call its methods."""
 
     def __init__(self, wake: Callable[[], None], window: int | None) -> None:
-        """window: events that may be delivered and not yet read; the request pauses at this number."""
+        """`window`: number of events that may be delivered and not yet read; at this number the request
+        pauses."""
         self.cancelled = False
-        self.told = 0
-        """Events that were delivered; counted by the engine."""
+        self.delivered = 0
+        """Number of delivered events; the engine counts them."""
         self._read, self._wake, self._window = 0, wake, window
 
     def cancel(self) -> None:
-        """Ends the request soon; its sink is not called again after the current step."""
+        """Ends the request soon; its sink is not called after the current step."""
         self.cancelled = True
         self._wake()
 
@@ -98,14 +101,14 @@ class Ticket:
         """Passes an event to the sink, unless the request was cancelled."""
         if self.cancelled:
             return
-        self.told += 1
+        self.delivered += 1
         try:
             sink(event)
-        except Exception:  # the client's side is gone, an event loop that has ended for example
+        except Exception:  # the receiver is gone, for example an event loop that has ended
             self.cancel()
 
     def read(self) -> None:
-        """Notes that the client has read one event."""
+        """Records that the client has read one event."""
         rested = self.resting
         self._read += 1
         if rested:
@@ -113,27 +116,29 @@ class Ticket:
 
     @property
     def room(self) -> int | None:
-        """Events that may be delivered before the client reads on; None: any number."""
-        return None if self._window is None else self._window - (self.told - self._read)
+        """Number of events that may be delivered before the client reads on; None means any number."""
+        return None if self._window is None else self._window - (self.delivered - self._read)
 
     @property
     def resting(self) -> bool:
-        """The client does not keep up, so its request is paused."""
+        """True while the request is paused because its client does not keep up."""
         room = self.room
         return room is not None and room <= 0
 
 
 @dataclass(frozen=True)
 class State:
+    """The load of an engine, and its sums since the start."""
+
     running: int
     waiting: int
     free_pages: int
-    """Pages that can be allocated, with those of the prefix cache that are not in use."""
+    """Pages that can be allocated, including idle ones of the prefix cache."""
     cached_pages: int
-    """Pages of the prefix cache, in use or not."""
+    """Pages in the prefix cache, idle or in use."""
     pages: int
     prompt_tokens: int
-    """Tokens prefilled since the start."""
+    """Prompt tokens computed since the start."""
     cached_tokens: int
     """Prompt tokens read from the prefix cache since the start."""
     answer_tokens: int
@@ -141,14 +146,14 @@ class State:
     decode_steps: int
     """Decode steps since the start."""
     drafted_tokens: int
-    """Drafted tokens that were verified since the start."""
+    """Draft tokens verified since the start."""
     accepted_tokens: int
-    """Those of them that became part of answers."""
+    """Draft tokens since the start that became part of answers."""
     preemptions: int
-    """Requests that were preempted since the start, each time counted."""
+    """Number of preemptions since the start; a request may be preempted several times."""
     alive: bool
 
 
 def late(timeout: float | None) -> RequestError:
-    """Returns the error of a request that is not done after `timeout` seconds."""
+    """Returns the error of a request that is not finished after `timeout` seconds."""
     return RequestError(f"not done after {timeout:g} s", code="timeout", status=504)

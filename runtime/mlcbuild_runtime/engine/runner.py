@@ -1,4 +1,5 @@
-"""Executes batches: from parts of sequences to a step of the executor, and from its result to events."""
+"""Executes batches: forms a step from sequences, runs it on the executor, and turns the result into
+events."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class StepInput(NamedTuple):
-    """The tokens of one sequence in a step, its length after them, and its pages up to there."""
+    """The new tokens of one sequence in a step, its length after them, and its pages up to there."""
 
     tokens: list[int]
     length: int
@@ -30,8 +31,8 @@ class StepInput(NamedTuple):
 
 
 class Runner:
-    """Executes steps, one at a time, when it is this engine's turn. A step that raises ends the requests of
-    its own sequences."""
+    """Executes one step at a time, while this engine holds the lock of `Turns`. A step that raises ends the
+    requests of its own sequences."""
 
     def __init__(
         self, executor: Executor, schedule: Schedule, speculation: Speculation, turns: Turns
@@ -41,8 +42,8 @@ class Runner:
         self.delivery = Delivery(schedule, self.counters)
 
     def step(self, parts: List[Part], prompt: bool = False) -> list[DraftOutcome]:
-        """Computes the next `count` tokens of each sequence, the draft last, and draws the next tokens of
-        those that are complete then. Returns the outcome of the draft of each of these."""
+        """Computes the next `count` tokens of each sequence, draft tokens last, and samples the next token of
+        each sequence that is complete then. Returns the draft outcome of each of these."""
         if not parts:
             return []
         begun = time.perf_counter()
@@ -100,8 +101,8 @@ class Runner:
                 self.delivery.deliver(sequence, [event])
 
     def burst(self, sequences: List[Sequence], count: int, seconds: float) -> None:
-        """Executes up to `count` decode steps before any event is delivered. Guided steps end after
-        `seconds`."""
+        """Executes up to `count` decode steps before any event is delivered. With constraints, no step begins
+        after `seconds`."""
         begun, before, failure = time.perf_counter(), [len(s.tokens) for s in sequences], None
         try:
             with self._turns:
@@ -113,21 +114,22 @@ class Runner:
         except Exception as error:  # whatever the device raises
             failure = error
         computed = time.perf_counter()
-        made = max(len(s.tokens) - old for s, old in zip(sequences, before, strict=True))
-        self.counters.decode_steps += made
+        executed = max(len(s.tokens) - old for s, old in zip(sequences, before, strict=True))
+        self.counters.decode_steps += executed
         for sequence in sequences:
             self.schedule.computed(sequence, 0)
             self.delivery.deliver(sequence, sequence.take_events())
             self.schedule.trim(sequence)
         if failure is not None:
             self.delivery.fail([s for s in sequences if s in self.schedule.active], failure)
-        parts = [(sequence, made) for sequence in sequences]
+        parts = [(sequence, executed) for sequence in sequences]
         self.delivery.trace_step("decode", parts, (begun, computed, time.perf_counter()))
 
     def _step_of(
         self, parts: List[Part], counts: List[int] | None, prompt: bool
     ) -> tuple[Step, list[StepInput]]:
-        """counts: rows of each sequence whose logits are computed."""
+        """Returns the step for `parts`, and the input of each sequence. `counts`: rows of each sequence whose
+        logits are computed."""
         size = self.executor.manifest.limits.page_size
         inputs = []
         for sequence, count in parts:
@@ -139,7 +141,8 @@ class Runner:
         return Step.of(inputs, counts, prompt), inputs
 
     def _execute(self, parts: List[Part], compute: Callable[[], Result]) -> Result | None:
-        """Returns None if the step has raised."""
+        """Runs `compute` while holding the turn. Returns None, after ending the requests of `parts`, if it
+        raises."""
         try:
             with self._turns:
                 return compute()
@@ -148,7 +151,7 @@ class Runner:
             return None
 
     def _note_computed(self, parts: List[Part], inputs: List[StepInput], prompt: bool) -> None:
-        """Notes that the keys and values of `inputs` are in the cache."""
+        """Records that the keys and values of `inputs` are in the KV cache."""
         prompts = [(s, own) for (s, _), own in zip(parts, inputs, strict=True) if prompt and s.prefilling]
         self.counters.prompt_tokens += sum(len(own.tokens) for _, own in prompts)
         for sequence, count in parts:

@@ -1,4 +1,4 @@
-"""Decides which requests run, and on which pages. Knows neither threads nor the model."""
+"""Decides which requests run, and on which pages. It knows neither threads nor the model."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from mlcbuild_runtime.engine.pages import GONE, Pages
 from mlcbuild_runtime.engine.sequence import Sequence
 
 SCORED = 64
-"""Maximum tokens of a prompt that get log-probabilities in one step: computing these takes as long again."""
+"""Maximum prompt tokens whose log-probabilities are computed in one step; this doubles the step's time."""
 
 
 class Schedule:
     """The waiting and the running requests, both sorted by rank.
 
     A request is admitted when there are pages for its prompt and one more for each running request. Pages for
-    the answer are allocated as it grows. When there are none, the request of the highest rank is preempted
-    (one whose client does not read goes first): it frees its pages and waits again. What it had computed
-    stays in the prefix cache until the room is needed; the rest is computed again. The request of the lowest
-    rank never loses its pages to others, so that all requests come to their end.
+    the answer are allocated as it grows. When there are none, the request of the highest rank is preempted (a
+    paused one first): it frees its pages and waits again. Its computed pages stay in the prefix cache until
+    they are needed; the rest is computed again. The request of the lowest rank is never preempted for others,
+    so that all requests finish.
     """
 
     def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:
-        """window: tokens that every layer of the model looks back; None: without limit."""
+        """`window`: the longest attention window of the model in tokens; None if it is unlimited."""
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
         self.pages, self.preemptions, self.cached_tokens = pages, 0, 0
@@ -31,15 +31,15 @@ class Schedule:
 
     @property
     def idle(self) -> bool:
-        """Every request waits for its client."""
+        """True if every request waits for its client to read."""
         return all(sequence.resting for sequence in [*self.active, *self.waiting])
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda other: other.rank)
 
     def remove(self, sequence: Sequence, forget: bool = False) -> None:
-        """Frees the place and the pages of a request. forget: other requests must not use what it has
-        computed."""
+        """Frees the batch slot and the pages of a request. With `forget`, other requests must not share what
+        it has computed."""
         for listed in (self.active, self.waiting):
             if sequence in listed:
                 listed.remove(sequence)
@@ -48,7 +48,7 @@ class Schedule:
         sequence.pages = []
 
     def admit(self) -> None:
-        """Starts waiting requests by rank; none overtakes a request that waits for pages."""
+        """Admits waiting requests by rank; none overtakes a request that waits for pages."""
         if len(self.active) >= self._max_batch and not any(s.resting for s in self.active):
             return
         for sequence in list(self.waiting):
@@ -63,9 +63,9 @@ class Schedule:
             self.waiting.remove(sequence)
 
     def prefills(self, room: int) -> list[tuple[Sequence, int]]:
-        """Returns the sequences whose prompt is not computed, and how many of its tokens to compute now.
+        """Returns the sequences whose prompt is not computed yet, and how many of its tokens to compute now.
 
-        room: tokens in the step.
+        `room` is the maximum number of tokens in the step.
         """
         parts = []
         for sequence in self.active:
@@ -76,18 +76,19 @@ class Schedule:
         return parts
 
     def scored(self, room: int) -> list[tuple[Sequence, int]]:
-        """Returns the same for the first sequence whose prompt needs log-probabilities. It has a step of its
-        own: kernels may round the logits of many rows differently, which must not change other answers."""
+        """Returns the first sequence whose prompt needs log-probabilities, and how many tokens to compute; or
+        nothing. It has a step of its own: kernels may round many rows' logits differently, which must not
+        change other answers."""
         for sequence in self.active:
             if sequence.prefilling and sequence.request.prompt_logprobs:
                 return [(sequence, min(room, SCORED, len(sequence.request.prompt) - sequence.length))]
         return []
 
     def decodes(self, rows: int) -> list[tuple[Sequence, int]]:
-        """Returns the sequences of the coming decode step, and how many tokens each has in it.
+        """Returns the sequences of the coming decode step, and how many tokens of each the step computes.
 
-        A sequence that was preempted computes several of its old tokens, as long as the step has no more than
-        `rows`. Each sequence has pages for its tokens.
+        A sequence that was preempted computes several of its old tokens again, as long as the step has at
+        most `rows` rows. Pages for all these tokens are allocated.
         """
         parts = []
         for sequence in list(self.active):
@@ -103,7 +104,8 @@ class Schedule:
         return parts
 
     def stretch(self, sequence: Sequence, count: int) -> int:
-        """Allocates pages for `count` more tokens without preempting a request; returns how many fit."""
+        """Allocates pages for `count` more tokens without preempting a request; returns how many
+        tokens fit."""
         while len(sequence.pages) * self._page_size <= sequence.length + count:
             more = self.pages.take(1)
             if more is None:
@@ -112,8 +114,8 @@ class Schedule:
         return min(count, len(sequence.pages) * self._page_size - sequence.length - 1)
 
     def branch(self, sequence: Sequence) -> None:
-        """Allocates pages for the branches of a draft without preempting a request; drops those that do not
-        fit."""
+        """Allocates pages for the branches of a draft without preempting a request; drops the branches that
+        do not fit."""
         branches = sequence.draft.branches
         for place, branch in enumerate(branches):
             begin, size = len(sequence.tokens) + branch.start, self._page_size
@@ -125,7 +127,7 @@ class Schedule:
             branch.pages = own
 
     def prune(self, sequence: Sequence) -> None:
-        """Frees the pages of a draft tree but those of its accepted path; no keys or values are moved."""
+        """Frees the pages of a draft tree except those of its accepted path; no keys or values are copied."""
         draft = sequence.draft
         if not draft.branches:
             return
@@ -139,13 +141,13 @@ class Schedule:
         draft.cached = min(draft.cached, common * self._page_size)
 
     def trim(self, sequence: Sequence) -> None:
-        """Frees the pages that only rejected drafts needed."""
+        """Frees the pages that only rejected draft tokens needed."""
         needed = -(-len(sequence.tokens) // self._page_size)
         self.pages.release(sequence.pages[needed:])
         del sequence.pages[needed:]
 
     def computed(self, sequence: Sequence, count: int) -> None:
-        """Notes that `count` more tokens are in the cache: full pages of the prompt can be shared now."""
+        """Records that `count` more tokens are in the KV cache, and shares the full pages of the prompt."""
         before = sequence.length
         sequence.length += count
         if before < len(sequence.request.prompt):
@@ -155,7 +157,7 @@ class Schedule:
             self._leave_window(sequence, max(0, sequence.length - self._window + 1) // self._page_size)
 
     def _leave_window(self, sequence: Sequence, count: int) -> None:
-        """Frees the first `count` pages, which are outside of the window of every token to come."""
+        """Frees the first `count` pages, which are outside the attention window of all tokens to come."""
         first = count
         while first and sequence.pages[first - 1] != GONE:
             first -= 1
@@ -163,10 +165,10 @@ class Schedule:
         sequence.pages[first:count] = [GONE] * (count - first)
 
     def _place(self, sequence: Sequence) -> bool:
-        """Allocates the pages of all tokens of a sequence. Returns false if there are too few."""
+        """Allocates pages for all tokens of a sequence. Returns false if there are too few."""
         if len(self.active) >= self._max_batch:
             return False
-        # At least one token must be computed: the next one is drawn from its logits.
+        # At least one token must be computed, because the next one is sampled from its logits.
         shared = self.pages.share(sequence.keys(self._page_size, len(sequence.tokens) - 1))
         needed = max(0, -(-len(sequence.tokens) // self._page_size) - len(shared))
         own = self.pages.take(needed) if needed + len(self.active) <= self.pages.available else None
@@ -182,7 +184,8 @@ class Schedule:
         return True
 
     def _is_computed_elsewhere(self, sequence: Sequence) -> bool:
-        """A running request will compute pages that this one can share, so that waiting pays."""
+        """Reports whether a running request will compute pages that this one can share, so that waiting pays
+        off."""
         keys = sequence.keys(self._page_size, len(sequence.tokens) - 1)
         for other in self.active:
             if other.prefilling:
@@ -195,8 +198,8 @@ class Schedule:
         return False
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Allocates a page for the next token, preempting others. Returns false if the sequence itself was
-        preempted."""
+        """Allocates a page for the next token, preempting others if necessary. Returns false if the sequence
+        itself was preempted."""
         while len(sequence.pages) * self._page_size <= sequence.length:
             more = self.pages.take(1)
             if more is not None:
@@ -210,7 +213,7 @@ class Schedule:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Frees the pages of a running request, which waits again."""
+        """Frees the pages of a running request and makes it wait again."""
         self.pages.keep(sequence.keys(self._page_size, sequence.length), sequence.pages)
         self.pages.release(sequence.pages)
         sequence.pages, sequence.length = [], 0

@@ -1,4 +1,4 @@
-"""One request on its way through the engine: its tokens, its place in the cache, its next token."""
+"""One request on its way through the engine: its tokens, its pages and its next token."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ from mlcbuild_runtime.executor.sampling_params import (
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 MAX_FORCED = 15
-"""Maximum tokens that a constraint adds between two that the model draws."""
+"""Maximum tokens forced by a constraint that are appended between two sampled tokens."""
 STOP_STEPS = 4
-"""Maximum decode steps at once while a stop string may end the answer: those after it are in vain."""
+"""Maximum decode steps in one burst while a stop string may end the answer, since later steps would be
+wasted."""
 
 
 class Rows(NamedTuple):
-    """The rows of one sequence in the result of a step."""
+    """The rows that belong to one sequence in the result of a step."""
 
     result: StepResult
     start: int
@@ -46,11 +47,11 @@ class Rows(NamedTuple):
         return self.stop - self.start
 
     def token(self, row: int) -> int:
-        """Returns the token that was drawn from a row, counted from this sequence's first one."""
+        """Returns the token sampled from a row; `row` counts from this sequence's first one."""
         return self.result.tokens[self.start + row]
 
     def logits(self) -> Floats:
-        """Returns the logits of all rows, float32 [rows, vocabulary]."""
+        """Returns the logits of all rows of the sequence, float32 [rows, vocabulary]."""
         return self.result.logits()[self.start : self.stop]
 
     def last(self, count: int) -> Rows:
@@ -58,7 +59,8 @@ class Rows(NamedTuple):
 
 
 class Sequence:
-    """A waiting or running request. Everything that decides its tokens stays when its pages go."""
+    """A waiting or running request. A preemption frees its pages and keeps everything that decides its
+    tokens."""
 
     def __init__(
         self,
@@ -69,17 +71,17 @@ class Sequence:
         sample: Sample,
         matcher: Matcher | None = None,
     ) -> None:
-        """request: with a max_tokens that fits the context. matcher: follows the request's constraint."""
+        """`request` has a max_tokens that fits the context; `matcher` follows the request's constraint."""
         self.request = request
         self.order = 0
-        """Order of arrival; set by the intake."""
+        """The request's number in order of arrival; set by the intake."""
         self.tokens = list(request.prompt)
         self.length = 0
-        """Tokens whose keys and values are in the cache."""
+        """Number of tokens whose keys and values are in the KV cache."""
         self.pages: list[int] = []
         self.cached: int | None = None
-        """Tokens that the prefix cache had when it was first admitted; None before."""
-        # A constraint decides itself where the answer may end.
+        """Number of tokens that the prefix cache held when the request was first admitted; None before."""
+        # With a constraint, the grammar decides where the answer may end.
         ignore_eos = request.ignore_eos and matcher is None
         self.client = ClientStream(request, sink, ticket, tokenizer, ignore_eos)
         self.draft = DraftState(request.prediction)
@@ -90,12 +92,12 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The lowest goes first."""
+        """The sort key of requests: the lowest (priority, order of arrival) goes first."""
         return self.request.priority, self.order
 
     @property
     def resting(self) -> bool:
-        """Its client does not keep up, so it waits."""
+        """True while the request is paused because its client does not keep up."""
         return self.client.ticket.resting
 
     @property
@@ -104,12 +106,12 @@ class Sequence:
 
     @property
     def complete(self) -> bool:
-        """All its tokens are in the cache: the next one can be drawn."""
+        """True if all its tokens are in the KV cache, so that the next one can be sampled."""
         return self.length == len(self.tokens)
 
     @property
     def answered(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt)
 
     @property
@@ -118,17 +120,17 @@ class Sequence:
 
     @property
     def mask(self) -> Mask | None:
-        """The logit mask of the first row of the coming step from which a token is drawn."""
+        """The logit mask of the first row of the coming step from which a token is sampled."""
         return self.sampler.mask
 
     @property
     def _plain(self) -> bool:
-        """The device draws its tokens, and nothing else is needed from the rows."""
+        """True if the device samples its tokens and nothing else of the rows is needed."""
         return self.sampler.plain and not self.request.prompt_logprobs
 
     @property
     def steps_ahead(self) -> int:
-        """Decode steps that can be executed before the client hears of a token."""
+        """Maximum decode steps that can run before the client must receive a token."""
         request = self.request
         ready = self.length + 1 == len(self.tokens) and not self.draft.tokens
         if not ready or request.sampling.adjusts or request.prompt_logprobs or request.logprobs is not None:
@@ -137,20 +139,21 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens for which the answer, and the client's window, have room."""
+        """Number of tokens that may still be added within max_tokens and the client's window."""
         remaining, room = (self.request.max_tokens or 0) - self.answered, self.client.ticket.room
         return remaining if room is None else min(remaining, room)
 
     def keys(self, page_size: int, length: int) -> List[Key]:
         """Returns the keys of the pages that the first `length` tokens fill; see pages.Keys."""
         if self.request.prompt_logprobs or (self.pool is not None and self.pool.kind == "mean"):
-            return []  # the cache has keys and values of a prompt, but not the states of all its tokens
+            return []  # cached pages lack the logits, or hidden states, of the tokens that they cover
         return self._keys.of(self.tokens, length, page_size, -1 - self.order)
 
     def sampling_params(self, count: int) -> list[SamplingRow]:
-        """Returns the parameters of each row whose logits are needed, of `count` new tokens and the draft.
+        """Returns the sampling parameters of each row whose logits are needed, for `count` new tokens and the
+        draft.
 
-        SKIP where the token depends on tokens that other rows have still to give: `consume` draws it.
+        A row is SKIP where its token depends on the tokens of other rows: `consume` samples it.
         """
         sampler, draft, own = self.sampler, self.draft, 1 + self.draft.size
         sampler.mask = None
@@ -171,13 +174,13 @@ class Sequence:
         return self.sampler.random_numbers(self.answered + 1, count)
 
     def next_input(self) -> NextInput | None:
-        """Returns the input of a guided decode step; None if no step may follow at once."""
+        """Returns the input of the next guided decode step; None if no step may follow at once."""
         number = self.sampler.next_number(self.answered)
         return None if number is None else NextInput(self.tokens[-1], number, self.sampler.mask)
 
     def advance(self, rows: Rows) -> bool:
-        """Appends the token of a decode step without its event, which `take_events` returns later. Returns
-        false if no step may follow before."""
+        """Appends the token of a decode step; `take_events` returns its event later. Returns false if events
+        must be taken before the next step."""
         self.length += 1
         try:
             self._append(token := self.sampler.token(lambda: rows.logits()[0], rows.token(0), self.answered))
@@ -201,7 +204,7 @@ class Sequence:
 
     def consume(self, rows: Rows) -> list[Event]:
         """Appends the tokens that follow from the rows [1 + draft.size] of a step: one, and one more for each
-        accepted token of the draft. Returns their events; an error is an event, too."""
+        accepted draft token. Returns their events; an error is an event, too."""
         if not self.draft.tokens and self.request.max_tokens and self._plain:
             return self._verify(rows)
         if self.request.max_tokens:
@@ -212,7 +215,7 @@ class Sequence:
         return [events[0]._replace(prompt=scores), *events[1:]] if scores else events
 
     def _with_forced(self, events: list[Event]) -> list[Event]:
-        """Adds the events of tokens to which the constraint leaves no alternative."""
+        """Adds the events of tokens that are the only ones the constraint allows."""
         if self.sampler.constrained and events and not events[-1].last:
             events += self._forced(len(events))
             if not events[-1].last:
@@ -220,7 +223,7 @@ class Sequence:
         return events
 
     def _verify(self, rows: Rows) -> list[Event]:
-        """Draws tokens along the draft tree, for as long as a drawn token is a drafted one."""
+        """Samples tokens along the draft tree, for as long as a sampled token is among the draft tokens."""
         draft = self.draft
         draft.branch_gain = draft.best_path = 0
         if not draft.tokens:
@@ -238,12 +241,12 @@ class Sequence:
         return events
 
     def _draw(self, rows: Rows, row: int, drafted: Container[int]) -> Event:
-        """Appends the token of a row. drafted: the tokens that the draft tree has in its place."""
+        """Appends the token sampled from a row. `drafted`: the draft tree's tokens at this position."""
         scored = self.request.logprobs
         logits = None if scored is None else rows.logits()[row]
         try:
             token = self.sampler.token(
-                # Log-probabilities are those before penalties and masks.
+                # Log-probabilities are reported before penalties and masks.
                 (lambda: rows.logits()[row]) if logits is None else logits.copy,
                 rows.token(row),
                 self.answered,
@@ -265,8 +268,8 @@ class Sequence:
         self.tokens.append(token)
 
     def _forced(self, unsent: int) -> list[Event]:
-        """Appends tokens to which the constraint leaves no alternative: the model computes them together with
-        the next one. unsent: events before them that are not delivered yet."""
+        """Appends tokens that are the only ones the constraint allows; the model computes them together with
+        the next one. `unsent` is the number of events before them that are not delivered yet."""
         room = self.client.ticket.room
         count = MAX_FORCED if room is None else min(MAX_FORCED, room - unsent)
         events: list[Event] = []
@@ -281,11 +284,12 @@ class Sequence:
         return events
 
     def allowed(self, draft: list[int]) -> list[int]:
-        """Returns the beginning of a draft that the constraint allows."""
+        """Returns the longest prefix of a draft that the constraint allows."""
         return self.sampler.allowed(draft)
 
     def propose(self, logits: Floats) -> bool:
-        """Adds a token to the draft, from a draft model's logits. Returns false if nothing can follow it."""
+        """Adds a token to the draft, sampled from a draft model's logits. Returns false if nothing can follow
+        it."""
         draft = self.draft
         if not draft.tokens:
             draft.doubts = []
@@ -298,8 +302,8 @@ class Sequence:
         return token not in self.client.eos
 
     def add_states(self, states: Floats) -> Event | None:
-        """Pools hidden states float32 [n, hidden] of the last n tokens in the cache. Returns the answer after
-        the last ones."""
+        """Pools hidden states, float32 [n, hidden], of the last n tokens in the KV cache. Returns the event
+        with the embedding after the last ones."""
         assert self.pool is not None
         if self.length == len(states):
             self.pool.clear()
@@ -312,7 +316,7 @@ class Sequence:
         return self._event(error=error)
 
     def _event_at(self, position: int) -> Event:
-        """Returns the event of a token of the answer; those before it have theirs."""
+        """Returns the event of a token of the answer; all tokens before it have theirs."""
         token = self.tokens[len(self.request.prompt) + position]
         done = position + 1 == self.answered and self.sampler.finished
         text, finish = self.client.text(token, position, done)
@@ -325,7 +329,8 @@ class Sequence:
         error: ServingError | None = None,
         tokens: int | None = None,
     ) -> Event:
-        """tokens: of the answer up to here (default: all)."""
+        """Returns an event with the request's counts. `tokens` is the length of the answer up to this event
+        (default: all)."""
         count = self.answered if tokens is None else tokens
         draft = self.draft
         return Event(
@@ -340,7 +345,8 @@ class Sequence:
 
 
 def masks_of(sequences: List[Sequence], counts: List[int]) -> list[tuple[int, Mask]]:
-    """Returns (row, mask) of each sequence that has a mask. counts: rows of each sequence in the step."""
+    """Returns (row, mask) of each sequence that has a mask. `counts` lists the rows of each sequence in the
+    step."""
     starts = accumulate(counts, initial=0)
     return [
         (start + count - 1 - sequence.draft.size, sequence.mask)

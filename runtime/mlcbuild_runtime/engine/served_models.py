@@ -18,7 +18,7 @@ from mlcbuild_runtime import untrusted
 from mlcbuild_runtime.engine import memory_modes
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.engine_options import EngineOptions
-from mlcbuild_runtime.engine.memory_modes import Chosen, Wanted
+from mlcbuild_runtime.engine.memory_modes import ChosenLimits, RequestedLimits
 from mlcbuild_runtime.engine.request import State
 from mlcbuild_runtime.engine.trace import Trace
 
@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
-    """A bundle's directory, and a name that replaces its own."""
+class ModelSource:
+    """A bundle's directory, and a name that replaces the bundle's own."""
 
     path: Path
     name: str | None = None
 
     @classmethod
-    def of(cls, text: str) -> Source:
-        """Returns the source for DIRECTORY or NAME=DIRECTORY."""
+    def of(cls, text: str) -> ModelSource:
+        """Returns the source that the argument DIRECTORY or NAME=DIRECTORY describes."""
         name, equals, path = text.partition("=")
         if equals and name and not Path(text).exists():
             return cls(Path(path), name)
@@ -42,25 +42,25 @@ class Source:
 
 
 @dataclass
-class Entry:
-    """One bundle. Its mutable fields belong to Models."""
+class ServedModel:
+    """One served bundle. Only Models changes its mutable fields."""
 
     path: Path
     names: list[str]
-    """The first one is listed; the others are aliases."""
+    """The model's names: the first one is listed, the others are aliases."""
     manifest: Manifest | None
     engine: Engine | None = None
-    chosen: Chosen | None = None
+    chosen: ChosenLimits | None = None
     error: ServingError | None = None
-    """The error of the last attempt to load it."""
+    """The error of the last attempt to load the bundle."""
     users: int = 0
     used: float = field(default_factory=time.monotonic)
 
 
 class Use:
-    """A reference to an engine, which stays loaded until `end`."""
+    """A reference to an engine, which stays loaded until `end` is called."""
 
-    def __init__(self, models: Models, entry: Entry, engine: Engine) -> None:
+    def __init__(self, models: Models, entry: ServedModel, engine: Engine) -> None:
         self.engine, self._models, self._entry = engine, models, entry
         self._ended = False
 
@@ -71,36 +71,36 @@ class Use:
 
 
 class Models:
-    """The bundles of a server. Its methods may be called from any thread."""
+    """The bundles of a server. Any thread may call its methods."""
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        wanted: Wanted,
+        sources: Sequence[ModelSource],
+        requested: RequestedLimits,
         threads: int | None = None,
         options: EngineOptions | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """options: those that all engines share.
+        """`options` are the settings that all engines share.
 
-        Raises SetupError for a name that two bundles have, and the error of a bundle that is alone. Of
-        several bundles, one that cannot be read is an entry that answers with its error.
+        Raises SetupError if two bundles have one name, and BundleError if the only bundle cannot be read. Of
+        several bundles, one that cannot be read becomes an entry that answers with its error.
         """
-        self.wanted, self._threads, self._trace = wanted, threads, trace
+        self.requested, self._threads, self._trace = requested, threads, trace
         self._options = options or EngineOptions()
         self._door, self._loading = threading.Lock(), threading.Lock()
         self._draining = False
-        self.entries: list[Entry] = []
-        self._by_name: dict[str, Entry] = {}
+        self.entries: list[ServedModel] = []
+        self._by_name: dict[str, ServedModel] = {}
         for source in sources:
             self._add(source, alone=len(sources) == 1)
 
     @classmethod
     def of(cls, engine: Engine) -> Models:
-        """Returns the models of a server with one engine, which runs already."""
-        models = cls([], Wanted())
-        entry = Entry(engine.executor.path, [engine.name], engine.manifest, engine)
-        entry.chosen = Chosen(
+        """Returns the models of a server with one engine, which is running already."""
+        models = cls([], RequestedLimits())
+        entry = ServedModel(engine.executor.path, [engine.name], engine.manifest, engine)
+        entry.chosen = ChosenLimits(
             "server",
             engine.max_batch,
             engine.executor.pages,
@@ -110,11 +110,11 @@ class Models:
         models.entries, models._by_name = [entry], {engine.name: entry}
         return models
 
-    def _add(self, source: Source, alone: bool) -> None:
+    def _add(self, source: ModelSource, alone: bool) -> None:
         path = source.path.absolute()
         entry = next((other for other in self.entries if other.path == path), None)
         if entry is None:
-            entry = Entry(path, [], None)
+            entry = ServedModel(path, [], None)
             try:
                 entry.manifest = bundle.manifest(path)
             except BundleError as error:
@@ -133,20 +133,22 @@ class Models:
             entry.names.append(name)
 
     def load_first(self) -> None:
-        """Raises BundleError or SetupError."""
+        """Loads the first model. Raises BundleError or SetupError."""
         self._load(self.entries[0])
 
     def at_once(self, name: Json) -> Use | None:
-        """Returns the same as `use` for a model that is loaded, else None. Never waits."""
+        """Returns a reference to a model's engine, as `use` does, if it is loaded, else None. It
+        never waits."""
         entry = self.find(name)
         with self._door:
             return None if entry.engine is None else self._lend(entry, entry.engine)
 
     def use(self, name: Json) -> Use:
-        """Returns the engine of a model, after loading it if necessary. name: null is the first model.
+        """Returns a reference to a model's engine, after loading it if necessary. A `name` of null is the
+        first model.
 
-        Raises RequestError if there is no model of that name (404), no room for it now (503), or an error in
-        its bundle (500).
+        Raises RequestError if there is no model of that name (404), no memory for it now (503), or an error
+        in its bundle (500).
         """
         entry = self.find(name)
         if self._draining:
@@ -167,7 +169,7 @@ class Models:
                 assert entry.engine is not None
                 return self._lend(entry, entry.engine)
 
-    def find(self, name: Json) -> Entry:
+    def find(self, name: Json) -> ServedModel:
         """Returns the entry of a model; null is the first. Raises RequestError (404) if there is none."""
         if name is None:
             return self.entries[0]
@@ -181,19 +183,19 @@ class Models:
             )
         return self._by_name[name]
 
-    def _lend(self, entry: Entry, engine: Engine) -> Use:
+    def _lend(self, entry: ServedModel, engine: Engine) -> Use:
         entry.users += 1
         return Use(self, entry, engine)
 
-    def _release(self, entry: Entry) -> None:
+    def _release(self, entry: ServedModel) -> None:
         with self._door:
             entry.users -= 1
             entry.used = time.monotonic()
 
-    def _load(self, entry: Entry) -> None:
-        """Raises BundleError, SetupError or RequestError (503)."""
+    def _load(self, entry: ServedModel) -> None:
+        """Loads a model. Raises BundleError, SetupError or RequestError (503)."""
         manifest = entry.manifest or bundle.manifest(entry.path)
-        chosen = memory_modes.choose(self.wanted, manifest)
+        chosen = memory_modes.choose(self.requested, manifest)
         if len(self.entries) > 1:
             self._make_room(chosen.memory)
         executor, tokenizer = untrusted.load(entry.path, self._threads, chosen.pages)
@@ -210,8 +212,9 @@ class Models:
         entry.engine = engine.start(self._trace)
 
     def _make_room(self, needed: int) -> None:
-        """Unloads models without users, the least recently used first."""
-        while self._loaded_bytes() + needed > self.wanted.budget:
+        """Unloads models without users, least recently used first. Raises RequestError (503) if that is not
+        enough."""
+        while self._loaded_bytes() + needed > self.requested.budget:
             with self._door:
                 idle = [entry for entry in self.entries if entry.engine is not None and not entry.users]
                 if not idle:
@@ -219,14 +222,14 @@ class Models:
                 victim = min(idle, key=lambda entry: entry.used)
                 engine, victim.engine = victim.engine, None
             assert engine is not None
-            # Requests that were cancelled end with the step that runs.
+            # Cancelled requests end with the running step.
             engine.drain()
             if engine.close(timeout=60):
                 engine.executor.close()
-        if self._loaded_bytes() and self._loaded_bytes() + needed > self.wanted.budget:
+        if self._loaded_bytes() and self._loaded_bytes() + needed > self.requested.budget:
             raise RequestError(
                 f"the model needs {sizes.show(needed)}, and the models in use leave no room for it in"
-                f" {sizes.show(self.wanted.budget)}: try later",
+                f" {sizes.show(self.requested.budget)}: try later",
                 code="overloaded",
                 status=503,
             )
@@ -236,21 +239,21 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """New requests are accepted."""
+        """True while the server accepts new requests."""
         return not self._draining and all(engine.ready for engine in self.engines)
 
     @property
     def engines(self) -> list[Engine]:
-        """Engines of the models that are loaded."""
+        """The engines of all loaded models."""
         with self._door:
             return [entry.engine for entry in self.entries if entry.engine is not None]
 
     def states(self) -> dict[str, State]:
-        """Returns the state of each model that is loaded, by name."""
+        """Returns name -> state of each loaded model."""
         return {engine.name: engine.state() for engine in self.engines}
 
     def state(self) -> State:
-        """Returns the sums over all models."""
+        """Returns the sums of the states of all loaded models."""
         states = list(self.states().values())
         counts = {
             item.name: sum(getattr(state, item.name) for state in states)
@@ -260,7 +263,7 @@ class Models:
         return State(**counts, alive=all(state.alive for state in states))
 
     def drain(self) -> None:
-        """Refuses further requests; those that were submitted go on."""
+        """Refuses new requests; submitted ones continue."""
         self._draining = True
         for engine in self.engines:
             engine.drain()
@@ -271,8 +274,8 @@ class Models:
         return all(closed)
 
 
-def card(entry: Entry, created: int) -> dict[str, Json]:
-    """Returns one model as /v1/models lists it."""
+def card(entry: ServedModel, created: int) -> dict[str, Json]:
+    """Returns the description of one model in the list of /v1/models. `created` is a Unix time in seconds."""
     chosen, manifest = entry.chosen, entry.manifest
     limits: Mapping[str, Json] | None = (
         None

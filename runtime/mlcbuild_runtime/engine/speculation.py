@@ -1,12 +1,12 @@
 """Speculative decoding: several tokens of a sequence are drafted and then verified in one step.
 
-The model computes the last token and the draft in one step. Each row's token is drawn as without drafts, with
-the random number of its position in the answer, and the next row counts as long as the drawn token is the
-drafted one. A draft token of probability p is so accepted with probability p, and its replacement follows the
+The model computes the last token and the draft in one step. Each row's token is sampled as without drafts,
+with the random number of its position in the answer, and the next row counts as long as the sampled token is
+the draft's. So a draft token of probability p is accepted with probability p, and its replacement follows the
 remaining distribution: this is the rejection sampling of Leviathan et al. (2023, arXiv:2211.17192) for a
-deterministic proposal. A draft bundle's proposals are drawn with the same random numbers as the model's
+deterministic proposal. A draft bundle's proposals are sampled with the same random numbers as the model's
 tokens, so that they agree when the distributions do (Daliri et al., 2024, arXiv:2408.07978). Either way an
-answer is the same as without drafts, token by token, for every seed and whatever shares its batch.
+answer is the same as without drafts, token by token, for every seed and whatever else is in its batch.
 """
 
 from __future__ import annotations
@@ -32,37 +32,38 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_BRANCHED = 4
-"""Maximum tokens on branches of one sequence."""
+"""Maximum draft tokens on branches of one sequence."""
 
 
 class DraftOutcome(NamedTuple):
-    """The outcome of the draft of a sequence in one step."""
+    """The outcome of the draft of one sequence in one step, in numbers of tokens."""
 
     sequence: Sequence
     drafted: int
     accepted: int
     branched: int
-    """Tokens on branches."""
+    """Number of draft tokens on branches."""
     gained: int
-    """Accepted tokens on branches, after those that were accepted of the draft."""
+    """Number of accepted tokens on branches, after the accepted ones of the draft."""
 
 
 class Speculation:
-    """Drafts for one engine. All methods but `load` run on the engine's thread."""
+    """The drafts of one engine. All methods but `load` run on the engine's thread."""
 
     def __init__(
         self, tokens: int, rows: int, drafter: Drafter | None = None, guesses: bool = True, parts: int = 0
     ) -> None:
-        """tokens: maximum length of a draft. rows: maximum rows of a step with drafts, or with tokens that
-        are computed again. guesses: drafts are not limited to what clients predict. parts: maximum sequences
-        and branches of a step; 0: no branches."""
+        """tokens: maximum length of a draft. rows: maximum rows of a step with draft tokens, or with tokens
+        that are computed again. drafter: the draft model; None for prompt lookup. guesses: drafts are not
+        limited to what clients predict. parts: maximum sequences and branches of a step; 0 allows no
+        branches."""
         self._tokens, self.rows, self._drafter, self._prices = tokens, rows, drafter, Prices()
         self._guesses, self._parts = guesses, parts
 
     @classmethod
     def load(cls, how: Speculate | None, executor: Executor, tokenizer: Tokenizer) -> Speculation:
-        """how: None for drafts of what clients predict only. Raises BundleError when the draft bundle does
-        not fit."""
+        """Returns the drafts of an engine with the settings `how`; None drafts only what clients predict.
+        Raises BundleError if the draft bundle does not fit the model."""
         limits = executor.manifest.limits
         rows = min(executor.exact_rows, limits.prefill_chunk)
         if how is None:
@@ -72,11 +73,12 @@ class Speculation:
         return cls(how.tokens, rows, drafter, parts=parts)
 
     def concerns(self, sequence: Sequence) -> bool:
-        """Tokens may be drafted for it."""
+        """Reports whether tokens may be drafted for a sequence."""
         return sequence.request.speculate and (self._guesses or bool(sequence.request.prediction))
 
     def allot(self, sequences: List[Sequence], rows: int) -> list[tuple[Sequence, int]]:
-        """Returns how many tokens to draft for each of `sequences`, in a step that has `rows` without any."""
+        """Returns how many tokens to draft for each of `sequences`, in a step that has `rows` rows without
+        drafts."""
         room = self.rows - rows
         candidates = [
             (sequence, most)
@@ -95,7 +97,7 @@ class Speculation:
         return allotted
 
     def propose(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Sets the drafts of sequences that have pages for that many more tokens."""
+        """Sets the drafts of sequences, which have pages for that many more tokens."""
         unpredicted = []
         for sequence, count in parts:
             sequence.draft.tokens = sequence.allowed(_predicted(sequence, count))
@@ -113,7 +115,7 @@ class Speculation:
         """Sets the branches of the drafts of `sequences`, as many as are worth their share of the step's
         time.
 
-        rows, batch: rows and sequences of the step without drafts.
+        `rows` and `batch` are the numbers of rows and sequences of the step without drafts.
         """
         drafts = [sequence.draft for sequence in sequences]
         drafted, branched = sum(len(draft.tokens) for draft in drafts), 0
@@ -137,9 +139,10 @@ class Speculation:
         return _doubtful(sequence, count)
 
     def settle(self, rows: int, outcomes: List[DraftOutcome], seconds: float) -> None:
-        """Learns from a step how long drafts may be.
+        """Adapts the lengths of drafts to the outcome of a step.
 
-        rows: rows of the step without drafts. seconds: device time of the step and its drafts.
+        `rows` is the number of rows of the step without drafts, `seconds` the device time of the step and its
+        drafts.
         """
         drafted = sum(outcome.drafted for outcome in outcomes)
         self._prices.observe(rows, drafted, seconds, sum(outcome.branched for outcome in outcomes))
@@ -152,8 +155,8 @@ class Speculation:
                 sequence.draft.credit.rest()
 
     def prefilled(self, parts: List[tuple[Sequence, Part]]) -> None:
-        """Lets the draft model compute the prompt tokens that the model has computed: its cache is shared in
-        the same way."""
+        """Makes the draft model compute the prompt tokens that the model has computed, since both share pages
+        in the same way."""
         if self._drafter is not None:
             try:
                 self._drafter.follow(parts)
@@ -169,7 +172,7 @@ class Speculation:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Goes on without the draft model: answers do not need it."""
+        """Continues without the draft model, which answers do not need."""
         log.exception("the draft bundle has failed and is not used any more")
         self._drafter = None
 
@@ -183,7 +186,7 @@ def _predicted(sequence: Sequence, count: int) -> list[int]:
 
 
 def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
-    """Returns the branches of its draft as far as its constraint allows them."""
+    """Returns the branches of a sequence's draft, cut to what its constraint allows."""
     fitting = []
     for branch in branches:
         before = sequence.draft.tokens[: branch.start]
@@ -194,22 +197,25 @@ def _fitting(sequence: Sequence, branches: List[Branch]) -> list[Branch]:
 
 
 def _doubtful(sequence: Sequence, count: int) -> list[Branch]:
-    """Returns the second most likely tokens at those positions where a draft model was least certain."""
+    """Returns branches of one token: the second most likely token at the positions where a draft model was
+    least certain."""
     doubts = sequence.draft.doubts[: len(sequence.draft.tokens)]
     positions = sorted(range(len(doubts)), key=lambda position: doubts[position])
     return [Branch(position, [doubts[position][1]]) for position in positions[:count]]
 
 
 class Drafter:
-    """A second, smaller model. A token's keys and values are in the same page of both caches."""
+    """A second, smaller model that drafts. A token's keys and values are in the same page of both KV
+    caches."""
 
     def __init__(self, executor: Executor, vocab_size: int) -> None:
-        """vocab_size: of the model that verifies."""
+        """`vocab_size`: vocabulary size of the model that verifies."""
         self._executor, self._vocab_size = executor, vocab_size
 
     @classmethod
     def load(cls, path: Path, model: Executor, tokenizer: Tokenizer) -> Drafter:
-        """Raises BundleError when it cannot be loaded or does not fit `model` and its tokenizer."""
+        """Loads a draft bundle. Raises BundleError if it cannot be loaded or does not fit `model` and its
+        tokenizer."""
         draft, tokens = untrusted.load(path, pages=model.pages)
         refused = refusal(model, draft) or _other_tokens(model, tokenizer, draft, tokens)
         if refused is not None:
@@ -217,7 +223,7 @@ class Drafter:
         return cls(draft, model.manifest.vocab_size)
 
     def follow(self, parts: List[tuple[Sequence, Part]]) -> None:
-        """Computes the tokens that the model has computed."""
+        """Computes with the draft model the tokens that the model has computed."""
         fitting = [(sequence, part) for sequence, part in parts if self._fits(part[1])]
         if fitting:
             self._forward([part for _, part in fitting])
@@ -246,8 +252,8 @@ class Drafter:
         return tokens, size + len(draft.tokens), sequence.pages
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Returns the sequences whose missing tokens fit one step. Others have paused; the first of them gets
-        a chunk."""
+        """Returns the sequences whose missing tokens fit one step of the draft model. Of the others, the
+        first one computes a chunk."""
         chunk = room = self._executor.manifest.limits.prefill_chunk
         ready = []
         for sequence, count in parts:
@@ -264,18 +270,18 @@ class Drafter:
         return ready
 
     def _forward(self, parts: List[Part]) -> Floats:
-        """Returns logits float32 [len(parts), vocab] of the last tokens."""
+        """Returns the draft model's logits, float32 [len(parts), vocab], of the last tokens of `parts`."""
         manifest = self._executor.manifest
         size, last = manifest.limits.page_size, manifest.vocab_size - 1
-        # Tokens of the padding at the end of the larger vocabulary do not exist in the smaller one.
+        # The larger vocabulary ends with padding tokens that the smaller one lacks.
         bounded = [([min(token, last) for token in tokens], end, pages) for tokens, end, pages in parts]
         step = Step.of([(tokens, end, pages[: -(-end // size)]) for tokens, end, pages in bounded])
         return self._executor.step(step, [SKIP] * len(parts)).logits()
 
 
 def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> Step:
-    """Returns a step with the branches of drafts, each a part of its own after its sequence's part in
-    `inputs`. size: tokens in a page."""
+    """Returns a step with the branches of drafts, each as a part of its own behind its sequence's part in
+    `inputs`. `size` is the number of tokens in a page."""
     parts, counts, forks = list[Part](), list[int](), list[Fork]()
     for sequence, part in zip(sequences, inputs, strict=True):
         draft = sequence.draft
@@ -299,8 +305,8 @@ def refusal(model: Executor, draft: Executor) -> str | None:
 
 
 def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor, other: Tokenizer) -> str | None:
-    """Returns the first difference between the vocabularies; None if only the padding at the end differs.
-    `other`: the tokenizer of `draft`."""
+    """Returns the first difference between the vocabularies of a model and of a draft bundle, whose tokenizer
+    is `other`; None if only the padding at the end differs."""
     sizes = model.manifest.vocab_size, draft.manifest.vocab_size
     for token in range(max(sizes)):
         names = [own.vocabulary.token_name(token) for own in (tokenizer, other)]
@@ -313,7 +319,7 @@ def _other_tokens(model: Executor, tokenizer: Tokenizer, draft: Executor, other:
 
 
 def padded(logits: Floats, size: int) -> Floats:
-    """Returns logits for a vocabulary of another size: missing tokens are impossible."""
+    """Returns logits cut or extended to a vocabulary of `size` tokens: added tokens get minus infinity."""
     if len(logits) >= size:
         return logits[:size]
     return np.concatenate([logits, np.full(size - len(logits), -np.inf, np.float32)])

@@ -1,4 +1,4 @@
-"""Threads that engines run on, and the order in which engines compute."""
+"""Threads that engines run on, and the lock that lets one engine compute at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def _ignore() -> None:
 
 
 class Turns:
-    """A lock that is handed to whichever thread has waited longest.
+    """A fair lock: it goes to the thread that has waited longest.
 
-    Engines of one process share it: two models that compute at once would have twice the threads that the
-    machine has cores, and both would be slower than in turns. A plain lock would go back to the engine that
-    just had it.
+    Engines of one process share it: two models that compute at once would have twice as many threads as there
+    are cores, and both would be slower than in turns. A plain lock would go back to the engine that just had
+    it.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class Turns:
         gate.acquire()
 
     def on_wait(self, callback: Callable[[], None]) -> None:
-        """Calls `callback`, possibly from another thread, as soon as another engine waits for this turn; at
-        once if one waits already. The end of the turn forgets it."""
+        """Registers `callback` for the current turn: it is called, possibly from another thread, as soon as
+        another engine waits for the lock, or at once if one waits already."""
         with self._lock:
             self._on_wait = callback
             if self._waiting:
@@ -57,10 +57,10 @@ class Turns:
 
 
 class Task:
-    """Work on a thread of its own, which does not keep the process alive.
+    """Work on a daemon thread, which does not keep the process alive.
 
-    The thread is used again after the work has ended: TVM keeps the workers of every thread that has ever
-    used it.
+    Threads are used again after their work has ended, because TVM keeps the workers of every thread that has
+    ever used it.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class Task:
 
 _lock = threading.Lock()
 _idle: list[SimpleQueue[Task]] = []
-"""The inboxes of threads that have no work."""
+"""The queues of threads that have no work."""
 
 
 def _work_for_ever(inbox: SimpleQueue[Task]) -> None:
@@ -96,7 +96,7 @@ def _work_for_ever(inbox: SimpleQueue[Task]) -> None:
             task.work()
         except Exception:  # the thread must stay alive for the next task
             log.exception("the work of a thread has failed")
-        task.work = None  # nothing here keeps a model in memory
+        task.work = None  # a reference here would keep a model in memory
         with _lock:
             _idle.append(inbox)
         task.ended.set()

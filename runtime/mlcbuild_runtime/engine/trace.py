@@ -1,9 +1,9 @@
-"""What the engine does, step by step, as a file in the trace format (a JSON array) of Chrome and Perfetto.
+"""Writes a trace of the engine's steps, a JSON array in the trace event format of Chrome and Perfetto.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the format. On the row
-`engine` every step is a slice with two parts, the model's work, which chooses tokens, too, and what is done
-with these, and says which requests it had. Each request is a row of its own from its arrival to its end.
-Counters show how many run and wait, and the free pages.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. On the row
+`engine` every step is a slice, labelled with its requests, with two parts: the model's work, including
+sampling, and the delivery of tokens. Each request is a row of its own from arrival to end. Counters show the
+running and waiting requests and the free pages.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Args = Mapping[str, object]
 
 
 class Trace:
-    """Open until `close`; a file of a process that was killed lacks only the last bracket, and can be read.
+    """An open trace file. If the process is killed, only the closing bracket is missing, and viewers read it.
 
-    Its methods may be called from any thread.
+    Any thread may call its methods.
     """
 
     def __init__(self, path: Path | str) -> None:
-        """Raises OSError."""
+        """Opens the file for writing. Raises OSError."""
         self._out: TextIO = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 (open until close)
         self._start, self._lock, self._empty = time.perf_counter(), Lock(), True
         self._event("M", "process_name", args={"name": "mlcbuild-serve"})
         self._event("M", "thread_name", args={"name": "engine"})
 
     def step(self, kind: str, tokens: Mapping[int, int], moments: tuple[float, float, float]) -> None:
-        """`tokens` of each request, by its number. `moments` of time.perf_counter: the beginning, the model's
-        answer, when tokens were told."""
+        """Adds one step. `tokens` maps request number -> tokens in the step; `moments` are three times of
+        time.perf_counter: the beginning, the model's result, the end of delivery."""
         begun, computed, ended = moments
         args = {"batch": len(tokens), "requests": list(tokens), "tokens": list(tokens.values())}
         self._slice(f"{kind} {sum(tokens.values())}", begun, ended, args)
@@ -51,7 +51,8 @@ class Trace:
             self._event("C", name, args={name: value})
 
     def request(self, number: int, phase: str, args: Args | None = None) -> None:
-        """`phase`: "b" when it comes, "n" at its first token, "e" when it ends."""
+        """Adds an event of a request. `phase` is "b" at its arrival, "n" at its first token, "e" at
+        its end."""
         self._event(phase, "first token" if phase == "n" else "request", id=number, args=args)
 
     def close(self) -> None:
@@ -75,7 +76,7 @@ class Trace:
                 return
             try:
                 self._out.write(("[\n" if self._empty else ",\n") + line)
-            except OSError as error:  # a full disk ends the trace, and nothing else
+            except OSError as error:  # a full disk ends the trace only
                 log.warning("the trace cannot be written any more: %s", error)
                 with suppress(OSError):
                     self._out.close()

@@ -9,7 +9,7 @@ from mlcbuild_format import sizes
 from mlcbuild_format.bundle import POOLINGS
 
 from mlcbuild_runtime.engine.drafts import TOKENS, Speculate
-from mlcbuild_runtime.engine.memory_modes import MODES, Wanted
+from mlcbuild_runtime.engine.memory_modes import MODES, RequestedLimits
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.serve import KEY_VARIABLE, Options
 
@@ -31,7 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=tuple(MODES),
-        default=defaults.wanted.mode,
+        default=defaults.limits.mode,
         help="what the machine is for (default server): "
         + "; ".join(f"{name}: {share.about}" for name, share in MODES.items()),
     )
@@ -115,7 +115,9 @@ def options(found: argparse.Namespace) -> Options:
         host=found.host,
         port=found.port,
         threads=found.threads,
-        wanted=Wanted(found.mode, found.memory, found.max_batch, found.max_pages, found.prefill_chunk),
+        limits=RequestedLimits(
+            found.mode, found.memory, found.max_batch, found.max_pages, found.prefill_chunk
+        ),
         max_waiting=found.max_waiting,
         pooling=found.pooling,
         speculate=None if found.speculate is None else Speculate.of(found.speculate, found.draft_tokens),

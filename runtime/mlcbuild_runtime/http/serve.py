@@ -23,7 +23,7 @@ from mlcbuild_format.errors import ServingError, SetupError
 from mlcbuild_format.fields import printable
 
 from mlcbuild_runtime.engine.drafts import Speculate
-from mlcbuild_runtime.engine.memory_modes import Wanted
+from mlcbuild_runtime.engine.memory_modes import RequestedLimits
 from mlcbuild_runtime.http.access import Access
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Options:
     port: int = 8000
     """0: any free port; the ready line says which."""
     threads: int | None = None
-    wanted: Wanted = field(default_factory=Wanted)
+    limits: RequestedLimits = field(default_factory=RequestedLimits)
     max_waiting: int | None = None
     pooling: Pooling | None = None
     """Of embeddings, instead of the bundle's."""
@@ -130,13 +130,13 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
     # Before NumPy is imported: its products are not used here, so it needs no threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from mlcbuild_runtime.engine.engine_options import MAX_WAITING, EngineOptions
-    from mlcbuild_runtime.engine.served_models import Models, Source
+    from mlcbuild_runtime.engine.served_models import Models, ModelSource
 
     trace = _trace(options.trace)
-    sources = [Source.of(text) for text in bundles]
+    sources = [ModelSource.of(text) for text in bundles]
     max_waiting = MAX_WAITING if options.max_waiting is None else options.max_waiting
     shared = EngineOptions(max_waiting=max_waiting, pooling=options.pooling, speculate=options.speculate)
-    models = Models(sources, options.wanted, options.threads, shared, trace)
+    models = Models(sources, options.limits, options.threads, shared, trace)
     if len(models.entries) == 1:
         models.load_first()
     # Imported late: a bundle that cannot be served is refused sooner.
@@ -211,11 +211,11 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
 
 def _told(models: Models, url: str) -> str:
     """What is served, where, and with what limits."""
-    wanted, first = models.wanted, models.entries[0]
+    requested, first = models.requested, models.entries[0]
     if first.engine is None or first.chosen is None:
         names = ", ".join(name for entry in models.entries for name in entry.names)
-        count, budget = len(models.entries), sizes.show(wanted.budget)
-        return f"{count} models are ready at {url} (mode {wanted.mode}, memory {budget}): {names}"
+        count, budget = len(models.entries), sizes.show(requested.budget)
+        return f"{count} models are ready at {url} (mode {requested.mode}, memory {budget}): {names}"
     executor, chosen = first.engine.executor, first.chosen
     context = executor.manifest.limits.context_window
     return (
