@@ -1,6 +1,6 @@
-"""Serves mlcbuild bundles. Needs no compiler: only the dependencies in runtime/pyproject.toml.
+"""Serves mlcbuild bundles. It requires no compiler, only the dependencies in runtime/pyproject.toml.
 
-`Engine` and `AsyncEngine` run a bundle in this process; they are loaded when they are first asked for.
+`Engine` and `AsyncEngine` run a bundle in this process; they are imported on first use.
 """
 
 from __future__ import annotations

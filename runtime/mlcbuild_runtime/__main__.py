@@ -1,4 +1,4 @@
-"""`mlcbuild-serve BUNDLE ...`: serves bundles over HTTP."""
+"""The command `mlcbuild-serve BUNDLE ...`, which serves bundles over HTTP."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mlcbuild_runtime.http import arguments
 from mlcbuild_runtime.http.serve import serve
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="mlcbuild-serve",
         description="Serves bundles over an OpenAI-compatible HTTP API, until Ctrl-C.",
         epilog="example: mlcbuild-serve dist/tiny-q4f16_1-host --port 8000",
     )
     arguments.add(parser)
-    found = parser.parse_args(given)
+    parsed = parser.parse_args(words)
     try:
-        options = arguments.options(found)
+        options = arguments.options(parsed)
     except argparse.ArgumentTypeError as error:
         parser.error(str(error))
-    return serve(found.bundles, options)
+    return serve(parsed.bundles, options)
 
 
 if __name__ == "__main__":

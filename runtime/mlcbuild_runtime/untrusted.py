@@ -1,12 +1,12 @@
-"""Loads the library and the tokenizer of a bundle; new contents in a child process first.
+"""Loads the library and the tokenizer of a bundle, new contents in a child process first.
 
-The system's loader, TVM and the libraries that read tokenizers are written for files of friends: a damaged
-file can make them panic, abort or fault, or ask for more memory than there is. So this process loads only
-what a child process has loaded before. An empty file in the user's cache directory notes each content that
-has passed: the first start with a bundle costs one process for its library and its tokenizer together
-(0.3 s, most of it for importing NumPy and TVM's Python package), and later starts look for two file names.
+The system's loader, TVM and the tokenizer libraries expect valid files: a damaged one can make them panic,
+abort, fault, or allocate more memory than there is. So this process loads only what a child process has
+loaded before. An empty file in the user's cache directory records each content that has passed: the first
+start with a bundle costs one child process (0.3 s, most of it for importing NumPy and TVM's Python package),
+and later starts check two file names.
 
-This protects against damage, not against malice: a library is machine code and does what it likes.
+This protects against damage, not against malice: a library is machine code, and may do anything.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from mlcbuild_runtime.executor.executor import Executor
 from mlcbuild_runtime.text.tokenizer import FILES, Tokenizer
 
 SECONDS = 120.0
-"""For loading a bundle without its weights. The largest known tokenizers take two."""
+"""Maximum seconds for loading a bundle without its weights. The largest known tokenizers take two."""
 MEMORY = 4 << 30
-"""Bytes of address space, where the system keeps to it. The largest known tokenizers take less than one."""
+"""Maximum bytes of address space of the child process, on systems with such a limit. The largest known
+tokenizers use less than 1 GiB."""
 SAMPLES = ("Once upon a time, 1 + 1 = 2.\n", "Zwölf Boxkämpfer, 日本語 🙂\t\0", "<s> a  b</s>")
-"""Texts that every tokenizer can read."""
+"""Texts that every tokenizer must be able to encode."""
 _START = "from mlcbuild_runtime.untrusted import work; work()"
 _FEW_THREADS = {"TVM_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Each thread of a pool takes address space, and there may be hundreds of cores."""
+"""Environment variables that limit thread pools: each thread takes address space, and there may be hundreds
+of cores."""
 
 
 def load(
@@ -46,14 +48,15 @@ def load(
 ) -> tuple[Executor, Tokenizer]:
     """Returns the executor and the tokenizer of the bundle in directory `path`, ready for an engine.
 
-    The arguments are those of loading.load. Raises BundleError or SetupError with one sentence.
+    The parameters are those of loading.load. Raises BundleError or SetupError.
     """
     executor = loading.load(path, threads, pages, check)
     return executor, Tokenizer.of(executor.path, executor.manifest)
 
 
 def check(path: Path, manifest: Manifest) -> None:
-    """Loads what has never passed in a child process. Raises BundleError where that fails."""
+    """Loads in a child process those parts of a bundle that have never passed. Raises BundleError if that
+    fails."""
     notes = {part: _note(part, manifest) for part in _parts(manifest)}
     new = [part for part, note in notes.items() if note is None or not note.exists()]
     if not new:
@@ -70,7 +73,7 @@ def check(path: Path, manifest: Manifest) -> None:
 
 
 def _parts(manifest: Manifest) -> dict[str, list[str]]:
-    """Returns each part of a bundle that is tried, and its files."""
+    """Returns part ("library", "tokenizer") -> the files of the bundle that belong to it."""
     names = sorted(manifest.files)
     parts = {"tokenizer": [name for name in names if name in FILES]}
     if manifest.machine.device in loading.CODE:
@@ -80,7 +83,7 @@ def _parts(manifest: Manifest) -> dict[str, list[str]]:
 
 
 def _note(part: str, manifest: Manifest) -> Path | None:
-    """Returns the file that notes a part that has passed; None where the account has no place for it."""
+    """Returns the file that records that a part has passed; None if the account has no cache directory."""
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         if sys.platform == "darwin":
@@ -95,24 +98,24 @@ def _note(part: str, manifest: Manifest) -> Path | None:
 
 
 def _version(part: str, manifest: Manifest) -> list[str]:
-    """Returns name and version of what reads a part."""
+    """Returns the name and the version of the package that reads a part."""
     if part == "library":
         return ["code", loading.code_version(manifest)]
-    # This process needs the library in a moment; its metadata would be slower to read.
+    # The module's attribute, because this process imports it soon anyway; reading metadata is slower.
     reader = import_module("tokenizers" if "tokenizer.json" in manifest.files else "sentencepiece")
     return [reader.__name__, reader.__version__]
 
 
 def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
-    """Loads parts in a child process. Returns those that have passed, and what is wrong with the next one as
-    a sentence; "" where nothing is. Raises SetupError."""
+    """Loads parts in a child process. Returns those that have passed, and an error message for the next one,
+    "" if there is none. Raises SetupError."""
     how, code = f"takes more than {SECONDS:g} s", None
     try:
         done = subprocess.run(
             [sys.executable, "-c", _START, str(path), *parts],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic writes there what it then raises
+            stderr=subprocess.DEVNULL,  # a panic prints there the message that it then raises
             env={**os.environ, **_FEW_THREADS, "PYTHONPATH": os.pathsep.join(sys.path)},
             timeout=SECONDS,
             check=False,
@@ -142,7 +145,7 @@ def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
 def work() -> None:
     """Runs the child process: loads the parts of a bundle that its arguments name, after the directory.
 
-    Writes a line with the name of each part that has passed, or one with what is wrong.
+    Writes a line with the name of each part that has passed, or an error message.
     """
     limit()
     path, parts = Path(sys.argv[1]), sys.argv[2:]
@@ -161,7 +164,7 @@ def work() -> None:
 
 
 def _use(path: Path, tokenizer: Tokenizer) -> None:
-    """Reads samples with a tokenizer. Raises BundleError."""
+    """Encodes and decodes samples with a tokenizer. Raises BundleError if it cannot."""
     try:
         for sample in SAMPLES:
             tokenizer.decode(tokenizer.encode(sample))
@@ -172,7 +175,7 @@ def _use(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def limit() -> None:
-    """Limits this process, a child of `check`, to MEMORY, and has it end without a core dump."""
+    """Limits the address space of this process to MEMORY bytes, and disables core dumps."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,9 +1,9 @@
-"""Constrained output: which tokens may come next, by llguidance.
+"""Constrained decoding with llguidance: decides which tokens may come next.
 
-A constraint is compiled when its request comes in, by the thread that reads the request, so that a wrong one
-is refused with the reason, and every answer gets a matcher of its own. To ask about one token is cheap; a
-mask of all tokens is computed where what the model wants does not fit, and before the model is asked where
-that is to be expected: the caches still have the grammar then, and the library masks the logits itself.
+A constraint is compiled when its request arrives, by the thread that reads the request, so that an invalid
+one is refused with a reason; every answer gets its own matcher. Checking one token is cheap, so a sampled
+token is checked first. A mask over all tokens is computed where the sampled token violates the constraint, or
+in advance where that is likely: the grammar is in the CPU's caches then, and the library masks the logits.
 """
 
 from __future__ import annotations
@@ -36,57 +36,59 @@ if TYPE_CHECKING:
 
 Key = tuple[Kind, str, bool]
 KEPT_BYTES = 320 << 20
-"""Memory of compiled constraints that are kept, as estimated: clients send the same ones again and again."""
+"""Estimated bytes of compiled constraints that are cached, because clients send the same ones repeatedly."""
 TRIALS = 256
-"""Constraints of which the outcome of the trial is kept, if they are short."""
+"""Number of short constraints whose trial outcome is cached."""
 SHORT = 1 << 12
-"""Characters of a short constraint."""
+"""Maximum characters of a constraint that counts as short."""
 QUICK, SLOW = 0.02, 2.0
-"""Processor time, in seconds, of a constraint's first trial, and of the second one where that is not enough.
-With 150,000 tokens of vocabulary, ordinary schemas take 1 to 12 ms: they do not wait for slow ones."""
+"""CPU seconds that a constraint may take in its first trial, and in a second one if the first was too short.
+With a vocabulary of 150,000 tokens, ordinary schemas take 1 to 12 ms, so they do not wait behind slow ones.
+"""
 QUICK_WAITING, SLOW_WAITING = 64, 3
-"""Constraints that may wait for their first trial, and for the second one."""
+"""Maximum constraints that may wait for their first trial, and for their second one."""
 LONGEST_WAIT = 10.0
-"""Seconds that they may wait for each."""
+"""Maximum seconds that a constraint waits for each trial."""
 TRIAL_NICE, NICE = 10, 5
-"""Niceness of the process that tries slow constraints, and of the thread that compiles them after that."""
+"""Niceness of the process that tries slow constraints, and of the thread that compiles them afterwards."""
 MAX_SOURCE = 1 << 18
-"""Characters of a constraint."""
+"""Maximum characters of a constraint."""
 _WORTH = 2
-"""Bytes that must come next, at least, before it is asked which tokens spell them. One alone hardly ever is a
-token: it may begin a longer one."""
+"""Minimum number of forced bytes for which their tokens are computed: a single byte is hardly ever a token,
+since it may begin a longer one."""
 
 
 class Matcher:
-    """One answer's way through a constraint."""
+    """The progress of one answer through its constraint."""
 
     def __init__(self, of: Compiled, matcher: LLMatcher) -> None:
-        # The matcher comes first, so that it is freed before what it was copied from.
+        # Attribute order matters: the matcher must be freed before the one that it was copied from.
         self._told, self._of = matcher, of
         self._owed: list[int] = []
-        """Tokens that were taken, of which llguidance has not been told."""
+        """Accepted tokens that llguidance has not consumed yet."""
         self._mask: Mask | None = None
-        """Of the next token."""
+        """Cached mask of the next token; None until it is needed."""
         self._spelled: int | None = None
-        """Bytes that must come next."""
+        """Number of bytes that the constraint forces next; None until it is computed."""
         self._tried: int | None = None
-        """A token that was taken before anyone said so."""
+        """A token that `tries` has already consumed; `take` must be called with it next."""
         self.finished = bool(matcher.is_stopped())
-        """Nothing but an end token may follow."""
+        """True if only an end-of-sequence token may follow."""
         self._seconds, self._count = 0.0, 0
-        """Processor time of masks, and how many tokens were taken."""
+        """CPU seconds spent on masks, and number of tokens taken."""
 
     def mask(self) -> Mask:
-        """Tokens that may come next; an end token only where the text is complete. To ask again costs nothing
-        before the next token is taken. Raises RequestError when the constraint is too costly to follow."""
+        """Returns the mask of allowed next tokens; it includes end-of-sequence tokens only where the text is
+        complete. The mask is cached until the next token. Raises RequestError if the constraint is too costly
+        to follow."""
         if self._mask is None:
             self._mask = self._bits()
         return self._mask
 
     @property
     def _matcher(self) -> LLMatcher:
-        """After all tokens that were taken. Raises RequestError when the constraint is too costly to
-        follow."""
+        """llguidance's matcher after it has consumed all accepted tokens. Raises RequestError if the
+        constraint is too costly to follow."""
         if self._owed:
             owed, self._owed = self._owed, []
             if not self._told.consume_tokens(owed):
@@ -95,8 +97,8 @@ class Matcher:
 
     @property
     def free(self) -> bool:
-        """Texts that fit go on in several ways. Where there is one, only the tokenizer's way to spell it is
-        in the mask."""
+        """True if the constraint allows more than one next byte. Where it does not, the mask allows only the
+        tokenizer's own way to spell the text."""
         return self._bytes_ahead == 0
 
     @property
@@ -106,8 +108,9 @@ class Matcher:
         return self._spelled
 
     def tries(self, token: int) -> bool:
-        """Whether a token is in the mask, where it is `free`; no end token is, here. It is taken next, if so:
-        `take` has nothing more to do then. A mask costs much more."""
+        """Consumes a token and returns true if the constraint allows it; must be called only where `free`.
+        End-of-sequence tokens are never allowed here. `take` must follow with the same token. This is much
+        cheaper than a mask."""
         if token in self._of.ends:
             return False
         if self._matcher.try_consume_tokens([token]) != 1:
@@ -127,12 +130,13 @@ class Matcher:
         self._check()
         if len(ends) > 1 and any(bits[end >> 3] >> (end & 7) & 1 for end in ends):
             bits = bytearray(bits)
-            for end in ends:  # one is as good as another
+            for end in ends:  # if one end-of-sequence token is allowed, all are
                 bits[end >> 3] |= 1 << (end & 7)
         return np.frombuffer(bits, np.int32)
 
     def take(self, token: int) -> None:
-        """The token that was chosen. Raises RequestError when the constraint is too costly to follow."""
+        """Appends the sampled token to the answer. Raises RequestError if the constraint is too costly to
+        follow."""
         self._count += 1
         if self._tried is None:
             self._mask = self._spelled = None
@@ -144,23 +148,23 @@ class Matcher:
 
     @property
     def forces(self) -> bool:
-        """Several bytes must come next."""
+        """True if the constraint allows only one continuation for the next few bytes."""
         return self._bytes_ahead >= _WORTH
 
     def forced(self, count: int) -> list[int]:
-        """Up to `count` tokens that spell what must come next: none where there is a choice, or where the
-        tokenizer spells it with a space that must not be there."""
+        """Returns up to `count` tokens that spell the bytes forced next; none where there is a choice, or
+        where the tokenizer would add a space that the constraint does not allow."""
         if not self.forces:
             return []
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
         return tokens[: self.accepted(tokens)]
 
     def accepted(self, tokens: Sequence[int]) -> int:
-        """How many of the first `tokens` may come next, one after the other."""
+        """Returns how many of the first `tokens` the constraint allows, one after the other."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
-        """Another matcher, which has taken `tokens`."""
+        """Returns a copy of this matcher that has taken `tokens`."""
         other = Matcher(self._of, self._matcher.deep_copy())
         other._seconds, other._count = self._seconds, self._count
         for token in tokens:
@@ -168,23 +172,23 @@ class Matcher:
         return other
 
     def _check(self) -> None:
-        """Raises RequestError where llguidance has given up."""
+        """Raises RequestError if llguidance has stopped with an error."""
         if self._told.is_error():
             raise self._failed(reason(self._told.get_error()))
 
     def _failed(self, why: str) -> RequestError:
-        """Forgets the constraint, with its memory, and returns the error."""
+        """Removes the constraint from the cache and returns the error that ends the answer."""
         self._of.forget()
         return RequestError(f"the constraint cannot be followed: {why}", code="invalid_constraint")
 
 
 class Compiled:
-    """A constraint that any number of answers may follow. These share what its lexer has built."""
+    """A compiled constraint that any number of answers may follow; they share the lexer's states."""
 
     def __init__(
         self, matcher: LLMatcher, ends: Collection[int], bytes: int, forget: Callable[[], None]
     ) -> None:
-        """`bytes`: memory that it may take. `forget`: is called when it cannot be followed."""
+        """`bytes`: memory that it may use. `forget`: called when it turns out to be too costly to follow."""
         self._matcher, self.ends, self.bytes, self.forget = matcher, ends, bytes, forget
 
     def __del__(self) -> None:
@@ -192,30 +196,30 @@ class Compiled:
         give_back()
 
     def matcher(self) -> Matcher:
-        """For one answer."""
+        """Returns a new matcher for one answer."""
         return Matcher(self, self._matcher.deep_copy())
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer. May be used from any thread."""
+    """Compiles constraints for one tokenizer, with a cache. Any thread may use it."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
-        """`size`: of the model's vocabulary. `ends`: tokens that end an answer."""
+        """`size`: size of the model's vocabulary. `ends`: the end-of-sequence tokens."""
         self._vocabulary, self._size, self._ends = vocabulary, size, frozenset(ends)
         self._compiling: dict[Key, Future[Compiled | str]] = {}
-        """Constraints that are compiled at this moment."""
+        """Constraint -> future result, for the constraints that are being compiled."""
         self._kept: OrderedDict[Key, Compiled] = OrderedDict()
         self._outcomes: OrderedDict[Key, Outcome] = OrderedDict()
-        """Constraint -> what its trial has shown."""
+        """Constraint -> outcome of its trial."""
         self._lock, self._first = threading.Lock(), threading.Lock()
         self._quick_turn, self._slow_turn = NewestFirst(QUICK_WAITING), NewestFirst(SLOW_WAITING)
 
     def compiled(self, constraint: Constraint, message: bool) -> Compiled:
-        """Waits until the constraint is compiled; who asks for the same one waits with it. Raises
-        RequestError, with the reason, for one that cannot be compiled.
+        """Returns the compiled constraint, waiting for it if another thread compiles the same one already.
 
-        message: the answer is a whole message. Where the tokenizer puts a space before a text, the message
-        may begin with one: it is no part of the text.
+        Raises RequestError, with the reason, if it cannot be compiled. `message` is true if the answer is a
+        whole message: where the tokenizer puts a space before a text, such an answer may begin with one,
+        which is not part of the text.
         """
         if not self._ends:
             raise RequestError(
@@ -233,13 +237,13 @@ class Grammars:
         return outcome
 
     def close(self) -> None:
-        """Ends what is tried, from any thread."""
+        """Ends running trials. Any thread may call it."""
         with self._first:
             for each in self.__dict__.get("_trials", ()):
                 each.close()
 
     def _outcome(self, constraint: Constraint, key: Key) -> Compiled | str:
-        """Returns the compiled constraint, or why there is none; from those that are kept, if it is one."""
+        """Returns the compiled constraint, from the cache if possible, or why it cannot be compiled."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
@@ -265,7 +269,7 @@ class Grammars:
         return outcome
 
     def _keep(self, key: Key, compiled: Compiled) -> list[Compiled]:
-        """Keeps a constraint; returns those that there is no room for any more."""
+        """Adds a constraint to the cache; returns the constraints that it displaces."""
         self._kept[key] = compiled
         dropped, total = [], sum(each.bytes for each in self._kept.values())
         while total > KEPT_BYTES:
@@ -281,8 +285,8 @@ class Grammars:
         del dropped
 
     def _compile(self, constraint: Constraint, key: Key) -> Compiled | str:
-        """Returns the compiled constraint, or why there is none. Raises RequestError (503) where too many
-        wait, and SetupError."""
+        """Returns the compiled constraint, or why it cannot be compiled. Raises RequestError (503) if too
+        many constraints wait, and SetupError."""
         if (size := len(constraint.source)) > MAX_SOURCE:
             return f"it has {size} characters, and at most {MAX_SOURCE} are taken"
         grammar = in_lark(constraint, key[2])
@@ -311,8 +315,8 @@ class Grammars:
             ) from None
 
     def _tried(self, constraint: Constraint, key: Key, trial_: Trial, grammar: str) -> Outcome:
-        """Returns the outcome of a trial, and keeps it for short constraints. Raises TooCostlyError where
-        another trial may have more time."""
+        """Returns the outcome of a trial, and caches it for short constraints. Raises TooCostlyError if a
+        longer trial may follow."""
         is_last = trial_ is self._trials[1]
         try:
             outcome = replace(trial_.run(grammar), slow=is_last)
@@ -329,7 +333,7 @@ class Grammars:
         return outcome
 
     def _made(self, grammar: str, key: Key, outcome: Outcome) -> Compiled | str:
-        """Compiles a constraint that has passed its trial."""
+        """Compiles a constraint that has passed its trial; returns it, or why it cannot be used."""
         with self._first:
             tokenizer = self._tokenizer
         matcher = guidance.matcher(tokenizer, grammar)
@@ -348,16 +352,16 @@ class Grammars:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """The vocabulary as llguidance takes it; made for the first constraint."""
+        """The vocabulary in llguidance's form; built for the first constraint."""
         return self._tokens.tokenizer()
 
 
 class _Tokens(Tokens):
-    """A vocabulary as llguidance expects one, with the model's own way to cut a text."""
+    """A vocabulary in llguidance's form, which cuts texts with the model's own tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
         texts = [vocabulary.token_bytes(token) for token in range(size)]
-        # Byte 255, which no text has, begins how special tokens are written there: it must not be a token.
+        # llguidance marks special tokens with byte 255, which no text contains: it must not be a token.
         special = [token for token, data in enumerate(texts) if not data or data == b"\xff"]
         for token in special:
             texts[token] = f"<{token} {vocabulary.token_name(token)}>".encode()
@@ -366,5 +370,5 @@ class _Tokens(Tokens):
 
     def __call__(self, text: str) -> list[int]:
         tokens = self._vocabulary.encode(text, special=False)
-        # A text that spells a special token does not mean that token.
+        # A text that spells the name of a special token does not mean that token.
         return tokens if self._special.isdisjoint(tokens) else super().__call__(text)

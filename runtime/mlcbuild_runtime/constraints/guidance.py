@@ -1,6 +1,6 @@
-"""llguidance, as this server uses it: its limits, the vocabulary as it expects one, and its errors.
+"""llguidance with this server's settings: limits, the vocabulary in its form, and its errors in plain words.
 
-The server and the child process that tries constraints both use it, so that they see the same.
+The server and the child process that tries constraints both use this module, so that they agree.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 STEP_SECONDS = 0.25
-"""Processor time that one mask may take: all requests of a step wait for it."""
+"""Maximum CPU seconds for one mask: all requests of a step wait for it."""
 TOKEN_SECONDS = 0.02
-"""Processor time that masks may take for each token of an answer, on average after the first STEP_SECONDS.
-With 150,000 tokens of vocabulary, masks of ordinary schemas take less than one millisecond."""
+"""Maximum CPU seconds for masks per token of an answer, on average after the first STEP_SECONDS. With a
+vocabulary of 150,000 tokens, masks of ordinary schemas take less than one millisecond."""
 EXPRESSIONS, FUEL, STATES = 100_000, 50_000, 10_000
-"""llguidance's limits of the lexer: expressions and states that it may build for one constraint, and work for
-one token. Its defaults allow a matcher to grow to 400 MB; these, to GROWTH."""
+"""Limits of llguidance's lexer: expressions that it may build for one constraint, work for one token, and
+states. With llguidance's defaults a matcher may grow to 400 MB; with these, to GROWTH."""
 GROWTH = 34 << 20
-"""Bytes that a compiled constraint may grow by while answers follow it, at most: 21 MB of expressions and 12
-MB of states were measured with llguidance 1.9."""
+"""Maximum bytes by which a compiled constraint grows while answers follow it: 21 MB of expressions and 12 MB
+of states were measured with llguidance 1.9."""
 _LIMITS = (
     "too many expressions",
     "too many states",
@@ -37,7 +37,7 @@ _LIMITS = (
     "too many",
     "TooComplex",
 )
-"""Words of llguidance's errors for a constraint that reaches one of its limits."""
+"""Phrases in llguidance's errors that mean that a constraint has reached a limit."""
 _EMPTY = (
     "no text fits it: its conditions exclude each other, a rule or $ref leads to nothing but itself, or the"
     " vocabulary cannot spell the text"
@@ -45,10 +45,11 @@ _EMPTY = (
 
 
 class Tokens:
-    """A vocabulary as llguidance expects one; texts are cut into the longest tokens."""
+    """A vocabulary in llguidance's form, which cuts a text greedily into the longest tokens."""
 
     def __init__(self, tokens: Sequence[bytes], special: Collection[int], ends: Collection[int]) -> None:
-        """`tokens`: the bytes of each, or the name of a special one. `ends`: tokens that end an answer."""
+        """`tokens`: the bytes of each token, or the name of a special one. `special`, `ends`: the special and
+        the end-of-sequence tokens."""
         self.tokens, self.special_token_ids, self.ends = list(tokens), sorted(special), sorted(ends)
         self.eos_token_id, self.bos_token_id = self.ends[0], None
         texts = set(range(len(self.tokens))) - set(special)
@@ -61,21 +62,21 @@ class Tokens:
             sizes = range(min(self.longest, len(data) - place), 0, -1)
             size = next((size for size in sizes if data[place : place + size] in self._numbers), 0)
             if not size:
-                break  # what is left is chosen byte by byte
+                break  # llguidance spells the rest byte by byte
             cut.append(self._numbers[data[place : place + size]])
             place += size
         return cut
 
     @cached_property
     def ordinary(self) -> NDArray[np.bool_]:
-        """Marks the tokens that are a part of a text."""
+        """A mark for each token: true if it is part of ordinary text."""
         marks = np.ones(len(self.tokens), np.bool_)
         marks[[*self.special_token_ids, *self.ends]] = False
         return marks
 
     @cached_property
     def plain(self) -> NDArray[np.bool_]:
-        """Marks the ordinary tokens of letters and digits."""
+        """A mark for each token: true if it is ordinary text of letters and digits."""
         return self.ordinary & [data.isalnum() for data in self.tokens]
 
     def tokenizer(self) -> LLTokenizer:
@@ -85,7 +86,7 @@ class Tokens:
 
 
 def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Returns a matcher of a grammar; an error is in it."""
+    """Returns a matcher for a grammar. An invalid grammar yields a matcher that reports the error."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -95,20 +96,20 @@ def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def beginning(matcher: LLMatcher) -> str:
-    """Returns what is wrong with a fresh matcher, or with its first mask; empty where nothing is."""
+    """Returns the error of a fresh matcher or of its first mask; "" if there is none."""
     if not matcher.is_error() and not any(matcher.compute_bitmask()) and not matcher.is_error():
         return "NoExtensionBias"
     return str(matcher.get_error()) if matcher.is_error() else ""
 
 
 def slow_mask(seconds: float, tokens: int = 1) -> str:
-    """Returns why masks of so many tokens that took so long end an answer."""
+    """Returns the reason for ending an answer whose masks for `tokens` tokens took `seconds` of CPU time."""
     which = "tokens may come next" if tokens < 2 else f"of the tokens may come next {tokens} times"
     return f"it took {seconds:.2f} s to see which {which}, and others wait meanwhile: simplify it"
 
 
 def reason(message: str) -> str:
-    """Returns one sentence for an error of llguidance."""
+    """Returns an error message of llguidance in plain words, as one line."""
     if message.startswith("NoExtension") or "forced bytes" in message:
         return _EMPTY
     if any(words in message for words in _LIMITS):
@@ -121,7 +122,7 @@ def reason(message: str) -> str:
 
 
 def _line(message: str) -> str:
-    """The first line of a message: the others draw the place in a grammar that is ours."""
+    """Returns the first line of a message; the other lines quote a grammar that the client did not write."""
     lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines() if line.strip()]
     reason = next((line for line in lines if line.startswith("error:")), "")
     first = re.sub(r"^at \d+\(\d+\): ", "", lines[0]) if lines else "unknown reason"

@@ -1,4 +1,4 @@
-"""Constraints as they come from requests, and their form in the grammar language Lark."""
+"""Constraints as requests state them, and their translation into Lark, llguidance's grammar language."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ Kind = Literal["json_schema", "regex", "lark"]
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer must be: text that a JSON schema, a regular expression or a Lark grammar accepts."""
+    """The form that an answer must have: a JSON schema, a regular expression or a Lark grammar that accepts
+    it."""
 
     kind: Kind
     source: str
     param: str
-    """The field of the request that it came from."""
+    """The name of the request's field that states the constraint."""
 
 
 def in_lark(constraint: Constraint, space: bool) -> str:
-    """Returns a constraint as a Lark grammar, for llguidance. `space`: the text may begin with one."""
+    """Returns a constraint as a Lark grammar for llguidance. With `space`, the text may begin with a
+    space."""
     if constraint.kind == "lark":
         return constraint.source
     return f'start: " "? {as_rule(constraint)}' if space else f"start: {as_rule(constraint)}"
 
 
 def as_rule(constraint: Constraint) -> str:
-    """Returns a schema or a regular expression as a part of a rule in Lark."""
+    """Returns a JSON schema or a regular expression as part of a Lark rule."""
     if constraint.kind == "json_schema":
         return f"%json {constraint.source}"
     return f"/{_slashes_escaped(constraint.source)}/"
 
 
 def _slashes_escaped(regex: str) -> str:
-    """Returns a regular expression without slashes and line feeds, which would end it in Lark."""
+    """Returns a regular expression with slashes and line feeds escaped, since they would end it in Lark."""
     text, escaped = "", False
     for letter in regex:
         if letter in "/\n" and not escaped:

@@ -1,9 +1,9 @@
-"""Compiles constraints in a child process first, where one that costs too much can be ended.
+"""Tries constraints in a child process first, which can be killed when one costs too much.
 
 The cost of a schema or a regular expression cannot be seen from its text: `multipleOf: 999983` takes half a
 minute and half a gigabyte, and a thread that compiles it cannot be stopped. The child process holds the
-model's vocabulary and forks for each constraint. The fork compiles it, follows it for some tokens, and ends,
-so that nothing of a constraint stays behind. A constraint that passes is compiled again by the server.
+model's vocabulary and forks for each constraint. The fork compiles it, follows it for some tokens and ends,
+so that its memory is freed. A constraint that passes is compiled again by the server.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 PATIENCE = 20.0
-"""Seconds by the clock after which a trial is given up, on a machine that is busy with other things."""
+"""Wall-clock seconds after which a trial is ended, on a machine that is busy with other work."""
 MEMORY = 128 << 20
-"""Bytes that one constraint may take while it is compiled and followed."""
+"""Maximum bytes that one constraint may use while it is compiled and followed."""
 STEPS = 16
-"""Tokens that a trial follows a constraint for."""
+"""Number of tokens for which a trial follows a constraint."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial has shown."""
+    """The result of trying a constraint."""
 
     error: str
-    """The reason why the constraint cannot be used; empty where it can."""
+    """The reason why the constraint cannot be used; "" if it can."""
     bytes: int
-    """Memory that the trial took."""
+    """Bytes of memory that the trial used."""
     slow: bool = False
-    """It takes more processor time than a first trial has."""
+    """True if it took more CPU time than a first trial has."""
 
 
 class TooCostlyError(Exception):
-    """A constraint has reached a limit of its trial."""
+    """A constraint that has reached a time or memory limit of its trial."""
 
 
 class Trial:
-    """A child process that tries constraints one after the other; it is started when it is first needed. One
-    thread at a time may run it; any thread may close it."""
+    """A child process that tries one constraint at a time; it starts on first use. One thread at a time may
+    run it; any thread may close it."""
 
     def __init__(self, tokens: Tokens, seconds: float, niceness: int = 0) -> None:
-        """`seconds`: processor time that one constraint may take. `niceness`: of the process."""
+        """`seconds`: CPU time that one constraint may take. `niceness`: niceness of the process."""
         self._seconds = seconds
-        # Byte 255 is in tokens that are no text: Latin-1 writes every byte.
+        # Latin-1 can represent every byte, such as the 255 in tokens that are not text.
         self._child = Child(
             "mlcbuild_runtime.constraints.trial",
             "tries constraints",
@@ -68,8 +68,8 @@ class Trial:
         )
 
     def run(self, grammar: str) -> Outcome:
-        """Tries a grammar in Lark's language. Raises TooCostlyError for one that reaches a limit, SetupError
-        when there can be no child process."""
+        """Tries a grammar in Lark. Raises TooCostlyError if it reaches a limit, and SetupError if no child
+        process can be started."""
         try:
             answer = self._child.ask({"grammar": grammar, "seconds": self._seconds}, PATIENCE)
         except EndedError:
@@ -80,26 +80,26 @@ class Trial:
         raise TooCostlyError
 
     def close(self) -> None:
-        """Ends what is tried, from any thread."""
+        """Ends a running trial. Any thread may call it."""
         self._child.close()
 
 
 def work() -> None:
-    """Runs the child process: reads a vocabulary and then one grammar a line, to the end of its input."""
+    """Runs the child process: reads a vocabulary, then one grammar per line, to the end of its input."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = json.loads(source.readline())
     tokens = Tokens(
         [text.encode("latin-1") for text in vocabulary["tokens"]], vocabulary["special"], vocabulary["ends"]
     )
     tokenizer = tokens.tokenizer()
-    _tried(tokens, tokenizer, 'start: "a"')  # loads what forks then need not load
+    _tried(tokens, tokenizer, 'start: "a"')  # loads modules once instead of in every fork
     os.nice(vocabulary["niceness"])
     rest = _forked(tokens, tokenizer, 'start: "a"', PATIENCE) or {}
     out.write(b"true\n")
     out.flush()
     for line in source:
-        wanted = json.loads(line)
-        answer = _forked(tokens, tokenizer, wanted["grammar"], wanted["seconds"])
+        request = json.loads(line)
+        answer = _forked(tokens, tokenizer, request["grammar"], request["seconds"])
         if answer is not None:
             answer["bytes"] = max(0, answer["bytes"] - rest.get("bytes", 0))
         out.write(json.dumps(answer).encode() + b"\n")
@@ -107,7 +107,7 @@ def work() -> None:
 
 
 def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float) -> dict[str, Any] | None:
-    """Tries a grammar in a fork of this process; None where it reaches a limit."""
+    """Tries a grammar in a fork of this process; returns None if it reaches a limit."""
     readable, writable = os.pipe()
     if not (fork := os.fork()):
         try:
@@ -117,22 +117,23 @@ def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float
             os._exit(0)
     os.close(writable)
     with os.fdopen(readable, "rb") as answer:
-        found: dict[str, Any] | None = json.loads(answer.read() or b"null")
+        outcome: dict[str, Any] | None = json.loads(answer.read() or b"null")
     os.waitpid(fork, 0)
-    return found
+    return outcome
 
 
 def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, Any] | None:
-    """Compiles a grammar and follows it; None where that took too much memory."""
+    """Compiles a grammar and follows it; returns None if that took too much memory."""
     before = _peak()
-    found = matcher(tokenizer, grammar)
-    error = beginning(found) or _followed(tokens, found)
+    grammar_matcher = matcher(tokenizer, grammar)
+    error = beginning(grammar_matcher) or _followed(tokens, grammar_matcher)
     spent = _peak() - before
     return None if spent > MEMORY else {"error": error and reason(error), "bytes": spent}
 
 
 def _followed(tokens: Tokens, matcher: LLMatcher) -> str:
-    """Takes tokens at random, plain letters where they may come. Returns the error that this leads to."""
+    """Follows a constraint with random tokens, plain letters where possible. Returns the error that occurs,
+    or ""."""
     draws, size = np.random.default_rng(1), len(tokens.tokens)
     for _ in range(STEPS):
         begun = time.thread_time()
@@ -153,7 +154,7 @@ def _followed(tokens: Tokens, matcher: LLMatcher) -> str:
 
 
 def _peak() -> int:
-    """Returns the most memory that this process has had, in bytes."""
+    """Returns the peak memory of this process in bytes."""
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -161,7 +162,7 @@ def _peak() -> int:
 
 
 def _limit(seconds: float) -> None:
-    """Limits a fork's time and memory. What ends at a limit writes nothing."""
+    """Limits a fork's CPU seconds and memory. A fork that reaches a limit ends without writing anything."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
     limit_memory(MEMORY + (32 << 20))

@@ -47,7 +47,7 @@ class Executor(Protocol):
 
     @property
     def description(self) -> str:
-        """What the bundle runs on, in a few words for log lines, such as "threads 4"."""
+        """The device in a few words for log lines, such as "threads 4"."""
 
     @property
     def pages(self) -> int:

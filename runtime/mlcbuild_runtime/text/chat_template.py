@@ -1,4 +1,4 @@
-"""Chat templates of checkpoints: where they are found, and prompts from them."""
+"""Chat templates of checkpoints: finds them, and renders prompts with them."""
 
 from __future__ import annotations
 
@@ -16,57 +16,58 @@ from mlcbuild_runtime.text.child import Child, EndedError
 from mlcbuild_runtime.text.turns import CrowdedError, NewestFirst
 
 PATIENCE = 5.0
-"""Seconds by the clock that a prompt may take, and that a request may wait for others' prompts."""
+"""Wall-clock seconds that rendering a prompt may take, and that a request may wait for its turn."""
 WAITING = 48
-"""Requests that may wait for others' prompts."""
+"""Maximum requests that may wait while prompts of others are rendered."""
 
 Message = Mapping[str, Json]
 
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 MAX_TEMPLATE = 1 << 20
-"""Bytes of a file with a chat template."""
+"""Maximum bytes of a file with a chat template."""
 
 
 def find_template(path: Path, config: Mapping[str, Json], present: Collection[str]) -> str | None:
-    """The chat template of the tokenizer in directory `path`, whose tokenizer_config.json is `config`.
+    """Returns the chat template of the tokenizer in directory `path`; None if it has none.
 
-    `present`: names of the files that may be read. Of several named templates it is the one called `default`.
-    Raises BundleError.
+    `config` is its tokenizer_config.json, and `present` the names of the files that may be read. Of several
+    named templates, the one called `default` is returned. Raises BundleError.
     """
     file, other = TEMPLATES
     if file in present:
         return files.read_text(path / file, MAX_TEMPLATE)
-    found = config.get("chat_template")
-    if found is None and other in present:
-        found = files.read_json(path / other, MAX_TEMPLATE).get("chat_template")
-    if isinstance(found, list):
-        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
-        found = named[-1].get("template") if named else None
-    return found if isinstance(found, str) else None
+    template = config.get("chat_template")
+    if template is None and other in present:
+        template = files.read_json(path / other, MAX_TEMPLATE).get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    return template if isinstance(template, str) else None
 
 
 class ChatTemplate:
-    """A template and the special tokens (`bos_token`, ...) it may write. It is rendered in a child process of
-    its own, so that a template without end keeps nobody else waiting. May be used from any thread."""
+    """A chat template and the special tokens (`bos_token`, ...) that it may write. It is rendered in a child
+    process of its own, so that an endless template does not block other work. Any thread may use it."""
 
     def __init__(self, source: str | None, special: Mapping[str, str]) -> None:
         self._source, self._special = source, special
-        # A first, empty template: the start of the process does not count as a prompt's time.
+        # Rendering an empty template first keeps the start of the process out of a prompt's time limit.
         empty: Json = {"source": "", "variables": {}}
         self._child = Child("mlcbuild_runtime.text.jinja", "renders chat templates", lambda: empty)
         self._turns = NewestFirst(WAITING)
         self._patience = PATIENCE
-        """0 after a prompt that took too long: others, which would, too, do not wait for their turn then."""
+        """Seconds that a prompt waits for its turn; 0 after one that took too long, since the next probably
+        would, too."""
 
     @property
     def source(self) -> str:
-        """Empty where there is none."""
+        """The text of the template; "" if there is none."""
         return self._source or ""
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Json]) -> str:
         """Returns the prompt for an answer to `messages`. Raises RequestError: 400 with the template's own
-        words where it refuses them, 422 where it fails, 503 where too many wait."""
+        message if it refuses them, 422 if it fails, 503 if too many requests wait."""
         if self._source is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or build the bundle from a checkpoint"
@@ -86,7 +87,7 @@ class ChatTemplate:
         raise AssertionError
 
     def close(self) -> None:
-        """Ends what is rendered, from any thread."""
+        """Ends a running template. Any thread may call it."""
         self._child.close()
 
     def _answer(self, document: Mapping[str, Json]) -> Json:
@@ -109,21 +110,23 @@ class ChatTemplate:
 
 
 def failed(reason: str) -> RequestError:
-    """Returns the error of a template that fails. Its status says that to send the same again is in vain."""
+    """Returns the error for a template that fails; status 422 means that sending the request again will not
+    help."""
     return RequestError(
         f"the bundle's chat template fails: {one_line(reason)}", code="template_failed", status=422
     )
 
 
 def one_line(text: str) -> str:
-    """Returns the start of a text without line breaks and control characters, which terminals obey."""
+    """Returns up to 300 characters of a text as one line, without control characters that a terminal would
+    obey."""
     plain = "".join(letter if letter.isprintable() else " " for letter in text[:2000])
     plain = " ".join(plain.split())
     return plain if len(plain) <= 300 else f"{plain[:297]}..."
 
 
 def check_text(options: Mapping[str, Json]) -> None:
-    """Raises RequestError for variables that are no text in UTF-8."""
+    """Raises RequestError for template variables that cannot be encoded as UTF-8."""
     try:
         json.dumps(options, ensure_ascii=False).encode()
     except UnicodeEncodeError:

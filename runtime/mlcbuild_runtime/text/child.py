@@ -1,6 +1,7 @@
-"""Child processes that do what could take for ever, and can be ended: one document a line, one answer a line.
+"""Child processes for work that may never end and must be killable: one document in, one answer out, per
+line.
 
-A child starts when it is first needed, and again after it had to be ended.
+A child starts when it is first needed, and again after it had to be killed.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ class EndedError(Exception):
     """A child process has ended, or was killed because it took too long."""
 
     def __init__(self, code: int | None) -> None:
-        """`code`: as subprocess has it; None where the child was killed."""
+        """`code`: the exit code as in subprocess; None if the child was killed."""
         super().__init__(code)
         self.code = code
 
 
 class Child:
-    """A process that runs the function `work` of a module. One thread at a time may use it; any thread may
-    close it."""
+    """A child process that runs the function `work` of a module. One thread at a time may use it; any thread
+    may close it."""
 
     def __init__(self, module: str, purpose: str, hello: Callable[[], object] | None = None) -> None:
-        """`purpose`: what cannot be done without it, for errors. `hello`: makes the first document for each
-        new process, which answers when it is ready."""
+        """`purpose`: what the process does, for error messages. `hello`: returns the first document for each
+        new process, whose answer means that it is ready."""
         self._module, self._purpose, self._hello = module, purpose, hello
         self.process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None
         self._closed = False
 
     def ask(self, document: object, patience: float) -> Json:
-        """Returns the answer to a document. Raises EndedError, after `patience` seconds at the latest, and
-        SetupError when there can be no process."""
+        """Sends a document and returns the answer. Raises EndedError, after `patience` seconds at the latest,
+        and SetupError if no process can be started."""
         process = self._running()
         try:
             answer: Json = json.loads(self._exchange(process, document, patience))
-        except BaseException as error:  # an answer that nobody waited for would be taken for the next one
+        except BaseException as error:  # an answer that nobody read would be taken for the next one
             self.end()
             if isinstance(error, EndedError) and error.code == 1:
                 raise SetupError(
@@ -58,12 +59,13 @@ class Child:
         return answer
 
     def end(self) -> None:
-        """Kills the process; the next document starts another."""
+        """Kills the process; the next document starts another one."""
         self._kill()
         self.process = None
 
     def close(self) -> None:
-        """Kills the process for good: who waits for an answer gets EndedError, from any thread."""
+        """Kills the process for good: a thread that waits for an answer gets EndedError. Any thread may call
+        it."""
         self._closed, process = True, self.process
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -75,7 +77,7 @@ class Child:
         if self.process is None or self.process.poll() is not None:
             self._kill()
             self.process = self._started()
-            # Also when this object is forgotten, and at the interpreter's end.
+            # Runs when this object is garbage collected, and when the interpreter ends.
             self._kill = weakref.finalize(self, _kill, self.process)
             if self._closed:  # meanwhile
                 self._kill()
@@ -90,7 +92,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                start_new_session=True,  # Ctrl-C is the server's
+                start_new_session=True,  # Ctrl-C reaches the server only
             )
         except OSError as error:
             raise SetupError(f"the process that {self._purpose} cannot start: {error}") from None
@@ -114,11 +116,11 @@ class Child:
 
 
 STARTING = 60.0
-"""Seconds for a process to start, on a machine that is busy with other things."""
+"""Seconds that a child process may take to start, on a machine that is busy with other work."""
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a child process and its forks."""
+    """Kills a child process and its forks, and closes its pipes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -129,8 +131,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def limit_memory(more: int) -> None:
-    """Limits this process to so many bytes more than it has, where the system does: on macOS, which has no
-    such limit, only time and sizes are limited."""
+    """Limits the address space of this process to `more` bytes above its present size. On macOS, which lacks
+    such a limit, it does nothing: only time and text sizes are limited there."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

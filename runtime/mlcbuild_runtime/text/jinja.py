@@ -1,6 +1,6 @@
-"""Renders chat templates: Jinja, in a sandbox, with the helpers that transformers gives them.
+"""Renders chat templates with Jinja, in a sandbox, with the helper functions that transformers provides.
 
-A template may loop for ever, or write more than fits into memory, so that this runs in a child process.
+It runs in a child process, because a template may loop for ever or write more than fits into memory.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 SECONDS = 2.0
-"""Processor time that one prompt may take."""
+"""Maximum CPU seconds for rendering one prompt."""
 MEMORY = 256 << 20
-"""Bytes that one prompt may take, where the system limits them."""
+"""Maximum bytes of memory for rendering one prompt, on systems with such a limit."""
 TEXT = 16 << 20
-"""Bytes of a prompt."""
+"""Maximum bytes of a prompt."""
 ERROR = 2000
-"""Characters of a reason."""
+"""Maximum characters of an error's reason."""
 
 
 def work() -> None:
-    """Runs the child process: reads a template and its variables a line, to the end of its input."""
+    """Runs the child process: reads a template and its variables from each line of its input."""
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401  (what templates need is loaded before their time runs)
 
@@ -47,10 +47,11 @@ def work() -> None:
 
 
 def _answer(line: bytes, templates: dict[str, Template]) -> str:
-    """Returns JSON: {"text": the prompt}, {"refused": the template's words} or {"failed": the reason}."""
+    """Returns JSON: {"text": the prompt}, {"refused": the template's own message} or {"failed": the
+    reason}."""
     try:
-        wanted = json.loads(line)
-        source, variables = wanted["source"], wanted["variables"]
+        request = json.loads(line)
+        source, variables = request["source"], request["variables"]
         if source not in templates:
             templates[source] = compiled(source)
         return json.dumps({"text": _written(templates[source], variables)})
@@ -84,20 +85,22 @@ def _written(template: Template, variables: Mapping[str, Json]) -> str:
 
 
 class _RefusedError(Exception):
-    """A template has called raise_exception."""
+    """A template has called raise_exception, with this message."""
 
 
 class _TooLongError(Exception):
-    """A prompt is longer than TEXT."""
+    """A prompt is longer than TEXT bytes."""
 
 
 def compiled(source: str) -> Template:
-    """Returns the template of a source. Raises whatever Jinja and Python raise for a wrong one."""
+    """Returns the compiled template of a source text. Raises whatever Jinja and Python raise for an invalid
+    one."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks an assistant's words for training: its content is all that counts here."""
+        """The tag `{% generation %}`, which marks an assistant's words for training: only its content is
+        kept."""
 
         tags = {"generation"}  # noqa: RUF012  (Jinja's interface)
 
@@ -120,7 +123,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes it for HTML."""
+    """Returns a value as plain JSON; Jinja's own filter would escape it for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Gives freed memory back to the system."""
+"""Returns freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ctypes
 import sys
 
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-"""Part of glibc only. Other allocators give memory back by themselves, sooner or later."""
+"""glibc's malloc_trim; None elsewhere, where allocators return memory by themselves."""
 
 
 def give_back() -> None:
-    """Returns the allocator's unused pages to the system: glibc keeps those between others for good, about
-    half of what a constraint took."""
+    """Returns the allocator's unused pages to the system. glibc would keep pages between used ones for good,
+    about half of what a constraint has used."""
     if _TRIM is not None:
         _TRIM(0)

@@ -1,4 +1,4 @@
-"""Text in, text out: prompts to tokens, and tokens to text as they come."""
+"""Converts prompts to tokens, and the tokens of answers to text as they arrive."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ FILES = (
     "special_tokens_map.json",
     *TEMPLATES,
 )
-"""Files of a bundle or a checkpoint that are read here."""
+"""Names of the files of a bundle or checkpoint from which a tokenizer is read."""
 MAX_CONFIG = 32 << 20
-"""Bytes of tokenizer_config.json, which may list every token."""
+"""Maximum bytes of tokenizer_config.json, which may list every token."""
 
 
 class Tokenizer:
@@ -33,32 +33,32 @@ class Tokenizer:
     def __init__(
         self, vocabulary: Vocabulary, template: ChatTemplate, bos: int | None, eos: Iterable[int]
     ) -> None:
-        """Use `load`."""
+        """Is called by `load`. `eos` lists the end-of-sequence tokens."""
         self.vocabulary, self.template, self.bos, self.eos = vocabulary, template, bos, frozenset(eos)
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> Tokenizer:
-        """The tokenizer of the bundle in directory `path`, from the files that its manifest lists.
+        """Returns the tokenizer of the bundle in directory `path`, from the files that its manifest lists.
 
-        Files of strangers may end the process: `mlcbuild_runtime.loading` tries them first. Raises
-        BundleError with one sentence.
+        Untrusted files may end the process: mlcbuild_runtime.untrusted tries them in a child process first.
+        Raises BundleError.
         """
-        found = cls.load(path, manifest.serving, manifest.files)
-        found.eos = frozenset(token for token in found.eos if token < manifest.vocab_size)
-        return found
+        tokenizer = cls.load(path, manifest.serving, manifest.files)
+        tokenizer.eos = frozenset(token for token in tokenizer.eos if token < manifest.vocab_size)
+        return tokenizer
 
     @classmethod
     def load(
         cls, path: Path, serving: Serving | None = None, names: Collection[str] | None = None
     ) -> Tokenizer:
-        """Reads the tokenizer's files in directory `path`. Raises BundleError with one sentence.
+        """Reads the tokenizer's files in directory `path`. Raises BundleError.
 
-        A message ends at any of the tokens that `serving` names, and at the tokenizer's own eos_token.
-        `names`: files that may be read; by default those of FILES that are there.
+        A message ends at any end-of-sequence token of `serving`, and at the tokenizer's own eos_token.
+        `names` lists the files that may be read; by default those of FILES that exist.
         """
         serving = serving or Serving()
-        known = FILES if names is None else [name for name in FILES if name in names]
-        present = {name for name in known if (path / name).is_file()}
+        allowed = FILES if names is None else [name for name in FILES if name in names]
+        present = {name for name in allowed if (path / name).is_file()}
         config = _object(path, "tokenizer_config.json", present)
         special = _special_tokens(_object(path, "special_tokens_map.json", present) | config)
         vocabulary: Vocabulary
@@ -76,8 +76,8 @@ class Tokenizer:
         return cls(vocabulary, ChatTemplate(find_template(path, config, present), special), bos, ends)
 
     def encode(self, text: str, longest: int | None = None) -> list[int]:
-        """Tokens of a prompt, with BOS where the tokenizer adds one. A BOS in the text is not doubled.
-        `longest`: bytes that the text may have. Raises RequestError."""
+        """Returns the tokens of a prompt, with BOS where the tokenizer adds one; a BOS in the text is not
+        doubled. Raises RequestError for a text of more than `longest` bytes."""
         check_length(text, longest)
         tokens = self.vocabulary.encode(text, special=True)
         if self.bos is not None and tokens[:2] == [self.bos, self.bos]:
@@ -90,10 +90,11 @@ class Tokenizer:
         options: Mapping[str, Json] | None = None,
         longest: int | None = None,
     ) -> list[int]:
-        """Tokens of the prompt for an answer to `messages`; `options` are more variables for the template.
-        `longest`: bytes that the prompt may have.
+        """Returns the tokens of the prompt for an answer to `messages`; `options` are more variables for the
+        template.
 
-        The template writes every special token itself. Raises RequestError.
+        The template writes all special tokens itself. Raises RequestError, also for a prompt of more than
+        `longest` bytes.
         """
         text = self.template.render(messages, options or {})
         check_length(text, longest)
@@ -102,17 +103,17 @@ class Tokenizer:
     def stream(
         self, stop: Sequence[str] = (), message: bool = False, shown: Mapping[int, str] | None = None
     ) -> TextStream:
-        """`message`: the text is a whole message, not the continuation of one. `shown`: what special tokens
-        are in the text, where they are."""
+        """Returns a converter from tokens to text. `message` is true for a whole message, false for the
+        continuation of a text. `shown` maps special token -> the text that stands for it."""
         return TextStream(self.vocabulary, stop, message and self.vocabulary.leading_space, shown)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of a whole sequence of tokens, special ones left out."""
+        """Returns the text of a whole sequence of tokens, without special tokens."""
         stream = self.stream(message=True)
         return "".join([*(stream.push(token) for token in tokens), stream.finish()])
 
     def offsets(self, tokens: Iterable[int]) -> list[int]:
-        """Where in the text of `decode`, in characters, each of the tokens begins."""
+        """Returns for each token where it begins in the text of `decode`, in characters."""
         stream, sizes = self.stream(message=True), [0]
         for token in tokens:
             sizes.append(len(stream.push(token)))
@@ -120,8 +121,7 @@ class Tokenizer:
 
 
 def check_length(text: str, longest: int | None) -> None:
-    """Raises RequestError for a text of more than `longest` bytes: to find the tokens of a megabyte takes a
-    second."""
+    """Raises RequestError for a text of more than `longest` bytes: tokenizing a megabyte takes a second."""
     if longest is not None and len(text) * 4 > longest and (size := len(text.encode())) > longest:
         raise RequestError(
             f"the prompt has {size} bytes, and the context has no room for more than {longest}: shorten it",
@@ -130,7 +130,8 @@ def check_length(text: str, longest: int | None) -> None:
 
 
 class TextStream:
-    """Tokens to text, piece by piece: never half a character, never a part of a stop string."""
+    """Converts tokens to text piece by piece, never splitting a character or emitting part of a stop
+    string."""
 
     def __init__(
         self,
@@ -143,16 +144,16 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
-        """A stop string has appeared: no more text will come."""
+        """True after a stop string has appeared: no more text will come."""
 
     def push(self, token: int) -> str:
-        """The text that is certain now."""
+        """Adds a token; returns the text that is certain now."""
         shown = self._shown.get(token)
         data = self._vocabulary.token_bytes(token) if shown is None else shown.encode()
         return self._take(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """What is left when no more tokens come: an unfinished character becomes U+FFFD."""
+        """Returns the remaining text when no more tokens come; an unfinished character becomes U+FFFD."""
         text = self._take(self._decoder.decode(b"", final=True))
         if not self.stopped:
             text, self._held = text + self._held, ""
@@ -167,7 +168,7 @@ class TextStream:
         if not self._stop:
             return text
         text = self._held + text
-        # The one that is complete first counts, however the tokens cut the text.
+        # The stop string that is complete first counts, however the tokens split the text.
         ends = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
         if ends:
             self.stopped, self._held = True, ""
@@ -178,7 +179,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that begins `stop`."""
+    """Returns the length of the longest proper prefix of `stop` with which `text` ends."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -190,11 +191,12 @@ def _object(path: Path, name: str, present: Collection[str]) -> dict[str, Json]:
 
 
 def _special_tokens(config: Mapping[str, Json]) -> dict[str, str]:
-    """bos_token, eos_token and so on, each as the text that a template writes."""
-    found = {}
+    """Returns name (bos_token, eos_token, ...) -> the text of that special token, from a tokenizer's
+    config."""
+    tokens = {}
     for name, value in config.items():
         if name.endswith("_token"):
             content = value.get("content") if isinstance(value, dict) else value
             if isinstance(content, str):
-                found[name] = content
-    return found
+                tokens[name] = content
+    return tokens

@@ -1,9 +1,9 @@
-"""Turns at work that only one thread may do at a time, the newest request first.
+"""A lock for work that only one thread may do at a time, which serves the newest request first.
 
-Where requests come faster than they are done, a queue in order of arrival makes everyone wait for as long as
-it is, and whoever sends many makes it long. The newest first serves most requests at once and the rest late
-(the policy is known as adaptive LIFO): a client waits for the work that is going on and for what came after
-it, but never for a backlog. Where the queue is full, the request that has waited longest is refused.
+When requests arrive faster than they are served, a queue in order of arrival makes everyone wait for its
+whole length, and a client that sends many makes it long. Serving the newest first serves most requests at
+once and the rest late (the policy is known as adaptive LIFO): a client waits for the running work and for
+later requests, never for a backlog. When the queue is full, the request that has waited longest is refused.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ T = TypeVar("T")
 
 
 class CrowdedError(Exception):
-    """A request has waited longest in a full queue, or as long as it may."""
+    """A request is refused because it waited longest in a full queue, or reached its time limit."""
 
 
 class NewestFirst:
-    """A lock with a bounded queue."""
+    """A lock with a bounded queue that serves the newest thread first."""
 
     def __init__(self, most: int) -> None:
-        """`most`: threads that may wait."""
+        """`most`: maximum threads that may wait."""
         self._most, self._lock, self._taken = most, threading.Lock(), False
         self._waiting: deque[Future[None]] = deque()
 
     @property
     def waiting(self) -> int:
-        """How many threads wait."""
+        """Number of threads that wait for the lock."""
         return len(self._waiting)
 
     @contextmanager
     def turn(self, seconds: float | None = None) -> Iterator[None]:
-        """Waits for the lock, `seconds` at most, and holds it. Raises CrowdedError."""
+        """Waits up to `seconds` for the lock and holds it while the context is open. Raises CrowdedError."""
         mine = self._enter()
         try:
             if mine is not None:
@@ -53,7 +53,7 @@ class NewestFirst:
             self._leave()
 
     def _enter(self) -> Future[None] | None:
-        """Returns None with the lock taken, or what is set when it is."""
+        """Takes the lock and returns None, or returns a future that is set when the lock is free."""
         with self._lock:
             if not self._taken:
                 self._taken = True
@@ -72,14 +72,14 @@ class NewestFirst:
             while self._waiting and newest is None:
                 newest = self._waiting.pop()
                 if not newest.set_running_or_notify_cancel():
-                    newest = None  # it has waited as long as it may
+                    newest = None  # its time limit has passed
             self._taken = newest is not None
         if newest is not None:
             newest.set_result(None)
 
 
 def in_nice_thread(niceness: int, work: Callable[[], T]) -> T:
-    """Returns what `work` returns, from a thread that yields the cores to others where they are busy."""
+    """Returns the result of `work`, run in a thread that yields the cores to others on a busy machine."""
     result = Future[T]()
 
     def run() -> None:

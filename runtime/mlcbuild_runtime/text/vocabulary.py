@@ -1,7 +1,7 @@
-"""Text to tokens and tokens to bytes, for both kinds of tokenizer files.
+"""Converts text to tokens and tokens to bytes, for both kinds of tokenizer files.
 
-Tokens become bytes, not text: one character may be spread over several tokens, and only the bytes of all of
-them say which it is. text.py joins them.
+Tokens become bytes instead of text, because several tokens may share one character, which only all their
+bytes determine. tokenizer.py joins them.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MAX_TOKENIZER = 256 << 20
-"""Bytes of tokenizer.json or tokenizer.model."""
+"""Maximum bytes of tokenizer.json or tokenizer.model."""
 _SPACE = "▁"
-"""How SentencePiece writes a space inside a piece."""
+"""The letter that SentencePiece writes for a space inside a piece."""
 
 
 class Vocabulary(Protocol):
-    """What text.py needs of a tokenizer."""
+    """The interface of a vocabulary, which tokenizer.py uses."""
 
     leading_space: bool
-    """The tokenizer puts a space before a text that has none: the first token of a message carries it."""
+    """True if the tokenizer puts a space before a text that has none, so that the first token of a message
+    carries one."""
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Tokens of a text. `special`: with the BOS (and so on) that the tokenizer adds to a prompt."""
+        """Returns the tokens of a text. With `special`, the BOS and other tokens that a prompt gets are
+        added."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """UTF-8 of one token, perhaps a part of a character; nothing for special tokens."""
+        """Returns the UTF-8 bytes of one token, which may be part of a character; b"" for special tokens."""
         ...
 
     def token_name(self, token: int) -> str:
-        """How the tokenizer writes a token, special or not."""
+        """Returns how the tokenizer file spells a token, special or not."""
         ...
 
     def token_id(self, name: str) -> int | None: ...
 
 
 class JsonVocabulary:
-    """tokenizer.json, by the tokenizers library."""
+    """The vocabulary in a tokenizer.json, read by the tokenizers library."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BundleError."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # cores are the model's
+        """Reads the file. Raises BundleError."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the model
         from tokenizers import Tokenizer
 
         data = files.read_bytes(path, MAX_TOKENIZER)
@@ -74,25 +76,25 @@ class JsonVocabulary:
         self._byte_level = "ByteLevel" in steps
         self._fallback = "ByteFallback" in steps
         self.leading_space = bool(steps.keys() & {"Strip", "Metaspace"})
-        known = {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}
-        if steps.keys() - known or not steps:
-            found = ", ".join(sorted(steps.keys() - known)) or "none"
-            raise BundleError(f"{path}: its decoder is not of a kind this runtime knows: {found}")
+        supported = {"ByteLevel", "ByteFallback", "Replace", "Fuse", "Strip", "Metaspace"}
+        if steps.keys() - supported or not steps:
+            unsupported = ", ".join(sorted(steps.keys() - supported)) or "none"
+            raise BundleError(f"{path}: its decoder is not of a kind this runtime knows: {unsupported}")
 
     def encode(self, text: str, special: bool) -> list[int]:
-        # A batch lets other threads run meanwhile; fast: without the places of tokens in the text.
+        # Encoding a batch releases the GIL; the fast variant computes no offsets.
         try:
-            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         except BaseException as error:
             reason = _reason(error)
             raise RequestError(f"the model's tokenizer cannot read this text: {reason}", status=500) from None
-        return list(found.ids)
+        return list(encoding.ids)
 
     def token_bytes(self, token: int) -> bytes:
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._find_bytes(token)
-        return found
+        data = self._bytes.get(token)
+        if data is None:
+            data = self._bytes[token] = self._find_bytes(token)
+        return data
 
     def _find_bytes(self, token: int) -> bytes:
         if token in self._added:
@@ -107,20 +109,20 @@ class JsonVocabulary:
         return self._tokenizer.id_to_token(token) or ""
 
     def token_id(self, name: str) -> int | None:
-        found: int | None = self._tokenizer.token_to_id(name)
-        return found
+        token_id: int | None = self._tokenizer.token_to_id(name)
+        return token_id
 
 
 def _reason(error: BaseException) -> str:
-    """What the tokenizers library says. It raises bare Exception for what it refuses, and a BaseException of
-    a type without a public name where its code panics; anything else goes on."""
+    """Returns the message of an error of the tokenizers library, which raises a bare Exception for invalid
+    input and an unnamed BaseException where its code panics. Raises any other error again."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return printable(error, 300)
     raise error
 
 
 def _decoder_steps(tokenizer: Tokenizer) -> dict[str, Json]:
-    """The steps of its decoder by type. The state is the same JSON as in tokenizer.json."""
+    """Returns the steps of a tokenizer's decoder: type -> settings, the same JSON as in tokenizer.json."""
     if tokenizer.decoder is None:
         return {}
     state = json.loads(tokenizer.decoder.__getstate__())
@@ -129,7 +131,8 @@ def _decoder_steps(tokenizer: Tokenizer) -> dict[str, Json]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable Latin-1 for itself, the rest from U+0100 on, in order."""
+    """Returns the letters that GPT-2 uses for bytes, letter -> byte: printable Latin-1 stands for itself, the
+    rest follows from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -141,7 +144,7 @@ _ALPHABET = _byte_alphabet()
 def _byte_level(piece: str) -> bytes:
     try:
         return bytes(_ALPHABET[letter] for letter in piece)
-    except KeyError:  # the decoder of the tokenizers library takes such a piece as it is
+    except KeyError:  # as the decoder of the tokenizers library does
         return piece.encode()
 
 
@@ -152,10 +155,12 @@ def _piece_bytes(piece: str, fallback: bool) -> bytes:
 
 
 class PieceVocabulary:
-    """tokenizer.model, by the sentencepiece library, with the tokens that tokenizer_config.json adds."""
+    """The vocabulary in a tokenizer.model, read by the sentencepiece library, with the tokens that
+    tokenizer_config.json adds."""
 
     def __init__(self, path: Path, config: Mapping[str, Json], special: Mapping[str, str]) -> None:
-        """`special`: the named special tokens, such as bos_token. Raises BundleError."""
+        """Reads the file. `special` maps the name of a special token, such as bos_token, to its text. Raises
+        BundleError."""
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -172,13 +177,13 @@ class PieceVocabulary:
         self._special = {token for token in range(self._size) if self._model.is_control(token)}
         self._special |= {token for token, (_, is_special) in self._added.items() if is_special}
         names = [*special.values(), *_names(config.get("additional_special_tokens"))]
-        self._special |= {found for name in names if (found := self.token_id(name)) is not None}
+        self._special |= {token for name in names if (token := self.token_id(name)) is not None}
         self._legacy = config.get("legacy") is not False
         self.leading_space = self._model.encode("a") != self._bare.encode("a")
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Tokens that are found in a text before SentencePiece sees it."""
+        """Text -> token, for tokens that are cut out of a text before SentencePiece encodes the rest."""
         own = {self.token_name(token): token for token in self._special}
         return own | {content: token for token, (content, _) in self._added.items()}
 
@@ -218,23 +223,23 @@ class PieceVocabulary:
         for token, (content, _) in self._added.items():
             if content == name:
                 return token
-        found = int(self._model.piece_to_id(name))
-        return None if self._model.is_unknown(found) and self._model.id_to_piece(found) != name else found
+        token = int(self._model.piece_to_id(name))
+        return None if self._model.is_unknown(token) and self._model.id_to_piece(token) != name else token
 
 
 def _names(listed: Json) -> list[str]:
-    """Contents of a list of tokens, each a text or an object."""
+    """Returns the texts of a list of tokens, each given as a string or as an object with `content`."""
     entries = listed if isinstance(listed, list) else []
     contents = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
     return [content for content in contents if isinstance(content, str)]
 
 
 def _added_tokens(config: Mapping[str, Json]) -> dict[int, tuple[str, bool]]:
-    """Token -> (content, special), from `added_tokens_decoder`."""
+    """Returns token -> (text, whether it is special), from `added_tokens_decoder` of a tokenizer's config."""
     listed = config.get("added_tokens_decoder")
-    found = {}
+    added = {}
     for token, entry in listed.items() if isinstance(listed, dict) else ():
         match entry:
             case {"content": str(content), **other} if re.fullmatch("[0-9]{1,9}", token):
-                found[int(token)] = content, other.get("special") is True
-    return found
+                added[int(token)] = content, other.get("special") is True
+    return added
