@@ -135,7 +135,7 @@ class Site:
         assert (records(remote), blobs(remote)) == self.whole
         # Who finds nothing to do does not clean up: the next that works does, once the dead are gone.
         for _ in range(600):
-            with Store(store).session():
+            with Store(store).staging():
                 pass
             left = [*(store / "tmp").iterdir(), *(store / "locks").iterdir()]
             if not left:

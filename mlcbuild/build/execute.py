@@ -32,7 +32,7 @@ from mlcbuild.errors import SetupError, StoreError
 from mlcbuild.remotes.sharing import Found, Sharing
 from mlcbuild.signals import Bell, Cancellation, Interruption, caught
 from mlcbuild.store.locks import Lock
-from mlcbuild.store.staging import Session, remove_tree
+from mlcbuild.store.staging import StagingArea, remove_tree
 from mlcbuild.store.store import Store
 
 __all__ = ["Options", "execute"]
@@ -128,7 +128,7 @@ class _Loop:
         self.planner = run.planner
         self.store = run.planner.store
         self.report = run.report
-        self.area: Session = stack.enter_context(self.store.session())
+        self.area: StagingArea = stack.enter_context(self.store.staging())
         if run.options.handle_signals:
             stack.enter_context(caught(run.end, run.options.executor == "inline"))
         self.executor = executor(run.options, self.planner.sharing, self.area, run.bell)
@@ -267,7 +267,7 @@ class _Loop:
         self.report(StepStarted(step.name, planned.reason, estimate(planned), running.log))
         try:
             with self.store.writing():
-                area = running.area = self.area.area()
+                area = running.area = self.area.subdirectory()
         except StoreError as error:
             self._end(Outcome(step.name, error=error))
             return

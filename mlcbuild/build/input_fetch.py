@@ -15,19 +15,19 @@ from mlcbuild.build.transfer import Fetched, Transfers
 from mlcbuild.build.worker import Given, Job
 from mlcbuild.canon import Entry
 from mlcbuild.errors import StoreError
-from mlcbuild.store.staging import Session
+from mlcbuild.store.staging import StagingArea
 
 
 class InputFetcher:
     """Files of remotes come only when something here reads them: a step that runs, or the user."""
 
     def __init__(
-        self, planner: Planner, steps: Mapping[str, TrackedStep], transfers: Transfers, session: Session
+        self, planner: Planner, steps: Mapping[str, TrackedStep], transfers: Transfers, staging: StagingArea
     ) -> None:
         self._planner = planner
         self._steps = steps
         self._transfers = transfers
-        self._session = session
+        self._staging = staging
         self._requests: dict[int, tuple[str, str]] = {}
         """Request -> the step whose files it is for, and the step that waits for them."""
 
@@ -84,7 +84,7 @@ class InputFetcher:
         store, record = self._planner.store, source.remote.record if source.remote is not None else None
         if record is not None and not store.lost(record):
             with suppress(StoreError):  # without it, the next run finds the record as it was found now
-                store.put_record(record, self._session.area() / "record")
+                store.put_record(record, self._staging.subdirectory() / "record")
         return source, user
 
     def _input(self, argument: str, step: Step) -> Given:

@@ -14,10 +14,10 @@ from mlcbuild.build.schedule import Options
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.signals import Bell
 from mlcbuild.store.locks import Lock
-from mlcbuild.store.staging import Session
+from mlcbuild.store.staging import StagingArea
 
 
-def executor(options: Options, sharing: Sharing, session: Session, bell: Bell) -> Executor:
+def executor(options: Options, sharing: Sharing, staging: StagingArea, bell: Bell) -> Executor:
     """What the options name. Raises SetupError when there is no such cluster, UsageError."""
     if options.executor == "inline":
         return Inline()
@@ -25,7 +25,7 @@ def executor(options: Options, sharing: Sharing, session: Session, bell: Bell) -
         return Pool(options.jobs)
     from mlcbuild.build.cluster.client import Cluster
 
-    return Cluster(address(options.executor, options.tls), sharing, session, bell.ring)
+    return Cluster(address(options.executor, options.tls), sharing, staging, bell.ring)
 
 
 @dataclass

@@ -119,13 +119,13 @@ def pull(arguments: argparse.Namespace) -> int:
     remote = [(step, step.record) for step in plan.steps if step.state == "remote" and step.record]
     sharing = Sharing(store, [Link(remote) for remote in session.recipe.remotes])
     missing = []
-    with store.session() as area:
+    with store.staging() as area:
         fetched = _fetch(sharing, (entry for _, record in remote for entry in record.files))
         for step, record in remote:
             if why := next(filter(None, (fetched[entry.digest] for entry in record.files)), ""):
                 missing.append(f"{step.name}: {why}")
             else:
-                store.put_record(record, area.area() / "record")
+                store.put_record(record, area.subdirectory() / "record")
     warnings += sharing.take_warnings()
     absent = plan.count("run") + plan.count("pending")
     if missing or (warnings and absent):
@@ -182,7 +182,7 @@ def _mend(arguments: argparse.Namespace, store: Store) -> upkeep.Verified:
     session = open_session(arguments) if named else None
     sharing = Sharing(store, [Link(remote) for remote in _remotes(arguments, session, urls, "read")])
     try:
-        with store.session():
+        with store.staging():
             found = upkeep.verify(
                 store, mend=lambda entry: sharing.fetch(entry, threading.Event(), lambda count: None)
             )

@@ -30,7 +30,7 @@ from mlcbuild.errors import MlcbuildError, StoreError, UsageError
 from mlcbuild.keyfile import Signer
 from mlcbuild.remotes.signing import RefusedError, seal, unseal
 from mlcbuild.store.records import LARGEST, Record
-from mlcbuild.store.staging import Session
+from mlcbuild.store.staging import StagingArea
 from mlcbuild.store.store import Store
 
 FORMAT = "mlcbuild-archive/1"
@@ -132,17 +132,17 @@ def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise UsageError(f"{path}: an archive is a regular file: write what comes from elsewhere to one")
-    with file, store.session() as session:
+    with file, store.staging() as staging:
         try:
             for name, size in _members(file):
                 kind, _, digest = name.partition("/")
                 if name == _FIRST:
                     continue
                 if kind == "cas":
-                    _take_blob(store, session, file, digest, size)
+                    _take_blob(store, staging, file, digest, size)
                     blobs[digest] = size
                 else:
-                    _take_record(store, session, file, digest, size, trusted)
+                    _take_record(store, staging, file, digest, size, trusted)
                     records += 1
         except RefusedError as error:
             raise UsageError(f"{path} is refused: {error}") from None
@@ -195,7 +195,7 @@ def _header(header: bytes) -> tuple[str, int]:
     return name, int(digits, 8)
 
 
-def _take_blob(store: Store, session: Session, file: BinaryIO, digest: str, size: int) -> None:
+def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, size: int) -> None:
     """Hashes a blob, and only then writes it: a file of a few kB may say that it holds 1 TB of zeros."""
     start, there = file.tell(), os.fstat(file.fileno()).st_size
     if size > there - start:
@@ -211,7 +211,7 @@ def _take_blob(store: Store, session: Session, file: BinaryIO, digest: str, size
         free = shutil.disk_usage(store.root).free
         if size > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        part = session.area() / "blob"
+        part = staging.subdirectory() / "blob"
         file.seek(start)
         hasher.reset()
         with part.open("xb") as target:
@@ -253,7 +253,7 @@ def _stored(descriptor: int, start: int, size: int) -> int:
 
 
 def _take_record(
-    store: Store, session: Session, file: BinaryIO, key: str, size: int, trust: tuple[str, ...]
+    store: Store, staging: StagingArea, file: BinaryIO, key: str, size: int, trust: tuple[str, ...]
 ) -> None:
     data = file.read(size)
     if len(data) < size:
@@ -265,5 +265,5 @@ def _take_record(
     if lost := store.lost(record):
         raise RefusedError(f"ac/{key} comes before its files: {lost}")
     with store.writing():
-        part = session.area() / "record"
+        part = staging.subdirectory() / "record"
     store.put_record(record, part)

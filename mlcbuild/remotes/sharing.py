@@ -105,7 +105,7 @@ class Sharing:
     def fetch(self, entry: Entry, stop: threading.Event, told: Callable[[int], None]) -> str:
         """Brings one blob into the store, from the first remote that has it whole; "" or why it could not.
 
-        A session must be open. Another process that fetches the same blob is waited for.
+        A staging area must be open. Another process that fetches the same blob is waited for.
         Raises CancelledError.
         """
         try:

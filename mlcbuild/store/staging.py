@@ -11,7 +11,7 @@ from pathlib import Path
 from mlcbuild.store.locks import Lock, try_lock
 
 
-class Session:
+class StagingArea:
     """A directory of one living process below the store's tmp/.
 
     Its lock file appears before it and goes after it, so a directory whose lock is free, or has none, was
@@ -24,7 +24,7 @@ class Session:
         self._count = 0
 
     @classmethod
-    def start(cls, root: Path) -> Session:
+    def start(cls, root: Path) -> StagingArea:
         """Also removes what killed processes left."""
         tmp = root / "tmp"
         while True:
@@ -40,8 +40,8 @@ class Session:
                     stale.release()
         return cls(directory, lock)
 
-    def area(self) -> Path:
-        """A fresh directory."""
+    def subdirectory(self) -> Path:
+        """Creates an empty directory in this area, and returns it."""
         self._count += 1
         path = self.directory / str(self._count)
         path.mkdir()
@@ -51,7 +51,7 @@ class Session:
         remove_tree(self.directory)
         self._lock.release()
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> StagingArea:
         return self
 
     def __exit__(self, *_: object) -> None:

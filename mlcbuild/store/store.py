@@ -49,7 +49,7 @@ from mlcbuild.store.links import copy
 from mlcbuild.store.locks import Lock, holder, try_lock, wait_lock
 from mlcbuild.store.record_form import path_fault
 from mlcbuild.store.records import LARGEST, Expected, Made, Record
-from mlcbuild.store.staging import Session
+from mlcbuild.store.staging import StagingArea
 from mlcbuild.store.stamp import STAMP_NS
 from mlcbuild.store.statcache import StatCache
 
@@ -165,13 +165,13 @@ class Store(Blobs):
 
     # Writing
 
-    def session(self) -> Session:
-        """A place to work in, until closed. Raises StoreError."""
+    def staging(self) -> StagingArea:
+        """Returns a directory of this process to work in, which `close` removes. Raises StoreError."""
         with self.writing():
             for name in ("ac", "cas", "tmp", "locks", "logs"):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
             self._mark()
-            return Session.start(self.root)
+            return StagingArea.start(self.root)
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -207,7 +207,7 @@ class Store(Blobs):
     def publish(self, key: str, made: Made, out: Path, known: Mapping[tuple[int, int], Entry]) -> Published:
         """Takes everything below `out` into the store, blobs first, then the record; the first record wins.
 
-        `out` lies in a session's directory. `known` maps (device, inode) of the step's inputs to what
+        `out` lies in a staging area. `known` maps (device, inode) of the step's inputs to what
         they are: an output that is a hard link of an input is not hashed. Raises StepError when the tree
         holds something else than files, StoreError.
         """

@@ -445,7 +445,7 @@ def test_the_record_of_an_answer_is_checked_as_any_other(tmp_path: Path) -> None
 
 def attempt(order: Order, place: Path) -> Answer:
     store = Store(place / "store")
-    here = site.Site("w", store, store.session())
+    here = site.Site("w", store, store.staging())
     try:
         told: list[object] = []
         return site._Attempt(here, order, lambda: True, told.append).run()

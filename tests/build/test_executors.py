@@ -18,7 +18,7 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import StepError
 from mlcbuild.signals import Bell
 from mlcbuild.store.records import Preimage
-from mlcbuild.store.staging import Session
+from mlcbuild.store.staging import StagingArea
 from mlcbuild.store.store import Store
 
 PATIENCE = 60.0
@@ -31,8 +31,8 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def area(store: Store) -> Iterator[Session]:
-    with store.session() as session:
+def area(store: Store) -> Iterator[StagingArea]:
+    with store.staging() as session:
         yield session
 
 
@@ -43,9 +43,9 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def job(store: Store, area: Session, name: str, function: str = "text", **params: Json) -> Job:
+def job(store: Store, area: StagingArea, name: str, function: str = "text", **params: Json) -> Job:
     preimage = Preimage(f"tests.actions:{function}", {"text": name, **params}, {}, {}, {})
-    return Job(name, preimage.key(), preimage, (), 1, store.root, area.area(), store.log(name))
+    return Job(name, preimage.key(), preimage, (), 1, store.root, area.subdirectory(), store.log(name))
 
 
 def heard(executor: Pool | Inline, count: int) -> list[Outcome]:
@@ -63,7 +63,7 @@ def processes(pool: Pool) -> set[int]:
     return {worker.process.pid for worker in pool._workers}
 
 
-def test_a_worker_is_kept_and_two_jobs_have_two(store: Store, area: Session, pool: Pool) -> None:
+def test_a_worker_is_kept_and_two_jobs_have_two(store: Store, area: StagingArea, pool: Pool) -> None:
     pool.start(job(store, area, "a"))
     assert [item.name for item in heard(pool, 1)] == ["a"]
     first = processes(pool)
@@ -74,7 +74,7 @@ def test_a_worker_is_kept_and_two_jobs_have_two(store: Store, area: Session, poo
     assert first < processes(pool) and len(processes(pool)) == 2
 
 
-def test_a_killed_worker_fails_its_job_and_is_replaced(store: Store, area: Session, pool: Pool) -> None:
+def test_a_killed_worker_fails_its_job_and_is_replaced(store: Store, area: StagingArea, pool: Pool) -> None:
     work = job(store, area, "slow", sleep_ms=60_000)
     pool.start(work)
     (process,) = processes(pool)
@@ -91,7 +91,7 @@ def test_a_killed_worker_fails_its_job_and_is_replaced(store: Store, area: Sessi
     assert outcome.error is None and process not in processes(pool)
 
 
-def test_a_worker_that_died_while_idle_costs_no_job(store: Store, area: Session, pool: Pool) -> None:
+def test_a_worker_that_died_while_idle_costs_no_job(store: Store, area: StagingArea, pool: Pool) -> None:
     pool.start(job(store, area, "a"))
     heard(pool, 1)
     (worker,) = pool._workers
@@ -104,7 +104,7 @@ def test_a_worker_that_died_while_idle_costs_no_job(store: Store, area: Session,
     assert heard(pool, 1)[0].error is None
 
 
-def test_closing_ends_running_workers(store: Store, area: Session) -> None:
+def test_closing_ends_running_workers(store: Store, area: StagingArea) -> None:
     pool = Pool(1)
     pool.start(job(store, area, "slow", sleep_ms=60_000))
     (process,) = processes(pool)
@@ -115,7 +115,7 @@ def test_closing_ends_running_workers(store: Store, area: Session) -> None:
         os.kill(process, 0)
 
 
-def test_waiting_ends_when_the_bell_rings(store: Store, area: Session, pool: Pool) -> None:
+def test_waiting_ends_when_the_bell_rings(store: Store, area: StagingArea, pool: Pool) -> None:
     pool.start(job(store, area, "slow", sleep_ms=60_000))
     with Bell() as bell:
         bell.ring()
@@ -124,7 +124,7 @@ def test_waiting_ends_when_the_bell_rings(store: Store, area: Session, pool: Poo
         assert time.monotonic() - begun < PATIENCE / 2
 
 
-def test_inline_runs_a_job_when_it_is_started(store: Store, area: Session) -> None:
+def test_inline_runs_a_job_when_it_is_started(store: Store, area: StagingArea) -> None:
     inline = Inline()
     inline.start(job(store, area, "a"))
     messages: list[Message] = list(inline.messages(0.0, 0))
@@ -132,7 +132,9 @@ def test_inline_runs_a_job_when_it_is_started(store: Store, area: Session) -> No
     assert list(inline.messages(0.0, 0)) == [] and inline.capacity == 1
 
 
-def test_progress_of_a_worker_carries_the_name_of_its_step(store: Store, area: Session, pool: Pool) -> None:
+def test_progress_of_a_worker_carries_the_name_of_its_step(
+    store: Store, area: StagingArea, pool: Pool
+) -> None:
     pool.start(job(store, area, "p", "slow_progress"))
     messages: list[Message] = []
     end = time.monotonic() + PATIENCE

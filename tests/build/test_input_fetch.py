@@ -56,7 +56,7 @@ class Place:
             for place, step in enumerate(self.planner.steps)
         }
         self.requests = Requests()
-        self.session = self.store.session()
+        self.session = self.store.staging()
         self.fetcher = InputFetcher(self.planner, self.steps, cast(Transfers, self.requests), self.session)
         made = self.record("a")
         self.planner.results["a"] = made
@@ -71,7 +71,7 @@ class Place:
         """Has files of `a` arrive in the store."""
         for entry in self.record("a").files:
             if entry.path in paths:
-                part = self.session.area() / "part"
+                part = self.session.subdirectory() / "part"
                 part.write_bytes(self.other.read_blob(entry))
                 self.store.put_blob(entry.digest, part)
 

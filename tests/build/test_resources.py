@@ -84,7 +84,7 @@ def test_no_more_steps_than_workers() -> None:
 def test_options_name_the_executor(tmp_path: Path) -> None:
     store = Store(tmp_path)
     sharing = Sharing(store)
-    with store.session() as area, Bell() as bell:
+    with store.staging() as area, Bell() as bell:
         assert isinstance(executor(Options(executor="inline"), sharing, area, bell), Inline)
         pool = executor(Options(executor="pool", jobs=3), sharing, area, bell)
         assert isinstance(pool, Pool) and pool.capacity == 3

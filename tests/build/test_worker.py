@@ -13,7 +13,7 @@ from mlcbuild.build.worker import Given, Job, perform, tail
 from mlcbuild.canon import Entry, Json, Tree, bytes_digest
 from mlcbuild.errors import CheckpointError, StepError
 from mlcbuild.store.records import Preimage
-from mlcbuild.store.staging import Session
+from mlcbuild.store.staging import StagingArea
 from mlcbuild.store.store import Store
 
 
@@ -23,17 +23,19 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def area(store: Store) -> Iterator[Session]:
-    with store.session() as session:
+def area(store: Store) -> Iterator[StagingArea]:
+    with store.staging() as session:
         yield session
 
 
 def job(
-    store: Store, area: Session, function: str = "text", given: tuple[Given, ...] = (), **params: Json
+    store: Store, area: StagingArea, function: str = "text", given: tuple[Given, ...] = (), **params: Json
 ) -> Job:
     inputs = {item.argument: Tree.of(item.files) for item in given}
     preimage = Preimage(f"tests.actions:{function}", params, {}, {}, inputs)
-    return Job("a/step", preimage.key(), preimage, given, 1, store.root, area.area(), store.log("a/step"))
+    return Job(
+        "a/step", preimage.key(), preimage, given, 1, store.root, area.subdirectory(), store.log("a/step")
+    )
 
 
 def source(path: Path) -> Given:
@@ -43,7 +45,7 @@ def source(path: Path) -> Given:
     return Given("in", (entry,), path.parent, {path.name: (found.st_size, found.st_mtime_ns)})
 
 
-def test_a_result_is_published_with_what_it_cost(store: Store, area: Session) -> None:
+def test_a_result_is_published_with_what_it_cost(store: Store, area: StagingArea) -> None:
     work = job(store, area, text="hello", sleep_ms=30)
     outcome = perform(work)
     assert outcome.error is None and outcome.record is not None
@@ -55,7 +57,7 @@ def test_a_result_is_published_with_what_it_cost(store: Store, area: Session) ->
     assert not work.area.exists(), "the directory it worked in is gone"
 
 
-def test_an_artifact_of_another_step_is_linked_into_place(store: Store, area: Session) -> None:
+def test_an_artifact_of_another_step_is_linked_into_place(store: Store, area: StagingArea) -> None:
     first = perform(job(store, area, text="one")).record
     assert first is not None
     second = perform(job(store, area, given=(Given("in", first.files),), text="two")).record
@@ -63,7 +65,7 @@ def test_an_artifact_of_another_step_is_linked_into_place(store: Store, area: Se
     assert store.read_blob(second.files[0]) == b"two\none"
 
 
-def test_a_source_is_read_where_it_lies(store: Store, area: Session, tmp_path: Path) -> None:
+def test_a_source_is_read_where_it_lies(store: Store, area: StagingArea, tmp_path: Path) -> None:
     path = tmp_path / "user" / "data.txt"
     path.parent.mkdir()
     path.write_text("mine")
@@ -72,7 +74,7 @@ def test_a_source_is_read_where_it_lies(store: Store, area: Session, tmp_path: P
 
 
 def test_a_source_that_changed_since_it_was_hashed_is_refused(
-    store: Store, area: Session, tmp_path: Path
+    store: Store, area: StagingArea, tmp_path: Path
 ) -> None:
     path = tmp_path / "data.txt"
     path.write_text("mine")
@@ -86,9 +88,9 @@ def test_a_source_that_changed_since_it_was_hashed_is_refused(
     assert store.record(work.key) is None
 
 
-def test_source_code_that_is_not_what_the_key_says_is_refused(store: Store, area: Session) -> None:
+def test_source_code_that_is_not_what_the_key_says_is_refused(store: Store, area: StagingArea) -> None:
     preimage = Preimage("tests.actions:text", {}, {"mlcbuild/errors.py": "0" * 64}, {}, {})
-    work = Job("s", preimage.key(), preimage, (), 1, store.root, area.area(), store.log("s"))
+    work = Job("s", preimage.key(), preimage, (), 1, store.root, area.subdirectory(), store.log("s"))
     outcome = perform(work)
     assert "mlcbuild/errors.py changed while the step ran" in str(outcome.error)
     assert store.record(work.key) is None
@@ -102,7 +104,7 @@ def test_source_code_that_is_not_what_the_key_says_is_refused(store: Store, area
     ],
 )
 def test_an_error_comes_back_and_is_in_the_log(
-    store: Store, area: Session, function: str, params: dict[str, Json], kind: type[Exception], words: str
+    store: Store, area: StagingArea, function: str, params: dict[str, Json], kind: type[Exception], words: str
 ) -> None:
     work = job(store, area, function, (), **params)
     outcome = perform(work)
@@ -112,7 +114,7 @@ def test_an_error_comes_back_and_is_in_the_log(
 
 
 def test_output_goes_to_the_log_and_streams_are_restored(
-    store: Store, area: Session, capfd: pytest.CaptureFixture[str]
+    store: Store, area: StagingArea, capfd: pytest.CaptureFixture[str]
 ) -> None:
     streams = sys.stdout, sys.stderr
     work = job(store, area, "noisy")

@@ -330,7 +330,7 @@ def test_killed_in_any_step_a_run_completes_the_next_time(tmp_path: Path) -> Non
     checked(mlcbuild("run", recipe, store=store))
     checked(mlcbuild("cache", "verify", store=store))
     for _ in range(600):  # a killed run's workers notice its end a moment later; then the next run cleans up
-        with Store(store).session():
+        with Store(store).staging():
             pass
         left = list((store / "tmp").glob("*/*"))
         if not left:

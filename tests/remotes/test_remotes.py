@@ -376,7 +376,7 @@ def test_a_download_goes_on_where_an_earlier_run_ended(tmp_path: Path) -> None:
         second = User(tmp_path / "two", cache.url)
         for begun, ranges in ((b"x" * 2_000_000, ["bytes=2000000-"]), (b"wrong", ["bytes=5-"])):
             second = User(tmp_path / str(len(begun)), cache.url)
-            with second.store.session():
+            with second.store.staging():
                 pass
             partial = second.store.root / "partial" / cache.names("cas")[0].removeprefix("/cas/")
             partial.parent.mkdir()

@@ -57,7 +57,7 @@ def test_large_objects_go_in_parts_and_come_in_ranges(
     graph = Graph([step("big", "big", bytes=30_000_001)])
     User(tmp_path / "one", bucket).run(graph)
     second = User(tmp_path / "two", bucket)
-    with second.store.session():
+    with second.store.staging():
         pass
     digest = bytes_digest(b"x" * 30_000_001)
     (second.store.root / "partial").mkdir()

@@ -232,7 +232,7 @@ def test_many_users_at_once(tmp_path: Path) -> None:
     users = [User(tmp_path / f"store{n % 3}", url) for n in range(6)]
     threads = [threading.Thread(target=user.run, args=(CHAIN,)) for user in users]
     for user in users:
-        with user.store.session():
+        with user.store.staging():
             pass
     for thread in threads:
         thread.start()
@@ -251,7 +251,7 @@ def test_one_blob_is_downloaded_once(tmp_path: Path) -> None:
     (tmp_path / "blob").rename(tmp_path / "shared" / "cas" / entry.digest)
     store = Store(tmp_path / "store")
     told: list[int] = []
-    with store.session():
+    with store.staging():
         sharing = Sharing(store, [Link(Remote((tmp_path / "shared").as_uri()))])
         work = [
             threading.Thread(target=sharing.fetch, args=(entry, threading.Event(), told.append))

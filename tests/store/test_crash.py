@@ -90,7 +90,7 @@ def test_killed_builders_leave_a_store_that_a_rerun_completes(
     assert {step["status"] for step in json.loads(out)["steps"]} <= {"built", "reused"}
     report = verify(Store(store))
     assert report.ok and report.records == 12 and report.unused == 0
-    with Store(store).session():
+    with Store(store).staging():
         pass  # who finds nothing to do does not clean up, and the last kill may have met an end
     assert files(store) == undisturbed
 

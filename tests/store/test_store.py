@@ -39,8 +39,8 @@ def store(tmp_path: Path) -> Store:
 
 
 def put(store: Store, files: dict[str, bytes], key: str = KEY, made: Made = MADE) -> Published:
-    with store.session() as session:
-        out = session.area() / "out"
+    with store.staging() as session:
+        out = session.subdirectory() / "out"
         for name, data in files.items():
             path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +195,8 @@ def test_no_path_of_this_machine_is_inside(store: Store, tmp_path: Path) -> None
 
 def test_an_output_that_links_an_input_is_recognised_without_hashing(store: Store) -> None:
     record = put(store, {"w": b"weights"}).record
-    with store.session() as session:
-        area = session.area()
+    with store.staging() as session:
+        area = session.subdirectory()
         store.link_out(record.files, area / "in")
         (area / "out").mkdir()
         link_or_copy(area / "in" / "w", area / "out" / "renamed")
@@ -212,8 +212,8 @@ def test_a_file_of_the_users_that_is_linked_into_an_output_stays_as_it_is(
 ) -> None:
     mine = tmp_path / "mine"
     mine.write_bytes(b"mine")
-    with store.session() as session:
-        out = session.area() / "out"
+    with store.staging() as session:
+        out = session.subdirectory() / "out"
         out.mkdir()
         (out / "f").hardlink_to(mine)
         record = store.publish(KEY, MADE, out, {}).record
@@ -224,14 +224,14 @@ def test_a_file_of_the_users_that_is_linked_into_an_output_stays_as_it_is(
 
 
 def test_only_files_can_be_published(store: Store) -> None:
-    with store.session() as session:
-        out = session.area() / "out"
+    with store.staging() as session:
+        out = session.subdirectory() / "out"
         out.mkdir()
         os.mkfifo(out / "pipe")
         with pytest.raises(StepError, match="its output pipe is not a regular file"):
             store.publish(KEY, MADE, out, {})
-    with store.session() as session:
-        out = session.area() / "out"
+    with store.staging() as session:
+        out = session.subdirectory() / "out"
         (out / "real").mkdir(parents=True)
         (out / "link").symlink_to("real")
         with pytest.raises(StepError, match="its output link is not a regular file"):
@@ -240,24 +240,24 @@ def test_only_files_can_be_published(store: Store) -> None:
 
 def test_blobs_and_records_from_elsewhere_are_checked(store: Store) -> None:
     record = put(store, {"a": b"1"}).record
-    with store.session() as session:
-        part = session.area() / "part"
+    with store.staging() as session:
+        part = session.subdirectory() / "part"
         part.write_bytes(b"other bytes")
         with pytest.raises(StoreError, match="has other bytes"):
             store.put_blob(bytes_digest(b"1"), part)
         other = Record.create(OTHER_KEY, Tree.of([Entry("x", bytes_digest(b"2"), 1)]), OTHER)
         with pytest.raises(StoreError, match="before its files: x is missing"):
-            store.put_record(other, session.area() / "record")
+            store.put_record(other, session.subdirectory() / "record")
         part.write_bytes(b"2")
         store.put_blob(bytes_digest(b"2"), part)
-        assert store.put_record(other, session.area() / "record").record == other
+        assert store.put_record(other, session.subdirectory() / "record").record == other
     assert store.find(OTHER_KEY) == other
     assert store.find(KEY) == record
 
 
 def test_sessions_remove_what_dead_processes_left_and_nothing_of_the_living(store: Store) -> None:
-    with store.session() as alive:
-        mine = alive.area() / "work"
+    with store.staging() as alive:
+        mine = alive.subdirectory() / "work"
         mine.write_text("x")
         key_lock = store.try_lock("44" * 32)
         assert key_lock is not None
@@ -267,7 +267,7 @@ def test_sessions_remove_what_dead_processes_left_and_nothing_of_the_living(stor
         (store.root / "tmp" / "dead.lock").write_text("1 nowhere")
         (store.root / "tmp" / "orphan").mkdir()
         (store.root / "locks" / ("55" * 32)).write_text("1 nowhere")
-        with Store(store.root).session():
+        with Store(store.root).staging():
             assert mine.exists()
             assert not dead.exists()
             assert not (store.root / "tmp" / "orphan").exists()
@@ -350,7 +350,7 @@ def test_a_store_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(
         StoreError, match=r"the store at .*file/store cannot be written: Not a directory.* MLCBUILD_STORE"
     ):
-        Store(tmp_path / "file" / "store").session()
+        Store(tmp_path / "file" / "store").staging()
 
 
 def test_where_the_store_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

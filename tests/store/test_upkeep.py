@@ -141,7 +141,7 @@ def test_gc_beside_a_run_leaves_what_was_used_lately(store: Store) -> None:
     stray = store.root / "cas" / "00" / ("0" * 64)
     stray.parent.mkdir(exist_ok=True)
     stray.write_text("placed a moment ago, its record is on its way")
-    with store.session():
+    with store.staging():
         assert gc(store, max_bytes=0) == Collected(1, 0, 0)  # its blob has just been placed
     assert stray.exists()
     assert gc(store, max_bytes=0).records == 2

@@ -30,7 +30,7 @@ from mlcbuild.errors import MlcbuildError, SetupError, StepError
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.remotes.transport import CancelledError
 from mlcbuild.store.links import copy
-from mlcbuild.store.staging import Session
+from mlcbuild.store.staging import StagingArea
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -68,11 +68,11 @@ class Cluster:
     """Raises SetupError when dask is missing, or when no scheduler or no worker can be reached."""
 
     def __init__(
-        self, address: Address, sharing: Sharing, session: Session, ring: Callable[[], None]
+        self, address: Address, sharing: Sharing, staging: StagingArea, ring: Callable[[], None]
     ) -> None:
         self._address = address
         self._sharing = sharing
-        self._session = session
+        self._staging = staging
         self._ring = ring
         self._client = _connect(address)
         self._heard: SimpleQueue[tuple[str, str, Any]] = SimpleQueue()
@@ -148,7 +148,7 @@ class Cluster:
         from mlcbuild.build.cluster.site import work
 
         remotes = tuple(link.remote for link in self._sharing.links)
-        text = order(job, self._session.directory.name, remotes, again=job.again).encode()
+        text = order(job, self._staging.directory.name, remotes, again=job.again).encode()
         future = self._client.submit(
             work,
             text,
@@ -169,7 +169,7 @@ class Cluster:
     def _event(self, event: tuple[float, Any]) -> None:
         """A word of a worker, in dask's thread."""
         told = event[1]
-        if isinstance(told, dict) and told.get("run") == self._session.directory.name:
+        if isinstance(told, dict) and told.get("run") == self._staging.directory.name:
             self._heard.put((str(told["kind"]), str(told["step"]), told))
             self._ring()
 
@@ -341,7 +341,7 @@ class Cluster:
                 if why:
                     return f"{given.argument}/{entry.path} cannot be had: {why}"
                 if same_store:
-                    part = self._session.directory / f"give-{entry.digest}"
+                    part = self._staging.directory / f"give-{entry.digest}"
                     copy(place, part)
                     store.put_blob(entry.digest, part)
                 elif not self._sharing.offer(entry, place, self._stop):

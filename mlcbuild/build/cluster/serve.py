@@ -58,7 +58,7 @@ def serve(address: Address, store: Store, offer: Offer, tell: Callable[[str], No
     encryption = security(address)
     for name in ("distributed", "distributed.worker", "tornado", "tornado.application"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    site = Site(offer.name, store, store.session())
+    site = Site(offer.name, store, store.staging())
     sites[:] = [site]
     try:
         return asyncio.run(_serve(address, site, offer, encryption, tell))
@@ -89,7 +89,7 @@ async def _serve(
         security=encryption,
         memory_limit=0,
         dashboard=False,
-        local_directory=str(site.session.directory),
+        local_directory=str(site.staging.directory),
         death_timeout=_CONNECT,
     )
     try:

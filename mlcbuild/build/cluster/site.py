@@ -26,7 +26,7 @@ from mlcbuild.remotes.link import Link
 from mlcbuild.remotes.sharing import Sharing
 from mlcbuild.remotes.transport import CancelledError
 from mlcbuild.signals import Bell
-from mlcbuild.store.staging import Session, remove_tree
+from mlcbuild.store.staging import StagingArea, remove_tree
 from mlcbuild.store.store import Store
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Site:
 
     name: str
     store: Store
-    session: Session
+    staging: StagingArea
     stopping: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
     """The scheduler knows that this worker goes."""
@@ -65,7 +65,7 @@ class Site:
 
     def area(self) -> Path:
         with self._guard:
-            return self.session.area()
+            return self.staging.subdirectory()
 
     def take(self) -> Pool:
         """A pool for one job, with a process that has run others if there is one."""
@@ -86,7 +86,7 @@ class Site:
             while self._idle:
                 self._idle.pop().close()
             self.store.cache.save()
-            self.session.close()
+            self.staging.close()
 
 
 sites: list[Site] = []
@@ -230,7 +230,7 @@ class _Attempt:
         """Raises CancelledError."""
         site, order = self._site, self._order
         area = site.area()
-        log = site.session.directory / f"{area.name}.log"
+        log = site.staging.directory / f"{area.name}.log"
         job = Job(
             name=order.made.step,
             key=order.key,

@@ -36,7 +36,7 @@ class Order:
     """A job for whichever worker gets it."""
 
     run: str
-    """Name of the run's session, which a worker with the same store can see there."""
+    """Name of the run's staging area, which a worker with the same store can see there."""
     key: str
     made: Made
     """What the step is; not measured yet."""
