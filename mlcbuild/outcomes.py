@@ -1,4 +1,4 @@
-"""What became of each variant of a recipe: its bundle, its figures, and the log of the run."""
+"""Results of a session: plans, and for each variant its bundle, its figures and the log of the run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mlcbuild.build.changes import Change
 from mlcbuild.build.events import RunResult, Status, StepResult
-from mlcbuild.build.plan import Plan
+from mlcbuild.build.plan import Plan, Planned
 from mlcbuild.bundles.assemble import LIBRARY
 from mlcbuild.emit import Finished, emit
 from mlcbuild.errors import MlcbuildError, StoreError
@@ -17,6 +18,32 @@ from mlcbuild.pipeline import Pipeline, Product
 from mlcbuild.reports import runlog
 from mlcbuild.reports.runlog import Clock, LoggedVariant, RunLog
 from mlcbuild.store.store import Store
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """The steps that a run would execute, and those that it would reuse."""
+
+    plan: Plan
+    """Every step in the order of the graph, with its state."""
+    products: tuple[Product, ...]
+    """The selected variants."""
+    memory: Mapping[str, dict[str, int] | None]
+    """Variant -> bytes that its bundle takes when it is served, by part; None for a model that is not
+    downloaded yet."""
+
+    @property
+    def steps(self) -> tuple[Planned, ...]:
+        return self.plan.steps
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a step would run, or not."""
+
+    planned: Planned
+    changes: tuple[Change, ...]
+    """Every difference to the closest earlier record of this step; () while an input is not built."""
 
 
 @dataclass(frozen=True)

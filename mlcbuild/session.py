@@ -24,15 +24,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mlcbuild import keyfile, outcomes
 from mlcbuild.build import plan as planning
-from mlcbuild.build.changes import Change
 from mlcbuild.build.events import Event, Reporter, RunFinished, RunResult, Warned, silent
-from mlcbuild.build.plan import Plan, Planned
-from mlcbuild.build.schedule import Options
 from mlcbuild.errors import LostBlobError, UsageError
+from mlcbuild.execution import HERE, Execution, options
 from mlcbuild.keyfile import Signer
 from mlcbuild.locking import LockedSource, check, lock, moved, read_lock, read_recipe
-from mlcbuild.outcomes import Result, VariantResult
-from mlcbuild.pipeline import Pipeline, Product, build
+from mlcbuild.outcomes import Explanation, RecipePlan, Result, VariantResult
+from mlcbuild.pipeline import Pipeline, build
 from mlcbuild.recipe import Recipe
 from mlcbuild.remotes import Remote, fault
 from mlcbuild.reports import runlog
@@ -45,6 +43,8 @@ if TYPE_CHECKING:
     from mlcbuild.ci.matrix import Job, Matrix
     from mlcbuild.ci.split import Split
     from mlcbuild.remotes.sharing import Sharing
+    from mlcbuild.replication import CheckedStore, Pulled, Pushed
+    from mlcbuild.store.records import Record
 
 __all__ = [
     "Cancellation",
@@ -65,55 +65,8 @@ __all__ = [
 GraphFormat: TypeAlias = Literal["mermaid", "dot", "svg", "html"]
 
 
-@dataclass(frozen=True)
-class Execution:
-    """How steps are run. Zero stands for what this machine has."""
-
-    jobs: int = 0
-    """Cores that are shared among steps."""
-    memory: int = 0
-    """Bytes of memory that are shared among steps."""
-    keep_going: bool = False
-    """After a failed step, run the steps that do not need it."""
-    executor: str = "processes"
-    """ "processes": worker processes; "dask://HOST:PORT": a cluster; "inline": this process, for debugging:
-    an action's output is redirected to its log by redirecting descriptors 1 and 2 of the whole process."""
-    tls: str | None = None
-    """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts."""
-    handle_signals: bool = False
-    """In the main thread, SIGINT and SIGTERM end the run, whose result names the signal. Otherwise no handler
-    is installed, and KeyboardInterrupt leaves `run` once its workers have ended."""
-
-
-HERE = Execution()
 _ATTEMPTS = 5
 """Times that a run goes on with damaged files of the store removed; each attempt may meet others."""
-
-
-@dataclass(frozen=True)
-class RecipePlan:
-    """What a run would do."""
-
-    plan: Plan
-    """What a run would do with each step, in the order of the graph."""
-    products: tuple[Product, ...]
-    """The selected variants."""
-    memory: Mapping[str, dict[str, int] | None]
-    """Variant -> bytes that its bundle takes when it is served, by part; None for a model that is not
-    downloaded yet."""
-
-    @property
-    def steps(self) -> tuple[Planned, ...]:
-        return self.plan.steps
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Why a step would run, or not."""
-
-    planned: Planned
-    changes: tuple[Change, ...]
-    """Every difference to the closest earlier record of this step; () while an input is not built."""
 
 
 def open(
@@ -138,12 +91,12 @@ def open(
     """
     read = read_recipe(recipe, settings, allow_outside)
     if remotes is not None:
-        read = replace(read, remotes=_remotes(remotes, read))
+        read = replace(read, remotes=_resolved(remotes, read))
     root = Path(store) if store is not None else default_root()
     return Session(build(read, read_lock(read)), Store(root), None if key is None else Path(key))
 
 
-def _remotes(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
+def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
     """Whom the recipe trusts for an address holds for that address here, too."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
@@ -173,7 +126,7 @@ class Session:
 
     def over(self, remotes: Iterable[str | Remote]) -> Session:
         """Returns a session with other remotes, as `open` takes them. Raises UsageError."""
-        recipe = replace(self.recipe, remotes=_remotes(remotes, self.recipe))
+        recipe = replace(self.recipe, remotes=_resolved(remotes, self.recipe))
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 
     # Planning
@@ -288,12 +241,12 @@ class Session:
 
         store, signer = Store(self.store.root), self._signer()
         selected = select(self.pipeline, selection, on_event)
-        options = _options(execution, selection.force, selected.outputs)
+        settings = options(execution, selection.force, selected.outputs)
         clock = runlog.Clock(partial(_forward, on_event))
         sharing = partial(self._sharing, store)
         graph, result, variants = self.pipeline.graph, RunResult((), 0.0), tuple[VariantResult, ...]()
         for left in reversed(range(_ATTEMPTS)):
-            attempt = phases.run(graph, options, selected.turns, sharing, clock, cancel)
+            attempt = phases.run(graph, settings, selected.turns, sharing, clock, cancel)
             result = phases.joined(result, attempt)
             variants = outcomes.finish(self.pipeline, selected.products, result, store, signer)
             lost = _lost_blob(attempt, variants)
@@ -301,7 +254,7 @@ class Session:
                 break
             clock(Warned(f"{lost}; this is done now"))
             built = {step.name for step in result.steps if step.status == "built"}
-            options = replace(options, force=tuple(sorted(graph.match(options.force) - built)))
+            settings = replace(settings, force=tuple(sorted(graph.match(settings.force) - built)))
         log = replace(outcomes.run_log(self.pipeline, result, clock, variants), shard=selection.shard or "")
         runlog.save(store, self.recipe.path, log)
         on_event(RunFinished(result))
@@ -347,6 +300,61 @@ class Session:
             for url in product.variant.destinations:
                 yield item.name, item.bundle, url
 
+    # Sharing
+
+    def records(self, selection: Selection = EVERYTHING) -> Iterator[Record]:
+        """Reads the records that this store has of the selection and that may leave this machine.
+
+        Raises as `plan`.
+        """
+        from mlcbuild.replication import shareable
+
+        steps = self.over(()).plan(selection).steps
+        return shareable(step.record for step in steps if step.state == "hit" and step.record is not None)
+
+    def push(self, selection: Selection = EVERYTHING) -> Pushed:
+        """Sends what this store has of the selection to the remotes that are written to.
+
+        Raises UsageError when there is none, RemoteError with every warning of a remote, and as `plan`.
+        """
+        from mlcbuild import replication
+
+        remotes = self._remotes("write")
+        return replication.push(Store(self.store.root), self.records(selection), remotes, self._signer())
+
+    def pull(self, selection: Selection = EVERYTHING) -> Pulled:
+        """Brings everything that remotes have of the selection into this store, for runs without a network.
+
+        Raises UsageError when no remote is read, RemoteError when one failed or what it holds is not right,
+        and something is absent; and as `plan`.
+        """
+        from mlcbuild import replication
+
+        over = self.over(self._remotes("read"))
+        warnings: list[str] = []
+        plan = over.plan(selection, partial(_collect, warnings)).plan
+        return replication.pull(Store(self.store.root), plan, over.recipe.remotes, warnings)
+
+    def verify_store(self) -> CheckedStore:
+        """Checks all bytes of this store, removes what is damaged, and fetches that and what is missing.
+
+        Raises UsageError when no remote is read, StoreError when the store cannot be read.
+        """
+        from mlcbuild import replication
+
+        return replication.verify(Store(self.store.root), self._remotes("read"))
+
+    def _remotes(self, mode: Literal["read", "write"]) -> list[Remote]:
+        """Returns the remotes that are read, or those that are written to. Raises UsageError without any."""
+        remotes = [
+            remote for remote in self.recipe.remotes if (remote.reads if mode == "read" else remote.writes())
+        ]
+        if not remotes:
+            raise UsageError(
+                f"{self.recipe.path}: it names no remote to {mode}: name one on the command line"
+            )
+        return remotes
+
     def _signer(self) -> Signer | None:
         return keyfile.load(self.key or keyfile.default_path())
 
@@ -366,30 +374,12 @@ def _lost_blob(run: RunResult, variants: Iterable[VariantResult]) -> LostBlobErr
     return next((error for error in errors if isinstance(error, LostBlobError)), None)
 
 
-def _options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:
-    """Raises UsageError for an executor that does not exist."""
-    from mlcbuild.build.cluster import SCHEME, address
-
-    name = {"processes": "pool"}.get(execution.executor, execution.executor)
-    if name.startswith(SCHEME):
-        name = str(address(name))
-    elif name not in ("pool", "inline"):
-        raise UsageError(
-            f"--executor: '{execution.executor}' must be processes, inline, or {SCHEME}HOST:PORT"
-        )
-    return Options(
-        jobs=execution.jobs,
-        memory=execution.memory,
-        keep_going=execution.keep_going,
-        force=force,
-        outputs=outputs,
-        executor=name,
-        tls=execution.tls,
-        handle_signals=execution.handle_signals,
-    )
-
-
 def _forward(on_event: Reporter, event: Event) -> None:
     """Drops the ends of a run's turns: the end of the whole run is reported once."""
     if not isinstance(event, RunFinished):
         on_event(event)
+
+
+def _collect(warnings: list[str], event: Event) -> None:
+    if isinstance(event, Warned):
+        warnings.append(event.message)

@@ -52,14 +52,17 @@ BUILDER_TABLE: Mapping[str, str] = {
     "outcomes": "build bundles emit keyfile models pipeline quant reports store targets",
     "locking": "checkpoints pipeline prospect recipe",
     "selection": "build ci pipeline",
+    "execution": "build",
+    "replication": "build keyfile remotes store",
     "session": (
-        "build bundles ci keyfile locking outcomes pipeline recipe remotes reports selection signals store"
+        "build bundles ci execution keyfile locking outcomes pipeline recipe remotes replication reports "
+        "selection signals store"
     ),
     "bench": "bundles reports",
     "ci": "build checkpoints pipeline remotes reports signals store targets",
     "cli": (
         "bench build bundles ci compiler documents keyfile locking machine models outcomes pipeline quant "
-        "recipe remotes reports selection session store targets"
+        "recipe remotes replication reports selection session store targets"
     ),
     "__main__": "cli store",
 }

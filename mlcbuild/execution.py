@@ -1,0 +1,54 @@
+"""How the steps of a run are executed: where, and with how much of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlcbuild.build.schedule import Options
+from mlcbuild.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How steps are run. Zero stands for what this machine has."""
+
+    jobs: int = 0
+    """Cores that are shared among steps."""
+    memory: int = 0
+    """Bytes of memory that are shared among steps."""
+    keep_going: bool = False
+    """After a failed step, run the steps that do not need it."""
+    executor: str = "processes"
+    """ "processes": worker processes; "dask://HOST:PORT": a cluster; "inline": this process, for debugging:
+    an action's output is redirected to its log by redirecting descriptors 1 and 2 of the whole process."""
+    tls: str | None = None
+    """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts."""
+    handle_signals: bool = False
+    """In the main thread, SIGINT and SIGTERM end the run, whose result names the signal. Otherwise no handler
+    is installed, and KeyboardInterrupt leaves `run` once its workers have ended."""
+
+
+HERE = Execution()
+
+
+def options(execution: Execution, force: tuple[str, ...], outputs: tuple[str, ...]) -> Options:
+    """Returns the options of the build engine. Raises UsageError for an executor that does not exist."""
+    from mlcbuild.build.cluster import SCHEME, address
+
+    name = {"processes": "pool"}.get(execution.executor, execution.executor)
+    if name.startswith(SCHEME):
+        name = str(address(name))
+    elif name not in ("pool", "inline"):
+        raise UsageError(
+            f"--executor: '{execution.executor}' must be processes, inline, or {SCHEME}HOST:PORT"
+        )
+    return Options(
+        jobs=execution.jobs,
+        memory=execution.memory,
+        keep_going=execution.keep_going,
+        force=force,
+        outputs=outputs,
+        executor=name,
+        tls=execution.tls,
+        handle_signals=execution.handle_signals,
+    )

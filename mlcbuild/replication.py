@@ -1,0 +1,153 @@
+"""Copies records and their blobs between a store and remotes, outside of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from mlcbuild.build.plan import Plan
+from mlcbuild.canon import Entry
+from mlcbuild.errors import RemoteError
+from mlcbuild.keyfile import Signer
+from mlcbuild.remotes import Remote
+from mlcbuild.remotes.background import Background
+from mlcbuild.remotes.link import Link
+from mlcbuild.remotes.sharing import Sharing
+from mlcbuild.store import upkeep
+from mlcbuild.store.records import Record
+from mlcbuild.store.store import Store
+
+_TRANSFERS = 4
+"""Records of a push, or files of a pull, at the same time."""
+_WAITING = 256
+"""Records of a push that are in memory."""
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """Where the records of a store are now."""
+
+    records: int
+    """Records that were to be sent."""
+    missing: Mapping[str, int]
+    """Remote -> how many of them it lacks."""
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.missing.values())
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """Steps of a recipe in a store after a pull."""
+
+    fetched: int
+    present: int
+    """Steps that the store had before."""
+    absent: int
+    """Steps that no remote has."""
+    warnings: tuple[str, ...]
+    """Faults of remotes that did no harm."""
+
+
+def shareable(records: Iterable[Record]) -> Iterator[Record]:
+    """Leaves out records that hold for this machine only, and damaged ones."""
+    for record in records:
+        with suppress(ValueError):  # damaged in the part that says where it holds
+            if record.made.shared:
+                yield record
+
+
+def stored(store: Store) -> Iterator[Record]:
+    """Reads every record of a store that may leave this machine."""
+    records = (store.find(path.name) for path in sorted((store.root / "ac").glob("*/*")))
+    return shareable(record for record in records if record is not None)
+
+
+def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], signer: Signer | None) -> Pushed:
+    """Sends records with their blobs to remotes, signed where there is a key.
+
+    Raises RemoteError with every warning of a remote, once all remotes have what could be sent.
+    """
+    sharing = Sharing(store, [Link(remote, signer) for remote in remotes])
+    stop, left = threading.Event(), iter(records)
+    count, missing = 0, Counter[str]()
+    with Background(_TRANSFERS) as pool:
+        try:
+            while some := list(islice(left, _WAITING)):
+                count += len(some)
+                for lacking in pool.all(partial(sharing.send, record, stop) for record in some):
+                    missing.update(lacking)
+        finally:  # an interrupt must not wait for what is on its way
+            stop.set()
+            sharing.close()
+    if warnings := sharing.take_warnings():
+        raise RemoteError("\n".join(warnings))
+    return Pushed(count, {name: missing[name] for name in sharing.writers})
+
+
+def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence[str] = ()) -> Pulled:
+    """Brings every step that remotes have, by a plan that was made with them, into a store.
+
+    warnings: those of the plan. Raises RemoteError with all warnings when a file that a remote claims to
+    have did not come, or when there are warnings and a step is absent.
+    """
+    remote = [(step, step.record) for step in plan.steps if step.state == "remote" and step.record]
+    sharing = Sharing(store, [Link(remote) for remote in remotes])
+    failed = []
+    with store.staging() as staging:
+        reasons = _fetch(sharing, (entry for _, record in remote for entry in record.files))
+        for step, record in remote:
+            if reason := next(filter(None, (reasons[entry.digest] for entry in record.files)), ""):
+                failed.append(f"{step.name}: {reason}")
+            else:
+                store.put_record(record, staging.subdirectory() / "record")
+    warnings, absent = (*warnings, *sharing.take_warnings()), plan.count("run") + plan.count("pending")
+    if failed or (warnings and absent):
+        raise RemoteError("\n".join([*warnings, *failed]))
+    return Pulled(plan.count("remote"), plan.count("hit"), absent, warnings)
+
+
+def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
+    """Brings files into the store, some at the same time; digest -> why it could not be had, or ""."""
+    stop = threading.Event()
+    distinct = {entry.digest: entry for entry in entries}
+    with Background(_TRANSFERS) as pool:
+        try:
+            reasons = pool.all(
+                partial(sharing.fetch, entry, stop, lambda _: None) for entry in distinct.values()
+            )
+            return dict(zip(distinct, reasons, strict=True))
+        finally:  # an interrupt must not wait for what is on its way
+            stop.set()
+            sharing.close()
+
+
+@dataclass(frozen=True)
+class CheckedStore:
+    """A store after a check."""
+
+    check: upkeep.Verified
+    warnings: tuple[str, ...] = ()
+    """Faults of remotes."""
+
+
+def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:
+    """Checks all bytes of a store, removes what is damaged, and fetches that and what is missing.
+
+    Raises StoreError when the store cannot be read.
+    """
+    if not remotes:
+        return CheckedStore(upkeep.verify(store))
+    sharing, stop = Sharing(store, [Link(remote) for remote in remotes]), threading.Event()
+    try:
+        with store.staging():
+            check = upkeep.verify(store, mend=lambda entry: sharing.fetch(entry, stop, lambda count: None))
+    finally:
+        sharing.close()
+    return CheckedStore(check, tuple(sharing.take_warnings()))
