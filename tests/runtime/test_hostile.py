@@ -12,13 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import pytest
+from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import describe, printable
 from mlcbuild_runtime.http.sites import host_name, is_loopback
 from mlcbuild_runtime.openai import api, embeddings, responses_request, service
+from mlcbuild_runtime.openai import body as body_module
 
 from . import shared
 from .shared import Server
@@ -320,6 +323,42 @@ def test_bodies_of_many_values(server: Server, body: bytes) -> None:
 def test_punctuation_in_a_text_is_no_value(server: Server) -> None:
     response = post(server, "/tokenize", {"prompt": "[{," * 400_000})
     assert "the prompt has 1200000 bytes" in response.text
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 17, 64])
+def test_windows_of_a_body_hide_nothing(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "_WINDOW", window)
+    random = Random(window)
+    for _ in range(200):
+        data = bytes(random.choices(b'"\\,[{ax}]e9', k=random.randrange(200)))
+        assert b"".join(body_module._without_texts(data)) == body_module._TEXT.sub(b"", data)
+        data = bytes(random.choices(b"0123456789e+", k=random.randrange(400)))
+        data += b"1" * random.choice((0, 299, 300, 301)) + b"x" * random.randrange(70)
+        assert body_module._matches(body_module._VAST, data) == bool(body_module._VAST.search(data))
+
+
+def test_no_call_on_a_large_body_keeps_other_threads_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A regular expression holds the interpreter's lock until it returns."""
+    lengths: list[int] = []
+
+    class Watched:
+        def __init__(self, pattern: re.Pattern[bytes]) -> None:
+            self.pattern = pattern
+
+        def search(self, data: bytes, start: int, end: int) -> re.Match[bytes] | None:
+            lengths.append(min(end, len(data)) - start)
+            return self.pattern.search(data, start, end)
+
+        def match(self, data: bytes, start: int, end: int) -> re.Match[bytes] | None:
+            lengths.append(min(end, len(data)) - start)
+            return self.pattern.match(data, start, end)
+
+    for name in ("_HALF", "_VAST", "_WHOLE_TEXTS"):
+        monkeypatch.setattr(body_module, name, Watched(getattr(body_module, name)))
+    with pytest.raises(RequestError, match="has more than 1048576 values"):
+        body_module.parse_body(b'{"prompt":[' + b'"a",' * 1_100_000 + b'"a"]}')
+    body_module.parse_body(b'{"prompt":"' + b"," * 1_100_000 + b'"}')
+    assert len(lengths) > 80 and max(lengths) < 100_000
 
 
 def test_many_large_bodies_at_once_are_refused() -> None:
