@@ -17,15 +17,15 @@ from mlcbuild_runtime.engine.engine_options import EngineOptions
 from mlcbuild_runtime.engine.request import Event, State
 from mlcbuild_runtime.openai import embeddings, responses_request, service
 from mlcbuild_runtime.openai.history import History, Kept, begun
-from mlcbuild_runtime.openai.responses_stream import Output
-from mlcbuild_runtime.openai.service import Job
+from mlcbuild_runtime.openai.responses_stream import ResponseOutput
+from mlcbuild_runtime.openai.service import CompletionJob
 from mlcbuild_runtime.openai.streams import Answers, AsyncAnswers
 
 _OPTIONAL = frozenset(
     {"content", "refusal", "role", "tool_calls", "usage", "logprobs", "finish_reason", "name"}
 )
 """Fields that a document may lack; they are None then, as in OpenAI's client."""
-_Prepare = Callable[[engine.Engine, Mapping[str, Json]], Job]
+_Prepare = Callable[[engine.Engine, Mapping[str, Json]], CompletionJob]
 
 
 class Document(dict[str, Json]):
@@ -137,7 +137,7 @@ class Completions:
         return Document(job.reply.whole(found))
 
     @staticmethod
-    def _chunks(answers: Answers, job: Job) -> Iterator[Document]:
+    def _chunks(answers: Answers, job: CompletionJob) -> Iterator[Document]:
         for index, event in answers.events():
             for document in job.reply.chunks(index, event, job.include_usage):
                 yield Document(document)
@@ -177,7 +177,7 @@ class _Responses:
     def __init__(self, running: engine.Engine) -> None:
         self._running, self._history, self._lock = running, History(), threading.Lock()
 
-    def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[Job, Output, Kept]:
+    def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[CompletionJob, ResponseOutput, Kept]:
         """Raises RequestError."""
         call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:
@@ -185,7 +185,7 @@ class _Responses:
         job = service.chat(self._running, call.body(before))
         return job, *begun(self._running.name, job, call, before)
 
-    def _keep(self, output: Output, kept: Kept) -> None:
+    def _keep(self, output: ResponseOutput, kept: Kept) -> None:
         if output.document["store"]:
             with self._lock:
                 self._history.keep(kept)
@@ -218,7 +218,7 @@ class Responses(_Responses):
             pass
         return Response(output.document)
 
-    def _events(self, answers: Answers, output: Output, kept: Kept) -> Iterator[Response]:
+    def _events(self, answers: Answers, output: ResponseOutput, kept: Kept) -> Iterator[Response]:
         yield from map(Response, output.begin())
         for _, event in answers.events():
             yield from map(Response, output.events(event))
@@ -273,7 +273,7 @@ class AsyncCompletions:
         return Document(job.reply.whole(await _collected(answers, len(job.requests))))
 
     @staticmethod
-    async def _chunks(answers: AsyncAnswers, job: Job) -> AsyncIterator[Document]:
+    async def _chunks(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterator[Document]:
         try:
             async for index, event in answers.events():
                 if event.error is not None:
@@ -315,7 +315,9 @@ class AsyncResponses(_Responses):
             pass
         return Response(output.document)
 
-    async def _events(self, answers: AsyncAnswers, output: Output, kept: Kept) -> AsyncIterator[Response]:
+    async def _events(
+        self, answers: AsyncAnswers, output: ResponseOutput, kept: Kept
+    ) -> AsyncIterator[Response]:
         try:
             for document in output.begin():
                 yield Response(document)

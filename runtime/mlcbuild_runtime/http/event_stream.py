@@ -13,7 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlcbuild_runtime.engine.request import Event
-from mlcbuild_runtime.openai.service import Job
+from mlcbuild_runtime.openai.service import CompletionJob
 from mlcbuild_runtime.openai.streams import AsyncAnswers
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class EventStream(StreamingResponse):
             self._use.close()
 
 
-async def event_lines(answers: AsyncAnswers, job: Job) -> AsyncIterator[str]:
+async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterator[str]:
     """Yields the server-sent events of a job, several at a time where several answers go on at once."""
     async for batch in answers.batches():
         documents = (

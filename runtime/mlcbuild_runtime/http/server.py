@@ -40,8 +40,8 @@ from mlcbuild_runtime.openai import responses_request as responses
 from mlcbuild_runtime.openai.body import wrong
 from mlcbuild_runtime.openai.chat_documents import error_document
 from mlcbuild_runtime.openai.history import History, Kept, begun, listed
-from mlcbuild_runtime.openai.responses_stream import CANCELLED, Output
-from mlcbuild_runtime.openai.service import Job
+from mlcbuild_runtime.openai.responses_stream import CANCELLED, ResponseOutput
+from mlcbuild_runtime.openai.service import CompletionJob
 from mlcbuild_runtime.openai.streams import AsyncAnswers
 
 log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class _Server:
         return await self._respond(request, service.completion)
 
     async def _respond(
-        self, request: Request, prepare: Callable[[Engine, Mapping[str, Json]], Job]
+        self, request: Request, prepare: Callable[[Engine, Mapping[str, Json]], CompletionJob]
     ) -> Response:
         with ExitStack() as use:
             async with self._intake.body(request) as body:
@@ -255,7 +255,7 @@ class _Server:
             return JSONResponse(output.document)
 
     async def _making(
-        self, answers: AsyncAnswers, output: Output, kept: Kept, stream: bool
+        self, answers: AsyncAnswers, output: ResponseOutput, kept: Kept, stream: bool
     ) -> AsyncIterator[dict[str, Json]]:
         """The events of a response, which is kept at its end if its request says so. Where there is no stream
         that could tell of an error, it is raised."""
@@ -291,8 +291,11 @@ class _Server:
         return JSONResponse(self._history.cancel(name) or self._history.find(name).document)
 
     async def _prepared(
-        self, prepare: Callable[[Engine, Mapping[str, Json]], Job], engine: Engine, body: Mapping[str, Json]
-    ) -> Job:
+        self,
+        prepare: Callable[[Engine, Mapping[str, Json]], CompletionJob],
+        engine: Engine,
+        body: Mapping[str, Json],
+    ) -> CompletionJob:
         """Reads a body on another thread. Constraints may take seconds to compile, and chat templates to
         render: they have threads of their own, so that other requests do not wait for them. Raises
         RequestError, also when the request has taken as long as it may."""

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies, checked: what this server honours, ignores and refuses. See runtime/README.md."""
+"""Reads OpenAI's request bodies: the fields that are honoured, ignored or refused. See runtime/README.md."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from mlcbuild_runtime.openai.tools import TOOL_CHOICE, TOOLS, Toolbox, toolbox
 from mlcbuild_runtime.text.chat_template import Message
 
 MAX_STOPS, MAX_STOP = 16, 4096
-"""Stop texts, and characters of each."""
+"""Maximum number of stop texts, and maximum characters of each."""
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
-"""Answers to one request: prompts times `n`."""
+"""Maximum answers to one request: its prompts times `n`."""
 MAX_BIASES = 1024
 MAX_PROMPT_TOKENS = 1 << 18
-"""Tokens of all prompts of a request together, where the context has fewer: 10 MB."""
+"""Maximum tokens of all prompts of a request together, unless the context is longer; they take 10 MB."""
 
 _STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP}
 _STOPS: Json = {"type": "array", "maxItems": MAX_STOPS, "items": _STOP}
@@ -126,13 +126,13 @@ COMPLETION: Table = {
 
 @dataclass(frozen=True)
 class Options:
-    """What both endpoints have in common."""
+    """The settings that chat and text completions have in common."""
 
     sampling: Sampling
     stop: tuple[str, ...]
     max_tokens: int | None
     logprobs: int | None
-    """Alternatives to report for each token; None: no log-probabilities."""
+    """Number of alternatives to report for each token; None reports no log-probabilities."""
     constraint: Constraint | None
     n: int
     ignore_eos: bool
@@ -148,7 +148,7 @@ class ChatCall:
     toolbox: Toolbox | None
     template_options: Mapping[str, Json]
     prediction: str
-    """Empty: none."""
+    """The text that the client expects as the answer; "" if it expects none."""
     options: Options
 
 
@@ -160,7 +160,7 @@ class CompletionCall:
 
 
 def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
-    """A body of /v1/chat/completions. Raises RequestError, naming the field."""
+    """Returns a checked body of /v1/chat/completions. Raises RequestError, naming the field."""
     fields = Body(body, CHAT)
     old, new = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
     if old is not None and new is not None and old != new:
@@ -169,34 +169,34 @@ def chat_call(body: Mapping[str, Json], serving: Serving) -> ChatCall:
             param="max_completion_tokens",
         )
     alternatives = fields.integer("top_logprobs")
-    wanted = fields.boolean("logprobs")
-    if alternatives is not None and not wanted:
+    has_logprobs = fields.boolean("logprobs")
+    if alternatives is not None and not has_logprobs:
         raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
-    options = _options(fields, serving, new or old, (alternatives or 0) if wanted else None)
+    options = _options(fields, serving, new or old, (alternatives or 0) if has_logprobs else None)
     box = toolbox(fields)
     kwargs = fields.object("chat_template_kwargs")
     return ChatCall(messages(fields), box, kwargs, _prediction(fields.get("prediction")), options)
 
 
-def _prediction(found: Json) -> str:
-    match found:
+def _prediction(prediction: Json) -> str:
+    match prediction:
         case None:
             return ""
         case {"type": "content", "content": str() | list() as content}:
             return content_text("prediction.content", content)
-    raise wrong("prediction", 'an object such as {"type": "content", "content": "..."}', found)
+    raise wrong("prediction", 'an object such as {"type": "content", "content": "..."}', prediction)
 
 
 def completion_call(body: Mapping[str, Json], serving: Serving) -> CompletionCall:
-    """A body of /v1/completions. Raises RequestError, naming the field."""
+    """Returns a checked body of /v1/completions. Raises RequestError, naming the field."""
     fields = Body(body, COMPLETION)
     options = _options(fields, serving, fields.integer("max_tokens"), fields.integer("logprobs"))
-    found = prompts("prompt", fields.get("prompt"))
-    if len(found) * options.n > MAX_CHOICES:
+    listed = prompts("prompt", fields.get("prompt"))
+    if len(listed) * options.n > MAX_CHOICES:
         raise RequestError(
-            f"{len(found)} prompts with n = {options.n} are more than {MAX_CHOICES} answers", param="prompt"
+            f"{len(listed)} prompts with n = {options.n} are more than {MAX_CHOICES} answers", param="prompt"
         )
-    return CompletionCall(found, fields.boolean("echo"), options)
+    return CompletionCall(listed, fields.boolean("echo"), options)
 
 
 def _options(body: Body, serving: Serving, max_tokens: int | None, logprobs: int | None) -> Options:
@@ -240,30 +240,30 @@ def _sampling(body: Body, serving: Serving) -> Sampling:
     )
 
 
-def _bias(found: Mapping[str, Json]) -> tuple[tuple[int, float], ...]:
-    wanted = f"an object of at most {MAX_BIASES} tokens, each with a number from -100 to 100"
-    if len(found) > MAX_BIASES:
-        raise wrong("logit_bias", wanted, f"{len(found)} tokens")
+def _bias(biases_by_token: Mapping[str, Json]) -> tuple[tuple[int, float], ...]:
+    rule = f"an object of at most {MAX_BIASES} tokens, each with a number from -100 to 100"
+    if len(biases_by_token) > MAX_BIASES:
+        raise wrong("logit_bias", rule, f"{len(biases_by_token)} tokens")
     biases = []
-    for token, bias in found.items():
+    for token, bias in biases_by_token.items():
         number = isinstance(bias, int | float) and not isinstance(bias, bool) and -100 <= bias <= 100
         if not number or not token.isascii() or not token.isdecimal() or len(token) > 9:
-            raise wrong("logit_bias", wanted, {token: bias})
+            raise wrong("logit_bias", rule, {token: bias})
         assert isinstance(bias, int | float)
         biases.append((int(token), float(bias)))
     return tuple(biases)
 
 
-def _stop(found: Json) -> tuple[str, ...]:
-    if found is None:
+def _stop(value: Json) -> tuple[str, ...]:
+    if value is None:
         return ()
-    listed = [found] if isinstance(found, str) else found
+    listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or len(listed) > MAX_STOPS:
-        raise wrong("stop", f"a string or a list of at most {MAX_STOPS} strings", found)
+        raise wrong("stop", f"a string or a list of at most {MAX_STOPS} strings", value)
     texts = []
     for item in listed:
         if not isinstance(item, str) or not item:
-            raise wrong("stop", "made of non-empty strings", found)
+            raise wrong("stop", "made of non-empty strings", value)
         if len(item) > MAX_STOP:
             raise wrong(
                 "stop", f"made of strings of at most {MAX_STOP} characters", f"{len(item)} characters"
@@ -272,14 +272,16 @@ def _stop(found: Json) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def prompts(key: str, found: Json) -> tuple[str | tuple[int, ...], ...]:
-    """A text, a list of tokens, or a list of these, in the field `key`. Raises RequestError."""
-    listed = found if isinstance(found, list) and found and isinstance(found[0], str | list) else [found]
-    return tuple(_prompt(key, item, found) for item in listed)
+def prompts(key: str, value: Json) -> tuple[str | tuple[int, ...], ...]:
+    """Returns the prompts in the field `key`: a text, a list of tokens, or a list of these. Raises
+    RequestError."""
+    listed = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    return tuple(_prompt(key, item, value) for item in listed)
 
 
 def check_total(key: str, total: int, context: int) -> None:
-    """Raises RequestError where the prompts of a request have more tokens together than are kept for one."""
+    """Raises RequestError if the prompts of a request have `total` tokens together, more than are
+    accepted."""
     most = max(MAX_PROMPT_TOKENS, context)
     if total > most:
         raise RequestError(
@@ -287,14 +289,14 @@ def check_total(key: str, total: int, context: int) -> None:
         )
 
 
-def _prompt(key: str, item: Json, found: Json) -> str | tuple[int, ...]:
+def _prompt(key: str, item: Json, value: Json) -> str | tuple[int, ...]:
     if isinstance(item, str):
         return checked_text(key, item)
     if isinstance(item, list) and item:
         tokens = tuple(token for token in item if is_integer(token) and 0 <= token <= MAX_INTEGER)
         if len(tokens) == len(item):
             return tokens
-    raise wrong(key, "a text, a list of tokens, or a list of these", found)
+    raise wrong(key, "a text, a list of tokens, or a list of these", value)
 
 
 def _include_usage(value: Json) -> bool:

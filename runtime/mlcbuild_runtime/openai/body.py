@@ -1,4 +1,4 @@
-"""Typed access to a request's body: every fault is a RequestError that names the field."""
+"""Typed access to a request's body; every error is a RequestError that names the field."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, describe, is_integer, printable
 
 MAX_DEPTH = 200
-"""Lists and objects within each other."""
+"""Maximum depth of nested lists and objects in a body."""
 
 
 MAX_VALUES, MAX_CONTAINERS = 1 << 20, 1 << 17
-"""Values of a body at any depth, and lists and objects among them: two bytes of JSON may take a hundred of
-memory."""
+"""Maximum values in a body at any depth, and maximum lists and objects among them: two bytes of JSON can take
+a hundred bytes of memory."""
 _WINDOW = 1 << 16
-"""Bytes that one call of a regular expression looks at. Such a call keeps all other threads waiting, the
-event loop's among them: for 0.2 s with a body of 8 MB."""
+"""Bytes that one call of a regular expression examines. A call blocks all other threads, including the event
+loop: for 0.2 s with a body of 8 MB."""
 _TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _WHOLE_TEXTS = re.compile(rb'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 _VAST = re.compile(rb"[eE]\+?[0-9]{3}|[0-9]{300}")
 _LONGEST_MATCH = 300
-"""Bytes of the longest match of the two."""
+"""Bytes of the longest match of _HALF and _VAST."""
 
 
 def parse_body(data: bytes) -> dict[str, Json]:
-    """The JSON object of a request. Raises RequestError; NaN and Infinity are not JSON, and what has a key
-    twice could mean two things."""
+    """Returns the JSON object of a request body. Raises RequestError for anything else, including NaN,
+    Infinity and duplicate keys."""
     try:
         body = parse_json(data)
     except UnicodeDecodeError as error:
@@ -46,9 +46,9 @@ def parse_body(data: bytes) -> dict[str, Json]:
 
 
 def parse_json(data: bytes, where: str = "") -> Json:
-    """What a client has written as JSON, in its body or in the field `where`. Raises ValueError, or
-    RequestError for what JSON allows and nobody could pass on: halves of surrogate pairs, and numbers that
-    are infinite as floats."""
+    """Returns the value of JSON text from a client, in its body or in the field `where`. Raises ValueError
+    for invalid JSON, and RequestError for valid JSON that cannot be processed: unpaired surrogates, and
+    numbers that are infinite as floats."""
     if _has_too_many([data]) and _has_too_many(_without_texts(data)):
         raise RequestError(
             f"{where or 'the body'} has more than {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects:"
@@ -58,17 +58,18 @@ def parse_json(data: bytes, where: str = "") -> Json:
             status=413,
         )
     try:
-        found: Json = _decode(data.decode("utf-8"))
+        document: Json = _decode(data.decode("utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    _check_depth(found)
+    _check_depth(document)
     if _matches(_HALF, data) or _matches(_VAST, data):
-        _check_values(found, where)
-    return found
+        _check_values(document, where)
+    return document
 
 
 def _has_too_many(pieces: Iterable[bytes]) -> bool:
-    """Counts punctuation, also that of texts where the pieces hold them."""
+    """Reports whether JSON text may have too many values, judged by its punctuation, including that inside
+    strings."""
     containers = commas = 0
     for piece in pieces:
         containers += piece.count(b"[") + piece.count(b"{")
@@ -79,7 +80,7 @@ def _has_too_many(pieces: Iterable[bytes]) -> bool:
 
 
 def _without_texts(data: bytes) -> Iterator[bytes]:
-    """Yields what stands outside the texts of a JSON document, in pieces."""
+    """Yields the parts of a JSON document outside of its strings."""
     start = 0
     while start < len(data):
         match = _WHOLE_TEXTS.match(data, start, start + _WINDOW)
@@ -91,13 +92,14 @@ def _without_texts(data: bytes) -> Iterator[bytes]:
 
 
 def _matches(pattern: re.Pattern[bytes], data: bytes) -> bool:
-    """Returns True when `pattern` is found anywhere in the data."""
+    """Reports whether `pattern` matches anywhere in the data, examining a window at a time."""
     starts = range(0, len(data), _WINDOW)
     return any(pattern.search(data, start, start + _WINDOW + _LONGEST_MATCH) for start in starts)
 
 
 def _check_values(value: Json, where: str) -> None:
-    """Raises RequestError, naming the value at fault. The body's own numbers are for its table to check."""
+    """Raises RequestError, naming the value, for unpaired surrogates and infinite numbers below the body's
+    own fields."""
     if isinstance(value, str):
         checked_text(where or "the body", value)
     elif isinstance(value, float) and not math.isfinite(value) and not where.isidentifier():
@@ -130,18 +132,18 @@ MAX_INTEGER = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a body. Its schema is what is checked and what /openapi.json shows."""
+    """One field of a request body. Its schema is used for the check and shown in /openapi.json."""
 
     schema: Mapping[str, Json]
-    """JSON Schema of its values. `type` (of one kind, not array), `minimum`, `maximum` and `enum` are checked
-    here, the rest by the code that reads the field."""
+    """JSON Schema of the field's values. A single `type` other than array, `minimum`, `maximum` and `enum`
+    are checked here, the rest by the code that reads the field."""
     about: str = ""
     neutral: bool = False
-    """What it is for cannot be honoured: the schema's values are those that ask for nothing."""
+    """True for a feature that this server lacks: the schema lists the values that do not request it."""
 
 
 Table = Mapping[str, Field]
-"""The fields that a body may have."""
+"""Name of a field -> its description, for all fields that a body may have."""
 
 
 def integer(low: int, high: int = MAX_INTEGER, about: str = "") -> Field:
@@ -169,18 +171,19 @@ def choice(*values: str, about: str = "") -> Field:
 
 
 def ignored(*names: str) -> dict[str, Field]:
-    """Fields that change nothing in the answer."""
+    """Returns descriptions of fields that are accepted and have no effect."""
     return {name: Field({}, "Ignored: it changes nothing in the answer.") for name in names}
 
 
 def neutral(**values: tuple[Json, ...]) -> dict[str, Field]:
-    """Fields that cannot be honoured, with the values that ask for nothing."""
+    """Returns descriptions of features that this server lacks; `values` lists for each the values that do not
+    request it."""
     about = "Cannot be honoured: only values that ask for nothing are accepted."
     return {name: Field({"enum": [*allowed]}, about, neutral=True) for name, allowed in values.items()}
 
 
 class Body:
-    """One body. null means absent. Every fault is a RequestError that names the field."""
+    """One request body. A value of null means absent. Every error is a RequestError that names the field."""
 
     def __init__(self, body: Mapping[str, Json], table: Table) -> None:
         self._values = {key: value for key, value in body.items() if value is not None}
@@ -194,7 +197,7 @@ class Body:
             _check(key, value, field)
 
     def get(self, key: str) -> Json:
-        """As it is; None where it is absent."""
+        """Returns the field's value as it is; None where it is absent."""
         return self._values.get(key)
 
     def integer(self, key: str) -> int | None:
@@ -218,14 +221,14 @@ class Body:
         return None if value is None else checked_text(key, value)
 
     def object(self, key: str) -> dict[str, Json]:
-        """Empty where it is absent."""
+        """Returns the field's object; {} where it is absent."""
         value = self._values.get(key, {})
         assert isinstance(value, dict)
         return value
 
 
 def _check(key: str, value: Json, field: Field) -> None:
-    """A value against the simple part of its schema."""
+    """Raises RequestError unless a value satisfies the simple part of its field's schema."""
     schema = field.schema
     match schema:
         case {"enum": list(allowed)}:
@@ -263,7 +266,8 @@ def _not_among(key: str, value: Json, allowed: Sequence[Json], neutral: bool) ->
 
 
 def checked_text(where: str, text: str) -> str:
-    r"""Refuses halves of surrogate pairs: JSON can write them ("\ud800"), UTF-8 cannot."""
+    r"""Returns the text. Raises RequestError for unpaired surrogates: JSON can write them ("\ud800"), UTF-8
+    cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -274,6 +278,6 @@ def checked_text(where: str, text: str) -> str:
     return text
 
 
-def wrong(key: str, wanted: str, found: Json) -> RequestError:
-    what = "it is missing" if found is None else f"found {describe(found)}"
-    return RequestError(f"{key} must be {wanted}; {what}", param=key)
+def wrong(key: str, rule: str, value: Json) -> RequestError:
+    what = "it is missing" if value is None else f"found {describe(value)}"
+    return RequestError(f"{key} must be {rule}; {what}", param=key)

@@ -1,4 +1,5 @@
-"""Calls of tools: how they look in the model's text, by its chat template, and calls out of that text."""
+"""The syntax of tool calls in a model's text: derives it from the chat template, writes calls and parses
+them."""
 
 from __future__ import annotations
 
@@ -16,29 +17,29 @@ from mlcbuild_runtime.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Form:
-    """How calls are written: FIRST (LEAD {"name": "NAME", "KEY": {...}} END), with BETWEEN between two of
-    them, and LAST after all."""
+    """The syntax of tool calls: FIRST (LEAD {"name": "NAME", "KEY": {...}} END), with BETWEEN between calls
+    and LAST after all."""
 
     key: str
     native: bool
-    """The template knows tools."""
+    """True if the chat template itself describes tools to the model."""
     first: str = ""
     lead: str = ""
     end: str = ""
     between: str = "\n"
     last: str = ""
     named: str = ""
-    """Where it is not empty a call is NAME, this, and the arguments."""
+    """If not empty, a call is written as NAME, this text, and the arguments."""
     optional: bool = False
-    """FIRST may be left out."""
+    """True if FIRST may be left out."""
     tokens: Mapping[str, int] = field(default_factory=dict)
-    """Special tokens in these texts."""
+    """Text -> token, for the special tokens in the texts of this syntax."""
     short_ids: bool = False
-    """The template takes ids of nine letters and digits only."""
+    """True if the template accepts call ids of nine letters and digits only."""
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary | None = None) -> Form:
-        """By the words of a chat template. `vocabulary`: where their special tokens are."""
+        """Returns the syntax that a chat template implies. `vocabulary` provides its special tokens."""
         native = "tools" in template
         if native and "<tool_call>" in template:
             return cls("arguments", native, lead="<tool_call>\n", end="\n</tool_call>")
@@ -55,65 +56,66 @@ class Form:
 
     @property
     def mark(self) -> str:
-        """What tells calls from text; empty: that they begin with a brace."""
+        """The text that distinguishes calls from prose; "" if calls are recognised by their opening brace."""
         return self.first or self.lead
 
     def head(self, name: str) -> str:
-        """What goes between LEAD and the arguments of a call."""
+        """Returns the text between LEAD and the arguments of a call."""
         if self.named:
             return name + self.named
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '
 
     @property
     def tail(self) -> str:
-        """What goes after them."""
+        """The text after the arguments of a call."""
         return self.end if self.named else "}" + self.end
 
     def write(self, name: str, arguments: Json) -> str:
-        """One call as the model's text."""
+        """Returns one call as the model would write it."""
         return self.lead + self.head(name) + json.dumps(arguments, ensure_ascii=False) + self.tail
 
     def literal(self, text: str) -> str:
-        """A text of the form in Lark, with its special tokens."""
+        """Returns a text of the syntax as a Lark expression, with its special tokens."""
         parts = re.split("(" + "|".join(map(re.escape, self.tokens)) + ")", text) if self.tokens else [text]
-        found = [
+        literals = [
             f"<[{self.tokens[part]}]>" if part in self.tokens else json.dumps(part) for part in parts if part
         ]
-        return " ".join(found)
+        return " ".join(literals)
 
     def call_id(self) -> str:
-        """A new one."""
+        """Returns a new id for a call."""
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _special(vocabulary: Vocabulary | None, *names: str) -> dict[str, int]:
-    """Those of the names that are special tokens, which no text holds."""
-    found = {name: vocabulary.token_id(name) for name in names} if vocabulary is not None else {}
+    """Returns name -> token, for those of `names` that are special tokens, which ordinary text cannot
+    contain."""
+    tokens = {name: vocabulary.token_id(name) for name in names} if vocabulary is not None else {}
     return {
         name: token
-        for name, token in found.items()
+        for name, token in tokens.items()
         if token is not None and vocabulary is not None and not vocabulary.token_bytes(token)
     }
 
 
 _OBJECT = '{"name": "'
-"""How a call begins that nothing else tells from text."""
+"""The beginning of a call in a syntax without a mark that distinguishes it from prose."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: more text, the beginning of a call, or more of its arguments."""
+    """A part of an answer: more text, the beginning of a call, or more of a call's arguments."""
 
     kind: Literal["text", "call", "arguments"]
     text: str
-    """For a call: the tool's name."""
+    """The text; for the beginning of a call, the tool's name."""
 
 
 class Reader:
-    """The pieces of an answer under `constraint`, as its text comes."""
+    """Splits an answer that a tools constraint has shaped into pieces, as its text arrives."""
 
     def __init__(self, form: Form, choice: str, formatted: bool = False) -> None:
-        """`formatted`: an answer that calls nothing has a form, too, so that it may begin as a call does."""
+        """`formatted`: an answer without calls follows a JSON format, so that it may begin as a call does."""
         self._form, self._held, self._formatted = form, "", formatted and choice == "auto"
         self._state: Literal["start", "text", "head", "arguments", "tail"]
         self._state = "head" if choice == "required" else "start"
@@ -125,11 +127,11 @@ class Reader:
         self._head = re.compile(rf"[\s,]*{first}\s*{re.escape(form.lead)}{name}{key}")
 
     def call_id(self) -> str:
-        """Of a call that begins."""
+        """Returns a new id for the call that has begun."""
         return self._form.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[Piece]:
-        """`last`: no more text will come."""
+        """Adds text and yields the pieces that are complete. With `last`, no more text will follow."""
         self._held += text
         step = {
             "start": self._read_start,
@@ -169,16 +171,16 @@ class Reader:
             self._held = self._held[place:]
 
     def _read_head(self) -> Iterator[Piece]:
-        found = self._head.match(self._held)
-        if found is not None:
-            self._held, self._state, self._formatted = self._held[found.end() :], "arguments", False
-            yield Piece("call", found[1] if self._form.named else str(json.loads(found[1])))
+        match = self._head.match(self._held)
+        if match is not None:
+            self._held, self._state, self._formatted = self._held[match.end() :], "arguments", False
+            yield Piece("call", match[1] if self._form.named else str(json.loads(match[1])))
         begun = self._held.lstrip()
         if self._formatted and begun.startswith("{") and not _OBJECT.startswith(begun[: len(_OBJECT)]):
             self._state = "text"
 
     def _read_arguments(self) -> Iterator[Piece]:
-        """To the brace that closes the first one."""
+        """Yields arguments up to the brace that closes the first one."""
         end = 0
         for letter in self._held:
             end += 1

@@ -1,4 +1,4 @@
-"""Events of one request as OpenAI's response documents, whole or in chunks."""
+"""Converts the events of a request to OpenAI's response documents, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlcbuild_runtime.text.vocabulary import Vocabulary
 
 
 def error_document(error: ServingError) -> dict[str, Json]:
-    """OpenAI's form of an error."""
+    """Returns an error in OpenAI's format."""
     if isinstance(error, RequestError) and error.status < 500:
         kind, param, code = "invalid_request_error", error.param, error.code
     else:
@@ -27,36 +27,36 @@ def error_document(error: ServingError) -> dict[str, Json]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an answer's documents tell of its prompt."""
+    """The part of an answer's documents that depends on its prompt."""
 
     number: int
     size: int
-    """In tokens."""
+    """Length of the prompt in tokens."""
     echo: str = ""
-    """Text that goes before the answer."""
+    """Text that is repeated in front of the answer."""
     tokens: Sequence[int] = ()
-    """Of this text, where their log-probabilities are shown, too."""
+    """The tokens of `echo`, if their log-probabilities are reported, too."""
     offsets: Sequence[int] = ()
-    """Where each of them begins in it."""
+    """Offset in characters at which each of `tokens` begins in `echo`."""
     reader: Callable[[], Reader] | None = None
-    """Finds calls of tools in an answer; None: there are none."""
+    """Returns a parser for the tool calls in an answer; None if there are none."""
 
 
 class _Choice:
-    """What is known of one answer while it comes."""
+    """The state of one answer while its events arrive."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt, self.prefix, self.begun, self.offset = prompt, prompt.echo, False, len(prompt.echo)
         self.reader = prompt.reader() if prompt.reader is not None else None
         self.calls = 0
         self.last: Event | None = None
-        """The last event, once it has come."""
+        """The last event of the answer; None until it has arrived."""
 
     def finish(self, event: Event) -> str | None:
         return "tool_calls" if event.finish == "stop" and self.calls else event.finish
 
     def deltas(self, text: str, last: bool) -> Iterator[dict[str, Json]]:
-        """What more text adds to a message."""
+        """Yields the changes of a chat message to which more text leads."""
         if self.reader is None:
             yield {"content": text}
             return
@@ -75,17 +75,19 @@ class _Choice:
 
 
 class Reply:
-    """Turns the events of one request's answers into documents."""
+    """Converts the events of one request's answers to documents."""
 
     def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
-        """`prompts`: of each answer."""
+        """`prompts` has one entry for each answer; `chat` selects the format of chats instead of text
+        completions."""
         self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.prompts = prompts
         self._choices = [_Choice(prompt) for prompt in prompts]
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:
-        """The document of complete answers. No last event may be an error."""
+        """Returns the document of complete answers, given the events of each. No last event may be an
+        error."""
         choices: list[Json] = []
         for index, events in enumerate(answers):
             choice, last = self._choices[index], events[-1]
@@ -102,7 +104,7 @@ class Reply:
         return self._document(kind, choices) | {"usage": self._usage()}
 
     def chunks(self, index: int, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
-        """The documents that one event of a stream makes; perhaps none."""
+        """Yields the stream documents for one event of the answer `index`; there may be none."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -125,7 +127,7 @@ class Reply:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
     def _deltas(self, choice: _Choice, event: Event) -> Iterator[tuple[dict[str, Json], Json, str | None]]:
-        """(delta, logprobs, finish_reason) of each chunk."""
+        """Yields (delta, logprobs, finish_reason) for each chunk."""
         if not choice.begun:
             choice.begun = True
             if self._chat:
@@ -198,18 +200,18 @@ class Reply:
     def _all_logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
         if not choice.prompt.tokens:
             return self._logprobs(choice, events)
-        known = [event for event in events if event.logprob is not None]
-        answer = self._completion_logprobs(choice, known)
+        scored = [event for event in events if event.logprob is not None]
+        answer = self._completion_logprobs(choice, scored)
         prompt = self._prompt_logprobs(choice.prompt, events[0])
         return {key: [*listed, *answer[key]] for key, listed in prompt.items()}
 
     def _logprobs(self, choice: _Choice, events: Sequence[Event]) -> Json:
-        known = [event for event in events if event.logprob is not None]
-        if not known:
+        scored = [event for event in events if event.logprob is not None]
+        if not scored:
             return None
         if self._chat:
-            return {"content": [self._chat_logprob(event) for event in known], "refusal": None}
-        return dict(self._completion_logprobs(choice, known))
+            return {"content": [self._chat_logprob(event) for event in scored], "refusal": None}
+        return dict(self._completion_logprobs(choice, scored))
 
     def _chat_logprob(self, event: Event) -> Json:
         assert event.logprob is not None
@@ -221,7 +223,8 @@ class Reply:
         return {"token": self._name(item.token), "logprob": item.logprob, "bytes": list(data)}
 
     def _prompt_logprobs(self, prompt: Prompt, event: Event) -> dict[str, list[Json]]:
-        """Of a prompt, with the first event of its answer. Nothing comes before the first token."""
+        """Returns the log-probabilities of a prompt from the first event of its answer. The first token has
+        none."""
         tops: list[Json] = [self._top(score) for score in event.prompt]
         return {
             "tokens": [self._name(token) for token in prompt.tokens],
@@ -231,15 +234,16 @@ class Reply:
         }
 
     def _top(self, score: Score) -> dict[str, Json]:
-        """By name; of two tokens with one name the likelier. The token itself is always there."""
+        """Returns name -> log-probability of a token and its alternatives; of equal names the likelier is
+        kept."""
         own, others = score
-        found: dict[str, Json] = {}
+        by_name: dict[str, Json] = {}
         for item in (*others, own):
-            found.setdefault(self._name(item.token), item.logprob)
-        return found
+            by_name.setdefault(self._name(item.token), item.logprob)
+        return by_name
 
     def _completion_logprobs(self, choice: _Choice, events: Sequence[Event]) -> dict[str, list[Json]]:
-        """The older form: parallel lists."""
+        """Returns the log-probabilities of text completions: parallel lists."""
         offsets: list[Json] = []
         for event in events:
             offsets.append(choice.offset)
@@ -254,7 +258,8 @@ class Reply:
         }
 
     def _name(self, token: int) -> str:
-        """The token's text; a special token or a part of a character as the tokenizer writes it."""
+        """Returns a token's text; a special token or part of a character is written as in the
+        tokenizer file."""
         data = self._vocabulary.token_bytes(token)
         try:
             return data.decode() if data else self._vocabulary.token_name(token)

@@ -1,4 +1,4 @@
-"""/v1/embeddings: texts to vectors."""
+"""The endpoint /v1/embeddings: converts texts to vectors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mlcbuild_runtime.openai import api
 from mlcbuild_runtime.openai.body import Body, Field, Table, choice, ignored, integer
 
 MAX_INPUTS = 2048
-"""Texts of one request."""
+"""Maximum texts of one request."""
 AT_A_TIME = 64
-"""Of these go to the engine together: a large request must not fill the places where others wait."""
+"""Texts that are submitted to the engine together; a large request must not fill the queue for others."""
 
 TABLE: Table = {
     "input": Field(
@@ -40,8 +40,8 @@ TABLE: Table = {
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one body asks for."""
+class EmbeddingsJob:
+    """A checked body of /v1/embeddings."""
 
     requests: tuple[Request, ...]
     model: str
@@ -49,12 +49,12 @@ class Job:
     base64: bool
 
     def waves(self) -> Iterable[tuple[Request, ...]]:
-        """The requests, AT_A_TIME of them."""
+        """Yields the requests in groups of at most AT_A_TIME."""
         for start in range(0, len(self.requests), AT_A_TIME):
             yield self.requests[start : start + AT_A_TIME]
 
     def document(self, events: Sequence[Event]) -> dict[str, Json]:
-        """OpenAI's answer, from the only event of each request."""
+        """Returns OpenAI's document for the answers; each request has one event."""
         data: list[Json] = []
         for index, event in enumerate(events):
             assert event.vector is not None
@@ -71,8 +71,8 @@ class Job:
         return [float(value) for value in vector]
 
 
-def job(running: Engine, body: Mapping[str, Json]) -> Job:
-    """A body of /v1/embeddings. Raises RequestError."""
+def job(running: Engine, body: Mapping[str, Json]) -> EmbeddingsJob:
+    """Returns a checked body of /v1/embeddings. Raises RequestError."""
     fields = Body(body, TABLE)
     manifest = running.manifest
     prompts = api.prompts("input", fields.get("input"))
@@ -97,5 +97,5 @@ def job(running: Engine, body: Mapping[str, Json]) -> Job:
         requests.append(Request(tokens, pooling=running.pooling))
         total += len(tokens)
         api.check_total("input", total, running.manifest.limits.context_window)
-    base64_wanted = fields.get("encoding_format") == "base64"
-    return Job(tuple(requests), running.name, dimensions, base64_wanted)
+    is_base64 = fields.get("encoding_format") == "base64"
+    return EmbeddingsJob(tuple(requests), running.name, dimensions, is_base64)

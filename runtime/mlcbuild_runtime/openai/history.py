@@ -1,4 +1,4 @@
-"""Responses that are kept for a while, in memory: for GET, and for those that go on from them."""
+"""Stores responses in memory for a while, for GET requests and for later responses that continue them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json
 
-from mlcbuild_runtime.openai.responses_request import Call
-from mlcbuild_runtime.openai.responses_stream import Output
-from mlcbuild_runtime.openai.service import Job
+from mlcbuild_runtime.openai.responses_request import ResponsesCall
+from mlcbuild_runtime.openai.responses_stream import ResponseOutput
+from mlcbuild_runtime.openai.service import CompletionJob
 
 MAX_KEPT = 1024
 MAX_BYTES = 64 << 20
-"""Of all responses that are kept, as JSON. Those that were not used for longest go first."""
+"""Maximum bytes of all stored responses, as JSON; the least recently used ones are dropped first."""
 
 VALUE_BYTES = 64
-"""That a value takes, however short its text."""
+"""Bytes of memory that a JSON value takes at least, however short its text."""
 
 Item = dict[str, Json]
 
@@ -28,37 +28,39 @@ Item = dict[str, Json]
 class Kept:
     document: dict[str, Json]
     before: tuple[Item, ...]
-    """What was said before, by all."""
+    """All items of the conversation before the request."""
     items: tuple[Item, ...]
-    """Of the request."""
+    """The items of the request itself."""
 
     @property
     def all(self) -> tuple[Item, ...]:
-        """The conversation up to and with this response."""
+        """All items of the conversation up to and including this response."""
         output = self.document["output"]
         assert isinstance(output, list)
         return (*self.before, *self.items, *(item for item in output if isinstance(item, dict)))
 
 
-def begun(model: str, job: Job, call: Call, before: Sequence[Item]) -> tuple[Output, Kept]:
-    """The response that a job is to make, and what is kept of it at its end."""
+def begun(
+    model: str, job: CompletionJob, call: ResponsesCall, before: Sequence[Item]
+) -> tuple[ResponseOutput, Kept]:
+    """Returns the response that a job will fill, and the record of it that is stored at its end."""
     sampling = job.requests[0].sampling
     shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
-    output = Output(model, job.reply.prompts[0], shown)
+    output = ResponseOutput(model, job.reply.prompts[0], shown)
     return output, Kept(output.document, tuple(before), call.items)
 
 
 class History:
-    """Belongs to one event loop, or to a lock."""
+    """Stored and running responses. It is not thread-safe: use it in one event loop, or under a lock."""
 
     def __init__(self, max_kept: int = MAX_KEPT, max_bytes: int = MAX_BYTES) -> None:
         self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()
-        self._running: dict[str, tuple[Output, Callable[[], None]]] = {}
+        self._running: dict[str, tuple[ResponseOutput, Callable[[], None]]] = {}
         self._bytes, self._max_kept, self._max_bytes = 0, max_kept, max_bytes
 
     def keep(self, kept: Kept) -> None:
-        """Keeps a response that has ended."""
-        # What came before is shared with the responses that this one goes on from.
+        """Stores a response that has ended."""
+        # The items before are shared with the responses that this one continues.
         text = json.dumps([kept.document, kept.items])
         values = text.count(",") + text.count("[") + text.count("{")
         size = max(len(text), VALUE_BYTES * values) + 8 * len(kept.before)
@@ -69,7 +71,8 @@ class History:
             self._bytes -= gone
 
     def find(self, name: str, param: str | None = None) -> Kept:
-        """Raises RequestError (404) for one that is not kept; `param` is the field that names it."""
+        """Returns a stored response. Raises RequestError (404) if there is none of this name; `param` is the
+        request's field with the name."""
         if name not in self._kept:
             raise RequestError(
                 f"there is no response {name[:80]!r}: it was never stored, or is no longer kept",
@@ -81,23 +84,24 @@ class History:
         return self._kept[name][0]
 
     def before(self, previous: str | None) -> tuple[Item, ...]:
-        """The conversation up to a response that another goes on from. Raises RequestError."""
+        """Returns the conversation up to a response that another continues; () for None. Raises RequestError
+        (404)."""
         return () if previous is None else self.find(previous, "previous_response_id").all
 
     def forget(self, name: str) -> None:
-        """Raises RequestError (404) for one that is not kept."""
+        """Drops a stored response. Raises RequestError (404) if there is none of this name."""
         self.find(name)
         self._bytes -= self._kept.pop(name)[1]
 
-    def start(self, output: Output, interrupt: Callable[[], None]) -> None:
-        """A response that is being made."""
+    def start(self, output: ResponseOutput, interrupt: Callable[[], None]) -> None:
+        """Registers a running response; `interrupt` ends it."""
         self._running[output.id] = output, interrupt
 
-    def end(self, output: Output) -> None:
+    def end(self, output: ResponseOutput) -> None:
         self._running.pop(output.id, None)
 
     def cancel(self, name: str) -> dict[str, Json] | None:
-        """Ends a response that is being made, and says what it is then; None where none is."""
+        """Ends a running response and returns its document; None if no response of this name is running."""
         if name not in self._running:
             return None
         output, interrupt = self._running[name]
@@ -106,7 +110,7 @@ class History:
 
 
 def listed(items: Sequence[Item]) -> dict[str, Json]:
-    """OpenAI's list of the items of a request."""
+    """Returns the items of a request as OpenAI's list document."""
     data: list[Json] = [{"id": f"item_{i}", **item} for i, item in enumerate(items)]
     ids = [item["id"] for item in data if isinstance(item, dict)]
     first, last = (ids[0], ids[-1]) if ids else (None, None)

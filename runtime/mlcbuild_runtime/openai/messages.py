@@ -1,4 +1,4 @@
-"""Messages of a chat, checked and made plain for a template."""
+"""Checks the messages of a chat and simplifies them for a chat template."""
 
 from __future__ import annotations
 
@@ -75,25 +75,25 @@ MESSAGES: dict[str, Json] = {
 
 
 def messages(body: Body) -> tuple[Message, ...]:
-    """The field `messages`. Raises RequestError, naming the message."""
-    found = body.get("messages")
-    if not isinstance(found, list) or not found:
-        raise wrong("messages", "a list of at least one message", found)
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(found))
+    """Returns the checked field `messages`. Raises RequestError, naming the message."""
+    value = body.get("messages")
+    if not isinstance(value, list) or not value:
+        raise wrong("messages", "a list of at least one message", value)
+    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(value))
 
 
 def _message(where: str, message: Json) -> Message:
-    """Role and content of one message, with its calls; parts of text are joined."""
+    """Returns role, content and calls of one message; parts of text are joined."""
     if not isinstance(message, dict):
         raise wrong(where, "an object with role and content", message)
     role = message.get("role")
     if role not in ROLES:
         raise wrong(f"{where}.role", f"one of {', '.join(ROLES)}", role)
     calls = message.get("tool_calls") if role == "assistant" else None
-    known = {"role", "content", "name", "refusal", "annotations"}
-    known |= {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(str(role), set())
+    accepted = {"role", "content", "name", "refusal", "annotations"}
+    accepted |= {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(str(role), set())
     for key, value in message.items():
-        if key not in known and value not in (None, []):
+        if key not in accepted and value not in (None, []):
             raise RequestError(
                 f"{where}.{key} is {describe(value)}, which this server cannot honour: leave it out",
                 param=f"{where}.{key}",
@@ -103,7 +103,7 @@ def _message(where: str, message: Json) -> Message:
     if content is None and calls:
         content = ""
     text = content_text(f"{where}.content", content)
-    # `developer` is OpenAI's newer name of `system`, which templates do not know.
+    # `developer` is OpenAI's newer name of `system`, which templates do not have.
     name = "system" if role == "developer" else str(role)
     plain: dict[str, Json] = {"role": name, "content": text}
     if calls:
@@ -119,7 +119,7 @@ def _message(where: str, message: Json) -> Message:
 
 
 def content_text(where: str, content: Json) -> str:
-    """A text, or parts of one. Raises RequestError."""
+    """Returns the text of a message's content, which is a text or a list of parts. Raises RequestError."""
     if isinstance(content, list):
         content = "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str):
@@ -128,9 +128,9 @@ def content_text(where: str, content: Json) -> str:
 
 
 def _call(where: str, call: Json) -> Json:
-    """A call with its arguments as a value: templates write them as they need them."""
-    given = call if isinstance(call, dict) else {}
-    plain = given.get("type", "function") == "function" and isinstance(given.get("id", ""), str)
+    """Returns a tool call with its arguments as a JSON value, from which templates render them."""
+    fields = call if isinstance(call, dict) else {}
+    plain = fields.get("type", "function") == "function" and isinstance(fields.get("id", ""), str)
     match call:
         case {"function": {"name": str(name), "arguments": str(text)}} if plain:
             try:
@@ -138,7 +138,7 @@ def _call(where: str, call: Json) -> Json:
             except ValueError:
                 raise wrong(f"{where}.function.arguments", "JSON in a text", text) from None
             return {
-                "id": given.get("id"),
+                "id": fields.get("id"),
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }

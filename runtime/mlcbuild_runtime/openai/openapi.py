@@ -1,4 +1,5 @@
-"""/openapi.json: the API as an OpenAPI 3.1 document, out of the tables that bodies are checked with."""
+"""/openapi.json: the API as an OpenAPI 3.1 document, derived from the tables with which bodies are
+checked."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _BODIES: Mapping[str, tuple[str, Table, tuple[str, ...], str]] = {
     "/tokenize": ("Tokens of a text or a chat.", service.TOKENIZE, (), ""),
     "/detokenize": ("The text of tokens.", service.DETOKENIZE, ("tokens",), ""),
 }
-"""Path -> what it does, its fields, those that must be there, and the kind of its answer."""
+"""Path -> (summary, its fields, the required fields, `object` of its response)."""
 
 _USAGE: Json = {"type": "object", "additionalProperties": {"type": ["integer", "object"]}}
 _LIST: Json = {"type": "array", "items": {"type": "object"}}
@@ -65,10 +66,10 @@ ERROR: dict[str, Json] = {
 
 
 def document(keys: bool) -> dict[str, Json]:
-    """The document. `keys`: bearer keys are asked for."""
+    """Returns the OpenAPI document. `keys` is true if the server requires bearer keys."""
     paths: dict[str, Json] = {path: {"post": _post(path)} for path in _BODIES}
     paths |= _others()
-    found: dict[str, Json] = {
+    schema: dict[str, Json] = {
         "openapi": "3.1.0",
         "info": {"title": "mlcbuild-serve", "version": "1", "description": RULE},
         "paths": paths,
@@ -77,7 +78,7 @@ def document(keys: bool) -> dict[str, Json]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
-    return found | {"security": [{"key": []}]} if keys else found
+    return schema | {"security": [{"key": []}]} if keys else schema
 
 
 def _title(path: str) -> str:
@@ -146,8 +147,8 @@ def _others() -> dict[str, Json]:
 def _get(about: str, answer: Json, *parameters: Json) -> Json:
     missing = _errors("404") if parameters else {}
     content: Json = {"application/json": {"schema": answer}}
-    found: dict[str, Json] = {"summary": about, "parameters": list(parameters)}
-    return {**found, "responses": {"200": {"description": about, "content": content}, **missing}}
+    operation: dict[str, Json] = {"summary": about, "parameters": list(parameters)}
+    return {**operation, "responses": {"200": {"description": about, "content": content}, **missing}}
 
 
 def _object(properties: Mapping[str, Json]) -> Json:

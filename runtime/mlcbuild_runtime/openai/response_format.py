@@ -1,4 +1,4 @@
-"""The field `response_format`: what an answer must be."""
+"""The field `response_format`, which constrains an answer to JSON, a regular expression or a grammar."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from mlcbuild_runtime.openai.body import checked_text, wrong
 
 KEY = "response_format"
 SPACES: dict[str, Json] = {"whitespace_flexible": True, "whitespace_pattern": r"( |\n[ \t]{0,40})?"}
-"""One space, or a new line with its indentation: models that may write any space write it for ever."""
+"""Allows one space, or a line break with indentation: models that may write any white space write it for
+ever."""
 
 
 def text_kind(key: str) -> Json:
-    """JSON Schema of a format that holds a text under its own name."""
+    """Returns the JSON Schema of a format whose field `key` holds a text."""
     return {
         "type": "object",
         "required": ["type", key],
@@ -43,12 +44,12 @@ SCHEMA: dict[str, Json] = {
         text_kind("grammar"),
     ]
 }
-"""JSON Schema of the field."""
+"""JSON Schema of the field `response_format`."""
 
 
-def response_format(found: Json) -> Constraint | None:
-    """The constraint that the field asks for; None for plain text. Raises RequestError."""
-    match found:
+def response_format(value: Json) -> Constraint | None:
+    """Returns the constraint that the field states; None for plain text. Raises RequestError."""
+    match value:
         case None | {"type": "text"}:
             return None
         case {"type": "json_object"}:
@@ -57,22 +58,22 @@ def response_format(found: Json) -> Constraint | None:
             return schema_constraint(schema, f"{KEY}.json_schema.schema")
         case {"type": "json_schema"}:
             form = '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}'
-            raise wrong(KEY, f"{form} with a schema", found)
+            raise wrong(KEY, f"{form} with a schema", value)
         case {"type": "regex", "regex": str(source)}:
             return Constraint("regex", checked_text(f"{KEY}.regex", source), f"{KEY}.regex")
         case {"type": "grammar", "grammar": str(source)}:
             return Constraint("lark", checked_text(f"{KEY}.grammar", source), f"{KEY}.grammar")
     kinds = '"text", "json_object", "json_schema", "regex" (with regex) or "grammar" (with grammar)'
-    raise wrong(KEY, f"an object whose type is {kinds}", found)
+    raise wrong(KEY, f"an object whose type is {kinds}", value)
 
 
 def schema_constraint(schema: Mapping[str, Json] | bool, param: str) -> Constraint:
-    """A constraint to JSON that `schema` accepts."""
+    """Returns a constraint to JSON that `schema` accepts; `param` is the request's field with the schema."""
     return Constraint("json_schema", schema_text(schema), param)
 
 
 def schema_text(schema: Mapping[str, Json] | bool) -> str:
-    """The schema as llguidance takes it."""
+    """Returns the schema as text for llguidance."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return json.dumps({**schema, "x-guidance": SPACES})

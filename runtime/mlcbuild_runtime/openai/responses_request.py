@@ -1,4 +1,4 @@
-"""/v1/responses, the request: its items become a chat, and its fields those of a chat."""
+"""Requests of /v1/responses: converts their items and fields to those of a chat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlcbuild_runtime.openai import api, response_format, tools
 from mlcbuild_runtime.openai.body import Body, Field, Table, boolean, ignored, integer, neutral, text, wrong
 
 Item = dict[str, Json]
-"""Something that was said, called or returned, as OpenAI's clients send it and get it."""
+"""A message, a tool call or a tool's result, in the form that OpenAI's clients send and receive."""
 
 _PART: Json = {
     "type": "object",
@@ -92,7 +92,7 @@ _CHOICE: dict[str, Json] = {
 }
 MAX_METADATA = 16
 _PASSED = (*api.SAMPLING, "stop", "ignore_eos", "priority", "parallel_tool_calls", "model", "stream")
-"""Fields that mean the same in a chat."""
+"""Fields that mean the same in a chat request."""
 
 TABLE: Table = {
     "input": Field({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM}]}, "A text, or items."),
@@ -114,34 +114,34 @@ TABLE: Table = {
 
 
 @dataclass(frozen=True)
-class Call:
-    """A checked body."""
+class ResponsesCall:
+    """A checked body of /v1/responses."""
 
     items: tuple[Item, ...]
-    """Of `input`; those of earlier responses are not among them."""
+    """The items of `input`, without those of earlier responses."""
     chat: Mapping[str, Json]
-    """Fields of a chat, without its messages."""
+    """The fields of the equivalent chat request, without its messages."""
     instructions: str | None
     previous: str | None
     store: bool
     shown: Mapping[str, Json]
-    """What the response repeats of its request."""
+    """The request's fields that the response repeats."""
 
     def body(self, before: Sequence[Item]) -> dict[str, Json]:
-        """The body of a chat that goes on after the items `before`. Raises RequestError."""
-        found = _messages([*before, *self.items])
+        """Returns the body of a chat that continues after the items `before`. Raises RequestError."""
+        listed = _messages([*before, *self.items])
         if self.instructions is not None:
-            found.insert(0, {"role": "system", "content": self.instructions})
-        return {**self.chat, "messages": list(found)}
+            listed.insert(0, {"role": "system", "content": self.instructions})
+        return {**self.chat, "messages": list(listed)}
 
 
-def call(body: Mapping[str, Json]) -> Call:
-    """A body of /v1/responses. Raises RequestError, naming the field."""
+def call(body: Mapping[str, Json]) -> ResponsesCall:
+    """Returns a checked body of /v1/responses. Raises RequestError, naming the field."""
     fields = Body(body, TABLE)
     chat: dict[str, Json] = {key: fields.get(key) for key in (*_PASSED, "chat_template_kwargs")}
     chat["max_tokens"] = fields.integer("max_output_tokens")
-    wanted_form = fields.object("text").get("format")
-    chat["response_format"] = _format(wanted_form)
+    text_format = fields.object("text").get("format")
+    chat["response_format"] = _format(text_format)
     listed, choice = fields.get("tools"), fields.get("tool_choice")
     chat["tools"], chat["tool_choice"] = _tools(listed), _choice(choice)
     shown: dict[str, Json] = {
@@ -151,11 +151,11 @@ def call(body: Mapping[str, Json]) -> Call:
         "parallel_tool_calls": fields.boolean("parallel_tool_calls", default=True),
         "previous_response_id": fields.text("previous_response_id"),
         "store": fields.boolean("store", default=True),
-        "text": {"format": wanted_form or {"type": "text"}},
+        "text": {"format": text_format or {"type": "text"}},
         "tool_choice": choice or "auto",
         "tools": listed or [],
     }
-    return Call(
+    return ResponsesCall(
         items=_items(fields.get("input")),
         chat=chat,
         instructions=fields.text("instructions"),
@@ -165,22 +165,22 @@ def call(body: Mapping[str, Json]) -> Call:
     )
 
 
-def _metadata(found: dict[str, Json]) -> Json:
-    if len(found) > MAX_METADATA or not all(
-        isinstance(value, str) and len(key) <= 64 and len(value) <= 512 for key, value in found.items()
+def _metadata(metadata: dict[str, Json]) -> Json:
+    if len(metadata) > MAX_METADATA or not all(
+        isinstance(value, str) and len(key) <= 64 and len(value) <= 512 for key, value in metadata.items()
     ):
         limits = f"at most {MAX_METADATA} texts of up to 512 characters, with keys of up to 64"
-        raise wrong("metadata", f"an object of {limits}", found)
-    return found
+        raise wrong("metadata", f"an object of {limits}", metadata)
+    return metadata
 
 
-def _items(found: Json) -> tuple[Item, ...]:
-    if isinstance(found, str):
-        return ({"type": "message", "role": "user", "content": [{"type": "input_text", "text": found}]},)
-    if not isinstance(found, list) or not found:
-        raise wrong("input", "a text, or a list of at least one item", found)
+def _items(value: Json) -> tuple[Item, ...]:
+    if isinstance(value, str):
+        return ({"type": "message", "role": "user", "content": [{"type": "input_text", "text": value}]},)
+    if not isinstance(value, list) or not value:
+        raise wrong("input", "a text, or a list of at least one item", value)
     items = []
-    for i, item in enumerate(found):
+    for i, item in enumerate(value):
         if not isinstance(item, dict):
             raise wrong(f"input[{i}]", "an object", item)
         items.append(item)
@@ -189,28 +189,28 @@ def _items(found: Json) -> tuple[Item, ...]:
 
 
 def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
-    """Items as messages of a chat: calls that follow each other belong to one message."""
-    found: list[dict[str, Json]] = []
+    """Returns items as messages of a chat; consecutive calls belong to one message."""
+    converted: list[dict[str, Json]] = []
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.get("type", "message")
         if kind == "message":
             content = _content(f"{where}.content", item.get("content"))
-            found.append({"role": item.get("role"), "content": content})
+            converted.append({"role": item.get("role"), "content": content})
         elif kind == "function_call":
             call: Json = {
                 "id": item.get("call_id"),
                 "type": "function",
                 "function": {"name": item.get("name"), "arguments": item.get("arguments")},
             }
-            if not found or found[-1]["role"] != "assistant":
-                found.append({"role": "assistant", "content": ""})
-            calls = found[-1].setdefault("tool_calls", [])
+            if not converted or converted[-1]["role"] != "assistant":
+                converted.append({"role": "assistant", "content": ""})
+            calls = converted[-1].setdefault("tool_calls", [])
             assert isinstance(calls, list)
             calls.append(call)
         elif kind == "function_call_output":
             output = _content(f"{where}.output", item.get("output"))
-            found.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
+            converted.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
         elif kind != "reasoning":
             raise RequestError(
                 f"{where} is of type {describe(kind)}: this server takes message, function_call,"
@@ -218,11 +218,11 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
                 param=where,
                 code="unsupported_item",
             )
-    return found
+    return converted
 
 
 def _content(where: str, content: Json) -> Json:
-    """A text, or parts, in a chat's words."""
+    """Returns the content of an item, a text or parts, in the format of chat messages."""
     if not isinstance(content, list):
         return content
     parts: list[Json] = []
@@ -238,20 +238,20 @@ def _content(where: str, content: Json) -> Json:
     return parts
 
 
-def _format(found: Json) -> Json:
-    match found:
+def _format(value: Json) -> Json:
+    match value:
         case {"type": "json_schema", "schema": schema}:
             return {"type": "json_schema", "json_schema": {"schema": schema}}
         case {"type": "json_schema"}:
-            raise wrong("text.format", '{"type": "json_schema", "name": "...", "schema": {...}}', found)
-    return found
+            raise wrong("text.format", '{"type": "json_schema", "name": "...", "schema": {...}}', value)
+    return value
 
 
-def _tools(found: Json) -> Json:
-    if not isinstance(found, list):
-        return found
+def _tools(value: Json) -> Json:
+    if not isinstance(value, list):
+        return value
     listed: list[Json] = []
-    for i, tool in enumerate(found):
+    for i, tool in enumerate(value):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             kind = tool.get("type") if isinstance(tool, dict) else tool
             raise RequestError(
@@ -263,8 +263,8 @@ def _tools(found: Json) -> Json:
     return listed
 
 
-def _choice(found: Json) -> Json:
-    match found:
+def _choice(value: Json) -> Json:
+    match value:
         case {"type": "function", "name": name}:
             return {"type": "function", "function": {"name": name}}
         case {"type": "allowed_tools", "mode": mode, "tools": list(listed)}:
@@ -272,4 +272,4 @@ def _choice(found: Json) -> Json:
                 "type": "allowed_tools",
                 "allowed_tools": {"mode": mode, "tools": [_choice(tool) for tool in listed]},
             }
-    return found
+    return value

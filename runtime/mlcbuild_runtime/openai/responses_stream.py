@@ -1,4 +1,4 @@
-"""/v1/responses, the answer: events of the engine as items, and as the events of a stream."""
+"""Responses of /v1/responses: converts the engine's events to items and to the events of a stream."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mlcbuild_runtime.openai.chat_documents import Prompt, error_document
 
 Document = dict[str, Json]
 CANCELLED = "cancelled"
-"""Code of the error with which a cancelled response ends."""
+"""The code of the error with which a cancelled response ends."""
 
 
-class Output:
-    """One response while it is made. `events` takes the engine's events, to the last; `document` is the
-    response as it stands."""
+class ResponseOutput:
+    """One response while it is generated: `events` converts the engine's events, and `document` is the
+    present state."""
 
     def __init__(self, model: str, prompt: Prompt, shown: Mapping[str, Json]) -> None:
-        """`shown`: what is repeated of the request."""
+        """`shown`: the request's fields that the response repeats."""
         self.items: list[Document] = []
         self._prompt, self._reader = prompt, prompt.reader() if prompt.reader is not None else None
         self._open: Document | None = None
@@ -50,12 +50,12 @@ class Output:
         return str(self.document["id"])
 
     def begin(self) -> Iterator[Document]:
-        """The events before anything is said."""
+        """Yields the events before the first item."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=dict(self.document))
 
     def events(self, event: Event) -> Iterator[Document]:
-        """What one event of the engine adds."""
+        """Yields the stream events to which one event of the engine leads."""
         self._tokens = max(self._tokens, event.tokens)
         if event.text or event.last:
             pieces = [Piece("text", event.text)] if event.text else []
@@ -105,7 +105,7 @@ class Output:
         yield self._about_item(f"response.{kind}.delta", delta=text, **more)
 
     def _close(self, status: str) -> Iterator[Document]:
-        """The end of the item that is open, if one is."""
+        """Yields the events that end the open item, if there is one."""
         item = self._open
         if item is None:
             return
@@ -165,6 +165,6 @@ def _text(message: Document) -> str:
 
 def _error(event: Event) -> Json:
     assert event.error is not None
-    found = error_document(event.error)["error"]
-    assert isinstance(found, dict)
-    return {"code": found["code"] or "server_error", "message": found["message"]}
+    error = error_document(event.error)["error"]
+    assert isinstance(error, dict)
+    return {"code": error["code"] or "server_error", "message": error["message"]}

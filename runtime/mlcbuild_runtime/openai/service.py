@@ -1,5 +1,5 @@
-"""From a checked body to requests for the engine and the reply they make; the HTTP server and the Python API
-share it."""
+"""Turns a checked body into requests for the engine and their reply, for the HTTP server and the
+Python API."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mlcbuild_runtime.openai.messages import messages
 from mlcbuild_runtime.text.tokenizer import check_length
 
 MAX_SCORES = 1 << 19
-"""Log-probabilities of one request's prompts: about 50 MB while they are made."""
+"""Maximum log-probabilities for the prompts of one request: they take about 50 MB of memory."""
 MAX_DETOKENIZED = 1 << 16
-"""Tokens of a body of /detokenize, where the context has fewer."""
+"""Maximum tokens of a body of /detokenize, unless the context is longer."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for /v1/completions."""
 TOKENIZE: Table = {
@@ -42,18 +42,18 @@ DETOKENIZE: Table = {
 
 
 @dataclass(frozen=True)
-class Job:
-    """What one body asks for."""
+class CompletionJob:
+    """A checked body of a chat or text completion, as requests for the engine and the reply to fill."""
 
     requests: tuple[Request, ...]
-    """One for each answer."""
+    """One request for each answer."""
     reply: Reply
     stream: bool
     include_usage: bool
 
 
 def check_model(running: Engine, name: Json) -> None:
-    """Raises RequestError (404) for a name that is not this model's; null is any."""
+    """Raises RequestError (404) if `name` is not this model's name; null matches every model."""
     here = running.name
     if name is not None and name != here:
         raise RequestError(
@@ -65,12 +65,12 @@ def check_model(running: Engine, name: Json) -> None:
 
 
 def constrained(body: Mapping[str, Json]) -> bool:
-    """A body of a chat or completion asks for an answer of some form, which must be compiled."""
+    """Reports whether the body of a chat or completion states a constraint, which must be compiled."""
     return bool(body.get("response_format") or body.get("tools"))
 
 
-def chat(running: Engine, body: Mapping[str, Json]) -> Job:
-    """A body of /v1/chat/completions. Raises RequestError."""
+def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
+    """Returns the job for a body of /v1/chat/completions. Raises RequestError."""
     call = api.chat_call(body, running.manifest.serving)
     form, box, options = (
         Form.of(running.tokenizer.template.source, running.tokenizer.vocabulary),
@@ -97,8 +97,8 @@ def chat(running: Engine, body: Mapping[str, Json]) -> Job:
     return _job(running, options, [request], [Prompt(0, len(tokens), reader=reader)], chat=True)
 
 
-def completion(running: Engine, body: Mapping[str, Json]) -> Job:
-    """A body of /v1/completions. Raises RequestError."""
+def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
+    """Returns the job for a body of /v1/completions. Raises RequestError."""
     call = api.completion_call(body, running.manifest.serving)
     requests, prompts, total = [], [], 0
     for number, prompt in enumerate(call.prompts):
@@ -134,13 +134,14 @@ def completion(running: Engine, body: Mapping[str, Json]) -> Job:
 
 
 def _predicted(running: Engine, text: str) -> tuple[int, ...]:
-    """Tokens of what a client expects: no more than the context has room for."""
-    found = running.tokenizer.vocabulary.encode(text[: running.longest_text], special=False)
-    return tuple(found[: running.manifest.limits.context_window])
+    """Returns the tokens of the text that a client expects, cut to the length of the context."""
+    tokens = running.tokenizer.vocabulary.encode(text[: running.longest_text], special=False)
+    return tuple(tokens[: running.manifest.limits.context_window])
 
 
 def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], window: int) -> list[Ticket]:
-    """All of a job's requests, or none. Raises RequestError or EngineError."""
+    """Submits all of a job's requests, or none, and returns their tickets. Raises RequestError or
+    EngineError."""
     tickets: list[Ticket] = []
     try:
         for request, sink in zip(requests, sinks, strict=True):
@@ -153,7 +154,8 @@ def submit(running: Engine, requests: Sequence[Request], sinks: Sequence[Sink], 
 
 
 def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
-    """A body of /tokenize: a text in `prompt`, or a chat in `messages`. Raises RequestError."""
+    """Returns the response to a body of /tokenize: a text in `prompt`, or a chat in `messages`. Raises
+    RequestError."""
     fields = Body(body, TOKENIZE)
     special, tokenizer = fields.boolean("add_special_tokens", default=True), running.tokenizer
     prompt = fields.text("prompt")
@@ -170,16 +172,16 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def detokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
-    """A body of /detokenize: `tokens`. Raises RequestError."""
+    """Returns the response to a body of /detokenize, which has `tokens`. Raises RequestError."""
     fields = Body(body, DETOKENIZE)
-    found, size = fields.get("tokens"), running.manifest.vocab_size
-    listed = found if isinstance(found, list) else [None]
+    value, size = fields.get("tokens"), running.manifest.vocab_size
+    listed = value if isinstance(value, list) else [None]
     most = max(MAX_DETOKENIZED, running.manifest.limits.context_window)
     if len(listed) > most:
         raise wrong("tokens", f"a list of at most {most} tokens", f"{len(listed)} tokens")
     tokens = [token for token in listed if is_integer(token) and 0 <= token < size]
     if len(tokens) != len(listed):
-        raise wrong("tokens", f"a list of tokens from 0 to {size - 1}", found)
+        raise wrong("tokens", f"a list of tokens from 0 to {size - 1}", value)
     return {"prompt": running.tokenizer.decode(tokens)}
 
 
@@ -190,7 +192,7 @@ def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], mes
             raise RequestError(
                 f"logit_bias names token {token}, but the vocabulary has {size} tokens", param="logit_bias"
             )
-    wanted = options.constraint
+    constraint = options.constraint
     return Request(
         prompt=prompt,
         max_tokens=options.max_tokens,
@@ -198,7 +200,7 @@ def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], mes
         stop=options.stop,
         message=message,
         logprobs=options.logprobs,
-        constraint=None if wanted is None else running.grammars.compiled(wanted, message),
+        constraint=None if constraint is None else running.grammars.compiled(constraint, message),
         ignore_eos=options.ignore_eos,
         speculate=options.speculate,
         priority=options.priority,
@@ -207,12 +209,12 @@ def _request(running: Engine, options: api.Options, prompt: tuple[int, ...], mes
 
 def _job(
     running: Engine, options: api.Options, requests: Sequence[Request], prompts: Sequence[Prompt], chat: bool
-) -> Job:
-    """`n` answers for each prompt."""
+) -> CompletionJob:
+    """Returns the job with `n` answers for each prompt."""
     each = [(request, choice) for request in requests for choice in range(options.n)]
     answers = tuple(
         replace(request, sampling=replace(request.sampling, choice=choice)) for request, choice in each
     )
     shown = [prompt for prompt in prompts for _ in range(options.n)]
     reply = Reply(chat, running.name, running.tokenizer.vocabulary, shown)
-    return Job(answers, reply, options.stream, options.include_usage)
+    return CompletionJob(answers, reply, options.stream, options.include_usage)

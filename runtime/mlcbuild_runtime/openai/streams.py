@@ -1,4 +1,4 @@
-"""The events of submitted requests, as they come: for a thread, or for an event loop."""
+"""Delivers the events of submitted requests to a waiting thread or an event loop, as they arrive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlcbuild_runtime.engine.request import Event, Request, Sink
 from mlcbuild_runtime.openai import service
 
 WINDOW = 512
-"""Events of an answer that may wait for a client that reads slowly; then the answer rests."""
+"""Number of events that may wait for a slow client; the request pauses at that number."""
 
 
 def _same(sink: Sink) -> Sink:
@@ -24,10 +24,10 @@ def _same(sink: Sink) -> Sink:
 
 
 class Answers:
-    """For a thread that waits."""
+    """Submits requests and delivers their events to a thread that waits for them."""
 
     def __init__(self, running: Engine, requests: Sequence[Request]) -> None:
-        """Raises RequestError or EngineError."""
+        """Submits the requests. Raises RequestError or EngineError."""
         self._events = SimpleQueue[tuple[int, Event]]()
 
         def sink(index: int) -> Sink:
@@ -37,7 +37,8 @@ class Answers:
         self._tickets = service.submit(running, requests, sinks, WINDOW)
 
     def events(self) -> Iterator[tuple[int, Event]]:
-        """(number of the answer, event), to the end of all. Raises what an answer has failed with."""
+        """Yields (index of the answer, event) until all answers have ended. Raises the error of an answer
+        that fails."""
         running = len(self._tickets)
         try:
             while running:
@@ -53,13 +54,13 @@ class Answers:
 
 
 class _Post:
-    """Carries events from other threads to an event loop: it is woken once for all that a step has made."""
+    """Carries events from other threads to an event loop, waking it once for all events of a step."""
 
     def __init__(self) -> None:
         self._carried, self._waking = deque[tuple[_Queue, int, Event]](), False
 
     def put(self, loop: asyncio.AbstractEventLoop, queue: _Queue, index: int, event: Event) -> None:
-        """Raises RuntimeError when the loop has ended."""
+        """Passes an event to `queue` on the event loop. Raises RuntimeError when the loop has ended."""
         self._carried.append((queue, index, event))
         if not self._waking:
             self._waking = True
@@ -70,7 +71,7 @@ class _Post:
                 raise
 
     def _deliver(self) -> None:
-        self._waking = False  # first: who comes after the last look wakes the loop again
+        self._waking = False  # set before the loop below, so that a later event wakes the loop again
         while self._carried:
             queue, index, event = self._carried.popleft()
             queue.put_nowait((index, event))
@@ -81,12 +82,13 @@ _posts: WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = WeakKeyDictionary(
 
 
 class AsyncAnswers:
-    """For an event loop."""
+    """Submits requests and delivers their events to an event loop."""
 
     def __init__(
         self, running: Engine, requests: Sequence[Request], watch: Callable[[Sink], Sink] = _same
     ) -> None:
-        """`watch`: what else is to see the events. Raises RequestError or EngineError."""
+        """Submits the requests. `watch` wraps each sink to observe its events. Raises RequestError or
+        EngineError."""
         self._events: _Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
         post = _posts.setdefault(loop, _Post())
@@ -98,13 +100,13 @@ class AsyncAnswers:
         self._tickets = service.submit(running, requests, sinks, WINDOW)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """(number of the answer, event), until all have ended or one has failed."""
+        """Yields (index of the answer, event) until all answers have ended or one has failed."""
         async for batch in self.batches():
             for index, event in batch:
                 yield index, event
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Event]]]:
-        """As `events`; together what is there together, which one write can send."""
+        """Yields lists of (index, event) that arrived together, so that one write can send them."""
         running, failed = len(self._tickets), False
         while running and not failed:
             batch = [await self._events.get()]
@@ -117,11 +119,11 @@ class AsyncAnswers:
             failed = batch[-1][1].error is not None
 
     def cancel(self) -> None:
-        """Nobody waits for the rest."""
+        """Cancels all requests, whose events nobody reads any more."""
         for ticket in self._tickets:
             ticket.cancel()
 
     def interrupt(self, error: ServingError) -> None:
-        """Ends all answers; who waits for them gets the error."""
+        """Ends all answers; the reader gets `error`."""
         self.cancel()
         self._events.put_nowait((0, Event(error=error)))

@@ -1,8 +1,8 @@
-"""Tools: what a request offers, and what an answer with them must be.
+"""Tools: reads the tools of a request, and constrains an answer to valid calls.
 
-Where the chat template knows tools, it tells the model of them, and a call looks as models with such a
-template write it; otherwise a system message tells of them. Either way a grammar makes calls well-formed:
-their names are those of the tools, their arguments are what the tools' schemas accept.
+If the chat template supports tools, it describes them to the model, and calls have the syntax that models
+with such a template write; otherwise a system message describes them. Either way a grammar makes calls
+well-formed: their names are those of the tools, and the tools' schemas accept their arguments.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ TOOL_CHOICE: dict[str, Json] = {
         },
     ]
 }
-"""JSON Schemas of the fields."""
+"""JSON Schema of the field `tool_choice`."""
 
 
 @dataclass(frozen=True)
@@ -81,32 +81,33 @@ class Tool:
     name: str
     description: str
     parameters: Mapping[str, Json]
-    """JSON schema of an object."""
+    """JSON Schema of the arguments, which are an object."""
 
 
 @dataclass(frozen=True)
 class Toolbox:
     tools: tuple[Tool, ...]
-    """That may be called."""
+    """The tools that may be called."""
     choice: Literal["auto", "required"]
-    """Whether there must be a call. A tool that is named is the only one in the box, and required."""
+    """Whether a call is required. A tool that `tool_choice` names is the only one here, and required."""
     parallel: bool
-    """There may be several calls."""
-    told: tuple[Tool, ...] = ()
-    """That the prompt tells of; empty: the same. `allowed_tools` may change while the prompt, and so what is
-    cached of it, does not."""
+    """True if an answer may contain several calls."""
+    described: tuple[Tool, ...] = ()
+    """The tools that the prompt describes; () means `tools`. They are separate so that `allowed_tools` may
+    change while the prompt, and with it the prefix cache, stays the same."""
 
 
 def toolbox(body: Body) -> Toolbox | None:
-    """The fields `tools`, `tool_choice` and `parallel_tool_calls`; None: no calls. Raises RequestError."""
-    found, choice = body.get("tools"), body.get("tool_choice")
-    if found is None or found == []:
+    """Returns the tools from the fields `tools`, `tool_choice` and `parallel_tool_calls`; None if there can
+    be no calls. Raises RequestError."""
+    listed_tools, choice = body.get("tools"), body.get("tool_choice")
+    if listed_tools is None or listed_tools == []:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice needs tools", param="tool_choice")
         return None
-    if not isinstance(found, list) or len(found) > MAX_TOOLS:
-        raise wrong("tools", f"a list of at most {MAX_TOOLS} tools", found)
-    tools = tuple(_tool(f"tools[{i}]", item) for i, item in enumerate(found))
+    if not isinstance(listed_tools, list) or len(listed_tools) > MAX_TOOLS:
+        raise wrong("tools", f"a list of at most {MAX_TOOLS} tools", listed_tools)
+    tools = tuple(_tool(f"tools[{i}]", item) for i, item in enumerate(listed_tools))
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise RequestError("tools must have different names", param="tools")
@@ -132,26 +133,26 @@ def toolbox(body: Body) -> Toolbox | None:
 
 
 def _allowed(listed: Sequence[Json], tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Those of `tools` that are listed. Raises RequestError."""
-    known, found = {tool.name: tool for tool in tools}, dict[str, Tool]()
+    """Returns those of `tools` that are listed. Raises RequestError."""
+    by_name, allowed = {tool.name: tool for tool in tools}, dict[str, Tool]()
     for i, item in enumerate(listed):
         match item:
-            case {"type": "function", "function": {"name": str(name)}} if name in known:
-                found[name] = known[name]
+            case {"type": "function", "function": {"name": str(name)}} if name in by_name:
+                allowed[name] = by_name[name]
             case _:
                 where = f"tool_choice.allowed_tools.tools[{i}]"
                 raise wrong(
                     where, 'a tool of `tools`: {"type": "function", "function": {"name": NAME}}', item
                 )
-    if not found:
+    if not allowed:
         raise wrong("tool_choice.allowed_tools.tools", "a list of at least one tool", [*listed])
-    return tuple(found.values())
+    return tuple(allowed.values())
 
 
-def _tool(where: str, found: Json) -> Tool:
-    function = found.get("function") if isinstance(found, dict) and found.get("type") == "function" else None
+def _tool(where: str, value: Json) -> Tool:
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
     if not isinstance(function, dict):
-        raise wrong(where, 'an object such as {"type": "function", "function": {"name": ...}}', found)
+        raise wrong(where, 'an object such as {"type": "function", "function": {"name": ...}}', value)
     name, description = function.get("name"), function.get("description") or ""
     if not isinstance(name, str) or not re.fullmatch(_NAME, name):
         raise wrong(f"{where}.function.name", "1 to 64 letters, digits, '_', '.' or '-'", name)
@@ -165,8 +166,8 @@ def _tool(where: str, found: Json) -> Tool:
 
 
 def constraint(box: Toolbox, form: Form, space: bool, answer: Constraint | None = None) -> Constraint:
-    """What an answer with these tools must be. `space`: it may begin with one. `answer`: what it must be when
-    it calls none. Raises RequestError."""
+    """Returns the constraint for an answer with these tools. With `space`, the answer may begin with a space.
+    `answer` constrains answers without calls. Raises RequestError."""
     written = [(form.literal(form.head(tool.name)), schema_text(tool.parameters)) for tool in box.tools]
     calls = " | ".join(f"{head} %json {schema}" for head, schema in written)
     lead, last = form.literal(form.lead), form.literal(form.last)
@@ -187,7 +188,7 @@ def constraint(box: Toolbox, form: Form, space: bool, answer: Constraint | None 
         rules.append(f"start: {space_first}({begun} | {as_rule(answer)})")
     elif form.optional or not mark:
         later = f"({mark} calls)?" if mark else ""
-        # What begins as a call is one.
+        # Text that begins like a call must be one.
         rules += [f"start: {space_first}({begun} | prose {later})", r"prose: /([^ {](.|\n)*)?/"]
     elif form.mark in form.tokens:
         rules += [f"start: TEXT ({begun})?", text]
@@ -198,7 +199,7 @@ def constraint(box: Toolbox, form: Form, space: bool, answer: Constraint | None 
 
 
 def documents(box: Toolbox) -> list[Json]:
-    """The tools as a template takes them."""
+    """Returns the tools in the format of chat templates."""
     return [
         {
             "type": "function",
@@ -208,12 +209,12 @@ def documents(box: Toolbox) -> list[Json]:
                 "parameters": dict(tool.parameters),
             },
         }
-        for tool in box.told or box.tools
+        for tool in box.described or box.tools
     ]
 
 
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
-    """Messages for a template that knows no tools: calls and their results as text."""
+    """Returns messages for a template without support for tools: calls and their results become text."""
     plain: list[Message] = []
     names: dict[Json, str] = {}
     for message in messages:
@@ -234,15 +235,15 @@ def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> li
             plain.append(message)
     if box is None:
         return plain
-    told = _instructions(box, form)
+    instructions = _instructions(box, form)
     if plain and plain[0]["role"] == "system":
-        return [{"role": "system", "content": f"{plain[0]['content']}\n\n{told}"}, *plain[1:]]
-    return [{"role": "system", "content": told}, *plain]
+        return [{"role": "system", "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
+    return [{"role": "system", "content": instructions}, *plain]
 
 
 def _instructions(box: Toolbox, form: Form) -> str:
     shown = "\n".join(
         json.dumps({"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)})
-        for tool in box.told or box.tools
+        for tool in box.described or box.tools
     )
     return f"Tools:\n{shown}\nTo call one, answer with a line such as\n{form.write('NAME', {})}"
