@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import buckets, registries
+from tests.forkserver import ForkServer
 
 # A machine that does other things beside fails no test: an example may take as long as it takes.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,7 +52,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"{files.total():4} {reason} ({names})")
 
 
+def pytest_sessionfinish() -> None:
+    """Ends the processes of this test process."""
+    COMMANDS.close()
+
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
+COMMANDS = ForkServer()
 
 
 def mlcbuild(
@@ -61,15 +68,8 @@ def mlcbuild(
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
     # Not the key of who runs the tests.
     environment |= {"MLCBUILD_KEY": str(store / "no-key.pem"), **(variables or {})}
-    return subprocess.run(
-        [sys.executable, "-m", "mlcbuild", *map(str, arguments)],
-        cwd=cwd,
-        env={**environment, "MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment |= {"MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])}
+    return COMMANDS.run("mlcbuild", [str(argument) for argument in arguments], cwd, environment)
 
 
 def checked(done: subprocess.CompletedProcess[str]) -> str:

@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import pytest
 from mlcbuild.store.staging import remove
 from mlcbuild.store.stamp import STAMP
 from tests import product
-from tests.conftest import ROOT
+from tests.conftest import COMMANDS, ROOT
 
 PATIENCE = 100
 """Seconds after which a command waits for something that never comes."""
@@ -38,28 +37,22 @@ class Place:
     def store(self) -> Path:
         return self.root / "store"
 
-    def command(self, *words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, module: str, *words: str | Path, before: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "MLCBUILD_STORE": str(self.store), "PYTHONPATH": str(ROOT)}
         environment |= {"MLCBUILD_KEY": str(self.root / "no-key.pem"), "HOME": str(self.root)}
-        done = subprocess.run(
-            [*before, sys.executable, *map(str, words)],
-            cwd=self.root,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        arguments = [str(word) for word in words]
+        done = COMMANDS.run(module, arguments, self.root, environment, PATIENCE, before)
         assert "Traceback" not in done.stderr and "a defect of" not in done.stderr, done.stderr
         return done
 
     def mlcbuild(self, *words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-        return self.command("-m", "mlcbuild", *words, before=before)
+        return self.command("mlcbuild", *words, before=before)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """`mlcbuild run`, whose steps cost nothing."""
-        return self.command("-m", "tests.product", "fill", "recipe.yaml", *words)
+        return self.command("tests.product", "fill", "recipe.yaml", *words)
 
     def records(self, step: str) -> list[Path]:
         found = []
@@ -393,7 +386,7 @@ def test_damage_that_cannot_be_removed_fails_the_run(place: Place, sound: Place)
     blob = place.blob("config/")
     rot(blob)
     blob.parent.chmod(0o555)
-    done = place.command("-m", "tests.product", "fill", "recipe.yaml", "--force", "weights/*")
+    done = place.command("tests.product", "fill", "recipe.yaml", "--force", "weights/*")
     if os.access(blob.parent, os.W_OK):
         assert done.returncode == 0  # nothing keeps root from it
     else:

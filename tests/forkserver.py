@@ -1,0 +1,219 @@
+"""A fork server: starts `python -m MODULE ARGUMENT...` as a process whose imports are done already.
+
+Most command lines of the tests take longer to import their modules than to do their work. Each gets a process
+of its own here, too: forked from one that has imported what the verbs need and has done nothing else, and
+ended as Python ends. What a test says of starting Python itself starts Python: see `needs_python`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_")
+"""Prefixes of environment variables that Python or the C library reads once, at its start."""
+
+PRELOADED = (
+    "mlcbuild.cli.build",
+    "mlcbuild.cli.listing",
+    "mlcbuild.cli.recipes",
+    "mlcbuild.cli.sharing",
+    "mlcbuild.cli.store",
+    "mlcbuild.cli.summaries",
+    "mlcbuild.session",
+    "mlcbuild.build.execute",
+    "mlcbuild.documents.schema",
+    "mlcbuild.bundles.provenance",
+    "mlcbuild.checkpoints.conversion",
+    "mlcbuild.compiler.cpu.toolchain",
+    "mlcbuild.remotes.archive",
+    "mlcbuild.store.export",
+    "mlcbuild.store.upkeep",
+    "cryptography.hazmat.primitives.asymmetric.ed25519",
+    "email.message",
+    "importlib.metadata",
+    "jsonschema",
+    "multiprocessing.connection",
+    "numpy",
+    "tarfile",
+    "yaml",
+)
+
+
+class ForkServer:
+    """The parent's side: one server process, started with the first command."""
+
+    def __init__(self) -> None:
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._starting = threading.Lock()
+
+    def run(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        timeout: float | None = None,
+        before: Sequence[str] = (),
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs `python -m module arguments...` without a terminal, as subprocess.run does.
+
+        `timeout` is in seconds; `before` is a command that runs the command line as its last arguments.
+        Raises subprocess.TimeoutExpired.
+        """
+        command = [*before, sys.executable, "-m", module, *arguments]
+        if before or needs_python(environment):
+            return subprocess.run(
+                command,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                check=False,
+            )
+        request = {
+            "module": module,
+            "arguments": arguments,
+            "cwd": str(cwd),
+            "environment": dict(environment),
+        }
+        ours, theirs = socket.socketpair()
+        with ours, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            with theirs:
+                descriptors = [theirs.fileno(), out.fileno(), err.fileno()]
+                socket.send_fds(self._started(), [b"+"], descriptors)
+            ours.sendall(json.dumps(request).encode() + b"\n")
+            ours.settimeout(timeout)
+            with ours.makefile("rb") as answers:
+                pid = int(answers.readline())
+                try:
+                    code = int(answers.readline())
+                except TimeoutError:
+                    os.kill(pid, 9)
+                    raise subprocess.TimeoutExpired(command, timeout or 0) from None
+            texts = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
+        return subprocess.CompletedProcess(command, code, *texts)
+
+    def _started(self) -> socket.socket:
+        with self._starting:
+            if self._control is None:
+                self._control, theirs = socket.socketpair()
+                with theirs:
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())],
+                        cwd=Path(__file__).parent.parent,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        pass_fds=[theirs.fileno()],
+                    )
+            return self._control
+
+    def close(self) -> None:
+        """Ends the server; commands have ended by then."""
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.wait()
+            self._control = self._process = None
+
+
+def needs_python(environment: Mapping[str, str]) -> bool:
+    """Returns whether a command must start Python itself, since its environment changes how Python starts."""
+
+    def start(variables: Mapping[str, str]) -> dict[str, str]:
+        return {
+            name: value
+            for name, value in variables.items()
+            if name.startswith(READ_AT_START) and name != "PYTHONPATH"
+        }
+
+    return not hasattr(os, "pidfd_open") or start(environment) != start(os.environ)
+
+
+def serve(control: socket.socket) -> tuple[str, list[str]] | None:
+    """Forks a process for each request, and returns in each of them the module that it is to run, with its
+    arguments; returns None in the server, at its end.
+    """
+    waiting: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> process and its client
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fd in waiting:
+                    selector.unregister(key.fd)
+                    _report(key.fd, *waiting.pop(key.fd))
+                    continue
+                byte, descriptors, _, _ = socket.recv_fds(control, 1, 3)
+                if not byte:
+                    return None
+                client = socket.socket(fileno=descriptors[0])
+                with client.makefile("rb") as lines:
+                    request = json.loads(lines.readline())
+                pid = os.fork()
+                if pid == 0:
+                    for other in waiting:
+                        os.close(other)
+                    for _, connection in waiting.values():
+                        connection.close()
+                    client.close()
+                    control.close()
+                    return _become(request, descriptors[1:])
+                for descriptor in descriptors[1:]:
+                    os.close(descriptor)
+                client.sendall(b"%d\n" % pid)
+                watched = os.pidfd_open(pid)
+                waiting[watched] = (pid, client)
+                selector.register(watched, selectors.EVENT_READ)
+
+
+def _report(watched: int, pid: int, client: socket.socket) -> None:
+    """Sends the exit code of a process that has ended, as subprocess spells it."""
+    _, status = os.waitpid(pid, 0)
+    os.close(watched)
+    with client:
+        client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+
+
+def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str, list[str]]:
+    """Makes this process what the request describes: its environment, directory, output and arguments."""
+    environment, arguments, cwd = request["environment"], request["arguments"], str(request["cwd"])
+    assert isinstance(environment, dict) and isinstance(arguments, list)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    for output, descriptor in enumerate(outputs, 1):
+        os.dup2(descriptor, output)
+        os.close(descriptor)
+    sys.path[0] = cwd
+    return str(request["module"]), arguments
+
+
+def main(descriptor: int) -> int:
+    for name in PRELOADED:
+        import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a forked process must not touch, and so copy, these pages
+    with socket.socket(fileno=descriptor) as control:
+        command = serve(control)
+    if command is None:
+        return 0
+    module, sys.argv[1:] = command
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
