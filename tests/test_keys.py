@@ -153,6 +153,7 @@ def steps(root: Path, verb: str) -> list[tuple[str, str]]:
     return [(step["name"].partition("/")[0], step["status"]) for step in json.loads(done.stdout)["steps"]]
 
 
+@pytest.mark.xdist_group("keys")  # one process builds the copy
 def test_an_edit_runs_the_steps_whose_keys_hold_the_file(source: Path) -> None:
     """One file of every room is edited, by a comment, and put back."""
     wrong = {}
@@ -168,6 +169,7 @@ def test_an_edit_runs_the_steps_whose_keys_hold_the_file(source: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.xdist_group("keys")  # one process builds the copy
 def test_an_edit_without_effect_stops_at_its_step(source: Path) -> None:
     """The family's config step runs again, gives the same bytes, and all behind it is reused."""
     path = source / "mlcbuild" / "models" / "families" / "llama.py"

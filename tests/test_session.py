@@ -43,6 +43,7 @@ from tests.conftest import project
 from tests.guide import example
 from tests.test_architecture import HEAVY
 
+pytestmark = pytest.mark.xdist_group("session")  # one process builds what all look at
 VARIANT = "tiny-q4f16_1-host"
 RECIPE = """\
 version: 1

@@ -16,6 +16,7 @@ from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.store.store import Store
 from tests.conftest import ROOT, checked, mlcbuild, project
 
+pytestmark = pytest.mark.xdist_group("edits")  # one process builds what is edited
 RECIPE = """\
 version: 1
 name: edits
