@@ -246,7 +246,7 @@ def test_a_termination_lets_requests_end(toy_bundle: Path, drain: str, whole: bo
             assert time.monotonic() < end
         server.process.send_signal(signal.SIGTERM)
         if whole:
-            while httpx.get(f"{server.url}/health/ready").status_code == 200:
+            while httpx.get(f"{server.url}/health/ready", verify=shared.PLAIN).status_code == 200:
                 assert time.monotonic() < end
             refused = post(server, "/v1/completions", {"prompt": [1]})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -264,7 +264,7 @@ def test_a_second_signal_does_not_wait(toy_bundle: Path) -> None:
         while not server.health()["running"]:
             assert time.monotonic() < end
         server.process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{server.url}/health/ready").status_code == 200:
+        while httpx.get(f"{server.url}/health/ready", verify=shared.PLAIN).status_code == 200:
             assert time.monotonic() < end
         assert server.stop(signal.SIGTERM) == 0
         assert "the server is stopping" in job.result().text

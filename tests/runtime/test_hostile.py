@@ -70,7 +70,9 @@ def resident(server: Server) -> float:
 
 def post(server: Server, path: str, body: object, **headers: str) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=shared.WAIT)
+    return httpx.post(
+        f"{server.url}{path}", content=content, headers=headers, timeout=shared.WAIT, verify=shared.PLAIN
+    )
 
 
 CHUNK = b"1000\r\n" + b" " * 4096 + b"\r\n"
@@ -505,7 +507,9 @@ def test_escapes_never_reach_a_terminal_or_a_log(toy_bundle: Path, tmp_path: Pat
                 assert process.stdout is not None
                 url = process.stdout.readline().split("ready at ")[1].split()[0]
                 for body in ({evil: 1}, {"prompt": "a", "model": evil}, {"prompt": "a", "stop": [evil, 1]}):
-                    message = httpx.post(f"{url}{COMPLETION}", json=body).json()["error"]["message"]
+                    message = httpx.post(f"{url}{COMPLETION}", json=body, verify=shared.PLAIN).json()[
+                        "error"
+                    ]["message"]
                     assert message.isprintable()
                 httpx.get(f"{url}/%1b%5b31m%7f%c2%9b%0d%0a")
                 httpx.get(f"{url}/v1/models/%1b%5b31m%7f%0a")
@@ -591,7 +595,7 @@ def test_options_allow_other_names_and_pages(toy_bundle: Path) -> None:
 
 def test_nothing_redirects_to_the_clients_host(server: Server) -> None:
     for path in ("/health/", "/v1/models/", "/tokenize/", "//evil.example/"):
-        response = httpx.get(f"{server.url}{path}", follow_redirects=False)
+        response = httpx.get(f"{server.url}{path}", follow_redirects=False, verify=shared.PLAIN)
         assert response.status_code in (404, 405) and "location" not in response.headers
 
 
