@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from mlcbuild import canon, models, quant
 from mlcbuild.canon import Json
+from mlcbuild.checkpoints import conversion
 from mlcbuild.compiler.cpu.action import compile_library
 from mlcbuild.models import ModelConfig, parameters, parsing
 from mlcbuild.targets import target as targets
@@ -70,7 +71,13 @@ def pack(config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, Array
     for param in parameters(config):
         own, tensors = quant.scheme_for(scheme, param.name), quant.stored(param, scheme)
         weight = weights[param.name].astype(np.float32)
-        arrays = schemes.pack(weight, own) if len(tensors) == 2 else (weight.astype(own.dtype),)
+        if len(tensors) == 1:
+            arrays: Sequence[Array] = (weight.reshape(tensors[0].shape).astype(tensors[0].dtype),)
+        else:
+            packed = [
+                schemes.pack(matrix, own) for matrix in weight.reshape(param.count, *param.matrix or ())
+            ]
+            arrays = [np.concatenate(parts) for parts in zip(*packed, strict=True)]
         found |= {tensor.name: array for tensor, array in zip(tensors, arrays, strict=True)}
     return found
 
@@ -79,11 +86,10 @@ def unpacked(config: ModelConfig, scheme: quant.Storage, stored: Mapping[str, Ar
     """The float32 parameters that stored tensors stand for."""
     found: dict[str, Floats] = {}
     for param in parameters(config):
-        own, names = quant.scheme_for(scheme, param.name), [t.name for t in quant.stored(param, scheme)]
-        if len(names) == 2:
-            found[param.name] = schemes.unpack((stored[names[0]], stored[names[1]]), own, param.shape)
-        else:
-            found[param.name] = stored[names[0]].astype(np.float32)
+        parts = [stored[tensor.name] for tensor in quant.stored(param, scheme)]
+        found[param.name] = np.asarray(conversion.unpacked_parameter(param, scheme, parts)).reshape(
+            param.shape
+        )
     return found
 
 
@@ -93,8 +99,8 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, Floats]:
     found = {}
     for param in parameters(config):
         values = rng.standard_normal(param.shape).astype(np.float32)
-        if len(param.shape) == 2:
-            values /= np.sqrt(np.float32(param.shape[1]))
+        if len(param.shape) > 1:
+            values /= np.sqrt(np.float32(param.shape[-1]))
         elif param.name.endswith("norm.weight"):
             values = 1 - config.norm.offset + 0.1 * values
         found[param.name] = values.astype(np.float32)

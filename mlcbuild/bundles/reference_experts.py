@@ -100,7 +100,8 @@ def _gated(clamp: Clamp | None, activation: Gate, pair: Array) -> Array:
         return passed
     limit, alpha = pair.dtype.type(clamp.limit), pair.dtype.type(clamp.alpha)
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-    passed = (up + 1) * gate * _sigmoid(alpha * gate)
+    passed = (up + 1) * gate
+    passed *= _sigmoid(alpha * gate)
     return passed
 
 

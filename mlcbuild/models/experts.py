@@ -106,7 +106,7 @@ def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
         return
     if block.chosen > block.count:
         yield f"{block.chosen} of {block.count} experts cannot be chosen"
-    if block.count % router.groups:
+    elif block.count % router.groups:
         yield f"{router.groups} groups do not divide {block.count} experts"
     elif router.groups > 1 and block.count // router.groups < 2:
         yield f"a group needs 2 experts to be scored by, but {router.groups} groups share {block.count}"

@@ -806,6 +806,8 @@ family's config adds to or has different from the first."""
 @pytest.mark.parametrize("version", DEFAULTS)
 @pytest.mark.parametrize("family", parsing.family_names())
 def test_what_transformers_writes_for_every_model_refuses_none(version: str, family: str) -> None:
+    if version != max(DEFAULTS) and family not in DEFAULTS[version]:
+        return  # no release of that time had it
     written = DEFAULTS[version]["base"] | DEFAULTS[version][family]
     config = parse(written)
     assert config.family == family

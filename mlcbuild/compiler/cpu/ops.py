@@ -23,9 +23,10 @@ from mlcbuild.compiler.cpu.kernels.cache import Heads
 from mlcbuild.compiler.cpu.kernels.linear import Linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given, Source
 from mlcbuild.compiler.cpu.lowering import KERNELS
+from mlcbuild.compiler.cpu.mixture import Mixture
 from mlcbuild.compiler.cpu.parts import Parts, norm_weights
 from mlcbuild.compiler.program.ops import Layer, Rows, Variables
-from mlcbuild.models import Dense, LayerSpec, parameters
+from mlcbuild.models import Dense, Experts, LayerSpec, parameters
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class CpuOps(Parts):
         mixer = layer.mixer
         columns = {
             "qkv": self.heads(mixer).width,
-            "pair": self.pair_columns(layer.feed_forward),
+            **self.feed_forward_columns(layer.feed_forward),
             "attended": mixer.heads * mixer.head_dim,
         }
         is_scaled = layer.residual_scale != 1.0
@@ -67,6 +68,8 @@ class CpuOps(Parts):
             columns["delta"] = self.config.hidden_size
         if layer.residual != "sequential":
             columns["branch"] = self.config.hidden_size
+            if isinstance(layer.feed_forward, Experts):
+                columns["delta"] = self.config.hidden_size
         return columns
 
     def _amx_tile_columns(self, index: int) -> int:
@@ -131,8 +134,8 @@ class CpuOps(Parts):
         shapes = {param.name: param.shape for param in params}
         for param in params:
             looked_up = {"position.weight", "" if self.config.tie_embeddings else "embed.weight"}
-            if len(param.shape) == 2 and param.name not in looked_up:
-                product = self.linear(param.name, (param.shape[0], param.shape[1]))
+            if param.matrix and param.name not in looked_up:
+                product = self.linear(param.name, param.matrix)
                 reason = product.fallback or self._gated_fallback(param.name, shapes)
                 yield param.name, product.name, reason
 
@@ -263,8 +266,18 @@ class _Halves:
     def feed_forward(self, x: Tensor) -> Tensor:
         """Emits x += mlp(norm(x))."""
         spec = self.spec.feed_forward
-        assert isinstance(spec, Dense)
+        if isinstance(spec, Experts):
+            return self._experts(x)
         return self._gated(spec, x) if spec.gated else self._plain(spec, x)
+
+    def _experts(self, x: Tensor) -> Tensor:
+        mixture, width = Mixture(self.parts, self.layer, self.view), int(x.shape[1])
+        source, weights = self.source("mlp", width)
+        if self._adds_at_once("mlp") and not self.is_parallel:
+            return mixture.add((source, [x, *weights]), x, False)
+        delta = mixture.add((source, [x, *weights]), self.scratch("delta", width), True)
+        post = norm_weights(self.layer.weights, "mlp_post_norm")
+        return self.parts.add(self.spec, self.add_branch(x), delta, (), post)
 
     def _gated(self, spec: Dense, x: Tensor) -> Tensor:
         parts, bias = self.parts, self.optional("mlp.gate_up.bias")

@@ -32,6 +32,16 @@ from mlcbuild.quant import Storage
 from mlcbuild.targets.target import Target
 
 
+def mixture_columns(spec: Experts) -> dict[str, int]:
+    """Returns the columns of float32 that experts need of each scratch tensor."""
+    room = {"pair": 2 * spec.size * spec.chosen, "logits": spec.count, "choices": 2 * spec.chosen}
+    if spec.shared_size:
+        room["shared"] = 2 * spec.shared_size
+    if spec.shared_gate:
+        room["shared_logit"] = 1
+    return room
+
+
 def float_rows(count: Expr | int, width: int) -> Tensor:
     return Tensor.placeholder([count, width], "float32")
 
@@ -200,6 +210,10 @@ class Parts:
             and amx.Packed.fits(output.k)
         )
         return columns if able and columns >= 2 * output.k else 0
+
+    def feed_forward_columns(self, spec: Dense | Experts) -> dict[str, int]:
+        """Returns the columns that a feed-forward needs of each scratch tensor."""
+        return mixture_columns(spec) if isinstance(spec, Experts) else {"pair": self.pair_columns(spec)}
 
     def pair_columns(self, spec: Dense | Experts) -> int:
         """Returns the columns of the results of a feed-forward's first product."""

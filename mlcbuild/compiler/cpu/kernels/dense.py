@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
@@ -55,6 +55,10 @@ class DenseRows:
 
     def arguments(self) -> tuple[Buffer, ...]:
         return (argument("weight", (self.n, self.k), self.dtype),)
+
+    def stacked(self, count: int) -> DenseRows:
+        """Returns the format of a matrix with so many times the rows."""
+        return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:
         if self.k % self.lanes == 0:

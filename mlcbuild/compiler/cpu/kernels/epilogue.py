@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
 
 from mlcbuild.compiler.cpu.kernels.vectors import shuffle, span
+
+
+class Stores(Protocol):
+    """The target of a product's results."""
+
+    def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
+        """Emits the store of `lanes` results of a row, of which those beyond its end are left out."""
+        ...
 
 
 @dataclass(frozen=True)

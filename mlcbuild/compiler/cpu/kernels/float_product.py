@@ -25,7 +25,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.cpu.isa import ISA
-from mlcbuild.compiler.cpu.kernels.epilogue import Output, once
+from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once
 from mlcbuild.compiler.cpu.kernels.floats import over_rows
 from mlcbuild.compiler.cpu.kernels.prologue import SERIAL_ROWS, Fusion
 from mlcbuild.compiler.cpu.kernels.vectors import (
@@ -91,6 +91,10 @@ class RowFormat(Protocol):
         """Declare the stored tensors as the next arguments of the kernel."""
         ...
 
+    def stacked(self, count: int) -> RowFormat:
+        """Returns the format of a matrix with so many times the rows."""
+        ...
+
     def start(self, block: Expr) -> Expr:
         """The first k of a block."""
         ...
@@ -146,9 +150,12 @@ def streamed_batch(form: RowFormat) -> int:
     return 2 if form.offset else form.isa.batch
 
 
-def product(form: RowFormat, fusion: Fusion) -> PrimFunc:
-    """The kernel (what the source of x takes, stored tensors, bias f32[n] if asked for, out f32[m, n])."""
-    name = fusion.named(f"{form.name}_{form.n}x{form.k}")
+def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
+    """The kernel (what the source of x takes, stored tensors, bias f32[n] if asked for, out f32[m, n]).
+
+    exact: weights are streamed for any number of rows, so that a row's results never depend on it.
+    """
+    name = fusion.named(f"{form.name}_{form.n}x{form.k}{'_exact' * exact}")
 
     def body() -> None:
         m = T.int64()
@@ -156,56 +163,67 @@ def product(form: RowFormat, fusion: Fusion) -> PrimFunc:
         weights = form.arguments()
         added = argument("bias", (form.n,), "float32") if fusion.bias else None
         out = argument("out", (m, form.n), "float32")
-        call = _Call(form, weights, Output(out, form.n, added, COLUMNS, fusion.residual), m)
+        call = FloatCall(form, weights, Output(out, form.n, added, COLUMNS, fusion.residual), m)
         with T.sblock(name):
             # Said, because finding out takes TVM a second.
             T.reads()
             T.writes()
             lines = T.alloc_buffer((m, packed(form).stride), "float32")
-            over_rows(m, SERIAL_ROWS, lambda row: _pack_row(form, fusion.source.row(given, row), lines, row))
+            over_rows(m, SERIAL_ROWS, lambda row: pack_row(form, fusion.source.row(given, row), lines, row))
             with T.If(m == 1):
                 with T.Then():
                     _one_row(call, lines)
                 with T.Else():
-                    _several_rows(call, lines)
+                    _several_rows(call, lines, exact)
 
     return prim_func(name, body)
 
 
 @dataclass(frozen=True)
-class _Call:
+class FloatCall:
     """What all paths of one kernel share."""
 
     form: RowFormat
     weights: tuple[Buffer, ...]
-    output: Output
+    output: Stores
     m: Expr
+    first: Expr | None = None
+    """The first row of the matrix, where `weights` hold a stack of them; None: they hold one."""
 
     def row(self, row: Expr) -> Expr:
         """A weight row; beyond the end the last one, whose results nobody stores."""
-        return T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
+        own = T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
+        return own if self.first is None else self.first + own
 
 
-def _one_row(call: _Call, lines: Buffer) -> None:
+def _one_row(call: FloatCall, lines: Buffer) -> None:
     form = call.form
     tiles = -(-form.n // form.isa.stream_rows)
     small = form.n * form.row_bytes < SERIAL_BYTES
     with (T.serial if small else T.parallel)(0, i64(tiles)) as tile:
-        _stream_tile(call, lines, tile, [i64(0)])
+        stream_tile(call, lines, tile, [i64(0)])
 
 
-def _several_rows(call: _Call, lines: Buffer) -> None:
+def _several_rows(call: FloatCall, lines: Buffer, exact: bool) -> None:
     form, m = call.form, call.m
     batch = streamed_batch(form)
-    with T.If(m <= STREAMED_ROWS):
+
+    def stream() -> None:
         tiles, groups = i64(-(-form.n // form.isa.stream_rows)), (m + (batch - 1)) // batch
-        with T.Then(), T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
-            _stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
+        with T.parallel(0, tiles) as tile, T.serial(0, groups) as group:
+            stream_tile(call, lines, tile, [T.min(group * batch + i, m - 1) for i in range(batch)])
+
+    if exact:
+        stream()
+        return
+    with T.If(m <= STREAMED_ROWS):
+        with T.Then():
+            stream()
         with T.Else(), T.parallel(0, i64(-(-form.n // block_rows(form.n)))) as block:
             _block_product(call, lines, block)
 
 
-def _pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
+def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
     """A row of x, source = (buffer, row), into the order of `Packed`."""
     x, line = source
     order = packed(form)
@@ -235,8 +253,14 @@ def _pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: 
             pack_lane(block, lane, True)
 
 
-def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -> None:
-    """A few outputs of a few rows of x, weights going through registers straight from memory."""
+def stream_tile(
+    call: FloatCall, lines: Buffer, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
+) -> None:
+    """Emits a few outputs of a few rows of x, weights going through registers from memory.
+
+    places: the output's row for each, `rows` without; those that repeat the one before are not stored.
+    """
+    places = rows if places is None else places
     form = call.form
     wide = form.isa.stream_rows
     acc = registers(len(rows), wide, form.lanes)
@@ -248,8 +272,8 @@ def _stream_tile(call: _Call, lines: Buffer, tile: Expr, rows: Sequence[Expr]) -
         _stream_block(form, _XBlock(lines, rows, block), loaded, acc)
     for i, line in enumerate(acc):
         sums = lane_sums([cell.value for cell in line], form.lanes)
-        with once(rows, i):
-            call.output.store(rows[i], tile * wide, sums, wide, True)
+        with once(places, i):
+            call.output.store(places[i], tile * wide, sums, wide, True)
 
 
 @dataclass(frozen=True)
@@ -309,7 +333,7 @@ def _scratch_stride(form: RowFormat) -> int:
     return odd_lines(_blocks_at_once(form) * form.planes * form.lanes)
 
 
-def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
+def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
     """A block of weight rows times all rows of x."""
     form, m, high = call.form, call.m, block_rows(call.form.n)
     tiles = (T.min(i64(high), form.n - index * high) + (COLUMNS - 1)) // COLUMNS
@@ -331,7 +355,7 @@ def _block_product(call: _Call, lines: Buffer, index: Expr) -> None:
                     _store_rows(call, group * tall, column, sums, False)
 
 
-def _unpack_row(call: _Call, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
+def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
     """A chunk of weight row r of block `index` as float32, in the order of packed x without offsets."""
     form = call.form
     row = call.row(index * block_rows(form.n) + r)
@@ -343,7 +367,7 @@ def _unpack_row(call: _Call, scratch: Buffer, index: Expr, r: Expr, chunk: _Chun
 
 
 def _tile_product(
-    call: _Call, lines: Buffer, scratch: Buffer, corner: tuple[Expr, Expr], chunk: _Chunk
+    call: FloatCall, lines: Buffer, scratch: Buffer, corner: tuple[Expr, Expr], chunk: _Chunk
 ) -> list[list[Register]]:
     """A register tile over one chunk: rows of x from corner[0], unpacked weight rows from corner[1]."""
     form, lanes = call.form, call.form.lanes
@@ -361,7 +385,7 @@ def _tile_product(
     return acc
 
 
-def _store_rows(call: _Call, row: Expr, column: Expr, sums: Sequence[Expr], first: bool) -> None:
+def _store_rows(call: FloatCall, row: Expr, column: Expr, sums: Sequence[Expr], first: bool) -> None:
     for i, total in enumerate(sums):
         with T.If(row + i < call.m), T.Then():
             call.output.store(row + i, column, total, COLUMNS, first)

@@ -17,13 +17,14 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr, PrimFunc
 
 from mlcbuild.compiler.cpu.isa import ISA
-from mlcbuild.compiler.cpu.kernels import amx, amx_weights, dot
+from mlcbuild.compiler.cpu.kernels import amx, amx_weights
 from mlcbuild.compiler.cpu.kernels.activation import activate
 from mlcbuild.compiler.cpu.kernels.bf16_math import Rough
 from mlcbuild.compiler.cpu.kernels.cores import FIXED, before_others, counter, one_launch, shared
-from mlcbuild.compiler.cpu.kernels.epilogue import Output, once
+from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
-from mlcbuild.compiler.cpu.kernels.quantize_activations import Records, quantize_row
+from mlcbuild.compiler.cpu.kernels.quantize_activations import quantize_row
+from mlcbuild.compiler.cpu.kernels.tiled_matrix import TiledMatrix
 from mlcbuild.compiler.cpu.kernels.vectors import (
     Register,
     argument,
@@ -37,7 +38,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     splat,
     typed,
 )
-from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE
+from mlcbuild.quant.groups import QUAD, QUADS, TILE
 
 FETCH_BYTES = 3072
 """How far ahead of the reader weights are prefetched: less than a page of 4 KiB, or the second level's own
@@ -47,8 +48,6 @@ FAR_BYTES = 8192
 prefetcher then has begun with a page before products need it, and memory does not idle while they compute."""
 STREAMED_BATCHES = 6
 """Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
-BLOCK_GROUPS = 16
-"""Groups unpacked at a time: with two tiles 16 KiB, half of a small L1."""
 FEW, FEW_FIXED = 32, 92
 """Up to so many rows of x, the percentage of tiles that have their core beforehand: memory must deliver
 weights in time, so they are to be fetched by the core that wants them."""
@@ -57,58 +56,19 @@ SERIAL_BYTES = 48 << 10
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """A stored matrix [n, k]."""
+class Int8Call:
+    """The operands of one product that is being emitted."""
 
-    isa: ISA
-    bits: int
-    n: int
-    k: int
-
-    @property
-    def dot(self) -> dot.Products:
-        return dot.Products(self.isa, self.bits)
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of a tile's weights in one group."""
-        return GROUP * TILE * self.bits // 8
-
-    @property
-    def tiles(self) -> int:
-        return -(-self.n // TILE)
-
-    @property
-    def vectors(self) -> int:
-        """Vectors that the rows of a tile take."""
-        return TILE // self.isa.lanes
-
-    @property
-    def records(self) -> Records:
-        return Records(self.dot, self.k)
-
-    @property
-    def block_tiles(self) -> int:
-        """Tiles unpacked together."""
-        return max(1, self.isa.dot_tile[1] // self.vectors) if self.isa.dot_tile else 1
-
-    @property
-    def block_groups(self) -> int:
-        """Groups unpacked together, all blocks being of nearly equal size."""
-        groups = self.records.groups
-        return -(-groups // -(-groups // BLOCK_GROUPS))
-
-
-@dataclass(frozen=True)
-class _Call:
-    matrix: _Matrix
+    matrix: TiledMatrix
     weight: Buffer
     scale: Buffer
-    output: Output
+    output: Stores
     ready: Callable[[Expr], tuple[Buffer, Expr]]
     """Makes a row of x: the buffer where it is, and its row there."""
     records: Buffer
     m: Expr
+    first: Expr | None = None
+    """The first tile of the matrix, where `weight` holds a stack of them; None: it holds one."""
 
     @property
     def isa(self) -> ISA:
@@ -125,12 +85,18 @@ class _Call:
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
         """One vector of int32 lanes of the j-th line of a group: a quad of each row of a tile."""
         lanes = self.isa.lanes
-        raw = self.weight[tile, group, span(j * QUAD * TILE + vector * lanes * QUAD, QUAD * lanes)]
+        raw = self.weight[
+            self.stored(tile), group, span(j * QUAD * TILE + vector * lanes * QUAD, QUAD * lanes)
+        ]
         return T.reinterpret(typed("int32", lanes), raw)
 
     def scales(self, tile: Expr, group: Expr, vector: int) -> Expr:
         lanes = self.isa.lanes
-        return load_f32(self.isa, self.scale, (tile, group, vector * lanes), lanes)
+        return load_f32(self.isa, self.scale, (self.stored(tile), group, vector * lanes), lanes)
+
+    def stored(self, tile: Expr) -> Expr:
+        """Returns the place of a tile of the matrix in `weight`."""
+        return tile if self.first is None else self.first + tile
 
 
 def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> PrimFunc:
@@ -138,7 +104,7 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
     shape: n, k. With tile registers also prompt int64, before out: they multiply bfloat16, so rows are not
     quantized, and take the rows of prompts, however few; all others are the same with and without them."""
     n, k = shape
-    matrix = _Matrix(isa, bits, n, k)
+    matrix = TiledMatrix(isa, bits, n, k)
     name = fusion.named(f"w{bits}a8_{n}x{k}")
     groups = matrix.records.groups
 
@@ -157,7 +123,7 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
             T.writes()
             records = T.alloc_buffer((m, matrix.records.stride), "int32")
             ready = partial(fusion.source.row, given)
-            call = _Call(matrix, weight, scale, output, ready, records, m)
+            call = Int8Call(matrix, weight, scale, output, ready, records, m)
             if prompt is None:
                 _any_rows(call)
                 return
@@ -170,11 +136,12 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
     return prim_func(name, body)
 
 
-def _prompt(call: _Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
+def _prompt(call: Int8Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
     """All rows on tile registers."""
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
     x = amx.Packed.inside(given[0], matrix.k, m) if source.packed else amx.pack(shape, call.ready, m)
+    assert isinstance(call.output, Output)
     output: Output | amx.GatedOutput = call.output
     if gate is not None:
         floats, act = Rough(call.isa, amx.LANES), gate.activation
@@ -183,7 +150,7 @@ def _prompt(call: _Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
     amx.product(shape, x, m, partial(_unpack_tile, call), output)
 
 
-def _any_rows(call: _Call) -> None:
+def _any_rows(call: Int8Call) -> None:
     matrix, m, most = call.matrix, call.m, call.isa.dot_batch
 
     def quantize(row: Expr) -> None:
@@ -210,7 +177,7 @@ def _any_rows(call: _Call) -> None:
                 _many_rows(call, tiles)
 
 
-def _many_rows(call: _Call, tiles: Buffer) -> None:
+def _many_rows(call: Int8Call, tiles: Buffer) -> None:
     matrix, most, tile = call.matrix, call.isa.dot_batch, call.isa.dot_tile
     if tile is None:
         _in_batches(call, most, tiles)
@@ -223,25 +190,25 @@ def _many_rows(call: _Call, tiles: Buffer) -> None:
             shared(i64(blocks), tiles, lambda block: _block_product(call, block, tile))
 
 
-def _one_row(call: _Call) -> None:
+def _one_row(call: Int8Call) -> None:
     matrix = call.matrix
     small = matrix.tiles * matrix.records.groups * matrix.tile_bytes < SERIAL_BYTES
     with (T.serial if small else T.parallel)(0, i64(matrix.tiles)) as tile:
-        _stream_tile(call, tile, [i64(0)])
+        stream_tile(call, tile, [i64(0)])
 
 
-def _in_batches(call: _Call, batch: int, tiles: Buffer) -> None:
+def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
     m = call.m
 
     def product(tile: Expr) -> None:
         with T.serial(0, (m + (batch - 1)) // batch) as part:
-            _stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
+            stream_tile(call, tile, [T.min(part * batch + i, m - 1) for i in range(batch)])
 
     fixed = T.Select(m > FEW, i64(FIXED), i64(FEW_FIXED))
     shared(i64(call.matrix.tiles), tiles, product, fixed)
 
 
-def _unpack_tile(call: _Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
+def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
     """One group of a tile for the tile registers."""
     scales = amx_weights.pair_scales(call.scale[tile, group, span(0, TILE)])
     bits = call.matrix.bits
@@ -252,16 +219,22 @@ def _unpack_tile(call: _Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Ex
             T.buffer_store(buffer, line, [*place, 4 * j + byte, span(0, TILE)])
 
 
-def _fetch(call: _Call, tile: Expr, group: Expr, alone: bool) -> None:
+def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
     """Ask for weights that come later. With one row of x, the first level would only delay them."""
     for line in range(0, call.matrix.tile_bytes, 64):
-        prefetch(call.weight, (tile, group, line + FETCH_BYTES), locality=2 if alone else 3)
+        place = (call.stored(tile), group, line + FETCH_BYTES)
+        prefetch(call.weight, place, locality=2 if alone else 3)
     if not alone:
-        prefetch(call.weight, (tile, group, FAR_BYTES), locality=2)
+        prefetch(call.weight, (call.stored(tile), group, FAR_BYTES), locality=2)
 
 
-def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
-    """The outputs of one tile for a few rows of x, weights going through registers straight from memory."""
+def stream_tile(
+    call: Int8Call, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
+) -> None:
+    """Emits the outputs of one tile for a few rows of x, weights going through registers from memory.
+
+    places: the output's row for each, `rows` without; those that repeat the one before are not stored."""
+    places = rows if places is None else places
     matrix, isa = call.matrix, call.isa
     acc = _sums(call, rows, matrix.vectors)
     with T.serial(0, i64(matrix.records.groups)) as group:
@@ -270,13 +243,13 @@ def _stream_tile(call: _Call, tile: Expr, rows: Sequence[Expr]) -> None:
             columns = [(call.operands(tile, group, vector), call.scales(tile, group, vector))]
             _add_group(call, rows, group, columns, [[r[vector]] for r in acc])
     for i, cells in enumerate(acc):
-        with once(rows, i):
+        with once(places, i):
             for vector, cell in enumerate(cells):
                 column = tile * TILE + vector * isa.lanes
-                call.output.store(rows[i], column, cell.value, isa.lanes, True)
+                call.output.store(places[i], column, cell.value, isa.lanes, True)
 
 
-def _sums(call: _Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
+def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
     """A register tile before the first group."""
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
@@ -284,7 +257,7 @@ def _sums(call: _Call, rows: Sequence[Expr], vectors: int) -> list[list[Register
 
 
 def _add_group(
-    call: _Call,
+    call: Int8Call,
     rows: Sequence[Expr],
     group: Expr,
     columns: Sequence[tuple[list[list[Expr]], Expr]],
@@ -320,7 +293,7 @@ class _Scratch:
     count: Expr
 
 
-def _block_product(call: _Call, block: Expr, shape: tuple[int, int]) -> None:
+def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
     """block_tiles tiles times all rows of x, in register tiles of this shape."""
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE
@@ -346,7 +319,7 @@ def _block_product(call: _Call, block: Expr, shape: tuple[int, int]) -> None:
                         _store_tile(call, part * tall, column, acc, False)
 
 
-def _unpack(call: _Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
+def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
     matrix, isa = call.matrix, call.isa
     for t in range(matrix.block_tiles):
         tile = T.min(block * matrix.block_tiles + t, i64(matrix.tiles - 1))
@@ -360,7 +333,7 @@ def _unpack(call: _Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
 
 
 def _tile_product(
-    call: _Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
+    call: Int8Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
 ) -> list[list[Register]]:
     """A register tile over the unpacked groups."""
     isa = call.isa
@@ -379,7 +352,7 @@ def _tile_product(
 
 
 def _store_tile(
-    call: _Call, first: Expr, column: Expr, acc: Sequence[Sequence[Register]], fresh: bool
+    call: Int8Call, first: Expr, column: Expr, acc: Sequence[Sequence[Register]], fresh: bool
 ) -> None:
     lanes = call.isa.lanes
     for i, line in enumerate(acc):

@@ -32,7 +32,7 @@ class Linear:
     @property
     def name(self) -> str:
         """Kernel and instruction set, for example w4a8.avx512vnni."""
-        rows = _rows(self)
+        rows = row_format(self)
         return f"{rows.name if rows else f'w{self.scheme.bits}a8'}.{self.isa.name}"
 
     @property
@@ -46,7 +46,7 @@ class Linear:
     def has_prompt_variant(self) -> bool:
         """The kernel has a variant for rows of prompts, which rounds differently. An answer must not depend
         on what shares a step, so the number of rows cannot decide which variant is used."""
-        return self.isa.amx and _rows(self) is None
+        return self.isa.amx and row_format(self) is None
 
     def apply(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """x float32 [m, k] (m >= 1, may be symbolic), W's tensors in stored order -> float32 [m, n]. Emits
@@ -79,7 +79,7 @@ def linear(isa: ISA, scheme: Storage, n: int, k: int) -> Linear:
     return Linear(isa, scheme, n, k)
 
 
-def _rows(of: Linear) -> float_product.RowFormat | None:
+def row_format(of: Linear) -> float_product.RowFormat | None:
     """How the rows of the matrix are read; None for the x16 layout, which has no rows."""
     scheme, kind = of.scheme, kernel_for(of.scheme)
     if kind == "dense":
@@ -93,7 +93,7 @@ def _rows(of: Linear) -> float_product.RowFormat | None:
 def kernel(of: Linear, fusion: Fusion) -> PrimFunc:
     """The function (source of x, stored tensors, bias if asked for, int64 prompt if the Linear asks, out)
     behind a product; one object for equals."""
-    rows = _rows(of)
+    rows = row_format(of)
     if rows:
         return float_product.product(rows, fusion)
     return int8_product.product(of.isa, of.scheme.bits, (of.n, of.k), fusion)

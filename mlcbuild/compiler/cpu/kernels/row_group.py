@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Buffer, Expr
@@ -89,6 +89,10 @@ class GroupRows:
             argument("q_weight", (self.n, self.words), "uint32"),
             argument("q_scale", (self.n, self.groups), self.dtype),
         )
+
+    def stacked(self, count: int) -> GroupRows:
+        """Returns the format of a matrix with so many times the rows."""
+        return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:
         return self._word(block) * self.planes

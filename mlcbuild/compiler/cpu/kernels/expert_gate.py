@@ -1,0 +1,117 @@
+"""The gates of experts that have biases or a clamp, and the biases of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc
+
+from mlcbuild.compiler.cpu.isa import ISA
+from mlcbuild.compiler.cpu.kernels.activation import SERIAL_ROWS, activate
+from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, scratch, size_var
+from mlcbuild.compiler.cpu.kernels.vectors import argument, i64
+from mlcbuild.models import Clamp, Experts
+
+
+@dataclass(frozen=True)
+class ExpertGate:
+    """The source of a product: what a gate makes of the pairs' rows float32 [pairs, 2 * size], gates first.
+
+    With biases of type `dtype`, [experts, 2 * size], it also takes the choices float32 [n, 2 * chosen].
+    """
+
+    isa: ISA
+    spec: Experts
+    dtype: str | None
+    packed = False
+
+    @property
+    def name(self) -> str:
+        """The start of a kernel's name."""
+        gate = "clamped" if self.spec.clamp else self.spec.activation
+        return f"{gate}_bias_" if self.dtype else f"{gate}_"
+
+    def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
+        """Declares the first arguments of the kernel."""
+        pair = argument("gate_up", (m, 2 * k), "float32")
+        if self.dtype is None:
+            return (pair,)
+        bias = argument("bias", (self.spec.count, 2 * k), self.dtype)
+        return pair, bias, argument("bias_choices", (T.int64(), 2 * self.spec.chosen), "float32")
+
+    def row(self, inputs: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
+        """Emits one row of x; returns the buffer where it is, and its row there."""
+        size = self.spec.size
+        floats, line = Floats.dividing(self.isa, size), scratch((1, size))
+        expert = None if self.dtype is None else _expert(inputs[2], self.spec.chosen, row)
+
+        def read(at: Expr) -> Expr:
+            value = floats.load(inputs[0], row, at)
+            return T.bind(value if expert is None else value + floats.load(inputs[1], expert, at))
+
+        with T.serial(size // floats.lanes) as k:
+            at = k * floats.lanes
+            floats.store(line, self._gated(floats, read(at), read(at + size)), T.int64(0), at)
+        return line, T.int64(0)
+
+    def _gated(self, floats: Floats, gate: Expr, up: Expr) -> Expr:
+        clamp: Clamp | None = self.spec.clamp
+        if clamp is None:
+            return activate(floats, self.spec.activation, gate) * up
+        limit = floats.constant(clamp.limit)
+        gate = T.bind(T.min(gate, limit))
+        up = T.max(T.min(up, limit), floats.constant(-clamp.limit))
+        return (up + floats.constant(1.0)) * gate * floats.sigmoid(gate * floats.constant(clamp.alpha))
+
+
+def _expert(choices: Buffer, chosen: int, pair: Expr) -> Expr:
+    own = choices[T.truncdiv(pair, i64(chosen)), T.truncmod(pair, i64(chosen))]
+    return T.bind(T.Cast("int64", own))
+
+
+def add_biases(isa: ISA, spec: Experts, hidden: int, dtype: str) -> PrimFunc:
+    """Returns the kernel (choices float32 [n, 2 * chosen], bias [experts, hidden], x float32 [n, hidden] in
+    place): x += the biases of the chosen experts' results, times their weights."""
+    floats = Floats.dividing(isa, hidden)
+    with kernel("expert_bias_add") as built:
+        rows = size_var("n")
+        choices = built.tensor("choices", (rows, 2 * spec.chosen))
+        bias = built.tensor("bias", (spec.count, hidden), dtype)
+        x = built.tensor("x", (rows, hidden))
+
+        def one_row(row: Expr) -> None:
+            with T.serial(spec.chosen) as choice:
+                expert = T.bind(T.Cast("int64", choices[row, choice]))
+                weight = floats.spread(T.bind(choices[row, spec.chosen + choice]))
+                with T.serial(hidden // floats.lanes) as k:
+                    at = k * floats.lanes
+                    own = T.bind(floats.load(bias, expert, at))
+                    floats.store(x, floats.fma(own, weight, floats.load(x, row, at)), row, at)
+
+        with built.body():
+            over_rows(rows, SERIAL_ROWS, one_row)
+    return built.func
+
+
+def gate_shared(isa: ISA, size: int) -> PrimFunc:
+    """Returns the kernel (logits float32 [n, 1], pair float32 [n, 2 * size] in place): ups *= sigmoid(logit).
+
+    What follows is linear in them, so that the results of the product after it are gated.
+    """
+    floats = Floats.dividing(isa, size)
+    with kernel("gate_shared") as built:
+        rows = size_var("n")
+        logits = built.tensor("logits", (rows, 1))
+        pair = built.tensor("pair", (rows, 2 * size))
+
+        def one_row(row: Expr) -> None:
+            share = floats.spread(T.bind(floats.scalar.sigmoid(T.bind(logits[row, 0]))))
+            with T.serial(size // floats.lanes) as k:
+                at = size + k * floats.lanes
+                floats.store(pair, floats.load(pair, row, at) * share, row, at)
+
+        with built.body():
+            over_rows(rows, SERIAL_ROWS, one_row)
+    return built.func

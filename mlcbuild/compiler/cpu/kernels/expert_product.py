@@ -1,0 +1,279 @@
+"""Products of rows with the matrices of the experts that each row has chosen: rows are grouped by expert.
+
+The pairs (row, choice) are sorted by expert, so that an expert's weights are read once, for all of its rows;
+experts without rows are not read. Two kinds, each one launch:
+
+gather    x [m, k] -> [m * chosen, n]: a result for each pair; cores share out experts and tiles.
+scatter   [m * chosen, k] -> x [m, n] += the results of a row's pairs times their weights, by ascending
+          expert; cores share out columns, so that none waits for another, and each sum has one order.
+
+A row's sums never depend on the rows beside it. The matrices are one stack: see quant.stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr, PrimFunc
+
+from mlcbuild.compiler.cpu.kernels import float_product, int8_product
+from mlcbuild.compiler.cpu.kernels.cores import FIXED, before_others, counter, one_launch, shared
+from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores
+from mlcbuild.compiler.cpu.kernels.linear import Linear, row_format
+from mlcbuild.compiler.cpu.kernels.prologue import Source
+from mlcbuild.compiler.cpu.kernels.quantize_activations import quantize_row
+from mlcbuild.compiler.cpu.kernels.tiled_matrix import TiledMatrix
+from mlcbuild.compiler.cpu.kernels.vectors import argument, i64, prim_func, register, splat
+from mlcbuild.quant.groups import TILE
+
+CHUNKS = 8
+"""Parts of the columns for each core when several rows are scattered, so that cores finish together."""
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """The matrices of all experts, and how many of them a row uses."""
+
+    linear: Linear
+    """The product with one of them."""
+    count: int
+    chosen: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The pairs by expert."""
+
+    experts: Buffer
+    """int32 [experts]: those with rows."""
+    starts: Buffer
+    """int32 [experts + 1]: the place in `order` of the first pair of each of them, and the end."""
+    order: Buffer
+    """int32 [pairs]: row * chosen + choice."""
+    used: Expr
+    """Number of experts with rows."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some tiles of one expert's matrix times all of its rows."""
+
+    tile: Callable[[Expr, Expr, Sequence[Expr], Sequence[Expr]], None]
+    """(expert, tile, rows of x, places of their results) -> emits the results of one tile."""
+    tiles: int
+    width: int
+    """Columns of a tile."""
+    batches: tuple[int, ...]
+    """Numbers of rows that a tile is multiplied with at once, ascending."""
+
+
+@cache
+def kernel(stack: ExpertMatrices, source: Source, scatter: bool, fresh: bool = False) -> PrimFunc:
+    """Returns the kernel (choices float32 [m, 2 * chosen], what the source takes, stored tensors, out).
+
+    source: of rows x [m, k] for gather, of pairs for scatter. fresh: `out` starts with zeros.
+    """
+    linear = stack.linear
+    kind = "scatter" if scatter else "gather"
+    shape = f"{stack.chosen}of{stack.count}x{linear.n}x{linear.k}"
+    name = f"{source.name}{linear.name.partition('.')[0]}_{shape}_{kind}{'_fresh' * fresh}"
+
+    def body() -> None:
+        m = T.int64()
+        choices = argument("choices", (m, 2 * stack.chosen), "float32")
+        pairs = m * stack.chosen
+        rows = pairs if scatter else m
+        inputs = source.arguments(rows, linear.k)
+        weights = _weights(stack)
+        out = argument("out", (m if scatter else pairs, linear.n), "float32")
+        with T.sblock(name):
+            T.reads()
+            T.writes()
+            plan = _plan(stack, choices, pairs)
+            output: Stores = (
+                _Weighted(_output(stack, out, True), choices, stack.chosen)
+                if scatter
+                else (_output(stack, out, False))
+            )
+            make, part = _product(stack, weights, partial(source.row, inputs), output, rows)
+            first, second = counter(), counter()
+            with one_launch():
+                with before_others():
+                    shared(rows, first, make)
+                if scatter:
+                    _scatter(stack, plan, part, second, (out, m, fresh))
+                else:
+                    _gather(stack, plan, part, second)
+
+    return prim_func(name, body)
+
+
+def _weights(stack: ExpertMatrices) -> tuple[Buffer, ...]:
+    """Declares the stored tensors: those of all matrices along axis 0."""
+    linear = stack.linear
+    form = row_format(linear)
+    if form is not None:
+        return form.stacked(stack.count).arguments()
+    matrix = _matrix(linear)
+    tiles, groups = stack.count * matrix.tiles, matrix.records.groups
+    return (
+        argument("q_weight", (tiles, groups, matrix.tile_bytes), "uint8"),
+        argument("q_scale", (tiles, groups, TILE), "float16"),
+    )
+
+
+def _matrix(linear: Linear) -> TiledMatrix:
+    return TiledMatrix(linear.isa, linear.scheme.bits, linear.n, linear.k)
+
+
+def _output(stack: ExpertMatrices, out: Buffer, residual: bool) -> Output:
+    step = TILE if row_format(stack.linear) is None else float_product.COLUMNS
+    return Output(out, stack.linear.n, None, step, residual)
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    """Adds the results of a pair to its row, times the pair's weight."""
+
+    output: Output
+    choices: Buffer
+    chosen: int
+
+    def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
+        """Emits the addition; row: of a pair."""
+        own, choice = T.truncdiv(row, i64(self.chosen)), T.truncmod(row, i64(self.chosen))
+        weight = T.bind(self.choices[own, self.chosen + choice])
+        self.output.store(own, column, values * splat(weight, lanes), lanes, first)
+
+
+def _plan(stack: ExpertMatrices, choices: Buffer, pairs: Expr) -> _Plan:
+    """Emits a counting sort of the pairs."""
+    count, chosen = stack.count, stack.chosen
+    experts, starts, nexts = (T.alloc_buffer((size,), "int32") for size in (count, count + 1, count))
+    order = T.alloc_buffer((pairs,), "int32")
+
+    def expert(pair: Expr) -> Expr:
+        own = choices[T.truncdiv(pair, i64(chosen)), T.truncmod(pair, i64(chosen))]
+        return T.bind(T.Cast("int64", own))
+
+    with T.serial(0, i64(count)) as e:
+        T.buffer_store(nexts, T.int32(0), [e])
+    with T.serial(0, pairs) as pair:
+        own = expert(pair)
+        T.buffer_store(nexts, nexts[own] + 1, [own])
+    used, place = register(i64(0), 1, "int64"), register(T.int32(0), 1, "int32")
+    with T.serial(0, i64(count)) as e:
+        rows = T.bind(nexts[e])
+        with T.If(rows > 0), T.Then():
+            T.buffer_store(experts, T.Cast("int32", e), [used.value])
+            T.buffer_store(starts, place.value, [used.value])
+            T.buffer_store(nexts, place.value, [e])
+            used.set(used.value + 1)
+            place.set(place.value + rows)
+    T.buffer_store(starts, place.value, [used.value])
+    with T.serial(0, pairs) as pair:
+        own = expert(pair)
+        T.buffer_store(order, T.Cast("int32", pair), [nexts[own]])
+        T.buffer_store(nexts, nexts[own] + 1, [own])
+    return _Plan(experts, starts, order, T.bind(used.value))
+
+
+Make = Callable[[Expr], None]
+
+
+def _product(
+    stack: ExpertMatrices,
+    weights: Sequence[Buffer],
+    ready: Callable[[Expr], tuple[Buffer, Expr]],
+    output: Stores,
+    rows: Expr,
+) -> tuple[Make, _Part]:
+    """Returns what emits a row of x as the product reads it, and what multiplies."""
+    linear = stack.linear
+    form = row_format(linear)
+    if form is not None:
+        lines = T.alloc_buffer((rows, float_product.packed(form).stride), "float32")
+        call = float_product.FloatCall(form, tuple(weights), output, rows)
+
+        def float_tile(expert: Expr, tile: Expr, own: Sequence[Expr], places: Sequence[Expr]) -> None:
+            float_product.stream_tile(replace(call, first=expert * linear.n), lines, tile, own, places)
+
+        batch, width = float_product.streamed_batch(form), linear.isa.stream_rows
+        part = _Part(float_tile, -(-linear.n // width), width, (1, batch))
+        return lambda row: float_product.pack_row(form, ready(row), lines, row), part
+    matrix, most = _matrix(linear), linear.isa.dot_batch
+    records = T.alloc_buffer((rows, matrix.records.stride), "int32")
+    whole = int8_product.Int8Call(matrix, weights[0], weights[1], output, ready, records, rows)
+
+    def int8_tile(expert: Expr, tile: Expr, own: Sequence[Expr], places: Sequence[Expr]) -> None:
+        int8_product.stream_tile(replace(whole, first=expert * matrix.tiles), tile, own, places)
+
+    part = _Part(int8_tile, matrix.tiles, TILE, (1, most // 2, most))
+    return lambda row: quantize_row(matrix.records, ready(row), records, row), part
+
+
+def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer) -> None:
+    """Emits the product of each expert with each tile."""
+
+    def unit(number: Expr) -> None:
+        place, tile = (T.bind(cut(number, i64(part.tiles))) for cut in (T.truncdiv, T.truncmod))
+        _rows(plan, part, place, tile, lambda pair: T.truncdiv(pair, i64(stack.chosen)))
+
+    shared(plan.used * part.tiles, taken, unit, _fixed(plan, stack))
+
+
+def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
+    """The percentage of parts that have their core beforehand: all where experts have one row each."""
+    return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))
+
+
+def _scatter(
+    stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, out: tuple[Buffer, Expr, bool]
+) -> None:
+    """Emits the products of all experts with each part of the columns. out: the buffer, its rows, fresh."""
+    threads = T.bind(T.Cast("int64", T.call_packed("runtime.NumThreads")))
+    parts = T.Select(plan.used <= stack.chosen, threads, threads * CHUNKS)
+    parts = T.bind(T.min(parts, i64(part.tiles)))
+
+    def unit(number: Expr) -> None:
+        start, stop = (T.bind(T.truncdiv((number + i) * part.tiles, parts)) for i in range(2))
+        if out[2]:
+            _clear(out[0], out[1], (start * part.width, T.min(stop * part.width, i64(stack.linear.n))))
+        with T.serial(0, plan.used) as place, T.serial(0, stop - start) as tile:
+            _rows(plan, part, place, T.bind(start + tile), lambda pair: pair)
+
+    shared(parts, taken, unit, _fixed(plan, stack))
+
+
+def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:
+    """Emits zeros in the columns from the first to before the second one."""
+    with T.serial(0, rows) as row, T.serial(0, columns[1] - columns[0]) as column:
+        T.buffer_store(out, T.float32(0), [row, columns[0] + column])
+
+
+def _rows(plan: _Plan, part: _Part, place: Expr, tile: Expr, row: Callable[[Expr], Expr]) -> None:
+    """Emits one tile times all rows of the expert at `place` of the plan, in batches; row: of a pair."""
+    expert = T.bind(T.Cast("int64", plan.experts[place]))
+    last = T.bind(T.Cast("int64", plan.starts[place + 1]))
+    at = register(T.Cast("int64", plan.starts[place]), 1, "int64")
+
+    def multiply(batch: int) -> None:
+        pairs = [T.bind(T.Cast("int64", plan.order[T.min(at.value + i, last - 1)])) for i in range(batch)]
+        part.tile(expert, tile, [T.bind(row(pair)) for pair in pairs], pairs)
+        at.set(at.value + batch)
+
+    def choose(batches: Sequence[int]) -> None:
+        if len(batches) == 1:
+            multiply(batches[0])
+            return
+        with T.If(last - at.value <= batches[0]):
+            with T.Then():
+                multiply(batches[0])
+            with T.Else():
+                choose(batches[1:])
+
+    with T.While(at.value < last):
+        choose(part.batches)

@@ -1,0 +1,66 @@
+"""The goldens of models with experts: random checkpoints, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild.models import ModelConfig, TensorNames, parameters, parsing
+from tests.golden import make_experts
+
+FOLDER = Path(__file__).parent / "golden"
+VARIANTS = sorted(path.stem.removeprefix("experts-") for path in FOLDER.glob("experts-*.safetensors"))
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A tiny model, and what transformers makes of it."""
+
+    values: dict[str, Any]
+    """config.json"""
+    config: ModelConfig
+    tensors: dict[str, NDArray[np.float32]]
+    """The checkpoint."""
+    tokens: list[int]
+    logits: NDArray[np.float32]
+    """[tokens, vocab]"""
+
+    @property
+    def weights(self) -> dict[str, Array]:
+        return gathered(self.config, parsing.tensor_names(self.config), self.tensors)
+
+    @property
+    def tolerance(self) -> float:
+        """1e-4 of the logits' range."""
+        return 1e-4 * float(np.ptp(self.logits))
+
+
+def gathered(config: ModelConfig, names: TensorNames, tensors: dict[str, Any]) -> dict[str, Array]:
+    """Returns parameter -> its values, from the tensors of a checkpoint."""
+    found = {}
+    for param in parameters(config):
+        pieces = [tensors[piece.tensor] for piece in names.sources[param.name]]
+        found[param.name] = np.concatenate(pieces).reshape(param.shape)
+    return found
+
+
+def golden(variant: str) -> Golden:
+    data = (FOLDER / f"experts-{variant}.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    about = header.pop("__metadata__")
+    found = {}
+    for name, entry in header.items():
+        first, last = (start + offset for offset in entry["data_offsets"])
+        dtype = {"F32": "<f4", "I64": "<i8"}[entry["dtype"]]
+        found[name] = np.frombuffer(data[first:last], dtype).reshape(entry["shape"])
+    values = json.loads(about["config"])
+    tensors = make_experts.contents(variant, json.loads(about["shapes"]))
+    tokens = [int(token) for token in found["tokens"]]
+    return Golden(values, parsing.parse(values, variant), tensors, tokens, found["logits"])
