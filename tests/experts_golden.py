@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlcbuild.models import ModelConfig, TensorNames, parameters, parsing
-from tests.golden import make_experts
+from tests import make_experts
 
 FOLDER = Path(__file__).parent / "golden"
 VARIANTS = sorted(path.stem.removeprefix("experts-") for path in FOLDER.glob("experts-*.safetensors"))

@@ -1,6 +1,6 @@
 """Makes goldens of models with experts: with transformers, the logits of tiny random checkpoints.
 
-    python tests/golden/make_experts.py [variant ...]
+    python tests/make_experts.py [variant ...]
 
 Needs torch and transformers, which neither mlcbuild nor its tests need. Each variant is one file,
 experts-<variant>.safetensors: tokens int64 [n] and logits float32 [n, vocab] of one pass over all tokens
@@ -21,7 +21,7 @@ from zlib import crc32
 
 import numpy as np
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "golden"
 TOKENS = 45
 """Not a multiple of a page, a tile or a power of two."""
 
