@@ -1,4 +1,4 @@
-"""A conversation in the terminal, over an engine in the same process. Works piped, too."""
+"""Chats with a model in the terminal, or from piped input, over an engine in the same process."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ A line that ends with \\ goes on in the next; so does everything between two lin
 Ctrl-C interrupts an answer."""
 
 BLOCK = '"""'
-"""A line of this begins and ends a message of several lines."""
+"""A line with only this text begins and ends a message of several lines."""
 PATIENCE = 0.5
-"""Seconds after which a wait for the model looks for signals again: one that comes just before the wait does
-not end it."""
+"""Seconds after which a wait for the model is repeated, so that a signal that arrives just before the wait is
+noticed."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 FIXED = ("messages", "stream", "logprobs", "top_logprobs", "model", "n", "tools", "tool_choice")
-"""Fields that this chat sets itself, or has no use for."""
+"""Request fields that this chat sets itself or does not support."""
 
 
 @dataclass
 class _Stats:
-    """Of the last answer; seconds by the clock."""
+    """Statistics of the last answer; times are wall-clock seconds."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -80,22 +80,22 @@ class _Session:
     stats: _Stats = field(default_factory=_Stats)
     system: str = ""
     failed: bool = False
-    """A message could not be answered."""
+    """True if a message could not be answered."""
 
     def call(self, messages: list[Json], settings: dict[str, Json]) -> api.ChatCall:
-        """The checked request, by the rules of the HTTP API."""
+        """Returns the checked request, by the rules of the HTTP API. Raises RequestError."""
         head: list[Json] = [{"role": "system", "content": self.system}] if self.system else []
         body: dict[str, Json] = {**settings, "messages": head + messages}
         return api.chat_call(body, self.running.manifest.serving)
 
     def answer(self, text: str) -> None:
-        """Asks, and prints the answer as it comes. Raises RequestError."""
-        asked: list[Json] = [*self.history, {"role": "user", "content": text}]
-        call = self.call(asked, self.settings)
+        """Sends a message, and prints the answer as it arrives. Raises RequestError."""
+        messages: list[Json] = [*self.history, {"role": "user", "content": text}]
+        call = self.call(messages, self.settings)
         prompt = self.running.tokenizer.chat(call.messages, call.template_options)
         options, grammars = call.options, self.running.grammars
-        wanted = options.constraint
-        constraint = None if wanted is None else grammars.compiled(wanted, message=True)
+        grammar = options.constraint
+        constraint = None if grammar is None else grammars.compiled(grammar, message=True)
         request = Request(
             tuple(prompt),
             options.max_tokens,
@@ -105,11 +105,11 @@ class _Session:
             constraint=constraint,
         )
         self.stats = _Stats(len(prompt), total_tokens=self.stats.total_tokens)
-        said = []
+        texts = []
         try:
             with contextlib.closing(self._events(request)) as events:
                 for event in events:
-                    said.append(event.text)
+                    texts.append(event.text)
                     self.out.write(_visible(event.text) if self.terminal else event.text)
                     self.out.flush()
         except KeyboardInterrupt:
@@ -118,10 +118,11 @@ class _Session:
             self.out.write(" (interrupted)")
         self.out.write("\n")
         self.out.flush()
-        self.history = [*asked, {"role": "assistant", "content": "".join(said)}]
+        self.history = [*messages, {"role": "assistant", "content": "".join(texts)}]
 
     def _events(self, request: Request) -> Generator[Event, None, None]:
-        """The events of an answer; closing it ends the answer. Raises ServingError when it fails."""
+        """Yields the events of an answer; closing the generator ends the answer. Raises ServingError if it
+        fails."""
         events: SimpleQueue[Event] = SimpleQueue()
         start = time.perf_counter()
         ticket = self.running.submit(request, events.put)
@@ -149,7 +150,7 @@ class _Session:
         stats.total_tokens += 1
 
     def command(self, line: str) -> bool:
-        """Obeys a line that begins with a slash. False: leave. Raises ServingError."""
+        """Executes a line that begins with a slash. Returns false to leave the chat. Raises ServingError."""
         word, _, rest = line.partition(" ")
         actions: dict[str, Callable[[], str]] = {
             "/help": lambda: HELP,
@@ -175,7 +176,7 @@ class _Session:
         return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items())
 
     def _regen(self) -> str:
-        """Raises RequestError."""
+        """Answers the last message again; returns a text to print. Raises RequestError."""
         match self.history[-2:]:
             case [{"role": "user", "content": str(text)}, answer]:
                 del self.history[-2:]
@@ -225,24 +226,25 @@ class _Session:
 
 
 def _visible(text: str) -> str:
-    """A model's text without what a terminal obeys: control characters, except line breaks and tabs."""
-    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+    """Returns a model's text with control characters, except line breaks and tabs, escaped."""
+    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def _value(text: str) -> Json:
-    """A value as JSON where it is JSON, as text otherwise; nothing removes the setting."""
+    """Returns a setting's value: JSON where it is JSON, text otherwise, and None, which removes the setting,
+    for ""."""
     try:
-        found: Json = json.loads(text) if text else None
+        setting: Json = json.loads(text) if text else None
     except ValueError:
         return text
-    return found
+    return setting
 
 
 def chat(path: Path | str, threads: int | None = None) -> int:
-    """Talks about the bundle in directory `path` until the input ends; returns the exit code.
+    """Chats with the bundle in directory `path` until the input ends; returns the exit code.
 
-    On a terminal there is a prompt; otherwise every line of the input is a message or a command, and only
-    answers are written. The exit code is 1 when a message of such an input could not be answered.
+    On a terminal there is a prompt; otherwise every line of input is a message or a command, and only answers
+    are written. The exit code is 1 if a message of such an input could not be answered.
     """
     from mlcbuild_runtime import untrusted
 
@@ -257,7 +259,7 @@ def chat(path: Path | str, threads: int | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Nobody reads on. What is left in the buffer must go somewhere when the interpreter ends.
+        # The reader is gone; what is left in the buffer must go somewhere when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:
@@ -284,7 +286,8 @@ def _converse(session: _Session) -> int:
 
 
 def _messages(lines: Iterator[str | None]) -> Iterator[str]:
-    """Lines put together, without surrounding spaces; None gives up what was begun."""
+    """Yields messages, joined from continued lines, without surrounding spaces; a None drops what was
+    begun."""
     begun: list[str] = []
     block = False
     for line in lines:
@@ -305,7 +308,7 @@ def _messages(lines: Iterator[str | None]) -> Iterator[str]:
 
 
 def _typed() -> Iterator[str | None]:
-    """Lines from a terminal. Ctrl-C is None: it clears what was typed."""
+    """Yields lines from a terminal; None for Ctrl-C, which clears the typed text."""
     while True:
         try:
             with _alarms():
@@ -322,8 +325,8 @@ def _typed() -> Iterator[str | None]:
 
 @contextlib.contextmanager
 def _alarms() -> Iterator[None]:
-    """Ends every wait for a key after PATIENCE, which input() then begins anew: a Ctrl-C that comes between
-    Python's last look for signals and the wait is seen by then."""
+    """Ends every wait for a key after PATIENCE seconds, which input() then repeats, so that a Ctrl-C that
+    arrives between Python's last check for signals and the wait is noticed."""
     before = signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE, PATIENCE)
     try:
@@ -334,17 +337,17 @@ def _alarms() -> Iterator[None]:
 
 
 def _piped() -> Iterator[str]:
-    """Lines of standard input.
+    """Yields the lines of standard input.
 
-    A signal that comes between Python's last look for one and a blocking call would be seen after the call
-    only. Here it also makes a pipe readable, for which the call waits, too.
+    A signal that arrives between Python's last check and a blocking call would be noticed only after the
+    call. Here it also makes a pipe readable, for which the call waits, too.
     """
     source, encoding, left = sys.stdin.fileno(), sys.stdin.encoding, b""
     with _signals() as signalled:
         while True:
             ready, _, _ = select.select([source, signalled], [], [])
             if source not in ready:
-                os.read(signalled, 1)  # the handler has run by now, and raised if it was to
+                os.read(signalled, 1)  # the signal's handler has run by now, and may have raised
                 continue
             data = os.read(source, 1 << 16)
             *lines, left = (left + data).split(b"\n")
@@ -359,7 +362,7 @@ def _piped() -> Iterator[str]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """A descriptor that becomes readable with every signal."""
+    """Yields a file descriptor that becomes readable with every signal."""
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
     before = None

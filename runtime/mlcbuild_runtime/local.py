@@ -1,4 +1,5 @@
-"""A bundle in this process, with the shape of OpenAI's client: `engine.chat.completions.create(...)`."""
+"""Runs a bundle in this process, with the interface of OpenAI's client:
+`engine.chat.completions.create(...)`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from mlcbuild_runtime.openai.streams import Answers, AsyncAnswers
 _OPTIONAL = frozenset(
     {"content", "refusal", "role", "tool_calls", "usage", "logprobs", "finish_reason", "name"}
 )
-"""Fields that a document may lack; they are None then, as in OpenAI's client."""
+"""Fields that a document may lack; reading them returns None then, as in OpenAI's client."""
 _Prepare = Callable[[engine.Engine, Mapping[str, Json]], CompletionJob]
 
 
@@ -46,7 +47,7 @@ def _shown(value: Json) -> Json:
 
 
 class _Local:
-    """What both engines have in common."""
+    """The common part of Engine and AsyncEngine: a bundle that runs in this process."""
 
     def __init__(
         self,
@@ -57,9 +58,10 @@ class _Local:
     ) -> None:
         """Loads the bundle in directory `bundle`. Raises BundleError or SetupError.
 
-        threads: workers of this process (default: the physical cores at hand; the first load decides).
-        max_batch: answers at a time (default: the library's limit).
-        speculate: draft tokens by `lookup`, or by a smaller bundle of the same vocabulary.
+        threads: number of computing threads (default: the physical cores that this process may use; the first
+        load of a process decides). max_batch: maximum answers at a time (default: the library's limit).
+        speculate: "lookup", or the directory of a smaller bundle with the same vocabulary, which drafts
+        tokens.
         """
         executor, tokenizer = untrusted.load(bundle, threads)
         how = Speculate.of(speculate) if isinstance(speculate, str | Path) else speculate
@@ -69,26 +71,26 @@ class _Local:
 
     @property
     def model(self) -> str:
-        """The bundle's name; `model` in a request may be this or left out."""
+        """The bundle's name; `model` in a request may be this or absent."""
         return self._running.name
 
     def state(self) -> State:
-        """What runs and waits, pages, and counts since the start."""
+        """Returns the engine's load, its pages, and its counts since the start."""
         return self._running.state()
 
     def tokenize(self, **body: object) -> list[int]:
-        """Tokens of a `prompt`, or of a chat's `messages`. Raises RequestError."""
-        found = service.tokenize(self._running, _body(self._running, body))["tokens"]
-        assert isinstance(found, list)
-        return [token for token in found if isinstance(token, int)]
+        """Returns the tokens of a `prompt`, or of a chat's `messages`. Raises RequestError."""
+        tokens = service.tokenize(self._running, _body(self._running, body))["tokens"]
+        assert isinstance(tokens, list)
+        return [token for token in tokens if isinstance(token, int)]
 
     def close(self) -> None:
-        """Ends what runs."""
+        """Ends all running requests and stops the engine."""
         self._running.close()
 
 
 class Engine(_Local):
-    """A bundle for threads that wait: any number of them may ask at a time."""
+    """A bundle for calls that block; any number of threads may call at the same time."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Chat:
 
 
 class Completions:
-    """Answers to bodies of one endpoint of the HTTP API; the rules are the same."""
+    """One endpoint of the HTTP API, with the same rules for requests."""
 
     def __init__(self, running: engine.Engine, prepare: _Prepare) -> None:
         self._running, self._prepare = running, prepare
@@ -126,15 +128,16 @@ class Completions:
     @overload
     def create(self, *, stream: Literal[False] = False, **body: object) -> Document: ...
     def create(self, *, stream: bool = False, **body: object) -> Document | Iterator[Document]:
-        """The whole answer, or its chunks. Raises RequestError at once, EngineError when it fails later."""
+        """Returns the whole answer, or an iterator over its chunks. Raises RequestError at once, and
+        EngineError if the answer fails later."""
         job = self._prepare(self._running, _body(self._running, {**body, "stream": stream}))
         answers = Answers(self._running, job.requests)
         if stream:
             return self._chunks(answers, job)
-        found: list[list[Event]] = [[] for _ in job.requests]
+        events_of: list[list[Event]] = [[] for _ in job.requests]
         for index, event in answers.events():
-            found[index].append(event)
-        return Document(job.reply.whole(found))
+            events_of[index].append(event)
+        return Document(job.reply.whole(events_of))
 
     @staticmethod
     def _chunks(answers: Answers, job: CompletionJob) -> Iterator[Document]:
@@ -148,37 +151,37 @@ class Embeddings:
         self._running = running
 
     def create(self, **body: object) -> Document:
-        """Vectors for the texts in `input`. Raises RequestError or EngineError."""
+        """Returns the embeddings of the texts in `input`. Raises RequestError or EngineError."""
         job = embeddings.job(self._running, _body(self._running, body))
-        found: list[Event] = []
+        last_events: list[Event] = []
         for wave in job.waves():
             events = dict(Answers(self._running, wave).events())
-            found += [events[index] for index in range(len(wave))]
-        return Document(job.document(found))
+            last_events += [events[index] for index in range(len(wave))]
+        return Document(job.document(last_events))
 
 
 class Response(Document):
-    """A response, or an event of its stream."""
+    """A response of /v1/responses, or an event of its stream."""
 
     @property
     def output_text(self) -> str:
-        """The text of all messages in it."""
+        """The text of all messages in the response."""
         match self:
             case {"output": list(items)}:
-                found = (item.get("content") for item in items if isinstance(item, dict))
-                parts = (part for content in found if isinstance(content, list) for part in content)
+                contents = (item.get("content") for item in items if isinstance(item, dict))
+                parts = (part for content in contents if isinstance(content, list) for part in content)
                 return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
         return ""
 
 
 class _Responses:
-    """What was said before is kept in memory, as by the server."""
+    """The common part of Responses and AsyncResponses; responses are stored in memory, as by the server."""
 
     def __init__(self, running: engine.Engine) -> None:
         self._running, self._history, self._lock = running, History(), threading.Lock()
 
     def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[CompletionJob, ResponseOutput, Kept]:
-        """Raises RequestError."""
+        """Returns the job, the response and its record for a request body. Raises RequestError."""
         call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:
             before = self._history.before(call.previous)
@@ -191,25 +194,26 @@ class _Responses:
                 self._history.keep(kept)
 
     def retrieve(self, response_id: str) -> Response:
-        """One that is kept. Raises RequestError."""
+        """Returns a stored response. Raises RequestError if there is none of this id."""
         with self._lock:
             return Response(self._history.find(response_id).document)
 
     def delete(self, response_id: str) -> None:
-        """Raises RequestError where it is not kept."""
+        """Drops a stored response. Raises RequestError if there is none of this id."""
         with self._lock:
             self._history.forget(response_id)
 
 
 class Responses(_Responses):
-    """Bodies of /v1/responses."""
+    """The endpoint /v1/responses for calls that block."""
 
     @overload
     def create(self, *, stream: Literal[True], **body: object) -> Iterator[Response]: ...
     @overload
     def create(self, *, stream: Literal[False] = False, **body: object) -> Response: ...
     def create(self, *, stream: bool = False, **body: object) -> Response | Iterator[Response]:
-        """The whole response, or its events. Raises RequestError at once, EngineError when it fails later."""
+        """Returns the whole response, or an iterator over its events. Raises RequestError at once, and
+        EngineError if it fails later."""
         job, output, kept = self._begun(stream, body)
         events = self._events(Answers(self._running, job.requests), output, kept)
         if stream:
@@ -226,7 +230,7 @@ class Responses(_Responses):
 
 
 class AsyncEngine(_Local):
-    """A bundle for an event loop."""
+    """A bundle for calls from an event loop."""
 
     def __init__(
         self,
@@ -254,7 +258,7 @@ class AsyncChat:
 
 
 class AsyncCompletions:
-    """As Completions, for an event loop."""
+    """One endpoint of the HTTP API, for an event loop."""
 
     def __init__(self, running: engine.Engine, prepare: _Prepare) -> None:
         self._running, self._prepare = running, prepare
@@ -264,9 +268,10 @@ class AsyncCompletions:
     @overload
     async def create(self, *, stream: Literal[False] = False, **body: object) -> Document: ...
     async def create(self, *, stream: bool = False, **body: object) -> Document | AsyncIterator[Document]:
-        """The whole answer, or its chunks. Raises RequestError at once, EngineError when it fails later."""
-        wanted = _body(self._running, {**body, "stream": stream})
-        job = await asyncio.to_thread(self._prepare, self._running, wanted)
+        """Returns the whole answer, or an iterator over its chunks. Raises RequestError at once, and
+        EngineError if the answer fails later."""
+        checked_body = _body(self._running, {**body, "stream": stream})
+        job = await asyncio.to_thread(self._prepare, self._running, checked_body)
         answers = AsyncAnswers(self._running, job.requests)
         if stream:
             return self._chunks(answers, job)
@@ -289,24 +294,25 @@ class AsyncEmbeddings:
         self._running = running
 
     async def create(self, **body: object) -> Document:
-        """Vectors for the texts in `input`. Raises RequestError or EngineError."""
+        """Returns the embeddings of the texts in `input`. Raises RequestError or EngineError."""
         job = await asyncio.to_thread(embeddings.job, self._running, _body(self._running, body))
-        found: list[Event] = []
+        last_events: list[Event] = []
         for wave in job.waves():
             events = await _collected(AsyncAnswers(self._running, wave), len(wave))
-            found += [own[-1] for own in events]
-        return Document(job.document(found))
+            last_events += [own[-1] for own in events]
+        return Document(job.document(last_events))
 
 
 class AsyncResponses(_Responses):
-    """As Responses, for an event loop."""
+    """The endpoint /v1/responses, for an event loop."""
 
     @overload
     async def create(self, *, stream: Literal[True], **body: object) -> AsyncIterator[Response]: ...
     @overload
     async def create(self, *, stream: Literal[False] = False, **body: object) -> Response: ...
     async def create(self, *, stream: bool = False, **body: object) -> Response | AsyncIterator[Response]:
-        """The whole response, or its events. Raises RequestError at once, EngineError when it fails later."""
+        """Returns the whole response, or an iterator over its events. Raises RequestError at once, and
+        EngineError if it fails later."""
         job, output, kept = await asyncio.to_thread(self._begun, stream, body)
         events = self._events(AsyncAnswers(self._running, job.requests), output, kept)
         if stream:
@@ -332,21 +338,22 @@ class AsyncResponses(_Responses):
 
 
 async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
-    """The events of `count` complete answers. Raises what one has failed with."""
-    found: list[list[Event]] = [[] for _ in range(count)]
+    """Returns the events of each of `count` complete answers. Raises the error of an answer that fails."""
+    received: list[list[Event]] = [[] for _ in range(count)]
     try:
         async for index, event in answers.events():
             if event.error is not None:
                 raise event.error
-            found[index].append(event)
+            received[index].append(event)
     finally:
         answers.cancel()
-    return found
+    return received
 
 
 def _body(running: engine.Engine, fields: Mapping[str, object]) -> dict[str, Json]:
-    """Arguments as a body: tuples become lists, documents of earlier answers plain objects."""
-    found = plain(fields)
-    assert isinstance(found, dict)
-    service.check_model(running, found.get("model"))
-    return found
+    """Returns keyword arguments as a request body: tuples become lists, Documents plain objects. Raises
+    RequestError for another model's name."""
+    body = plain(fields)
+    assert isinstance(body, dict)
+    service.check_model(running, body.get("model"))
+    return body

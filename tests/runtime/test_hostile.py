@@ -364,7 +364,7 @@ def test_no_call_on_a_large_body_keeps_other_threads_waiting(monkeypatch: pytest
 
 
 def test_many_large_bodies_at_once_are_refused() -> None:
-    """`Intake` keeps no more than it may."""
+    """A BodyReader holds no more bytes than its limit."""
     import asyncio
 
     from mlcbuild_format.errors import RequestError
@@ -372,7 +372,7 @@ def test_many_large_bodies_at_once_are_refused() -> None:
     from starlette.requests import Request
 
     async def run() -> list[int]:
-        taken, statuses, gate = body_reader.Intake(8 * MB), list[int](), asyncio.Event()
+        taken, statuses, gate = body_reader.BodyReader(8 * MB), list[int](), asyncio.Event()
 
         async def one() -> None:
             sent = False

@@ -469,7 +469,7 @@ def test_options_that_make_no_sense(toy_bundle: Path) -> None:
     assert "must be at least 1, found 0" in done.stderr
     done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--draft-tokens", "4")
     assert done.returncode == 2
-    assert "without --speculate none are: add --speculate lookup" in done.stderr
+    assert "--draft-tokens limits the drafts of --speculate, which is missing" in done.stderr
     done = shared.run("-m", "mlcbuild_runtime", "--help")
     assert done.returncode == 0
     assert "example: mlcbuild-serve" in done.stdout

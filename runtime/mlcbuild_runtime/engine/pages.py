@@ -149,7 +149,7 @@ class Pages:
                 self._free.append(node.page)
 
 
-class Keys:
+class PageKeys:
     """Computes the keys of the pages of one sequence, in order.
 
     Pages with tokens of the answer get a key that only this sequence has: another request would prefill these

@@ -13,7 +13,7 @@ from mlcbuild_runtime.constraints.grammar import Matcher
 from mlcbuild_runtime.engine import draft_tree
 from mlcbuild_runtime.engine.client_stream import ClientStream
 from mlcbuild_runtime.engine.draft_state import DraftState
-from mlcbuild_runtime.engine.pages import Key, Keys
+from mlcbuild_runtime.engine.pages import Key, PageKeys
 from mlcbuild_runtime.engine.pooling import Pool
 from mlcbuild_runtime.engine.request import Event, Finish, Request, Sink, Ticket
 from mlcbuild_runtime.engine.sampler import Sampler, runner_up
@@ -88,7 +88,7 @@ class Sequence:
         self.sampler = Sampler(request, sample, matcher)
         self.scores = PromptScores(request.prompt, request.logprobs or 0)
         self.pool = None if request.pooling is None else Pool(request.pooling)
-        self._keys = Keys(len(request.prompt))
+        self._keys = PageKeys(len(request.prompt))
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -144,7 +144,7 @@ class Sequence:
         return remaining if room is None else min(remaining, room)
 
     def keys(self, page_size: int, length: int) -> List[Key]:
-        """Returns the keys of the pages that the first `length` tokens fill; see pages.Keys."""
+        """Returns the keys of the pages that the first `length` tokens fill; see pages.PageKeys."""
         if self.request.prompt_logprobs or (self.pool is not None and self.pool.kind == "mean"):
             return []  # cached pages lack the logits, or hidden states, of the tokens that they cover
         return self._keys.of(self.tokens, length, page_size, -1 - self.order)

@@ -1,7 +1,7 @@
-"""Connections of a listening socket, no more than there is room for.
+"""Accepts connections on a listening socket, up to the limit of file descriptors.
 
-asyncio's own server goes on trying when a process has no file descriptor left, with a traceback in the log
-for each try (CPython 3.11: thousands a second).
+asyncio's own server keeps retrying when a process has no file descriptor left, and logs a traceback for each
+attempt (CPython 3.11: thousands a second).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 RETRY = 0.05
-"""Seconds until there may be room again."""
+"""Seconds between attempts to accept a connection while the limit is reached."""
 QUIET = 60.0
-"""Seconds between two lines of the log."""
+"""Minimum seconds between two log lines about the limit."""
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def room() -> int:
-    """Connections that the process has file descriptors for; some are for other things."""
+    """Returns the maximum number of connections, which leaves file descriptors for other uses."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if most < 0 else min(MAX_CONNECTIONS, max(most - 64, most // 2))
 
@@ -35,16 +35,19 @@ def room() -> int:
 async def accept(
     listener: socket.socket, make: Callable[[], Connection], connections: Collection[object]
 ) -> None:
-    """Accepts until it is cancelled. `connections`: those that are open. When there is no room for more, the
-    one that has had no request for longest has to go; while all have one, the others wait."""
+    """Accepts connections until it is cancelled.
+
+    `make` creates the protocol of a connection, and `connections` holds the open ones. At the limit, the
+    connection that has been idle for longest is closed; while none is idle, new ones wait.
+    """
     loop = asyncio.get_running_loop()
     opening: set[asyncio.Task[object]] = set()
-    most, told = room(), -QUIET
+    most, logged_at = room(), -QUIET
 
     def full(reason: str) -> None:
-        nonlocal told
-        if time.monotonic() - told >= QUIET:
-            told = time.monotonic()
+        nonlocal logged_at
+        if time.monotonic() - logged_at >= QUIET:
+            logged_at = time.monotonic()
             log.error("%d connections are open, and there is no room for more: %s", len(connections), reason)
 
     while True:
@@ -70,12 +73,12 @@ async def accept(
 async def _open(make: Callable[[], Connection], accepted: socket.socket) -> None:
     try:
         await asyncio.get_running_loop().connect_accepted_socket(make, accepted)
-    except OSError:  # it is gone already
+    except OSError:  # the client has disconnected already
         accepted.close()
 
 
 def _drop_idle(connections: Collection[object]) -> bool:
-    """Closes the connection that has been idle for longest; False where all have a request."""
+    """Closes the connection that has been idle for longest; returns false if all are serving a request."""
     idle = [(c.idle_since, id(c), c) for c in connections if isinstance(c, Connection) and c.is_idle]
     if not idle:
         return False

@@ -1,4 +1,4 @@
-"""Who may use a server. Imports nothing: the command line loads it before it knows whether to serve."""
+"""The rules for access to a server. It imports nothing, because the command line loads it early."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use a server, and how much of it."""
+    """Who may use a server, and within what limits."""
 
     keys: tuple[str, ...] = ()
-    """Bearer keys; none: everyone."""
+    """Accepted bearer keys; () means that no key is required."""
     origins: tuple[str, ...] = ()
-    """Origins whose pages may call the server (CORS); "*": all."""
+    """Origins whose web pages may call the server (CORS); "*" stands for all."""
     timeout: float | None = None
-    """Seconds that a request may take."""
+    """Maximum seconds for a request; None means no limit."""
     max_body: int = 8 << 20
-    """Bytes of a request's body."""
+    """Maximum bytes of a request's body."""
     hosts: tuple[str, ...] | None = None
-    """Names that a request may ask for in its Host, besides those of the loopback interface; None: any, and
-    pages of any origin may send requests, too."""
+    """Host names that requests may address besides those of the loopback interface. None allows any host, and
+    requests from web pages of any origin."""
     max_tokens: int | None = None
-    """Tokens that an answer may have; None: what the context has room for."""
+    """Maximum tokens of an answer; None means as many as fit the context."""

@@ -1,14 +1,14 @@
-"""The access log: one JSON object on one line for each request, written when its answer has ended.
+"""The access log: one JSON object per line for each request, written when its answer has ended.
 
-    time            when it came, UTC, ISO 8601
+    time            arrival of the request, UTC, ISO 8601
     id              the request's X-Request-ID, or a new one; the answer carries it, too
-    client          address
+    client          the client's address
     method, path, status, seconds
     model, stream, prompt_tokens, cached_tokens, answer_tokens, finish, ttft
-                    of requests to the model; `finish` has a reason for each answer, null where the client
-                    left first; `ttft` is seconds to the first token
+                    only for requests to a model; `finish` lists the reason of each answer, null where the
+                    client disconnected first; `ttft` is the seconds until the first token
 
-No line has a text of a prompt or an answer, a query, or a key.
+No line contains text of a prompt or an answer, a query string, or a key.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SCOPE = "mlcbuild.access"
 _ID = re.compile(r"[!-~]{1,128}")
 
 
-class Record:
-    """What a line says of the model's work."""
+class AccessRecord:
+    """The part of a log line that describes the model's work."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -44,12 +44,12 @@ class Record:
         self._first: float | None = None
 
     def model(self, name: str, requests: Sequence[Request], stream: bool) -> None:
-        """`requests`: one for each answer, those of one prompt behind each other."""
+        """Notes the model and its requests: one for each answer, those of one prompt consecutively."""
         self._model, self._stream = name, stream
         self._prompt_tokens += sum(len(r.prompt) for r in requests if r.sampling.choice == 0)
 
     def watched(self, sink: Sink) -> Sink:
-        """A sink that remembers of each answer what its last event says."""
+        """Returns a sink that also notes the last event of each answer."""
         place = len(self._answers)
         self._answers.append(None)
 
@@ -62,21 +62,21 @@ class Record:
         return take
 
     def fields(self) -> dict[str, object]:
-        found: dict[str, object] = {"seconds": round(time.perf_counter() - self._start, 6)}
+        described: dict[str, object] = {"seconds": round(time.perf_counter() - self._start, 6)}
         if self._model is None:
-            return found
-        known = [event for event in self._answers if event is not None]
-        found |= {
+            return described
+        received = [event for event in self._answers if event is not None]
+        described |= {
             "model": self._model,
             "stream": self._stream,
             "prompt_tokens": self._prompt_tokens,
-            "cached_tokens": min((event.cached for event in known), default=0),
-            "answer_tokens": sum(event.tokens for event in known),
+            "cached_tokens": min((event.cached for event in received), default=0),
+            "answer_tokens": sum(event.tokens for event in received),
             "finish": [_finish(event) for event in self._answers],
         }
         if self._first is not None:
-            found["ttft"] = round(self._first - self._start, 6)
-        return found
+            described["ttft"] = round(self._first - self._start, 6)
+        return described
 
 
 def _finish(event: Event | None) -> str | None:
@@ -85,14 +85,14 @@ def _finish(event: Event | None) -> str | None:
     return "error" if event.error is not None else event.finish
 
 
-def record(scope: Scope) -> Record:
-    """The record of a request; one that nobody reads where there is no log."""
-    found = scope.get(_SCOPE)
-    return found if isinstance(found, Record) else Record()
+def record(scope: Scope) -> AccessRecord:
+    """Returns the record of a request; without an access log, one that is never written."""
+    own = scope.get(_SCOPE)
+    return own if isinstance(own, AccessRecord) else AccessRecord()
 
 
 class AccessLog:
-    """Writes a line for every request that passes. A log that cannot be written ends no request."""
+    """ASGI middleware that writes a line for every request. A write error ends no request."""
 
     def __init__(self, app: ASGIApp, out: TextIO) -> None:
         self._app, self._out, self._broken = app, out, False
@@ -101,9 +101,9 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        id, came = given if _ID.fullmatch(given) else uuid.uuid4().hex, datetime.now(UTC)
-        own, status = Record(), 0
+        requested_id = Headers(scope=scope).get("x-request-id", "")
+        id, came = requested_id if _ID.fullmatch(requested_id) else uuid.uuid4().hex, datetime.now(UTC)
+        own, status = AccessRecord(), 0
         scope[_SCOPE] = own
 
         async def answer(message: Message) -> None:
@@ -131,7 +131,7 @@ class AccessLog:
 
     def _write(self, fields: dict[str, object]) -> None:
         try:
-            # json.dumps escapes all control characters but one.
+            # json.dumps escapes all control characters except DEL.
             line = json.dumps(fields, separators=(",", ":")).replace("\x7f", "\\u007f")
             self._out.write(line + "\n")
             self._out.flush()

@@ -1,4 +1,4 @@
-"""The options of a server, for every command line that starts one."""
+"""The command-line options of a server."""
 
 from __future__ import annotations
 
@@ -15,61 +15,63 @@ from mlcbuild_runtime.http.serve import KEY_VARIABLE, Options
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Bundles and everything else."""
+    """Adds the bundles and all options of a server to a parser."""
     defaults = Options()
     parser.add_argument(
         "bundles",
         nargs="+",
         metavar="[NAME=]BUNDLE",
-        help="directory that holds bundle.json, and its name; several are loaded when they are asked for",
+        help="directory with bundle.json, and a name for it; several are loaded when requests name them",
     )
     parser.add_argument("--host", default=defaults.host, help=f"address (default {defaults.host})")
     parser.add_argument(
         "--port", type=int, default=defaults.port, help=f"port; 0: any free one (default {defaults.port})"
     )
-    parser.add_argument("--threads", type=_positive, help="threads (default: the physical cores at hand)")
+    parser.add_argument(
+        "--threads", type=_positive, help="computing threads (default: the physical cores that are available)"
+    )
     parser.add_argument(
         "--mode",
         choices=tuple(MODES),
         default=defaults.limits.mode,
-        help="what the machine is for (default server): "
+        help="how much of the machine to use (default server): "
         + "; ".join(f"{name}: {share.about}" for name, share in MODES.items()),
     )
     parser.add_argument(
-        "--memory", type=_bytes, help="for all bundles, such as 8GB (default: as the mode says)"
+        "--memory", type=_bytes, help="memory for all bundles, such as 8GB (default: from the mode)"
     )
-    parser.add_argument("--max-batch", type=_positive, help="requests at a time (default: as the mode says)")
+    parser.add_argument("--max-batch", type=_positive, help="requests in a batch (default: from the mode)")
     parser.add_argument(
         "--max-pages",
         type=_positive,
-        help="pages of 16 tokens in the KV cache (default: what there is room for)",
+        help="pages of 16 tokens in the KV cache (default: as many as fit the memory)",
     )
     parser.add_argument(
         "--prefill-chunk",
         type=_positive,
-        help="tokens of prompts computed between two steps of answers (default: as the mode says)",
+        help="prompt tokens computed between two decode steps (default: from the mode)",
     )
     parser.add_argument(
         "--max-waiting", type=_natural, help="requests that may wait; more get 503 (default: 1024)"
     )
     parser.add_argument(
-        "--pooling", choices=POOLINGS, help="how embeddings are made (default: as the bundle says)"
+        "--pooling", choices=POOLINGS, help="how hidden states become embeddings (default: from the bundle)"
     )
     parser.add_argument(
         "--speculate",
         metavar="lookup|BUNDLE",
-        help="draft tokens: from what was said before, or by a smaller bundle of the same vocabulary",
+        help="draft tokens by looking up the earlier text, or with a smaller bundle of the same vocabulary",
     )
     parser.add_argument(
         "--draft-tokens",
         type=_positive,
-        help=f"to draft at most, with --speculate (default: {TOKENS})",
+        help=f"maximum tokens of a draft, with --speculate (default: {TOKENS})",
     )
     parser.add_argument(
         "--api-key",
         action="append",
         default=[],
-        help=f"bearer key that opens the server, also {KEY_VARIABLE}",
+        help=f"bearer key that requests must carry; also {KEY_VARIABLE}",
     )
     parser.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="origin whose pages may call; '*': all"
@@ -79,17 +81,20 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="name by which the server may be called, besides localhost, where it is for this machine only",
+        help="host name that requests may address besides localhost (local servers without keys)",
     )
     parser.add_argument(
-        "--max-body", type=_bytes, default=Access().max_body, help="of a request's body (default 8MiB)"
+        "--max-body",
+        type=_bytes,
+        default=Access().max_body,
+        help="maximum size of a request's body (default 8MiB)",
     )
     parser.add_argument(
         "--max-tokens",
         type=_positive,
-        help="tokens that an answer may have (default: what the context has room for)",
+        help="maximum tokens of an answer (default: as many as fit the context)",
     )
-    parser.add_argument("--timeout", type=_seconds, help="seconds that a request may take (default: any)")
+    parser.add_argument("--timeout", type=_seconds, help="maximum seconds for a request (default: no limit)")
     parser.add_argument(
         "--drain",
         type=_seconds,
@@ -104,33 +109,39 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options(found: argparse.Namespace) -> Options:
-    """From what a parser found. Raises ArgumentTypeError for options that do not go together."""
-    if found.draft_tokens is not None and found.speculate is None:
+def options(arguments: argparse.Namespace) -> Options:
+    """Returns the options of parsed arguments. Raises ArgumentTypeError for conflicting options."""
+    if arguments.draft_tokens is not None and arguments.speculate is None:
         raise argparse.ArgumentTypeError(
-            "--draft-tokens says how many tokens to draft, and without --speculate none are: add --speculate"
+            "--draft-tokens limits the drafts of --speculate, which is missing: add --speculate"
             " lookup, or --speculate with the directory of a smaller bundle, or leave --draft-tokens out"
         )
     return Options(
-        host=found.host,
-        port=found.port,
-        threads=found.threads,
+        host=arguments.host,
+        port=arguments.port,
+        threads=arguments.threads,
         limits=RequestedLimits(
-            found.mode, found.memory, found.max_batch, found.max_pages, found.prefill_chunk
+            arguments.mode,
+            arguments.memory,
+            arguments.max_batch,
+            arguments.max_pages,
+            arguments.prefill_chunk,
         ),
-        max_waiting=found.max_waiting,
-        pooling=found.pooling,
-        speculate=None if found.speculate is None else Speculate.of(found.speculate, found.draft_tokens),
-        drain=found.drain,
-        access_log=found.access_log,
-        trace=found.trace,
+        max_waiting=arguments.max_waiting,
+        pooling=arguments.pooling,
+        speculate=None
+        if arguments.speculate is None
+        else Speculate.of(arguments.speculate, arguments.draft_tokens),
+        drain=arguments.drain,
+        access_log=arguments.access_log,
+        trace=arguments.trace,
         access=Access(
-            keys=tuple(found.api_key),
-            origins=tuple(found.cors),
-            timeout=found.timeout,
-            max_body=found.max_body,
-            hosts=tuple(found.allowed_host),
-            max_tokens=found.max_tokens,
+            keys=tuple(arguments.api_key),
+            origins=tuple(arguments.cors),
+            timeout=arguments.timeout,
+            max_body=arguments.max_body,
+            hosts=tuple(arguments.allowed_host),
+            max_tokens=arguments.max_tokens,
         ),
     )
 

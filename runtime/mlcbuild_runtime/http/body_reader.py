@@ -1,4 +1,4 @@
-"""Bodies of requests, as they come in: bounded before they are kept, and read where nobody waits for it."""
+"""Reads the bodies of requests: bounded before they are stored, and parsed where no other request waits."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from starlette.requests import Request
 from mlcbuild_runtime.openai.body import parse_body
 
 BODY_SECONDS = 60.0
-"""That a body may take to come."""
+"""Maximum seconds for receiving a body."""
 SMALL = 32 << 10
-"""Bytes of a body that is read in the event loop: 10 ms at worst. Larger ones are read on a thread, one at a
-time: 8 MiB may take a second and 150 MB."""
+"""Maximum bytes of a body that is parsed in the event loop, which takes 10 ms at worst. Larger bodies are
+parsed on a thread, one at a time: 8 MiB may take a second and 150 MB of memory."""
 MAX_LARGE = 64 << 20
-"""Bytes of all bodies together that are kept at a time, the first SMALL of each aside."""
+"""Maximum bytes of all bodies together that are held in memory, not counting the first SMALL of each."""
 
 
 def _trim() -> None:
-    """Gives free memory back to the system: glibc keeps hundreds of megabytes after many large bodies. Other
-    C libraries have no such call."""
+    """Returns free memory to the system with glibc's malloc_trim, without which hundreds of megabytes stay
+    allocated after many large bodies."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-class Intake:
-    """The bodies of one server."""
+class BodyReader:
+    """Receives and parses the bodies of one server."""
 
     def __init__(self, most: int) -> None:
-        """`most`: bytes of one body."""
+        """`most`: maximum bytes of one body."""
         self._most, self._kept, self._lane = most, 0, CapacityLimiter(1)
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[dict[str, Json]]:
-        """The body, a JSON object; it counts as kept until the context ends. Raises RequestError: 413, 415,
-        408, 503, or 400 for what is in it."""
+        """Returns the body, a JSON object, as a context: its memory is counted until the context ends. Raises
+        RequestError with status 408, 413, 415 or 503, or 400 for invalid content."""
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise RequestError(

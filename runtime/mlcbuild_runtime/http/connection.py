@@ -1,8 +1,8 @@
-"""HTTP over one connection: what a client may send, how fast, and what is kept of it.
+"""HTTP over one connection: limits what a client may send, how fast, and how much of it is stored.
 
-The parser is fed no further than to the end of one request: what follows waits unparsed, at most a buffer of
-it, and nothing more is read until that request is answered. All connections receive into one piece of memory:
-asyncio would take a new block of 256 KiB each time, which left holes (the process grew by a tenth over some
+The parser is fed only up to the end of one request: what follows waits unparsed, at most a buffer of it, and
+nothing more is read until that request is answered. All connections receive into one buffer: asyncio would
+allocate a new block of 256 KiB each time, which fragments the heap (the process grew by a tenth over some
 50,000 requests).
 """
 
@@ -23,33 +23,34 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from mlcbuild_runtime.openai.chat_documents import error_document
 
 HEAD_BYTES, HEAD_FIELDS = 64 << 10, 100
-"""Limits of a request's head; also of the framing and the trailers of a chunked body."""
+"""Maximum bytes and fields of a request's head, and of the framing and trailers of a chunked body."""
 HEAD_SECONDS, IDLE_SECONDS = 20.0, 75.0
-"""For a whole head from its first byte (or from the connection's start), and between two requests."""
+"""Maximum seconds for a whole head, from its first byte or the connection's start; and between two
+requests."""
 WRITE_SECONDS = 120.0
-"""For a client that reads nothing of its answer."""
+"""Maximum seconds during which a client reads nothing of its answer."""
 LINGER_BYTES, LINGER_SECONDS = 1 << 20, 2.0
-"""What is still received, and thrown away, after the last answer: closing at once would reset the connection,
-and the client might lose the answer."""
+"""Bytes and seconds for which input is still received and discarded after the last answer: closing at once
+would reset the connection, and the client might lose the answer."""
 
 _BUFFER = memoryview(bytearray(1 << 16))
-"""Full only from a call of `get_buffer` to that of `buffer_updated` which follows: an event loop has no other
-between them, and a process has one server."""
+"""The receive buffer of all connections. It is in use only between a call of `get_buffer` and the following
+`buffer_updated`, which an event loop never interleaves, and a process has one server."""
 _END = re.compile(rb"\n\r?\n")
-"""How a head and a chunked body end; a chunk's data may hold it, too."""
+"""Matches the end of a head or of a chunked body; the data of a chunk may match, too."""
 _BEGINNING = b"HTTP/1.1 "
-"""Every answer begins with it."""
+"""The first bytes of every answer."""
 
 
 class _Outlet(asyncio.Transport):
-    """The transport as uvicorn sees it: closing is up to the connection."""
+    """The transport that uvicorn sees: closing is left to the connection."""
 
     def __init__(self, wire: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
         self._wire, self._connection, self._begun = wire, connection, False
 
     def begin(self) -> None:
-        """Sends the beginning of an answer whose rest is not known yet."""
+        """Sends the first bytes of an answer whose status is not known yet."""
         if not self._begun:
             self._begun = True
             self._wire.write(_BEGINNING)
@@ -76,7 +77,8 @@ class _Outlet(asyncio.Transport):
 
 
 class _Flow(FlowControl):
-    """While it is held, nobody who waits for a body or for the client to leave makes the connection read."""
+    """Flow control that ignores requests to read while it is held, from code that waits for a body or a
+    disconnect."""
 
     held = False
 
@@ -95,9 +97,9 @@ class _Flow(FlowControl):
 
 class Connection(HttpToolsProtocol, BufferedProtocol):
     ended = False
-    """The last answer was given; what still comes is thrown away."""
+    """True after the last answer: further input is discarded."""
     idle_since = 0.0
-    """The loop's time at which the last request ended, or the connection began."""
+    """The event loop's time at which the last request ended, or the connection began, in seconds."""
     _wire: asyncio.Transport
     _outlet: _Outlet
     flow: _Flow
@@ -105,13 +107,14 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _ahead = b""
     _at = 0
-    """Received and not yet parsed is `_ahead` from `_at` on."""
+    """Bytes that are received and not parsed: those of `_ahead` from index `_at` on."""
     _tail = b""
-    """The last two bytes parsed outside of a body with a length."""
+    """The last two bytes that were parsed outside of a body with a length."""
     _framing = _payload = _fields = 0
-    """Bytes since the request's begin outside of its body, and in it; trailers."""
+    """Bytes of the request outside of its body, bytes in its body, and number of header fields or
+    trailers."""
     _left = 0
-    """Bytes that a body with a length still has."""
+    """Remaining bytes of a body with a length."""
     _has_line = _in_body = _half_closed = _keeps_alive = False
     _drained = 0
     _refusal: RequestError | None = None
@@ -129,7 +132,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self.resume_writing()
         super().connection_lost(exc)
 
-    # What comes in
+    # Input
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return _BUFFER
@@ -148,8 +151,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._parse()
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn closes at once
-        """A client may close its sending half and wait for the answer. One that has left altogether looks the
-        same, until something is sent to it."""
+        """Handles a client that closes its sending half and may wait for the answer. One that has
+        disconnected altogether looks the same until something is sent to it."""
         cycle = self._running
         if self.ended or cycle is None or cycle.more_body:
             return False
@@ -160,7 +163,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         return True
 
     def _look_after(self, cycle: RequestResponseCycle, delay: float) -> None:
-        """Ends a request whose client has reset the connection: asyncio does not see it without reading."""
+        """Ends a request whose client has reset the connection, which asyncio cannot notice without
+        reading."""
         if self.ended or cycle.response_complete:
             return
         if self._wire.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -170,7 +174,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
 
     @property
     def _running(self) -> RequestResponseCycle | None:
-        """The request that has no whole answer yet."""
+        """The request whose answer is not complete yet, if any."""
         cycle: RequestResponseCycle | None = self.cycle
         return None if cycle is None or cycle.response_complete else cycle
 
@@ -186,7 +190,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             self.flow.release()
 
     def _size(self) -> int:
-        """Bytes to parse that belong to one request."""
+        """Returns the number of unparsed bytes that belong to the current request."""
         if self._left:
             return min(self._left, len(self._ahead) - self._at)
         seam = self._tail + self._ahead[self._at : self._at + 2]
@@ -216,11 +220,11 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             by_us = isinstance(error, httptools.HttpParserCallbackError)
             reason = "its target is no path" if by_us else str(error)
             self._refuse(self._refusal or RequestError(f"this is no valid HTTP request: {reason}"))
-        # A chunk of one byte has five bytes around it.
+        # A chunk of one byte is framed by five bytes.
         if self._in_body and self._framing > HEAD_BYTES + 8 * self._payload:
             self._refuse(_too_large())
 
-    # What the parser finds
+    # Events of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -239,7 +243,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._framing, self._fields = 0, 0
         self._set_timer(None)
         super().on_headers_complete()
-        # An answer before the whole body has come is the connection's last: nobody reads the rest.
+        # An answer before the end of the body is the connection's last one: nobody reads the rest.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
 
@@ -254,7 +258,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._in_body = self._has_line = False
         self._framing, self._left, self._tail = 0, 0, b""
 
-    # What goes out
+    # Output
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -274,11 +278,12 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """No request runs: it may be closed to make room."""
+        """True if no request is running, so that the connection may be closed to make room."""
         return self._running is None and not self._wire.is_closing()
 
     def _refuse(self, error: RequestError) -> None:
-        """The last answer: what follows in the connection cannot be understood, or nobody wants it."""
+        """Sends a last answer and ends the connection, whose further input cannot be understood or is
+        unwanted."""
         if self.is_over:
             return
         cycle = self._running
@@ -294,7 +299,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self.end(unread=True)
 
     def end(self, unread: bool = False) -> None:
-        """Closes the connection once all is written. `unread`: the client may still be sending."""
+        """Closes the connection once everything is written. `unread` is true if the client may still be
+        sending."""
         if self.is_over:
             return
         self.ended = True
@@ -318,7 +324,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             super().shutdown()
 
     def drop(self) -> None:
-        """Makes room for another connection."""
+        """Closes the connection at once, to make room for another one."""
         self._wire.abort()
 
     def pause_writing(self) -> None:
@@ -331,7 +337,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
             self._write_timer.cancel()
             self._write_timer = None
 
-    # Time
+    # Timers
 
     def _rest(self, seconds: float) -> None:
         self.idle_since = self.loop.time()
@@ -343,7 +349,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        """The head has not come to its end in time."""
+        """Ends a connection whose head was not complete in time."""
         if self._framing:
             text = f"the request's head did not come to its end within {HEAD_SECONDS:g} s"
             self._refuse(RequestError(text, code="timeout", status=408))

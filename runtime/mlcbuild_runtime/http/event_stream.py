@@ -25,7 +25,7 @@ class EventStream(StreamingResponse):
     """Server-sent events that end the request when the client leaves, even before the first event."""
 
     def __init__(self, answers: AsyncAnswers, lines: AsyncIterator[str], use: ExitStack) -> None:
-        """`use`: of the model; closed at the end."""
+        """`use` holds the model; it is closed at the end."""
         super().__init__(lines, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self._answers, self._use = answers, use
@@ -52,10 +52,8 @@ async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterato
 
 
 async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[None, None, T]) -> T:
-    """Returns the result of `work` on the answers. Ends the request when the client leaves before.
-
-    Raises ClientDisconnect then.
-    """
+    """Returns the result of `work` on the answers. If the client disconnects first, ends the request and
+    raises ClientDisconnect."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(request))
     try:
@@ -71,16 +69,16 @@ async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[N
 
 async def collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
     """Returns the events of each of `count` complete answers. Raises the error of one that failed."""
-    found: list[list[Event]] = [[] for _ in range(count)]
+    received: list[list[Event]] = [[] for _ in range(count)]
     async for index, event in answers.events():
-        found[index].append(event)
+        received[index].append(event)
         if event.error is not None:
             raise event.error
-    return found
+    return received
 
 
 async def exhausted(events: AsyncIterator[object]) -> None:
-    """Waits for the last event."""
+    """Consumes all events."""
     async for _ in events:
         pass
 

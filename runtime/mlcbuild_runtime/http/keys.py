@@ -1,4 +1,4 @@
-"""Bearer keys: who may use a server."""
+"""Checks bearer keys."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlcbuild_runtime.openai.chat_documents import error_document
 
 
 class Keys:
-    """Lets only requests through that carry one of the keys. Health and the page for chats are for everyone:
-    they tell no secrets, and the page asks for the key."""
+    """ASGI middleware that passes only requests with one of the keys. Health checks and the chat page need
+    none: they reveal nothing, and the page asks for the key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app, self._keys = app, [key.encode() for key in keys]
@@ -33,8 +33,8 @@ class Keys:
         await JSONResponse(error_document(error), error.status, headers=headers)(scope, receive, send)
 
     def _opened_by(self, scope: Scope) -> bool:
-        found = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = found.partition(b" ")
-        # Every key is compared, and each in constant time: the time tells nothing of them.
-        same = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = authorization.partition(b" ")
+        # Every key is compared, each in constant time, so that the time reveals nothing about them.
+        same = [hmac.compare_digest(key.strip(), own_key) for own_key in self._keys]
         return kind.lower() == b"bearer" and any(same)

@@ -1,4 +1,4 @@
-"""Lines of the log: what a client or a bundle has written cannot move a terminal's cursor or forge a line."""
+"""Formats log lines so that text from clients or bundles can neither control a terminal nor forge a line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mlcbuild_format.fields import printable
 _Failure = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 
-class Lines(logging.Formatter):
-    """A message is one line; only a traceback has more."""
+class OneLineFormatter(logging.Formatter):
+    """A log formatter that writes each message as one line; only a traceback has more lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return printable(super().formatMessage(record).rstrip("\n"))
@@ -21,7 +21,7 @@ class Lines(logging.Formatter):
 
 
 def to_stderr() -> None:
-    """Writes the process's log to its standard error, unless it goes elsewhere already."""
+    """Sends the process's log to standard error, unless logging is configured already."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Lines("%(levelname)s: %(message)s"))
+    handler.setFormatter(OneLineFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler])

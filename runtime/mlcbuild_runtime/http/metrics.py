@@ -33,7 +33,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """What a server has measured, and the state of its engines at the moment of the question; by model."""
+    """The measurements of a server, and the state of its engines at the time of the query, both by model."""
 
     def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
         self._registry = CollectorRegistry()
@@ -54,7 +54,7 @@ class Metrics:
         )
 
     def watched(self, model: str, sink: Sink) -> Sink:
-        """A sink that measures what it passes on."""
+        """Returns a sink that measures the events of one answer and passes them on."""
         start, first = time.perf_counter(), 0.0
 
         def take(event: Event) -> None:
@@ -73,11 +73,11 @@ class Metrics:
         return take
 
     def error(self, status: int) -> None:
-        """A request has had this for an answer."""
+        """Counts a request that was answered with the error `status`."""
         self._errors.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Returns the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 

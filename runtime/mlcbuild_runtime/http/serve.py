@@ -1,4 +1,4 @@
-"""Serves bundles until a signal says stop."""
+"""Serves bundles over HTTP until a signal ends the process."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from mlcbuild_runtime.engine.trace import Trace
 
 GRACE = 1
-"""Seconds that open connections get to end when the server stops."""
+"""Seconds that open connections get to finish when the server stops."""
 DRAIN = 25
-"""Seconds that running requests get after SIGTERM; container managers kill after 30."""
+"""Seconds that running requests get to finish after SIGTERM; container managers kill after 30."""
 BACKLOG = 2048
-"""Connections that the system keeps until they are accepted."""
+"""Maximum connections that the system queues until they are accepted."""
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 
 
@@ -43,26 +43,26 @@ KEY_VARIABLE = "MLCBUILD_API_KEY"
 class Options:
     host: str = "127.0.0.1"
     port: int = 8000
-    """0: any free port; the ready line says which."""
+    """TCP port; 0 selects any free port, which the ready line reports."""
     threads: int | None = None
     limits: RequestedLimits = field(default_factory=RequestedLimits)
     max_waiting: int | None = None
     pooling: Pooling | None = None
-    """Of embeddings, instead of the bundle's."""
+    """How hidden states are combined into embeddings; None means as the bundle states."""
     speculate: Speculate | None = None
     drain: float = DRAIN
     access: Access = field(default_factory=Access)
     access_log: str | None = None
-    """A file to which a line of JSON is added for each request; "-": standard output."""
+    """File to which a line of JSON is appended for each request; "-" is standard output."""
     trace: str | None = None
-    """A file for the engine's steps, in Chrome's trace format; written anew."""
+    """File for a trace of the engine's steps, in Chrome's trace format; it is overwritten."""
 
 
 def serve(bundles: str | Path | Sequence[str | Path], options: Options | None = None) -> int:
     """Serves bundles until SIGINT or SIGTERM; returns the exit code.
 
-    bundles: one or several, each DIRECTORY or NAME=DIRECTORY. One alone is loaded first; several are loaded
-    when they are asked for.
+    `bundles` is one bundle or several, each DIRECTORY or NAME=DIRECTORY. A single bundle is loaded at once,
+    several are loaded when requests first name them.
     """
     listed = [bundles] if isinstance(bundles, str | Path) else bundles
     options = options or Options()
@@ -83,7 +83,8 @@ def serve(bundles: str | Path | Sequence[str | Path], options: Options | None = 
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket, before the model is loaded: a port in use is a quick failure. Raises SetupError."""
+    """Returns a bound socket. It is bound before the model is loaded, so that a port in use fails quickly.
+    Raises SetupError."""
     if not 0 <= port < 1 << 16:
         raise SetupError(f"cannot listen on {host} port {port}: a port is a number from 0 to 65535")
     try:
@@ -99,7 +100,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _for_listener(access: Access, listener: socket.socket) -> Access:
-    """Without a key, a server for this machine is called by its names and by no other site's pages."""
+    """Returns the rules for a listener: only a server without keys on the loopback interface checks hosts and
+    origins."""
     from mlcbuild_runtime.http.sites import is_loopback
 
     is_local = not access.keys and is_loopback(listener.getsockname()[0])
@@ -107,7 +109,7 @@ def _for_listener(access: Access, listener: socket.socket) -> Access:
 
 
 def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
-    """The access log. Raises SetupError."""
+    """Returns the open access log, or None. Raises SetupError."""
     if name is None or name == "-":
         return nullcontext(None if name is None else sys.stdout)
     try:
@@ -117,7 +119,7 @@ def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
 
 
 def _trace(name: str | None) -> Trace | None:
-    """Raises SetupError."""
+    """Returns an open trace file, or None. Raises SetupError."""
     from mlcbuild_runtime.engine.trace import Trace
 
     try:
@@ -127,7 +129,7 @@ def _trace(name: str | None) -> Trace | None:
 
 
 def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, lines: TextIO | None) -> int:
-    # Before NumPy is imported: its products are not used here, so it needs no threads.
+    # Set before NumPy is imported: this process computes no matrix products with it and needs no threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from mlcbuild_runtime.engine.engine_options import MAX_WAITING, EngineOptions
     from mlcbuild_runtime.engine.served_models import Models, ModelSource
@@ -139,7 +141,7 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
     models = Models(sources, options.limits, options.threads, shared, trace)
     if len(models.entries) == 1:
         models.load_first()
-    # Imported late: a bundle that cannot be served is refused sooner.
+    # Imported late, so that a bundle that cannot be served is refused sooner.
     import uvicorn
 
     from mlcbuild_runtime.http import logs
@@ -150,10 +152,10 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
     logs.to_stderr()
 
     class Server(uvicorn.Server):
-        """Ends the engine first: every open stream then ends by itself."""
+        """A uvicorn server that ends the engines first, so that every open stream ends by itself."""
 
         last_moment = math.inf
-        """When draining ends."""
+        """The time.monotonic at which draining ends."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup([])
@@ -161,7 +163,8 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
             listener.listen(BACKLOG)
             make = partial(Connection, config, self.server_state, self.lifespan.state)
             self.accepting = asyncio.create_task(accept(listener, make, self.server_state.connections))
-            print(f"mlcbuild-serve: {printable(_told(models, _url(listener)))}", flush=True)  # noqa: T201
+            ready = printable(_ready_line(models, _url(listener)))
+            print(f"mlcbuild-serve: {ready}", flush=True)  # noqa: T201
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             models.close(timeout=0)
@@ -170,7 +173,8 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
             await super().shutdown(sockets)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """SIGTERM lets running requests end; SIGINT, or a second signal, does not wait for them."""
+            """Handles a signal: SIGTERM lets running requests finish; SIGINT, or a second signal,
+            does not."""
             if sig == signal.SIGTERM and models.ready and options.drain:
                 models.drain()
                 self.last_moment = time.monotonic() + options.drain
@@ -179,7 +183,8 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
             self.should_exit = True
 
         async def on_tick(self, counter: int) -> bool:
-            """Ten times a second. While the server drains it still answers, and says that it is not ready."""
+            """Runs ten times a second; stops the server when draining ends. A draining server still answers,
+            as not ready."""
             state = models.state()
             if not (state.running or state.waiting) or time.monotonic() > self.last_moment:
                 self.should_exit |= self.last_moment < math.inf
@@ -209,8 +214,8 @@ def _serve(bundles: Sequence[str], options: Options, listener: socket.socket, li
     return 0
 
 
-def _told(models: Models, url: str) -> str:
-    """What is served, where, and with what limits."""
+def _ready_line(models: Models, url: str) -> str:
+    """Returns the line that announces the served models, the URL and the limits."""
     requested, first = models.requested, models.entries[0]
     if first.engine is None or first.chosen is None:
         names = ", ".join(name for entry in models.entries for name in entry.names)

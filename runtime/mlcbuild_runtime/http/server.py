@@ -1,4 +1,4 @@
-"""The HTTP side: OpenAI's endpoints over one engine. See runtime/README.md."""
+"""The HTTP server: OpenAI's endpoints over one or several engines. See runtime/README.md."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from starlette.types import ExceptionHandler
 
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Event, late
-from mlcbuild_runtime.engine.request import Request as Wanted
+from mlcbuild_runtime.engine.request import Request as EngineRequest
 from mlcbuild_runtime.engine.served_models import Models, card
 from mlcbuild_runtime.http.access import Access
 from mlcbuild_runtime.http.accesslog import AccessLog, record
-from mlcbuild_runtime.http.body_reader import Intake
+from mlcbuild_runtime.http.body_reader import BodyReader
 from mlcbuild_runtime.http.event_stream import EventStream, collected, event_lines, exhausted, unless_gone
 from mlcbuild_runtime.http.keys import Keys
 from mlcbuild_runtime.http.metrics import CONTENT_TYPE, Metrics
@@ -48,22 +48,22 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPILERS, MAX_COMPILING = 128, 128
-"""Requests with constraints that are read at a time, and that may wait for it. Most of the first wait for
-their turn where constraints are compiled, which refuses the oldest: see text/turns.py."""
+"""Maximum requests with constraints whose bodies are processed at a time, and that may wait for that. Most of
+the former wait where constraints are compiled, which refuses the oldest: see text/turns.py."""
 RENDERERS = 64
-"""Requests with messages that are read at a time: most of them wait for the chat template."""
+"""Maximum requests with messages whose bodies are processed at a time; most wait for the chat template."""
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 RETRY_AFTER = 1
-"""Seconds after which to try again when the server is full or stopping."""
+"""Seconds after which clients should retry while the server is full or stopping."""
 
 
 def create_app(
     running: Engine | Models, access: Access | None = None, access_log: TextIO | None = None
 ) -> Starlette:
-    """The application over an engine that has been started, or over several models.
+    """Returns the web application for an engine that has been started, or for several models.
 
-    access_log: takes a line for each request.
+    `access_log` receives a line for each request.
     """
     access = access or Access()
     models = Models.of(running) if isinstance(running, Engine) else running
@@ -100,7 +100,7 @@ def create_app(
     if access.hosts is not None:
         middleware.append(Middleware(Sites, hosts=access.hosts, origins=access.origins))
     if access.origins:
-        # Before the keys: a browser asks for leave without one.
+        # CORS comes before the keys, since a browser's preflight request carries no key.
         every = ["*"]
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=every, allow_headers=every)
@@ -108,29 +108,29 @@ def create_app(
     if access.keys:
         middleware.append(Middleware(Keys, keys=access.keys))
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
-    # A redirect would name the host that the client has sent.
+    # A redirect would repeat the host name that the client has sent.
     app.router.redirect_slashes = False
     return app
 
 
 def _api(keys: bool) -> Callable[[Request], Awaitable[Response]]:
-    """The endpoint that describes the others. `keys`: bearer keys are asked for."""
-    found = openapi.document(keys)
+    """Returns the endpoint that serves the OpenAPI document. `keys` is true if bearer keys are required."""
+    document = openapi.document(keys)
 
     async def describe(_request: Request) -> Response:
-        return JSONResponse(found)
+        return JSONResponse(document)
 
     return describe
 
 
 async def page(_request: Request) -> Response:
-    """A chat in the browser: one file, which loads nothing from elsewhere."""
+    """Serves the chat page: one file, which loads nothing from elsewhere."""
     text = files("mlcbuild_runtime.http").joinpath("page.html").read_text(encoding="utf-8")
     return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
 
 async def _http_error(_request: Request, error: Exception) -> Response:
-    """What the router itself refuses: unknown paths and methods."""
+    """Answers requests that the router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     document = error_document(
         RequestError(f"{error.detail}: see /v1/models, /v1/chat/completions and /v1/completions")
@@ -139,24 +139,25 @@ async def _http_error(_request: Request, error: Exception) -> Response:
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:
-    """Nobody is there to read it."""
+    """Ends a request whose client has disconnected; nobody reads the response."""
     return Response(status_code=400)
 
 
 async def _unexpected_error(_request: Request, _error: Exception) -> Response:
-    """A defect: the log has its traceback, the client learns only that it is not at fault."""
+    """Answers after a defect: the log has its traceback, and the client learns only that the server
+    failed."""
     return JSONResponse(error_document(ServingError("the server has failed: see its log")), 500)
 
 
 class _Server:
-    """The endpoints."""
+    """The endpoints of the server."""
 
     def __init__(self, models: Models, access: Access) -> None:
         self._models, self._access = models, access
         self._metrics = Metrics(models.states)
         self._history, self._created = History(), int(time.time())
         self._compiling, self._rendering = CapacityLimiter(COMPILERS), CapacityLimiter(RENDERERS)
-        self._intake = Intake(access.max_body)
+        self._intake = BodyReader(access.max_body)
 
     async def error(self, _request: Request, error: Exception) -> Response:
         assert isinstance(error, ServingError)
@@ -221,8 +222,8 @@ class _Server:
             answers = self._submit(request, engine, job.requests, job.stream)
             if job.stream:
                 return EventStream(answers, event_lines(answers, job), use.pop_all())
-            found = await unless_gone(request, answers, collected(answers, len(job.requests)))
-            return JSONResponse(job.reply.whole(found))
+            events = await unless_gone(request, answers, collected(answers, len(job.requests)))
+            return JSONResponse(job.reply.whole(events))
 
     async def embeddings(self, request: Request) -> Response:
         with ExitStack() as use:
@@ -230,12 +231,12 @@ class _Server:
                 engine = await self._engine(body, use)
                 job = await run_in_threadpool(embeddings.job, engine, body)
             del body
-            found: list[Event] = []
+            last_events: list[Event] = []
             for wave in job.waves():
                 answers = self._submit(request, engine, wave)
                 all_events = await unless_gone(request, answers, collected(answers, len(wave)))
-                found += [events[-1] for events in all_events]
-            return JSONResponse(await run_in_threadpool(job.document, found))
+                last_events += [events[-1] for events in all_events]
+            return JSONResponse(await run_in_threadpool(job.document, last_events))
 
     async def responses(self, request: Request) -> Response:
         with ExitStack() as use:
@@ -257,8 +258,8 @@ class _Server:
     async def _making(
         self, answers: AsyncAnswers, output: ResponseOutput, kept: Kept, stream: bool
     ) -> AsyncIterator[dict[str, Json]]:
-        """The events of a response, which is kept at its end if its request says so. Where there is no stream
-        that could tell of an error, it is raised."""
+        """Yields the events of a response, and stores it at its end if the request says so. Without a stream,
+        which would report an error, the error is raised."""
         cancelled = RequestError("the response was cancelled", code=CANCELLED)
         self._history.start(output, lambda: answers.interrupt(cancelled))
         try:
@@ -286,7 +287,7 @@ class _Server:
         return JSONResponse(listed(self._history.find(request.path_params["id"]).items))
 
     async def cancel(self, request: Request) -> Response:
-        """Ends a response that runs; one that has ended stays as it is."""
+        """Cancels a running response; one that has ended stays as it is."""
         name = request.path_params["id"]
         return JSONResponse(self._history.cancel(name) or self._history.find(name).document)
 
@@ -296,9 +297,9 @@ class _Server:
         engine: Engine,
         body: Mapping[str, Json],
     ) -> CompletionJob:
-        """Reads a body on another thread. Constraints may take seconds to compile, and chat templates to
+        """Processes a body on another thread. Constraints may take seconds to compile, and chat templates to
         render: they have threads of their own, so that other requests do not wait for them. Raises
-        RequestError, also when the request has taken as long as it may."""
+        RequestError, also when the request's time limit has passed."""
         waiting = self._compiling.statistics().tasks_waiting
         if service.constrained(body) and waiting >= MAX_COMPILING:
             raise RequestError(
@@ -311,7 +312,8 @@ class _Server:
     async def _in_time(
         self, work: Callable[[Engine, Mapping[str, Json]], T], engine: Engine, body: Mapping[str, Json]
     ) -> T:
-        """Works on a thread. What is late ends soon after: constraints and templates are bounded."""
+        """Runs `work` on a thread. Raises RequestError after the time limit; the thread ends soon after that,
+        since constraints and templates are bounded."""
         rendering = self._rendering if body.get("messages") else None
         limiter = self._compiling if service.constrained(body) else rendering
         with move_on_after(self._access.timeout):
@@ -319,29 +321,30 @@ class _Server:
         raise late(self._access.timeout)
 
     async def _engine(self, body: Mapping[str, Json], use: ExitStack) -> Engine:
-        """The engine of the model that a body names; it is used until `use` ends. Raises RequestError."""
+        """Returns the engine of the model that a body names; it stays loaded until `use` ends. Raises
+        RequestError."""
         name = body.get("model")
         if name is not None and not isinstance(name, str):
             raise wrong("model", "a text", name)
-        found = self._models.at_once(name)
-        if found is None:
-            found = await run_in_threadpool(self._models.use, name)
-        use.callback(found.end)
-        return found.engine
+        reference = self._models.at_once(name)
+        if reference is None:
+            reference = await run_in_threadpool(self._models.use, name)
+        use.callback(reference.end)
+        return reference.engine
 
     def _submit(
-        self, request: Request, engine: Engine, wanted: Sequence[Wanted], stream: bool = False
+        self, request: Request, engine: Engine, requests: Sequence[EngineRequest], stream: bool = False
     ) -> AsyncAnswers:
-        """Metrics and the access log see the events of the answers."""
+        """Submits requests to an engine; metrics and the access log observe the events of the answers."""
         line, name = record(request.scope), engine.name
-        line.model(name, wanted, stream)
-        limited = [self._limited(engine, each) for each in wanted]
+        line.model(name, requests, stream)
+        limited = [self._limited(engine, each) for each in requests]
         return AsyncAnswers(engine, limited, lambda sink: self._metrics.watched(name, line.watched(sink)))
 
-    def _limited(self, engine: Engine, wanted: Wanted) -> Wanted:
-        """An answer is no longer than this server's may be; it ends with `length` then."""
-        most, room = self._access.max_tokens, engine.manifest.limits.context_window - len(wanted.prompt)
-        if most is not None and wanted.pooling is None and room > 0:
-            count = room if wanted.max_tokens is None else wanted.max_tokens
-            wanted = replace(wanted, max_tokens=min(most, count))
-        return replace(wanted, timeout=self._access.timeout)
+    def _limited(self, engine: Engine, request: EngineRequest) -> EngineRequest:
+        """Returns a request with this server's limits: an answer that reaches them ends with `length`."""
+        most, room = self._access.max_tokens, engine.manifest.limits.context_window - len(request.prompt)
+        if most is not None and request.pooling is None and room > 0:
+            count = room if request.max_tokens is None else request.max_tokens
+            request = replace(request, max_tokens=min(most, count))
+        return replace(request, timeout=self._access.timeout)

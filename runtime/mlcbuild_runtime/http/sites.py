@@ -1,4 +1,4 @@
-"""Which web pages may use a server that has no key: a browser sends requests for any page it shows, also to
+"""Protects a server without keys from web pages: a browser sends requests for any page that it shows, also to
 this machine."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlcbuild_runtime.openai.chat_documents import error_document
 
 
 def is_loopback(name: str) -> bool:
-    """`name`: of a host, or an address."""
+    """Reports whether a host name or an address belongs to the loopback interface."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -26,19 +26,19 @@ def is_loopback(name: str) -> bool:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without its port."""
+    """Returns the host name in a Host header, without the port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
 
 
 class Sites:
-    """Refuses requests that ask for a host of another name (a page whose name was pointed here), or that come
-    from a page of another origin."""
+    """ASGI middleware that refuses requests for another host name (DNS rebinding), and requests from web
+    pages of another origin."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
-        """`hosts`: names that may be asked for besides those of the loopback interface. `origins`: of pages
-        that may call; "*": all."""
+        """`hosts`: host names that are allowed besides those of the loopback interface. `origins`: origins of
+        web pages that are allowed; "*" stands for all."""
         self._app, self._hosts, self._origins = app, {host_name(host) for host in hosts}, set(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
