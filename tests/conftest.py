@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,19 +38,35 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "recipes" / "models" / "tiny"
 
 
+KINDS = (
+    ("another processor", r"processor|AVX|AMX|one core|large pages|emulated-aarch64|qemu"),
+    ("linkers of other systems", r"linker|Linux library|no nm"),
+    ("another system or file system", r"system|/dev/|/proc|Linux|macOS|other users|root"),
+    ("a model", r"shared/models|checkpoint|GGUF"),
+    ("a quiet machine", r"too busy"),
+    ("programs and packages", r"is not installed|pip install|neither oras"),
+)
+"""What tests need that were skipped -> a pattern of their reasons; the first that matches counts."""
+
+
+def kind(reason: str) -> str:
+    """Returns what a skipped test needs, in general."""
+    return next((name for name, pattern in KINDS if re.search(pattern, reason)), "something else")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints what was skipped, grouped by the reason: what stays untested on this machine."""
-    places: dict[str, Counter[str]] = {}
+    """Prints what stays untested on this machine: a line for each kind of reason, with the reasons."""
+    reasons: dict[str, Counter[str]] = {}
     for report in terminalreporter.stats.get("skipped", ()):
         _, _, reason = report.longrepr
         reason = reason.removeprefix("Skipped: ").partition("\n")[0]
-        places.setdefault(reason, Counter())[Path(report.nodeid.partition("::")[0]).stem] += 1
-    if not places:
+        reasons.setdefault(kind(reason), Counter())[reason] += 1
+    if not reasons:
         return
     terminalreporter.section("not tested on this machine")
-    for reason, files in sorted(places.items(), key=lambda item: -item[1].total()):
-        names = ", ".join(name for name, _ in files.most_common(3)) + (", ..." if len(files) > 3 else "")
-        terminalreporter.line(f"{files.total():4} {reason} ({names})")
+    for name, counts in sorted(reasons.items(), key=lambda item: -item[1].total()):
+        listed = "; ".join(f"{reason} ({count})" for reason, count in counts.most_common())
+        terminalreporter.line(f"{counts.total():4} need {name}: {listed}")
 
 
 def pytest_sessionfinish() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, kind
+
+SKIPS = ("pytest.skip", "pytest.mark.skipif", "pytest.importorskip")
 
 
 def test_what_is_skipped_is_grouped_at_the_end() -> None:
@@ -21,4 +25,17 @@ def test_what_is_skipped_is_grouped_at_the_end() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     title, line = done.stdout.partition("not tested on this machine")[1:]
-    assert title and "   3 /nowhere is not there: ci/emulated-aarch64 (test_aarch64)\n" in line
+    assert title and "   3 need another processor: /nowhere is not there: ci/emulated-aarch64 (3)\n" in line
+
+
+def test_every_reason_to_skip_says_what_is_missing() -> None:
+    """Reasons in conditions and calls are constants, f-strings and names of constants."""
+    reasons = set()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in SKIPS:
+                values = [keyword.value for keyword in node.keywords if keyword.arg == "reason"]
+                reasons |= {ast.unparse(value) for value in values or node.args[:1]}
+    assert len(reasons) > 30
+    texts = {reason for reason in reasons if not re.fullmatch(r"[\w.]+", reason)}
+    assert not {text for text in texts if kind(text) == "something else"}

@@ -156,7 +156,7 @@ def test_wrong_usage_is_one_sentence_and_code_2(here: Path, capsys: Out, command
     assert (here / "recipe.yaml").read_bytes() == before
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(os.getuid() == 0, reason="needs a user other than root, who may read everything")
 def test_an_unreadable_recipe(tmp_path: Path, capsys: Out) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(QUICKSTART)

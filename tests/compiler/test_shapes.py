@@ -23,7 +23,7 @@ from tests.schemes import SCHEMES
 
 X86 = ("x86-64-v4-amx", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3", "x86-64-v2")
 RUNNABLE = [name for name in X86 if targets.why_not(targets.resolve(name), targets.resolve("host")) is None]
-ONLY_KERNELS = "whole libraries of this target need another processor (its kernels are emulated)"
+ONLY_KERNELS = f"whole libraries of {X86[0]} need a processor that runs them; their kernels are emulated"
 
 NORM = RmsNorm(1e-5)
 ODD = ModelConfig(
@@ -81,7 +81,7 @@ def stored() -> dict[str, Floats]:
 def test_instruction_sets_give_equal_logits(target: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     if target not in RUNNABLE:
         pytest.skip(
-            "this processor cannot run whole libraries of every x86-64 target; their kernels are emulated"
+            f"whole libraries of {target} need a processor that runs them; their kernels are emulated"
         )
     expected = reference.logits(ODD, unpacked(ODD, MIXED, stored()), TOKENS, dtype=np.float64)[rows()]
     spread = float(expected.std())

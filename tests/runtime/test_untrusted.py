@@ -170,7 +170,7 @@ def test_odd_files(toy_copy: Path, damage: Damage, message: str) -> None:
 
 def test_a_directory_that_may_not_be_read(toy_copy: Path) -> None:
     if os.geteuid() == 0:
-        pytest.skip("root reads everything")
+        pytest.skip("needs a user other than root, who may read everything")
     toy_copy.chmod(0)
     try:
         assert "cannot be read: Permission denied" in refusal(toy_copy)

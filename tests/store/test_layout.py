@@ -26,7 +26,7 @@ from mlcbuild.store.stamp import STAMP
         ({}, "/home/ann/.cache/mlcbuild"),
     ],
 )
-@pytest.mark.skipif(sys.platform == "darwin", reason="another directory there")
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS keeps caches in another directory")
 def test_the_place_of_a_store(variables: dict[str, str], root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ann")
     monkeypatch.setattr(os, "getcwd", lambda: "/here")
