@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mlcbuild.build.changes import Change
@@ -127,6 +127,15 @@ class Result:
             raise error
         if self.run.interrupted:
             raise MlcbuildError(f"the run was interrupted by {self.run.interrupted}; run it again to go on")
+
+
+def joined(before: tuple[VariantResult, ...], after: tuple[VariantResult, ...]) -> tuple[VariantResult, ...]:
+    """Returns the later results; a bundle that the earlier attempt of this run wrote counts as built."""
+    written = {item.name for item in before if item.status == "built"}
+    return tuple(
+        replace(item, status="built") if item.status == "reused" and item.name in written else item
+        for item in after
+    )
 
 
 def finish(

@@ -248,7 +248,8 @@ class Session:
         for left in reversed(range(_ATTEMPTS)):
             attempt = phases.run(graph, settings, selected.turns, sharing, clock, cancel)
             result = phases.joined(result, attempt)
-            variants = outcomes.finish(self.pipeline, selected.products, result, store, signer)
+            ends = outcomes.finish(self.pipeline, selected.products, result, store, signer)
+            variants = outcomes.joined(variants, ends)
             lost = _lost_blob(attempt, variants)
             if lost is None or attempt.interrupted or not left:
                 break

@@ -373,6 +373,16 @@ def test_rotten_bytes_are_not_put_into_a_bundle(place: Place, sound: Place) -> N
     healed(place, sound)
 
 
+def test_a_bundle_that_the_first_attempt_wrote_is_reported_as_built(place: Place, sound: Place) -> None:
+    shutil.rmtree(place.root / "dist")
+    rot(place.blob("weights/m000/q4f16_1"))
+    done = place.run()
+    assert done.returncode == 0 and "this is done now" in done.stdout
+    bundles = [line.split()[0] for line in done.stdout.splitlines() if "  dist/" in line]
+    assert bundles == ["built", "built"], done.stdout
+    healed(place, sound)
+
+
 def test_no_step_reads_rotten_bytes(place: Place, sound: Place) -> None:
     blob = place.blob("config/")
     rot(blob)

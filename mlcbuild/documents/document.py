@@ -24,7 +24,8 @@ from mlcbuild_format import regular
 
 from mlcbuild.errors import InputError, Problem, Problems
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 4 << 20
+"""Bytes of a file; a recipe of 60,000 models, each with a source of its own, has three million."""
 MAX_DEPTH = 32
 MAX_DIGITS = 18
 """Longest integer that is a number; keeps every one within 64 bits."""

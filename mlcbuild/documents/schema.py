@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -114,16 +114,37 @@ def _checker(name: Name) -> tuple[Schema, Validator]:
     types = Draft202012Validator.TYPE_CHECKER.redefine("integer", is_integer)
     strict = cast(Schema, _without_variables(schema(name)))
     # jsonschema's stubs leave extend() untyped.
-    own = {"pattern": _pattern, "uniqueItems": _unique}
+    own = {"pattern": _pattern, "uniqueItems": _unique, "$ref": _references(strict)}
     kind = extend(Draft202012Validator, own, type_checker=types)  # type: ignore[no-untyped-call]
     return strict, cast("Validator", kind(strict))
+
+
+def _references(root: Schema) -> Callable[..., Iterator[ValidationError]]:
+    """Returns the check of `$ref` in a schema whose references are all `#/...`.
+
+    jsonschema resolves a reference anew for each value: a third of the time for thousands of models.
+    """
+    targets: dict[str, Schema] = {}
+
+    def check(validator: Validator, reference: str, value: object, _: object) -> Iterator[ValidationError]:
+        target = targets.get(reference)
+        if target is None:
+            target = targets[reference] = _definition(root, reference)
+        yield from validator.descend(value, target)  # type: ignore[attr-defined]
+
+    return check
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\$$", r"\\Z", pattern))
 
 
 def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
     """`$` as ECMAScript has it, whereas Python's also stands before a newline that ends the text."""
     from jsonschema.exceptions import ValidationError
 
-    if isinstance(value, str) and not re.search(re.sub(r"\$$", r"\\Z", pattern), value):
+    if isinstance(value, str) and not _expression(pattern).search(value):
         yield ValidationError(f"{value!r} does not match {pattern!r}")
 
 
@@ -152,12 +173,17 @@ def _applicable(rule: Schema, root: Schema) -> Iterator[Schema]:
     yield rule
     target = rule.get("$ref")
     if isinstance(target, str):
-        found: Data = root
-        for part in target.removeprefix("#/").split("/"):
-            found = found[part] if isinstance(found, dict) else None
-        yield from _applicable(cast(Schema, found), root)
+        yield from _applicable(_definition(root, target), root)
     if isinstance(rule.get("then"), dict):
         yield from _applicable(cast(Schema, rule["then"]), root)
+
+
+def _definition(root: Schema, reference: str) -> Schema:
+    """Returns what a reference such as `#/$defs/name` refers to."""
+    part: Data = root
+    for name in reference.removeprefix("#/").split("/"):
+        part = part[name] if isinstance(part, dict) else None
+    return cast(Schema, part)
 
 
 def _child(rules: list[Schema], key: str | None) -> Schema:

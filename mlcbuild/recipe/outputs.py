@@ -75,12 +75,14 @@ def check(reading: Reading, template: str, cells: Iterable[Names], protected: Ma
 def _check_protected(
     reading: Reading, owners: Mapping[str, tuple[str, Names]], protected: Mapping[str, Path]
 ) -> None:
-    real = {what: resolved(path) or path for what, path in protected.items()}
+    places = {path: resolved(path) or path for path in set(protected.values())}
+    real = {what: places[path] for what, path in protected.items()}
     holding: dict[str, str] = {}
-    for what, path in real.items():
-        for parent in (path, *path.parents):
-            holding.setdefault(str(parent), what)
     inside = {path: what for what, path in real.items()}
+    first = {path: what for what, path in reversed(real.items())}
+    for path in dict.fromkeys(real.values()):
+        for parent in (path, *path.parents):
+            holding.setdefault(str(parent), first[path])
     # Only the directory of an output can be shared between many of them: look through its links once.
     bases: dict[str, tuple[str, list[str]]] = {}
     found: list[str] = []

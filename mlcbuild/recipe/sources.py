@@ -41,13 +41,17 @@ def read_models(reading: Reading) -> dict[str, Model]:
     """The models whose source is right; the others are reported."""
     siblings = cache(_directories)  # many models may lie beside each other
     models: dict[str, Model] = {}
+    sources: dict[str, Source] = {}
     for name in reading.mapping("models"):
         where: Where = ("models", name)
         if reading.text(*where) is None:
             where = (*where, "source")
         text = reading.text(*where)
-        source = _read_source(reading, where, text, siblings) if text else None
-        if source is not None:
+        source = sources.get(text) if text else None
+        if source is None and text:
+            source = _read_source(reading, where, text, siblings)
+        if source is not None and text:
+            sources[text] = source
             models[name] = Model(name, source, reading.document.place(where))
     return models
 

@@ -43,7 +43,7 @@ def is_as_written(found: os.stat_result, size: int) -> bool:
 
 
 def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> bool:
-    """Returns True when `is_as_written` holds for each; written out, for thousands of blobs of a short run."""
+    """Returns True when `is_as_written` holds for each; a loop, for thousands of blobs of a short run."""
     stamp, kind_bits, regular = STAMP_NS, 0o170000, stat.S_IFREG
     for item, size in zip(stats, sizes, strict=True):
         if item.st_mtime_ns != stamp or item.st_size != size or item.st_mode & kind_bits != regular:

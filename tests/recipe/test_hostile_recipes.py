@@ -9,18 +9,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlcbuild.cli import main
 from mlcbuild.documents.document import MAX_BYTES
 from mlcbuild.errors import MOST_PROBLEMS, InputError, Problem, Problems, did_you_mean, one_line
-from mlcbuild.recipe import MOST_OVERRIDES, load
+from mlcbuild.recipe import MOST_OVERRIDES, load, sources
 from mlcbuild.recipe.matrix import MOST_SETTINGS
 from mlcbuild.recipe.reading import LONGEST_NAME
 from mlcbuild.recipe.settings import LARGEST_PROMPTS
 from tests.build.test_scale import calls
-from tests.recipes import HEAD, changed, faults, project
+from tests.recipes import HEAD, changed, faults, project, read
 
 __all__ = ["project"]
 
@@ -275,9 +276,36 @@ def test_variables_make_no_more_than_a_file_may_hold(project: Path) -> None:
 
 
 def test_variables_within_one_text_count(project: Path) -> None:
-    text = HEAD + f"vars: {{a: {'x' * 1000}}}\nname: '{'${a}' * 2000}'\n"
+    text = HEAD + f"vars: {{a: {'x' * 1000}}}\nname: '{'${a}' * (MAX_BYTES // 500)}'\n"
     (line,) = faults(text)
     assert line.startswith(f"6:7: up to here variables make more than {MAX_BYTES} letters")
+
+
+def test_a_source_of_many_models_is_looked_at_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    original = sources._read_source
+
+    def watched(reading: Any, where: Any, text: str, siblings: Any) -> Any:
+        looks.append(text)
+        return original(reading, where, text, siblings)
+
+    monkeypatch.setattr(sources, "_read_source", watched)
+    models = ", ".join(f"m{i}: models/tiny" for i in range(50))
+    assert len(read(changed(models=f"{{{models}}}")).models) == 50
+    assert looks == ["models/tiny"]
+    models = ", ".join(f"m{i}: models/none" for i in range(3))
+    found = faults(changed(models=f"{{{models}}}"))
+    assert len(found) == 3 and all("there is no directory 'models/none'" in line for line in found)
+
+
+def test_references_of_a_schema_are_resolved_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(*_: object) -> None:
+        raise AssertionError("a reference is resolved for each value")
+
+    monkeypatch.setattr("referencing._core.Resolver.lookup", lookup)
+    assert len(read(changed(models="{a: models/tiny, b: {source: models/tiny}}")).models) == 2
+    found = faults(changed(models="{a: models/tiny, b: {source: models/tiny, revision: 2}}"))
+    assert "the key 'revision' is unknown" in found[0]
 
 
 def test_settings_of_combinations_are_bounded(project: Path) -> None:
