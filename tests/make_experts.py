@@ -53,6 +53,28 @@ MIXTRAL: dict[str, object] = COMMON | {
     "rope_theta": 10000.0,
     "sliding_window": None,
 }
+GROUPED: dict[str, object] = COMMON | {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_group": 3,
+    "n_routed_experts": 9,
+    "n_shared_experts": 2,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 1.7,
+    "topk_group": 2,
+}
+GRANITE: dict[str, object] = COMMON | {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 3.0,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 6,
+    "residual_multiplier": 0.4,
+    "rope_theta": 10000.0,
+}
 VARIANTS: dict[str, dict[str, object]] = {
     "qwen3_moe-1-of-3": QWEN3
     | {
@@ -88,6 +110,39 @@ VARIANTS: dict[str, dict[str, object]] = {
         "use_sliding_window": True,
     },
     "mixtral": MIXTRAL | {"sliding_window": 11},
+    "olmoe": COMMON
+    | {
+        "architectures": ["OlmoeForCausalLM"],
+        "model_type": "olmoe",
+        "norm_topk_prob": False,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "rope_theta": 10000.0,
+    },
+    "dots1": GROUPED
+    | {
+        "architectures": ["Dots1ForCausalLM"],
+        "max_window_layers": 2,
+        "model_type": "dots1",
+        "sliding_window": 9,
+    },
+    "glm4_moe": GROUPED
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "attention_bias": True,
+        "head_dim": 12,
+        "model_type": "glm4_moe",
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+    },
+    "granitemoe": GRANITE | {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"},
+    "granitemoeshared": GRANITE
+    | {
+        "architectures": ["GraniteMoeSharedForCausalLM"],
+        "model_type": "granitemoeshared",
+        "shared_intermediate_size": 20,
+        "tie_word_embeddings": True,
+    },
     "mixtral-ties": MIXTRAL,
 }
 

@@ -43,6 +43,18 @@ def read_experts(
     return Experts(count, chosen, inner, common.feed_forward.activation, router)
 
 
+def grouped_router(fields: Fields, normalized: bool) -> Router:
+    """Returns a router by corrected sigmoids; normalized: where config.json has no norm_topk_prob."""
+    return Router(
+        "sigmoid",
+        normalized=fields.flag("norm_topk_prob", normalized),
+        correction=True,
+        groups=fields.integer("n_group", 1, high=4096),
+        groups_kept=fields.integer("topk_group", 1, high=4096),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
 def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts: every decoder_sparse_step-th one, without mlp_only_layers."""
     step = fields.integer("decoder_sparse_step", 1, high=4096)

@@ -11,7 +11,7 @@ from tests.libharness import EVERY, Session, compiled, pack, unpacked
 from tests.schemes import SCHEMES
 
 
-@pytest.mark.parametrize("variant", VARIANTS if EVERY else ["qwen2_moe"])
+@pytest.mark.parametrize("variant", VARIANTS if EVERY else ["granitemoeshared"])
 def test_prompts_chunks_and_steps_give_the_logits_of_transformers(
     variant: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

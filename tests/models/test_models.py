@@ -484,7 +484,7 @@ REFUSED: list[tuple[str, Config, str]] = [
         "the sizes make .*e.16 parameters; one of them must be wrong",
     ),
     # Families and code.
-    ("llama-yarn", {"model_type": ...}, "model_type: missing; it names the family: gemma2, llama, mistral"),
+    ("llama-yarn", {"model_type": ...}, "model_type: missing; it names the family: dots1, gemma2, glm4_moe"),
     ("llama-yarn", {"model_type": "lama"}, "\"lama\" is not a supported family; did you mean 'llama'"),
     ("llama-yarn", {"model_type": "mamba"}, '"mamba" is not a supported family; '),
     ("llama-yarn", {"model_type": 3}, "model_type: 3 is not a supported family; it must be a string"),
@@ -803,11 +803,17 @@ DEFAULTS = json.loads(Path(__file__).with_name("transformers_defaults.json").rea
 family's config adds to or has different from the first."""
 
 
+NO_MODEL = {"dots1", "glm4_moe"}
+"""Their defaults describe no model: experts without a number, and a head size that is no integer."""
+
+
 @pytest.mark.parametrize("version", DEFAULTS)
 @pytest.mark.parametrize("family", parsing.family_names())
 def test_what_transformers_writes_for_every_model_refuses_none(version: str, family: str) -> None:
     if version != max(DEFAULTS) and family not in DEFAULTS[version]:
         return  # no release of that time had it
+    if family in NO_MODEL:
+        return
     written = DEFAULTS[version]["base"] | DEFAULTS[version][family]
     config = parse(written)
     assert config.family == family
