@@ -81,6 +81,8 @@ FORMAT_TABLE: Mapping[str, str] = {
     "abi": "",
     "limits": "abi",
     "manifest": "fields limits",
+    "program": "fields signature",
+    "program_json": "fields program signature",
     "bundle": "binary fields files limits manifest signature weights",
     "library": "bundle fields signature versions",
     "sizes": "",

@@ -1,0 +1,277 @@
+"""A GPU program: what a bundle for a GPU has in place of compiled host code. See runtime/README.md.
+
+A program lists, for each function, launches of kernels over named buffers. Byte sizes, scalars and grids are
+expressions over the sizes of a call, such as its rows. Every operation of an expression is monotone in every
+size, and buffers are allocated for the largest sizes, so a check at the largest sizes holds for all calls.
+
+A program is written by a stranger: program_json.py checks types and ranges, and `check` here that no launch
+reaches beyond its buffers or a device's limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from mlcbuild_format.fields import FieldError
+from mlcbuild_format.signature import Tensor
+
+FORMAT = "mlcbuild-program/1"
+Expression: TypeAlias = "int | str | tuple[str, Expression, Expression]"
+"""A whole number, the name of a size, or (operation, left, right)."""
+Sizes: TypeAlias = Mapping[str, int]
+"""Name of a size -> its value."""
+Kind = Literal["workspace", "cache", "inputs", "rope"]
+"""workspace: kept between the launches of a call. cache: kept between calls. inputs: the int32 inputs of a
+call, written by the host in one upload. rope: cosines and sines that the host computes when it loads."""
+
+OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
+    "add": lambda left, right: left + right,
+    "mul": lambda left, right: left * right,
+    "div": lambda left, right: -(-left // right),
+    "min": min,
+    "max": max,
+}
+"""Operations of expressions. `div` rounds up, and its divisor is a whole number above 0."""
+MAX_INT32 = (1 << 31) - 1
+ITEM_BYTES = {"float32": 4, "float16": 2, "uint32": 4, "uint8": 1}
+WORD = 4
+"""Bytes of an int32, and what the sizes of buffers are multiples of."""
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What a device can do, by the names of WebGPU's limits; the defaults are what WebGPU guarantees."""
+
+    storage_buffers: int = 8
+    """maxStorageBuffersPerShaderStage."""
+    binding_bytes: int = 128 << 20
+    """maxStorageBufferBindingSize."""
+    buffer_bytes: int = 256 << 20
+    """maxBufferSize."""
+    threads: int = 256
+    """maxComputeInvocationsPerWorkgroup."""
+    shared_bytes: int = 16384
+    """maxComputeWorkgroupStorageSize."""
+    workgroups: int = 65535
+    """maxComputeWorkgroupsPerDimension."""
+    alignment: int = 256
+    """minStorageBufferOffsetAlignment."""
+
+
+GUARANTEED = DeviceLimits()
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A storage buffer of a kernel."""
+
+    name: str
+    written: bool
+    size: Expression
+    """Bytes that the kernel may access, from the start of the binding; over the kernel's scalars."""
+
+
+@dataclass(frozen=True)
+class Shader:
+    """A compute shader. Its uniform buffer holds the scalars as int32 in order, then grid[0] - 1."""
+
+    file: str
+    entry: str
+    threads: int
+    """Of a workgroup, in one dimension."""
+    shared_bytes: int
+    bindings: tuple[Binding, ...]
+    scalars: tuple[str, ...]
+    grid: tuple[Expression, Expression]
+    """Workgroups in x and y, over the scalars. Where one is 0, nothing is launched."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    kind: Kind
+    size: Expression
+    """Bytes, over the sizes of the program."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One of the inputs, as a part of the buffer of kind inputs."""
+
+    start: int
+    """In int32 words."""
+    size: Expression
+    """In int32 words."""
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """A buffer of kind rope: float32 [rows, 2 * len(inv_freq)], cosines before sines, both times `factor`."""
+
+    rows: int
+    inv_freq: tuple[float, ...]
+    factor: float
+
+
+@dataclass(frozen=True)
+class BoundBuffer:
+    """A buffer, or a parameter of the model, in the place of a binding."""
+
+    name: str
+    offset: int = 0
+    """Bytes, a multiple of 256."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: str
+    uses: tuple[BoundBuffer, ...]
+    """In the order of the kernel's bindings."""
+    scalars: tuple[Expression, ...]
+    """In the order of the kernel's scalars, over the sizes of the function."""
+
+
+@dataclass(frozen=True)
+class CallVariant:
+    """The launches of a function for calls up to some sizes."""
+
+    sizes: Sizes
+    """Name of a size -> its largest value."""
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """program.json."""
+
+    signature: str
+    params: tuple[Tensor, ...]
+    """(name, shape, dtype, layout) of every tensor of the weights, in order."""
+    sizes: Sizes
+    """Name of a size -> its largest value in any call; `pages` may be chosen smaller on loading."""
+    kernels: Mapping[str, Shader]
+    buffers: Mapping[str, Buffer]
+    inputs: Mapping[str, Section]
+    ropes: Mapping[str, RopeTable]
+    """Name of a buffer -> what it holds."""
+    functions: Mapping[str, tuple[CallVariant, ...]]
+    """Name -> its variants; a call takes the first one whose sizes suffice."""
+
+    def variant(self, function: str, sizes: Sizes) -> CallVariant:
+        """Returns the first variant for a call of these sizes. Raises ValueError if none is large enough."""
+        for variant in self.functions[function]:
+            if all(sizes.get(name, 0) <= largest for name, largest in variant.sizes.items()):
+                return variant
+        raise ValueError(f"{function} takes no call of the sizes {dict(sizes)}")
+
+    def param_bytes(self) -> dict[str, int]:
+        """Returns name of a parameter -> bytes of its buffer on a device."""
+        return {name: rounded(math.prod(shape) * ITEM_BYTES[dtype]) for name, shape, dtype, _ in self.params}
+
+    def buffer_bytes(self, pages: int) -> dict[str, int]:
+        """Returns name -> bytes of each buffer, for a cache of so many pages."""
+        sizes = {**self.sizes, "pages": pages}
+        return {name: rounded(evaluate(own.size, sizes)) for name, own in self.buffers.items()}
+
+
+def rounded(size: int) -> int:
+    """Returns the bytes of a buffer that holds `size` bytes."""
+    return max(WORD, -(-size // WORD) * WORD)
+
+
+def evaluate(expression: Expression, sizes: Sizes) -> int:
+    """Returns the value of an expression. Raises KeyError for a size without a value."""
+    if isinstance(expression, int):
+        return expression
+    if isinstance(expression, str):
+        return sizes[expression]
+    name, left, right = expression
+    return OPERATIONS[name](evaluate(left, sizes), evaluate(right, sizes))
+
+
+def check(program: Program, pages: int, device: DeviceLimits = GUARANTEED) -> None:
+    """Raises FieldError unless every launch keeps within its buffers and the device's limits, with a cache of
+    `pages` pages."""
+    present = {**program.param_bytes(), **program.buffer_bytes(pages)}
+    for name, size in present.items():
+        if size > device.buffer_bytes:
+            raise FieldError(f"'{name}' takes {size} bytes, and a buffer of the device {device.buffer_bytes}")
+    for name, kernel in program.kernels.items():
+        _check_kernel(name, kernel, device)
+    checked: set[tuple[object, ...]] = set()
+    for function, variants in program.functions.items():
+        for index, variant in enumerate(variants):
+            sizes = {**program.sizes, **variant.sizes, "pages": pages}
+            for number, launch in enumerate(variant.launches):
+                case = (launch, tuple(sizes.items()))
+                if case in checked:
+                    continue
+                checked.add(case)
+                try:
+                    _check_launch(program, launch, sizes, present, device)
+                except FieldError as error:
+                    place = f"'functions.{function}[{index}].launches[{number}]'"
+                    raise FieldError(f"{place}: {error}") from None
+
+
+def _check_kernel(name: str, kernel: Shader, device: DeviceLimits) -> None:
+    needs = {
+        "threads": (kernel.threads, device.threads),
+        "bytes of shared memory": (kernel.shared_bytes, device.shared_bytes),
+        "storage buffers": (len(kernel.bindings), device.storage_buffers),
+    }
+    for what, (needed, limit) in needs.items():
+        if needed > limit:
+            raise FieldError(f"'kernels.{name}' needs {needed} {what}, and the device has {limit}")
+
+
+def _check_launch(
+    program: Program, launch: Launch, sizes: Sizes, present: Sizes, device: DeviceLimits
+) -> None:
+    """present: name -> bytes of each buffer and parameter."""
+    kernel = program.kernels[launch.kernel]
+    scalars = scalar_values(kernel, launch, sizes)
+    if max(scalars.values(), default=0) > MAX_INT32:
+        raise FieldError(f"a scalar of kernel '{launch.kernel}' exceeds {MAX_INT32}")
+    for extent in kernel.grid:
+        if evaluate(extent, scalars) > device.workgroups:
+            raise FieldError(
+                f"kernel '{launch.kernel}' needs {evaluate(extent, scalars)} workgroups in one dimension, and"
+                f" the device has {device.workgroups}"
+            )
+    for binding, use in zip(kernel.bindings, launch.uses, strict=True):
+        size = evaluate(binding.size, scalars)
+        if use.offset % device.alignment:
+            raise FieldError(f"'{use.name}' is bound at byte {use.offset}, no multiple of {device.alignment}")
+        if use.offset + size > present[use.name]:
+            raise FieldError(
+                f"kernel '{launch.kernel}' accesses {size} bytes of '{use.name}' from byte {use.offset} on,"
+                f" which has {present[use.name]}"
+            )
+        if size > device.binding_bytes:
+            raise FieldError(
+                f"kernel '{launch.kernel}' accesses {size} bytes of '{use.name}' at once, and the device"
+                f" allows {device.binding_bytes}"
+            )
+    _check_aliasing(kernel, launch, program)
+
+
+def _check_aliasing(kernel: Shader, launch: Launch, program: Program) -> None:
+    """WebGPU binds no buffer for reading and writing in one launch, not even at ranges that are apart."""
+    uses = list(zip(kernel.bindings, launch.uses, strict=True))
+    written = [use.name for binding, use in uses if binding.written]
+    names = [use.name for use in launch.uses]
+    constant = {name for name, *_ in program.params} | set(program.ropes)
+    for name in written:
+        if names.count(name) > 1:
+            raise FieldError(f"kernel '{launch.kernel}' writes '{name}', which is bound to it twice")
+        if name in constant:
+            raise FieldError(f"kernel '{launch.kernel}' writes '{name}', which is constant")
+
+
+def scalar_values(kernel: Shader, launch: Launch, sizes: Sizes) -> dict[str, int]:
+    """Returns the scalars of a launch in a call of these sizes, in order."""
+    values = (evaluate(expression, sizes) for expression in launch.scalars)
+    return dict(zip(kernel.scalars, values, strict=True))
