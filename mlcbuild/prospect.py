@@ -200,6 +200,9 @@ def _misfits(variant: Variant, checkpoint: Checkpoint, bench: Bench | None) -> I
             f"{bench.prompt_tokens} tokens of prompt and {bench.generate_tokens} of answer do not fit the "
             f"context of {variant.name}, {window}; lower them, or raise compile.context_window"
         )
+    fault = _block_fault(backend(variant.target), checkpoint.config)
+    if fault is not None:
+        yield place.problem(f"model '{variant.model.name}', target '{variant.target.name}': {fault}")
     for sentence in _override_faults(variant.scheme, checkpoint.config):
         yield place.problem(
             f"model '{variant.model.name}', quantization '{variant.quantization}': {sentence}"
@@ -213,6 +216,15 @@ _parameters = lru_cache(maxsize=256)(parameters)
 @lru_cache(maxsize=1024)
 def _override_faults(scheme: quant.Scheme, config: ModelConfig) -> tuple[str, ...]:
     return quant.check_overrides(scheme, _parameters(config))
+
+
+@lru_cache(maxsize=1024)
+def _block_fault(device: Backend, config: ModelConfig) -> str | None:
+    try:
+        device.check(config)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 @lru_cache(maxsize=1024)

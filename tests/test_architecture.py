@@ -34,7 +34,7 @@ BUILDER_TABLE: Mapping[str, str] = {
     "documents": "",
     "models": "",
     "quant": "models",
-    "targets": "documents quant",
+    "targets": "documents models quant",
     "recipe": "bundles checkpoints documents quant remotes targets",
     # running one; knows nothing of models
     "store": "",
@@ -215,6 +215,15 @@ def test_tvm_is_imported_only_by_the_compiler() -> None:
             assert not {"tvm", "tvm_ffi"} & {item.split(".")[0] for item in imports(path)}, path
 
 
+def test_wgpu_is_imported_only_by_the_gpu_device() -> None:
+    def users(package: Path) -> set[str]:
+        tops = {name: {i.split(".")[0] for i in imports(path)} for name, path in modules(package).items()}
+        return {name for name, packages in tops.items() if "wgpu" in packages}
+
+    assert users(RUNTIME) == {"devices.gpu_adapter", "devices.gpu_program"}
+    assert users(BUILDER) == set()
+
+
 def test_tvm_ffi_is_imported_only_by_the_cpu_device() -> None:
     users = [
         name for name, path in modules(RUNTIME).items() if any(i.startswith("tvm_ffi") for i in imports(path))
@@ -252,11 +261,10 @@ def test_the_action_of_a_backend_holds_no_other_backend() -> None:
     """The import closure of an action is its key."""
     for kind, backend in BACKENDS.items():
         files = code_files(backend.action.partition(":")[0])
-        others = tuple(f"mlcbuild/compiler/{other}/" for other in BACKENDS if other != kind)
-        assert f"mlcbuild/compiler/{kind}/action.py" in files
-        assert not [
-            file for file in files if file.startswith(tuple(f"mlcbuild/compiler/{name}/" for name in others))
-        ]
+        folders = {other: own.action.rpartition(".")[0] for other, own in BACKENDS.items()}
+        others = tuple(f"{folder.replace('.', '/')}/" for other, folder in folders.items() if other != kind)
+        assert [file for file in files if file.startswith(folders[kind].replace(".", "/"))]
+        assert not [file for file in files if file.startswith(others)]
         assert "mlcbuild/compiler/program/decoder.py" in files and "mlcbuild/pipeline.py" not in files
 
 

@@ -43,6 +43,7 @@ LOOKUP = Shader(
         Binding("x", True, ("mul", "n", COLUMNS * 4)),
     ),
     scalars=("n",),
+    uniforms=0,
     grid=("n", 1),
 )
 DOUBLE = Shader(
@@ -54,7 +55,8 @@ DOUBLE = Shader(
         Binding("x", False, ("mul", "rows", COLUMNS * 4)),
         Binding("y", True, ("mul", "rows", COLUMNS * 4)),
     ),
-    scalars=("rows", "factor"),
+    scalars=("factor", "rows"),
+    uniforms=1,
     grid=(("div", ("mul", "rows", COLUMNS), 64), ("min", "factor", 1)),
 )
 PROGRAM = Program(
@@ -89,7 +91,7 @@ PROGRAM = Program(
             ),
         ),
         "step": (
-            CallVariant({"n": 2}, (Launch("double", (BoundBuffer("x"), BoundBuffer("y", 256)), ("n", 0)),)),
+            CallVariant({"n": 2}, (Launch("double", (BoundBuffer("x"), BoundBuffer("y", 256)), (0, "n")),)),
             CallVariant(
                 {"n": 8},
                 (
@@ -103,7 +105,7 @@ PROGRAM = Program(
                         ),
                         ("n",),
                     ),
-                    Launch("double", (BoundBuffer("x"), BoundBuffer("y", 256)), ("n", 3)),
+                    Launch("double", (BoundBuffer("x"), BoundBuffer("y", 256)), (3, "n")),
                 ),
             ),
         ),
@@ -214,31 +216,31 @@ def with_launch(launch: Launch) -> Program:
     ("launch", "message"),
     [
         (
-            Launch("double", (BoundBuffer("x"), BoundBuffer("x")), ("n", 1)),
+            Launch("double", (BoundBuffer("x"), BoundBuffer("x")), (1, "n")),
             "writes 'x', which is bound to it twice",
         ),
         (
-            Launch("double", (BoundBuffer("x"), BoundBuffer("embed.weight")), ("n", 1)),
+            Launch("double", (BoundBuffer("x"), BoundBuffer("embed.weight")), (1, "n")),
             "writes 'embed.weight', which is c",
         ),
         (
-            Launch("double", (BoundBuffer("x"), BoundBuffer("rope")), ("n", 1)),
+            Launch("double", (BoundBuffer("x"), BoundBuffer("rope")), (1, "n")),
             "writes 'rope', which is constant",
         ),
         (
-            Launch("double", (BoundBuffer("x"), BoundBuffer("y", 16)), ("n", 1)),
+            Launch("double", (BoundBuffer("x"), BoundBuffer("y", 16)), (1, "n")),
             "bound at byte 16, no multiple of 256",
         ),
         (
-            Launch("double", (BoundBuffer("x"), BoundBuffer("y", 768)), ("n", 1)),
+            Launch("double", (BoundBuffer("x"), BoundBuffer("y", 768)), (1, "n")),
             "128 bytes of 'y' from byte 768 on, wh",
         ),
         (
-            Launch("double", (BoundBuffer("x"), BoundBuffer("y")), (("add", "n", 1), 1)),
+            Launch("double", (BoundBuffer("x"), BoundBuffer("y")), (1, ("add", "n", 1))),
             "144 bytes of 'x' from byte 0 on",
         ),
         (
-            Launch("double", (BoundBuffer("x"), BoundBuffer("y")), ("n", 1 << 31)),
+            Launch("double", (BoundBuffer("x"), BoundBuffer("y")), (1 << 31, "n")),
             "a scalar of kernel 'double' exceeds",
         ),
     ],

@@ -19,7 +19,7 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import UsageError
 
 if TYPE_CHECKING:
-    from mlcbuild_runtime.devices.cpu import CpuExecutor
+    from mlcbuild_runtime.executor.executor import Executor
 
 
 SPEED = "speed.json"
@@ -62,16 +62,16 @@ def measure(bundle: Path, plan: Plan) -> dict[str, object]:
 
 
 def _work(path: str, plan_json: str) -> dict[str, object]:
-    from mlcbuild_runtime.devices.cpu import CpuExecutor
+    from mlcbuild_runtime.executor import loading
 
     plan = Plan(**json.loads(plan_json))
     start = time.perf_counter()
-    model = CpuExecutor.load(Path(path), plan.threads)
+    model = loading.load(path, plan.threads)
     loaded = time.perf_counter() - start
-    batch = model.limits.max_batch
+    batch = model.manifest.limits.max_batch
     _decode(model, plan, 1, steps=1)  # the first call allocates the cache
     figures: dict[str, object] = {
-        "threads": model.threads,
+        **_device(model),
         "load_seconds": round(loaded, 3),
         "prefill": _figure(plan.prompt_tokens, plan.rounds, lambda: _prefill(model, plan, 0)),
     }
@@ -79,6 +79,12 @@ def _work(path: str, plan_json: str) -> dict[str, object]:
         tokens = count * plan.answer_tokens
         figures[f"decode {count}"] = _figure(tokens, plan.rounds, partial(_decode, model, plan, count))
     return figures
+
+
+def _device(model: Executor) -> dict[str, object]:
+    """Returns the threads of a CPU, or the name of another device."""
+    threads: int | None = getattr(model, "threads", None)
+    return {"device": model.description} if threads is None else {"threads": threads}
 
 
 def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, float]:
@@ -91,38 +97,40 @@ def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, fl
     }
 
 
-def _pages(model: CpuExecutor, plan: Plan, number: int) -> range:
+def _pages(model: Executor, plan: Plan, number: int) -> range:
     """Of one sequence."""
-    each = -(-(plan.prompt_tokens + plan.answer_tokens) // model.limits.page_size)
+    each = -(-(plan.prompt_tokens + plan.answer_tokens) // model.manifest.limits.page_size)
     return range(number * each, (number + 1) * each)
 
 
-def _prefill(model: CpuExecutor, plan: Plan, number: int) -> float:
+def _prefill(model: Executor, plan: Plan, number: int) -> float:
     """Seconds for the prompt of one sequence, chunk by chunk."""
     from mlcbuild_runtime.executor.batch import Step
+    from mlcbuild_runtime.executor.executor import forward
 
-    size, pages = model.limits.page_size, _pages(model, plan, number)
+    size, pages = model.manifest.limits.page_size, _pages(model, plan, number)
     tokens = [(number + 31 * i) % model.manifest.vocab_size for i in range(plan.prompt_tokens)]
     begun = time.perf_counter()
-    for first in range(0, len(tokens), model.limits.prefill_chunk):
-        chunk = tokens[first : first + model.limits.prefill_chunk]
+    for first in range(0, len(tokens), model.manifest.limits.prefill_chunk):
+        chunk = tokens[first : first + model.manifest.limits.prefill_chunk]
         end = first + len(chunk)
-        model.forward(Step.of([(chunk, end, pages[: -(-end // size)])]))
+        forward(model, Step.of([(chunk, end, pages[: -(-end // size)])]))
     return time.perf_counter() - begun
 
 
-def _decode(model: CpuExecutor, plan: Plan, count: int, steps: int | None = None) -> float:
+def _decode(model: Executor, plan: Plan, count: int, steps: int | None = None) -> float:
     """Seconds for the answers of `count` sequences that have their prompts behind them."""
     from mlcbuild_runtime.executor.batch import Step
+    from mlcbuild_runtime.executor.executor import forward
 
-    size = model.limits.page_size
+    size = model.manifest.limits.page_size
     for number in range(count):
         _prefill(model, plan, number)
     begun = time.perf_counter()
     for step in range(plan.answer_tokens if steps is None else steps):
         end = plan.prompt_tokens + step + 1
         used = -(-end // size)
-        model.forward(Step.of([([7], end, _pages(model, plan, number)[:used]) for number in range(count)]))
+        forward(model, Step.of([([7], end, _pages(model, plan, number)[:used]) for number in range(count)]))
     return time.perf_counter() - begun
 
 

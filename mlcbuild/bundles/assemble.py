@@ -108,11 +108,13 @@ def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) 
     from mlcbuild_format import bundle as form
 
     library = cast("dict[str, FreeJson]", json.loads((inputs["library"] / LIBRARY).read_bytes()))
-    model = next(path.name for path in inputs["library"].iterdir() if path.name.startswith("model."))
+    files = [path.relative_to(inputs["library"]) for path in inputs["library"].rglob("*") if path.is_file()]
+    model = next(path.name for path in files if path.name.startswith(("model.", "program.")))
     weights = sorted(path.name for path in inputs["weights"].iterdir())
     serving = _serving_defaults(inputs["tokenizer"] / SERVING)
-    for name in (model, LIBRARY):
-        _place(inputs["library"] / name, out / name)
+    for path in files:
+        (out / path).parent.mkdir(exist_ok=True)
+        _place(inputs["library"] / path, out / path)
     for name in weights:
         _place(inputs["weights"] / name, out / name)
     for path in sorted(inputs["tokenizer"].iterdir()):

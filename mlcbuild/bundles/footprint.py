@@ -28,20 +28,21 @@ def _peak() -> int:
 
 def _grown(path: str) -> int:
     """Fills every sequence of a bundle and returns the bytes by which the peak of this process grows."""
-    from mlcbuild_runtime.devices.cpu import CpuExecutor
+    from mlcbuild_runtime.executor import loading
     from mlcbuild_runtime.executor.batch import Step
+    from mlcbuild_runtime.executor.executor import forward
 
-    model = CpuExecutor.load(Path(path))
+    model = loading.load(path)
     # Weights are mapped and the cache is reserved: neither takes memory before it is used.
     before = _peak()
-    limits = model.limits
+    limits = model.manifest.limits
     per_sequence = limits.sequence_pages
     pages = [range(number * per_sequence, (number + 1) * per_sequence) for number in range(limits.max_batch)]
     for own in pages:
         for start in range(0, limits.context_window, limits.prefill_chunk):
             end = min(start + limits.prefill_chunk, limits.context_window)
-            model.forward(Step.of([([0] * (end - start), end, own)]))
-    model.forward(Step.of([([0], limits.context_window, own) for own in pages]))
+            forward(model, Step.of([([0] * (end - start), end, own)]))
+    forward(model, Step.of([([0], limits.context_window, own) for own in pages]))
     return _peak() - before
 
 

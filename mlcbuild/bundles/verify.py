@@ -153,18 +153,19 @@ def _log_softmax(logits: Logits) -> NDArray[np.float64]:
 def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
     """Returns the figures of `measure`. Loads the bundle as a server does, and nothing of the compiler."""
     import numpy as np
-    from mlcbuild_runtime.devices.cpu import CpuExecutor
+    from mlcbuild_runtime.executor import loading
+    from mlcbuild_runtime.executor.executor import score
 
-    model = CpuExecutor.load(Path(bundle), threads=int(os.environ.get("MLCBUILD_CORES", "1")))
+    model = loading.load(bundle, threads=int(os.environ.get("MLCBUILD_CORES", "1")))
     sums = _Sums()
     for i, tokens in enumerate(json.loads(Path(reference_dir, "tokens.json").read_bytes())):
         expected = np.load(Path(reference_dir, f"logits-{i:04}.npy"))
-        logits = model.score(tokens)
+        logits = score(model, tokens)
         if not np.isfinite(logits).all():
             sys.exit(f"prompt {i + 1}: the bundle's logits are not finite")
         sums.add(tokens, expected, logits)
         head = tokens[:DECODED]
-        stepped = model.score(head, chunk=1)
+        stepped = score(model, head, chunk=1)
         sums.decode_errors.append(float(np.abs(stepped - logits[: len(head)]).max()))
     return sums.figures()
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from mlcbuild.errors import UsageError, did_you_mean
+from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Scheme, Storage, storage
+from mlcbuild.targets import gpus
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 
@@ -31,6 +33,11 @@ class Backend:
     """(target, host) -> None, or why the machine `host` cannot run what is compiled for `target`."""
     labels: Callable[[Target], tuple[str, ...]]
     """What a worker must have to run what is compiled for a target."""
+    executor: tuple[str, ...] = ()
+    """Modules of the runtime that run what is compiled; they are in the keys of steps that do."""
+    faults: str = ""
+    """"module:function" of model config -> a sentence for each block of its layers that the device cannot
+    compute; "": it computes every block."""
 
     def storage(self, scheme: Scheme) -> Storage:
         """Returns a scheme as the device stores it. Raises UsageError for a format without kernels."""
@@ -41,6 +48,13 @@ class Backend:
         module, _, name = self.tools.partition(":")
         versions: Mapping[str, str] = getattr(import_module(module), name)(target)
         return versions
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises UsageError for a model with blocks that the device cannot compute."""
+        module, _, name = self.faults.partition(":")
+        faults: list[str] = getattr(import_module(module), name)(config) if module else []
+        if faults:
+            raise UsageError("; ".join(faults))
 
 
 CPU_LAYOUTS: Mapping[str, str] = {
@@ -66,6 +80,21 @@ def _cpu_layout(scheme: Scheme) -> str:
     return CPU_LAYOUTS[scheme.format]
 
 
+GPU_LAYOUTS: Mapping[str, str] = {
+    name: layout for name, layout in CPU_LAYOUTS.items() if layout in ("plain", "row")
+}
+"""Format -> the layout that the kernels of GPUs read: the one that CPUs read, so that both share weights."""
+
+
+def _gpu_layout(scheme: Scheme) -> str:
+    if scheme.format not in GPU_LAYOUTS:
+        raise UsageError(
+            f"scheme {scheme.name}: GPUs have no kernels for format '{scheme.format}'; they have some for "
+            f"{', '.join(GPU_LAYOUTS)}: choose a scheme with one of these"
+        )
+    return GPU_LAYOUTS[scheme.format]
+
+
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(
         action="mlcbuild.compiler.cpu.action:compile_library",
@@ -74,7 +103,18 @@ BACKENDS: dict[str, Backend] = {
         runtime_files=("libtvm_runtime",),
         can_run=targets.why_not,
         labels=targets.labels,
-    )
+        executor=("mlcbuild_runtime.devices.cpu",),
+    ),
+    "webgpu": Backend(
+        action="mlcbuild.compiler.gpu.gpu_action:compile_library",
+        tools="mlcbuild.compiler.gpu.gpu_action:tools",
+        layout=_gpu_layout,
+        runtime_files=(),
+        can_run=lambda target, host: gpus.why_not(),
+        labels=lambda target: (gpus.LABEL,),
+        executor=("mlcbuild_runtime.devices.gpu",),
+        faults="mlcbuild.compiler.gpu.support:unsupported",
+    ),
 }
 """Kind of device (`device` of a target) -> its backend. A further backend adds one entry."""
 

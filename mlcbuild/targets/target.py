@@ -17,8 +17,10 @@ from mlcbuild.documents.document import Data, Document, Where, read
 from mlcbuild.errors import InputError, Problems, SetupError, UsageError, did_you_mean
 from mlcbuild.targets import host as this_machine
 
-Output = Literal["shared", "object"]
+Output = Literal["shared", "object", "program"]
 
+PROGRAM_DEVICES = frozenset({"webgpu"})
+"""Devices for which a library is a GPU program."""
 HOST = "host"
 """The name that stands for the machine it is read on."""
 
@@ -38,7 +40,7 @@ class Target:
     device: str = "cpu"
     """The kind of device, a key of backends.BACKENDS."""
     output: Output = "shared"
-    """A shared library, or an object file to be linked elsewhere."""
+    """A shared library, an object file to be linked elsewhere, or a GPU program."""
 
     @property
     def architecture(self) -> str:
@@ -202,6 +204,11 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
 
     if target.triple.count("-") < 2:
         return  # not a triple, as the schema reports
+    if (target.device in PROGRAM_DEVICES) != (target.output == "program"):
+        report("'program' is the output for the device webgpu, and for no other", "output")
+        return
+    if target.device in PROGRAM_DEVICES:
+        return  # LLVM compiles nothing for it
     table = processors.names().get(_family(target))
     if table is None:
         known = did_you_mean(target.architecture, ["x86_64", "aarch64", "arm64"])

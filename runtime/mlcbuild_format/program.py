@@ -19,6 +19,8 @@ from mlcbuild_format.fields import FieldError
 from mlcbuild_format.signature import Tensor
 
 FORMAT = "mlcbuild-program/1"
+PROGRAM = "program.json"
+"""The file of a bundle that holds its program."""
 Expression: TypeAlias = "int | str | tuple[str, Expression, Expression]"
 """A whole number, the name of a size, or (operation, left, right)."""
 Sizes: TypeAlias = Mapping[str, int]
@@ -43,7 +45,7 @@ WORD = 4
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What a device can do, by the names of WebGPU's limits; the defaults are what WebGPU guarantees."""
+    """The limits of a device, by the names of WebGPU's limits; the defaults are what WebGPU guarantees."""
 
     storage_buffers: int = 8
     """maxStorageBuffersPerShaderStage."""
@@ -76,15 +78,17 @@ class Binding:
 
 @dataclass(frozen=True)
 class Shader:
-    """A compute shader. Its uniform buffer holds the scalars as int32 in order, then grid[0] - 1."""
+    """A compute shader. Its uniform buffer holds the first `uniforms` scalars as int32, then grid[0] - 1."""
 
     file: str
     entry: str
     threads: int
-    """Of a workgroup, in one dimension."""
+    """Threads of a workgroup, in one dimension."""
     shared_bytes: int
     bindings: tuple[Binding, ...]
     scalars: tuple[str, ...]
+    uniforms: int
+    """Scalars that the code reads; the others stand in expressions only."""
     grid: tuple[Expression, Expression]
     """Workgroups in x and y, over the scalars. Where one is 0, nothing is launched."""
 

@@ -113,6 +113,7 @@ def _kernel(fields: Fields) -> Shader:
         shared_bytes=fields.integer("shared_bytes", 0, 1 << 20),
         bindings=tuple(bindings),
         scalars=scalars,
+        uniforms=fields.integer("uniforms", 0, len(scalars)),
         grid=(x, y),
     )
 

@@ -88,6 +88,7 @@ def test_presets_are_what_their_names_say() -> None:
             "shared",
         ),
         "x86-64-v4-vnni": (LINUX, "x86-64-v4", ("+avx512vnni",), "shared"),
+        "webgpu": ("wgsl-unknown-unknown", "generic", (), "program"),
     }
     assert list(targets.presets()) == sorted(targets.presets())
     assert all(target.name == name for name, target in targets.presets().items())
@@ -218,8 +219,11 @@ def test_preset_files_are_checked(tmp_path: Path) -> None:
             "2:6: LLVM knows no x86_64 processor '8'; did you mean 'k8'?",
             "3:1: the key 'cpu' appears twice; first on line 2",
             "4:11: 'features' must be a list, not 'avx'",
-            "5:9: 'device' must be 'cpu', not 'gpu'",
-            "6:9: 'output' must be 'shared' or 'object', not a list",
+            "5:9: 'device' must be 'cpu' or 'webgpu', not 'gpu'",
+            "6:9: 'output' must be 'shared' or 'object' or 'program', not a list",
+        ],
+        f"triple: {LINUX}\ncpu: x86-64-v3\ndevice: webgpu\n": [
+            "1:1: 'program' is the output for the device webgpu, and for no other",
         ],
         f"triple: x86\ncpu: generic\nfeatures: [avx, +fma, +fma]\nextend: {LINUX}": [
             "1:9: 'triple' must be architecture-vendor-system or architecture-vendor-system-environment, not",
@@ -376,7 +380,8 @@ def test_llvm_accepts_every_name() -> None:
     assert done.stdout == (ROOT / "runtime" / "mlcbuild_format" / "cpus.json").read_text()
     machines = [(LINUX, cpu, features) for _, cpu, features in X86.values()]
     machines += [(ARM, "generic", features) for _, features in ARMS.values()]
-    machines += [(item.triple, item.cpu, item.features) for item in targets.presets().values()]
+    presets = [target for target in targets.presets().values() if target.device == "cpu"]
+    machines += [(item.triple, item.cpu, item.features) for item in presets]
     machines.append(this_machine.host())
     code = (
         "import json, sys, tvm, tvm_ffi\n"

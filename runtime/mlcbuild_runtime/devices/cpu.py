@@ -23,10 +23,11 @@ from mlcbuild_runtime.devices import cpu_library, machine, tensors
 from mlcbuild_runtime.devices.cpu_library import Library
 from mlcbuild_runtime.devices.cpu_tensors import BURST, Arguments, StepInputs, rows_of
 from mlcbuild_runtime.devices.workers import Workers
+from mlcbuild_runtime.executor import executor
 from mlcbuild_runtime.executor.batch import FollowingSteps, Masks, Step
 from mlcbuild_runtime.executor.executor import GuidedSteps, StepResult
 from mlcbuild_runtime.executor.loading import Loader
-from mlcbuild_runtime.executor.sampling_params import SKIP, Floats, SamplingRow
+from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
 os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
@@ -164,7 +165,7 @@ class CpuExecutor:
 
     def forward(self, step: Step) -> Floats:
         """Returns the logits of `step` without sampling tokens."""
-        return self.step(step, [SKIP] * len(step.rows)).logits()
+        return executor.forward(self, step)
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
         sampling = self._inputs.sampling(sampling_params)
@@ -203,25 +204,8 @@ class CpuExecutor:
         return workers
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
-        """Returns logits, float32 [len(tokens), vocab], of every position of one sequence.
-
-        `chunk` is the number of tokens in one call (default: the library's limit); 1 uses the decode kernels.
-        The first pages of the KV cache are overwritten, so no engine may use this executor at the same time.
-        Raises ValueError when the sequence is too long or a token is not in the vocabulary.
-        """
-        bundle.check_tokens(tokens, self.manifest)
-        limits = self.limits
-        if not 0 < len(tokens) <= min(limits.context_window, self.pages * limits.page_size):
-            raise ValueError(f"{len(tokens)} tokens do not fit a context of {limits.context_window}")
-        size = min(chunk or limits.prefill_chunk, limits.prefill_chunk)
-        return np.concatenate(list(self._score_chunks(tokens, size)))
-
-    def _score_chunks(self, tokens: Sequence[int], size: int) -> Iterator[Floats]:
-        for start in range(0, len(tokens), size):
-            chunk = tokens[start : start + size]
-            end = start + len(chunk)
-            pages = range(-(-end // self.limits.page_size))
-            yield self.forward(Step.of([(chunk, end, pages)], [len(chunk)])).copy()
+        """Returns logits of every position of one sequence; see executor.score."""
+        return executor.score(self, tokens, chunk)
 
 
 _pool = threading.local()

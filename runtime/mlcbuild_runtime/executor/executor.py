@@ -10,10 +10,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from mlcbuild_format import bundle
 from mlcbuild_format.bundle import Manifest
 
 from mlcbuild_runtime.executor.batch import FollowingSteps, Masks, NextInput, Step
-from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
+from mlcbuild_runtime.executor.sampling_params import SKIP, Floats, SamplingRow
 
 
 class StepResult(NamedTuple):
@@ -125,3 +127,31 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Frees the device's memory. No method may be called afterwards."""
+
+
+def forward(executor: Executor, step: Step) -> Floats:
+    """Returns the logits of `step` without sampling tokens."""
+    return executor.step(step, [SKIP] * len(step.rows)).logits()
+
+
+def score(executor: Executor, tokens: Sequence[int], chunk: int | None = None) -> Floats:
+    """Returns logits float32 [len(tokens), vocab] of every position of one sequence.
+
+    chunk: tokens in one call (default: the library's limit); 1 uses the kernels of decoding. Uses the first
+    pages of the KV cache, so an engine must not use the executor at the same time. Raises ValueError when the
+    sequence or a token does not fit the model.
+    """
+    bundle.check_tokens(tokens, executor.manifest)
+    limits = executor.manifest.limits
+    if not 0 < len(tokens) <= min(limits.context_window, executor.pages * limits.page_size):
+        raise ValueError(f"{len(tokens)} tokens do not fit a context of {limits.context_window}")
+    size = min(chunk or limits.prefill_chunk, limits.prefill_chunk)
+    return np.concatenate(list(_score_chunks(executor, tokens, size)))
+
+
+def _score_chunks(executor: Executor, tokens: Sequence[int], size: int) -> Iterator[Floats]:
+    for start in range(0, len(tokens), size):
+        chunk = tokens[start : start + size]
+        end = start + len(chunk)
+        pages = range(-(-end // executor.manifest.limits.page_size))
+        yield forward(executor, Step.of([(chunk, end, pages)], [len(chunk)])).copy()

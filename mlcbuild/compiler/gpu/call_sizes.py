@@ -1,0 +1,82 @@
+"""The sizes of calls of a GPU program, and where a call's inputs lie in the buffer that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mlcbuild_format.limits import Limits
+from mlcbuild_format.program import Expression, Section, evaluate
+
+from mlcbuild.compiler.gpu.kernels import prompt_attention
+from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
+
+DRAFT_ROWS = 16
+"""Rows that a decoding step may have at least, for drafts of few sequences."""
+STEPS = 16
+"""Decoding steps whose tokens `history` holds."""
+FORKS = 256
+"""Copies of pages in one call."""
+_LOGITS_BYTES = 32 << 20
+"""Bytes of the logits of one call, unless one row has more."""
+
+
+@dataclass(frozen=True)
+class CallSizes:
+    """The largest sizes of a call of a model with so many tokens in its vocabulary."""
+
+    vocab_size: int
+    limits: Limits
+
+    @property
+    def decode_rows(self) -> int:
+        """The most rows of a decoding step."""
+        return max(self.limits.max_batch, DRAFT_ROWS)
+
+    @property
+    def logit_rows(self) -> int:
+        """Rows of logits that one call computes."""
+        return max(1, min(self.limits.rows, _LOGITS_BYTES // (4 * self.vocab_size)))
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Name of a size of calls -> its largest value."""
+        return {
+            "n": max(self.limits.rows, self.decode_rows),
+            "q": self.logit_rows,
+            "t": -(-self.limits.rows // prompt_attention.QUERIES) + self.limits.max_batch,
+            "f": FORKS,
+            "m": self.mask_rows,
+            "pages": self.limits.pages,
+        }
+
+    @property
+    def mask_rows(self) -> int:
+        """Logit masks of one call."""
+        return min(self.decode_rows, self.logit_rows)
+
+    @cached_property
+    def sections(self) -> dict[str, Section]:
+        """The inputs of a call, those that every call has first."""
+        sizes: dict[str, Expression] = {
+            "count": 1,
+            "tokens": "n",
+            "positions": "n",
+            "slots": "n",
+            "first_page": "n",
+            "rows": "n",
+            "tiles": ("mul", 2, "t"),
+            "forks": ("mul", 3, "f"),
+            "page_table": self.limits.pages + 1,
+        }
+        sections, start = {}, 0
+        for name, size in sizes.items():
+            sections[name] = Section(start, size)
+            start += evaluate(size, self.sizes)
+        return sections
+
+    @cached_property
+    def places(self) -> InputPlaces:
+        starts = {name: section.start for name, section in self.sections.items()}
+        last = self.sections["page_table"]
+        return InputPlaces(words=last.start + evaluate(last.size, self.sizes), **starts)

@@ -1,0 +1,71 @@
+"""Collects the kernels, buffers and launches of a GPU program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mlcbuild_format.program import (
+    BoundBuffer,
+    Buffer,
+    CallVariant,
+    Expression,
+    Kind,
+    Launch,
+    Shader,
+)
+
+from mlcbuild.compiler.gpu.shader_text import WGSL, Dialect, lower
+from mlcbuild.compiler.gpu.tensorir import KernelBuilder
+from mlcbuild.errors import CompileError
+
+Make = Callable[..., KernelBuilder]
+"""(name, arguments ...) -> a kernel."""
+
+
+@dataclass
+class Emitter:
+    """A program under construction."""
+
+    dialect: Dialect = WGSL
+    shaders: dict[str, Shader] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    """File of a kernel -> its text."""
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+    functions: dict[str, tuple[CallVariant, ...]] = field(default_factory=dict)
+    _names: dict[object, str] = field(default_factory=dict)
+
+    def kernel(self, make: Make, *arguments: object) -> str:
+        """Returns the name of a kernel, which is lowered once for the same arguments."""
+        case = (make.__name__, arguments)
+        if case not in self._names:
+            name = f"{make.__name__}_{len(self._names)}"
+            shader, text = lower(make(name, *arguments), self.dialect)
+            self.shaders[name], self.texts[shader.file] = shader, text
+            self._names[case] = name
+        return self._names[case]
+
+    def buffer(self, name: str, size: Expression, kind: Kind = "workspace") -> str:
+        self.buffers[name] = Buffer(kind, size)
+        return name
+
+    def function(self, name: str, variants: Mapping[int, tuple[Mapping[str, int], list[Launch]]]) -> None:
+        """variants: any number -> (largest sizes, launches), in ascending order."""
+        ordered = (CallVariant(dict(sizes), tuple(launches)) for sizes, launches in variants.values())
+        self.functions[name] = tuple(ordered)
+
+    def launch(
+        self, kernel: str, scalars: Mapping[str, Expression], buffers: Mapping[str, str | BoundBuffer]
+    ) -> Launch:
+        """Returns a launch. scalars and buffers: by the kernel's names for them.
+
+        Raises CompileError if these differ from what the kernel has.
+        """
+        shader = self.shaders[kernel]
+        names = {binding.name for binding in shader.bindings}
+        if set(buffers) != names or not set(shader.scalars) <= set(scalars):
+            differing = sorted(set(buffers) ^ names) or sorted(set(shader.scalars) - set(scalars))
+            raise CompileError(f"kernel {kernel} is launched with other arguments: {', '.join(differing)}")
+        bound = (buffers[binding.name] for binding in shader.bindings)
+        uses = tuple(use if isinstance(use, BoundBuffer) else BoundBuffer(use) for use in bound)
+        return Launch(kernel, uses, tuple(scalars[name] for name in shader.scalars))

@@ -1,0 +1,291 @@
+"""Tokens to rows, and logits to tokens: embedding, masks, choice, and the inputs of a following step.
+
+Logits are compared as whole numbers of the same order: WGSL lets compilers assume that no NaN exists.
+"""
+
+from __future__ import annotations
+
+from mlcbuild_format import abi
+from tvm.script.ir_builder import tirx as T
+
+from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
+from mlcbuild.compiler.gpu.kernels.storage import StoredAs, StoredMatrix
+from mlcbuild.compiler.gpu.tensorir import (
+    WORKGROUP,
+    KernelBuilder,
+    Value,
+    barrier,
+    bind,
+    exact,
+    kernel,
+    local,
+    number,
+    put,
+    strided,
+    when,
+)
+
+CHOOSERS = 256
+"""Threads that look for the largest of a part of a row."""
+PART = 4096
+"""Logits of a part."""
+CANDIDATES = 64
+_NAN = 0x7F800000
+"""Bits of infinity; a larger key is NaN."""
+_SMALLEST = -(1 << 31) + 1
+
+
+def embed(
+    name: str, form: StoredAs, shape: tuple[int, int], scale: float, inputs: InputPlaces
+) -> KernelBuilder:
+    """Returns the kernel x[row] = table[token - first] * scale for tokens from `first` on. shape: rows and
+    columns of this part of the table."""
+    rows, columns = shape
+    with kernel(name) as k:
+        block, x = inputs.declare(k), k.buffer("x", (k.size("n"), columns))
+        table = StoredMatrix.declare(k, form, rows, columns)
+        first = k.scalar("first")
+        with k.launch(WORKGROUP, -(-columns // WORKGROUP), "n") as (bx, row, tx):
+            column = bind(bx * WORKGROUP + tx)
+            token = bind(block[inputs.tokens + row] - first)
+            with when(T.And(column < columns, T.And(token >= 0, token < rows))):
+                value = table.number(token, column)
+                put(x, value if scale == 1 else value * exact(scale), row, column)
+    return k
+
+
+def mask(name: str, vocab: int) -> KernelBuilder:
+    """Returns the kernel that writes minus infinity to the logits of masked tokens. A row of `masks` is the
+    row of logits, then a bit for each token."""
+    words = -(-vocab // abi.MASK_WORD)
+    with kernel(name) as k:
+        logits = k.buffer("logits", (k.size("q"), vocab), "uint32")
+        masks = k.buffer("masks", (k.size("m"), 1 + words), "int32")
+        with k.launch(WORKGROUP, -(-vocab // WORKGROUP), "m") as (bx, index, tx):
+            token = bind(bx * WORKGROUP + tx)
+            with when(token < vocab):
+                word = bind(T.Cast("uint32", masks[index, 1 + token // abi.MASK_WORD]))
+                bit = T.bitwise_and(T.shift_right(word, T.Cast("uint32", token % abi.MASK_WORD)), T.uint32(1))
+                with when(bit == T.uint32(0)):
+                    put(logits, T.uint32(0xFF800000), masks[index, 0], token)
+    return k
+
+
+def key(bits: Value) -> Value:
+    """Returns a whole number that orders like the float32 of these bits (int32); -0 equals 0."""
+    ordered = bind(T.bitwise_xor(bits, T.bitwise_and(T.shift_right(bits, T.int32(31)), T.int32(0x7FFFFFFF))))
+    return bind(T.Select(ordered == -1, 0, ordered))
+
+
+def best_of_parts(name: str, vocab: int) -> KernelBuilder:
+    """Returns the kernel that finds the largest logit of each part of a row, the first of equal ones: best
+    [q, parts, 2] is its key and its token. NaN has the largest key, whatever its sign."""
+    parts = -(-vocab // PART)
+    with kernel(name) as k:
+        q = k.size("q")
+        logits, best = k.buffer("logits", (q, vocab), "int32"), k.buffer("best", (q, parts * 2), "int32")
+        with k.launch(CHOOSERS, parts, "q") as (part, row, tx):
+            chosen = _Chosen(k)
+            with T.serial(PART // CHOOSERS) as index:
+                token = bind(part * PART + index * CHOOSERS + tx)
+                with when(token < vocab):
+                    bits = bind(logits[row, token])
+                    is_nan = T.bitwise_and(bits, T.int32(0x7FFFFFFF)) > _NAN
+                    chosen.consider(bind(T.Select(is_nan, T.int32(0x7FFFFFFF), key(bits))), token)
+            chosen.reduce(tx)
+            with when(tx == 0):
+                put(best, chosen.keys[0], row, 2 * part)
+                put(best, chosen.tokens[0], row, 2 * part + 1)
+    return k
+
+
+def best_of_row(name: str, vocab: int) -> KernelBuilder:
+    """Returns the kernel that writes the token of the largest logit of each row to `sampled` [q]:
+    abi.INVALID_TOKEN where that is NaN or minus infinity."""
+    parts = -(-vocab // PART)
+    with kernel(name) as k:
+        q = k.size("q")
+        best, sampled = k.buffer("best", (q, parts * 2), "int32"), k.buffer("sampled", (q,), "int32")
+        with k.launch(WORKGROUP, "q") as (row, _, tx):
+            chosen = _Chosen(k, WORKGROUP)
+            strided(
+                parts,
+                tx,
+                WORKGROUP,
+                lambda part: chosen.consider(bind(best[row, 2 * part]), bind(best[row, 2 * part + 1])),
+            )
+            chosen.reduce(tx)
+            with when(tx == 0):
+                largest = bind(chosen.keys[0])
+                # The key of minus infinity: the bits 0xFF800000 xor 0x7FFFFFFF.
+                invalid = T.Or(largest > _NAN, largest <= -_NAN - 1)
+                put(sampled, T.Select(invalid, abi.INVALID_TOKEN, chosen.tokens[0]), row)
+    return k
+
+
+class _Chosen:
+    """The largest key that a workgroup has seen, and its token: the smallest of those with this key."""
+
+    def __init__(self, k: KernelBuilder, threads: int = CHOOSERS) -> None:
+        self._threads = threads
+        self._own = local(2, "int32")
+        self.keys, self.tokens = k.shared(threads, "int32"), k.shared(threads, "int32")
+        put(self._own, T.int32(_SMALLEST), 0)
+        put(self._own, T.int32(0), 1)
+
+    def consider(self, value: Value, token: Value) -> None:
+        """Tokens of a thread must come in ascending order."""
+        with when(value > self._own[0]):
+            put(self._own, value, 0)
+            put(self._own, token, 1)
+
+    def reduce(self, tx: Value) -> None:
+        """Leaves the result at index 0."""
+        keys, tokens = self.keys, self.tokens
+        put(keys, self._own[0], tx)
+        put(tokens, self._own[1], tx)
+        barrier()
+        step = self._threads // 2
+        while step:
+            bounded = bind(T.min(tx + step, self._threads - 1))
+            other, own = bind(keys[bounded]), bind(keys[tx])
+            first, second = bind(tokens[tx]), bind(tokens[bounded])
+            better = bind(T.Or(other > own, T.And(other == own, second < first)))
+            barrier()
+            with when(T.And(tx < step, better)):
+                put(keys, other, tx)
+            with when(T.And(tx < step, better)):
+                put(tokens, second, tx)
+            barrier()
+            step //= 2
+
+
+def candidates(name: str, vocab: int) -> KernelBuilder:
+    """Returns the kernel that finds the 64 largest logits of each row: top [q, 2 + 2 * 64] holds the bits of
+    the largest logit, those of the sum of exp(logit - largest), then bits and token of each, unordered.
+
+    The threshold is found by bisection over the bits of keys; of equal ones at the threshold, any are taken.
+    """
+    threads, per = CHOOSERS, -(-vocab // CHOOSERS)
+    with kernel(name) as k:
+        q = k.size("q")
+        logits = k.buffer("logits", (q, vocab), "int32")
+        top = k.buffer("top", (q, 2 + 2 * CANDIDATES), "int32")
+        with k.launch(threads, "q") as (row, _, tx):
+            counts, reals, own = k.shared(threads, "int32"), k.shared(threads), local(1, "int32")
+            real, low = local(1), local(1, "int32")
+
+            def each(body: object) -> None:
+                with T.serial(per) as index:
+                    token = bind(index * threads + tx)
+                    with when(token < vocab):
+                        body(token, bind(logits[row, token]))  # type: ignore[operator]
+
+            put(own, T.int32(_SMALLEST), 0)
+            each(lambda token, bits: put(own, T.max(own[0], key(bits)), 0))
+            put(counts, own[0], tx)
+            _reduce(counts, tx, threads, T.max)
+            largest = bind(counts[0])
+            barrier()
+            maximum = bind(
+                T.reinterpret(
+                    "float32", T.Select(largest < 0, T.bitwise_xor(largest, T.int32(0x7FFFFFFF)), largest)
+                )
+            )
+            put(real, number(0), 0)
+            each(lambda token, bits: put(real, real[0] + T.exp(T.reinterpret("float32", bits) - maximum), 0))
+            put(reals, real[0], tx)
+            _reduce(reals, tx, threads, lambda left, right: left + right)
+            with when(tx == 0):
+                put(top, T.reinterpret("int32", maximum), row, 0)
+                put(top, T.reinterpret("int32", reals[0]), row, 1)
+            put(low, T.int32(_SMALLEST), 0)
+            with T.serial(32) as bit:
+                probe = bind(low[0] + T.Cast("int32", T.shift_left(T.uint32(1), T.Cast("uint32", 31 - bit))))
+                put(own, T.int32(0), 0)
+
+                def count(token: Value, bits: Value) -> None:
+                    with when(key(bits) >= probe):
+                        put(own, own[0] + 1, 0)
+
+                each(count)
+                put(counts, own[0], tx)
+                _reduce(counts, tx, threads, lambda left, right: left + right)
+                enough = bind(counts[0] >= CANDIDATES)
+                barrier()
+                with when(T.And(enough, probe > low[0])):
+                    put(low, probe, 0)
+            _gather(top, counts, low, (row, tx, threads), each)
+    return k
+
+
+def _gather(top: Value, counts: Value, low: Value, place: tuple[Value, Value, int], each: object) -> None:
+    """Writes the candidates above the threshold, then those at it, in the order of threads."""
+    row, tx, threads = place
+    own, at = local(1, "int32"), local(1, "int32")
+    start = T.int32(0)
+    for above in (True, False):
+        put(own, T.int32(0), 0)
+
+        def chosen(bits: Value, above: bool = above) -> Value:
+            return key(bits) > low[0] if above else key(bits) == low[0]
+
+        def count(token: Value, bits: Value) -> None:
+            with when(chosen(bits)):
+                put(own, own[0] + 1, 0)
+
+        each(count)  # type: ignore[operator]
+        put(counts, own[0], tx)
+        barrier()
+        put(at, start, 0)
+        total = local(1, "int32")
+        put(total, start, 0)
+        with T.serial(threads) as other:
+            more = bind(counts[other])
+            with when(other < tx):
+                put(at, at[0] + more, 0)
+            put(total, total[0] + more, 0)
+
+        def store(token: Value, bits: Value) -> None:
+            with when(T.And(chosen(bits), at[0] < CANDIDATES)):
+                put(top, bits, row, 2 + 2 * at[0])
+                put(top, token, row, 3 + 2 * at[0])
+                put(at, at[0] + 1, 0)
+
+        each(store)  # type: ignore[operator]
+        start = bind(total[0])
+        barrier()
+
+
+def _reduce(buffer: Value, tx: Value, threads: int, combine: object) -> None:
+    barrier()
+    step = threads // 2
+    while step:
+        with when(tx < step):
+            put(buffer, combine(buffer[tx], buffer[tx + step]), tx)  # type: ignore[operator]
+        barrier()
+        step //= 2
+
+
+def advance(name: str, rows: int, steps: int, inputs: InputPlaces) -> KernelBuilder:
+    """Returns the kernel that notes the drawn tokens in `history` [steps, rows] and makes them the inputs of
+    the next step. rows: the most sequences of a step."""
+    with kernel(name) as k:
+        n = k.size("n")
+        block, sampled = inputs.declare(k), k.buffer("sampled", (n,), "int32")
+        history = k.buffer("history", (steps, rows), "int32")
+        with k.launch(CHOOSERS, 1) as (_, _y, tx):
+            done = bind(block[inputs.count])
+            barrier()
+            with T.serial((n + CHOOSERS - 1) // CHOOSERS) as index:
+                row = bind(index * CHOOSERS + tx)
+                with when(row < n):
+                    token, position = bind(sampled[row]), bind(block[inputs.positions + row] + 1)
+                    put(history, token, done, row)
+                    put(block, T.max(token, 0), inputs.tokens + row)
+                    put(block, position, inputs.positions + row)
+                    entry = inputs.page_table + block[inputs.first_page + row] + position // abi.PAGE
+                    put(block, block[entry] * abi.PAGE + position % abi.PAGE, inputs.slots + row)
+            with when(tx == 0):
+                put(block, done + 1, inputs.count)
+    return k

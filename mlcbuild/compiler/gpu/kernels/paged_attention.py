@@ -1,0 +1,254 @@
+"""Attention over pages: for decoding by groups of heads with splits, for prompts on tiles of queries.
+
+Softmax is computed online over tiles of keys (Dao et al., FlashAttention, 2022); splits of a long sequence
+are combined by their maxima and sums (Flash-Decoding, 2023). Tiles begin at multiples of their size, and
+splits depend on a row's own length, so that a row's bits do not depend on its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlcbuild_format.abi import PAGE
+from tvm.script.ir_builder import tirx as T
+
+from mlcbuild.compiler.gpu.kernels.norm_rows import capped
+from mlcbuild.compiler.gpu.kernels.page_layout import CacheSpec, InputPlaces
+from mlcbuild.compiler.gpu.tensorir import (
+    LOWEST,
+    WORKGROUP,
+    KernelBuilder,
+    Value,
+    barrier,
+    bind,
+    exact,
+    kernel,
+    local,
+    number,
+    put,
+    reduce_tree,
+    strided,
+    when,
+)
+
+NO_WINDOW = 1 << 30
+"""The window of a layer that attends to every token."""
+_QUERY_FLOATS = 2048
+"""Floats of the query heads that one workgroup of decoding attention holds: 8 KB of shared memory."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    cache: CacheSpec
+    scale: float
+    cap: float | None
+    splits: int
+    """Workgroups that share the keys of one row and group of heads."""
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.cache.heads // self.cache.kv_heads
+
+    @property
+    def heads_at_once(self) -> int:
+        """Query heads of one workgroup in decoding."""
+        return max(1, min(self.group, _QUERY_FLOATS // self.cache.head_dim, 16))
+
+    @property
+    def part_columns(self) -> int:
+        """Columns of a row of partial results: for each head and split a vector, its maximum and its sum."""
+        return self.cache.heads * self.splits * (self.cache.head_dim + 2)
+
+    def score(self, product: Value) -> Value:
+        scaled = product * exact(self.scale)
+        return scaled if self.cap is None else capped(scaled, self.cap)
+
+
+def attend(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
+    """Returns the kernel of decoding: partial results of each split of each row."""
+    cache, at_once = spec.cache, spec.heads_at_once
+    chunks = -(-spec.group // at_once)
+    with kernel(name) as k:
+        n = k.size("n")
+        qkv, block, pages = k.buffer("qkv", (n, cache.width)), inputs.declare(k), cache.declare(k)
+        part = k.buffer("part", (n, spec.part_columns))
+        window = k.scalar("window")
+        with k.launch(WORKGROUP, cache.kv_heads * chunks * spec.splits, "n") as (bx, row, tx):
+            split, chunk = bind(bx % spec.splits), bind(bx // spec.splits % chunks)
+            kv_head = bind(bx // (spec.splits * chunks))
+            length = bind(block[inputs.positions + row] + 1)
+            first_page = bind(inputs.page_table + block[inputs.first_page + row])
+            first_head = chunk * at_once
+            heads = [
+                bind(kv_head * spec.group + T.min(first_head + g, spec.group - 1)) for g in range(at_once)
+            ]
+            group = _HeadGroup.allocate(k, spec, tx, kv_head)
+            group.begin(lambda g, column: qkv[row, heads[g] * cache.head_dim + column])
+            begin = bind(T.max(length - window, 0))
+            first_tile, last_tile = begin // WORKGROUP, (length + WORKGROUP - 1) // WORKGROUP
+            tiles = bind((last_tile - first_tile + spec.splits - 1) // spec.splits)
+            start = bind(first_tile + split * tiles)
+            with T.serial(tiles) as tile:
+                token = bind((start + tile) * WORKGROUP + tx)
+                visible = bind(T.And(token >= begin, token < length))
+                put(group.places, block[first_page + T.min(token, length - 1) // PAGE], tx)
+                group.score(pages, token, visible)
+                for g in range(at_once):
+                    group.soften(g, visible)
+                barrier()
+                group.add_values(pages)
+                barrier()
+            for g in range(at_once):
+                with when(first_head + g < spec.group):
+                    group.store(part, row, (heads[g] * spec.splits + split) * (cache.head_dim + 2), g)
+    return k
+
+
+@dataclass(frozen=True)
+class _HeadGroup:
+    """The query heads of a workgroup of decoding, which share a KV head, and what they have summed up."""
+
+    spec: AttentionSpec
+    tx: Value
+    kv_head: Value
+    query: Value
+    scores: Value
+    """Shared: scores of a tile, then exp(score - maximum)."""
+    reduced: Value
+    places: Value
+    """Shared: the page of each token of a tile."""
+    own: Value
+    """Scores of the thread's token."""
+    sums: Value
+    """[head, part of its dimensions]; a thread owns every 64th dimension."""
+    state: Value
+    """Maximum and sum of each head."""
+
+    @classmethod
+    def allocate(cls, k: KernelBuilder, spec: AttentionSpec, tx: Value, kv_head: Value) -> _HeadGroup:
+        count, parts = spec.heads_at_once, -(-spec.cache.head_dim // WORKGROUP)
+        return cls(
+            spec=spec,
+            tx=tx,
+            kv_head=kv_head,
+            query=k.shared(count * spec.cache.head_dim),
+            scores=k.shared(count * WORKGROUP),
+            reduced=k.shared(WORKGROUP),
+            places=k.shared(WORKGROUP, "int32"),
+            own=local(count),
+            sums=local(count * parts),
+            state=local(2 * count),
+        )
+
+    @property
+    def count(self) -> int:
+        return self.spec.heads_at_once
+
+    @property
+    def parts(self) -> int:
+        return -(-self.spec.cache.head_dim // WORKGROUP)
+
+    def begin(self, value: Callable[[int, Value], Value]) -> None:
+        """value: (head, dimension) -> the query."""
+        dim = self.spec.cache.head_dim
+        for g in range(self.count):
+
+            def load(column: Value, g: int = g) -> None:
+                put(self.query, value(g, column), g * dim + column)
+
+            strided(dim, self.tx, WORKGROUP, load)
+            put(self.state, number(LOWEST), 2 * g)
+            put(self.state, number(0), 2 * g + 1)
+        for index in range(self.count * self.parts):
+            put(self.sums, number(0), index)
+        barrier()
+
+    def score(self, pages: Value, token: Value, visible: Value) -> None:
+        """Computes the scores of a tile, of which each thread has one token."""
+        cache = self.spec.cache
+        for g in range(self.count):
+            put(self.own, number(0), g)
+        with when(visible):
+            page, key = bind(self.places[self.tx]), cache.place(0, self.kv_head, token % PAGE)
+            with T.serial(cache.words) as word:
+                values = cache.pair(pages, page, key + word)
+                for g in range(self.count):
+                    total = self.own[g]
+                    for index, value in enumerate(values):
+                        column = g * cache.head_dim + word * len(values) + index
+                        total = self.query[column] * value + total
+                    put(self.own, total, g)
+        for g in range(self.count):
+            put(self.own, T.Select(visible, self.spec.score(self.own[g]), number(LOWEST)), g)
+
+    def soften(self, g: int, visible: Value) -> None:
+        """Turns a head's scores into weights, and rescales what is summed up so far."""
+        put(self.reduced, self.own[g], self.tx)
+        reduce_tree(self.reduced, self.tx, WORKGROUP, T.max)
+        largest = bind(T.max(self.state[2 * g], self.reduced[0]))
+        factor = bind(T.exp(self.state[2 * g] - largest))
+        weight = bind(T.Select(visible, T.exp(self.own[g] - largest), number(0)))
+        put(self.scores, weight, g * WORKGROUP + self.tx)
+        barrier()
+        put(self.reduced, weight, self.tx)
+        reduce_tree(self.reduced, self.tx, WORKGROUP, lambda left, right: left + right)
+        put(self.state, largest, 2 * g)
+        put(self.state, self.state[2 * g + 1] * factor + self.reduced[0], 2 * g + 1)
+        for index in range(g * self.parts, (g + 1) * self.parts):
+            put(self.sums, self.sums[index] * factor, index)
+        barrier()
+
+    def add_values(self, pages: Value) -> None:
+        """Adds a tile's values times their weights."""
+        cache = self.spec.cache
+        with T.serial(WORKGROUP) as token:
+            page, start = bind(self.places[token]), cache.place(1, self.kv_head, token % PAGE)
+            for index in range(self.parts):
+                column = bind(index * WORKGROUP + self.tx)
+                with when(column < cache.head_dim):
+                    value = bind(cache.number(pages, page, start, column))
+                    for g in range(self.count):
+                        weight, place = bind(self.scores[g * WORKGROUP + token]), g * self.parts + index
+                        # A slot that was never written may hold NaN.
+                        with when(weight > number(0)):
+                            put(self.sums, weight * value + self.sums[place], place)
+
+    def store(self, part: Value, row: Value, base: Value, g: int) -> None:
+        """Writes a head's sums, maximum and sum of weights to part[row, base:]."""
+        dim = self.spec.cache.head_dim
+        for index in range(self.parts):
+            column = index * WORKGROUP + self.tx
+            with when(column < dim):
+                put(part, self.sums[g * self.parts + index], row, base + column)
+        with when(self.tx == 0):
+            put(part, self.state[2 * g], row, base + dim)
+            put(part, self.state[2 * g + 1], row, base + dim + 1)
+
+
+def combine(name: str, spec: AttentionSpec) -> KernelBuilder:
+    """Returns the kernel that adds up the splits of each head: y [n, heads * head_dim]."""
+    heads, dim = spec.cache.heads, spec.cache.head_dim
+    with kernel(name) as k:
+        n = k.size("n")
+        part, y = k.buffer("part", (n, spec.part_columns)), k.buffer("y", (n, heads * dim))
+        with k.launch(WORKGROUP, heads, "n") as (head, row, tx):
+            base = [bind((head * spec.splits + split) * (dim + 2)) for split in range(spec.splits)]
+            largest = number(LOWEST)
+            for start in base:
+                largest = bind(T.max(largest, part[row, start + dim]))
+            factors = [bind(T.exp(part[row, start + dim] - largest)) for start in base]
+            total = number(0)
+            for start, factor in zip(base, factors, strict=True):
+                total = factor * part[row, start + dim + 1] + total
+            total = bind(total)
+
+            def store(column: Value) -> None:
+                value = number(0)
+                for start, factor in zip(base, factors, strict=True):
+                    value = factor * part[row, start + column] + value
+                put(y, value / total, row, head * dim + column)
+
+            strided(dim, tx, WORKGROUP, store)
+    return k

@@ -1,0 +1,361 @@
+"""Products of rows with a stored matrix: a GEMV for few rows, and a GEMM on tiles for prompts.
+
+In both, the bits of a row do not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+
+from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, activated, capped, inverse_root, weighted
+from mlcbuild.compiler.gpu.kernels.storage import (
+    CHUNK,
+    GROUP,
+    RowsOf,
+    StoredAs,
+    StoredMatrix,
+    Vector,
+    select_lane,
+    unpacked,
+)
+from mlcbuild.compiler.gpu.tensorir import (
+    WORKGROUP,
+    KernelBuilder,
+    Value,
+    barrier,
+    bind,
+    kernel,
+    local,
+    number,
+    put,
+    reduce_tree,
+    when,
+)
+from mlcbuild.models import Activation
+
+TILE, DEPTH = 64, 32
+"""Rows and columns of a tile of a GEMM, and columns of its factors: 16 KB of shared memory together."""
+_SIDE = 4
+"""A thread of a GEMM computes 4 x 4 numbers."""
+
+
+@dataclass(frozen=True)
+class ProductSpec:
+    """y = x W^T with what is computed beside it."""
+
+    outputs: int
+    """Columns of y that are computed."""
+    inputs: int
+    """Columns of x."""
+    form: StoredAs
+    norm: NormSpec | None = None
+    """x is normalized first."""
+    gate: Activation | None = None
+    """W has 2 * outputs rows; y = activation(first half) * second half."""
+    residual: bool = False
+    """y += the product."""
+    half_bias: bool | None = None
+    """There is a bias, of float16 or float32."""
+    cap: float | None = None
+    """y = cap * tanh(y / cap)."""
+    stride: int = 0
+    """Columns of y, if more than `outputs`."""
+    first: int = 0
+    """The first column of y that is computed."""
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """The buffers of a product, and what is done to a sum before it is stored."""
+
+    spec: ProductSpec
+    matrix: StoredMatrix
+    bias: Vector | None
+    y: Value
+
+    @classmethod
+    def declare(cls, k: KernelBuilder, spec: ProductSpec) -> _Buffers:
+        rows = spec.outputs * (2 if spec.gate else 1)
+        matrix = StoredMatrix.declare(k, spec.form, rows, spec.inputs)
+        bias = None if spec.half_bias is None else Vector.declare(k, "bias", rows, spec.half_bias)
+        return cls(spec, matrix, bias, k.buffer("y", (k.size("n"), spec.stride or spec.outputs)))
+
+    def store(self, row: Value, output: Value, sums: list[Value]) -> None:
+        """sums: of the output, and with a gate of its second half."""
+        spec, values = self.spec, list(sums)
+        if self.bias is not None:
+            values = [value + self.bias[output + half * spec.outputs] for half, value in enumerate(values)]
+        value = values[0]
+        if spec.gate:
+            value = activated(spec.gate, values[0]) * values[1]
+        if spec.cap is not None:
+            value = capped(value, spec.cap)
+        column = output + spec.first
+        put(self.y, self.y[row, column] + value if spec.residual else value, row, column)
+
+
+def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
+    """Returns the kernel for products of up to `rows` rows of x a workgroup: each lane reads 32 columns of a
+    row of W at a time for all of them."""
+    groups, lanes = -(-spec.inputs // GROUP), 1
+    while lanes * 2 <= min(WORKGROUP, groups):
+        lanes *= 2
+    # More rows of W in flight hide the latency of memory; more sums than these do not fit registers.
+    each, halves = 2 if rows > 2 or spec.gate else 4, 2 if spec.gate else 1
+    in_group = WORKGROUP // lanes
+    with kernel(name) as k:
+        n = k.size("n")
+        x = RowsOf.declare(k, "x", n, spec.inputs)
+        weight = None if spec.norm is None else Vector.declare(k, "weight", spec.inputs, spec.norm.half)
+        buffers = _Buffers.declare(k, spec)
+        grid = -(-spec.outputs // (in_group * each)), ("div", "n", rows)
+        with k.launch(WORKGROUP, *grid) as (bx, by, tx):
+            block = _RowBlock(x, bind(by * rows), rows, n)
+            roots = None if spec.norm is None else _roots(k, spec.norm, block, tx)
+            first, in_row = bx * (in_group * each) + tx // lanes, tx % lanes
+            outputs = [bind(first + index * in_group) for index in range(each)]
+            bounded = [bind(T.min(output, spec.outputs - 1)) for output in outputs]
+            matrix_rows = [row + half * spec.outputs for half in range(halves) for row in bounded]
+            sums, part = local(len(matrix_rows) * rows), local(len(matrix_rows) * rows)
+            with T.serial(len(matrix_rows) * rows) as index:
+                put(sums, number(0), index)
+            with T.serial(-(-groups // lanes)) as step:
+                group = bind(step * lanes + in_row)
+                with when(group < groups):
+                    _group_sums(
+                        buffers.matrix, matrix_rows, group, (part, sums), _Factors(block, weight, spec)
+                    )
+            _finish(k, buffers, sums, roots, _Outputs(block, outputs, lanes, tx))
+    return k
+
+
+@dataclass(frozen=True)
+class _RowBlock:
+    """The rows of x that a workgroup multiplies. Loops over them stay loops: drivers unroll them."""
+
+    x: RowsOf
+    first: Value
+    count: int
+    n: Value
+
+    def place(self, index: Value) -> Value:
+        """Returns the row of x; beyond the last one the last one."""
+        return bind(T.min(self.first + index, self.n - 1))
+
+
+@dataclass(frozen=True)
+class _Factors:
+    """Rows of x times a norm's weight."""
+
+    block: _RowBlock
+    weight: Vector | None
+    spec: ProductSpec
+
+    def of_norm(self, column: Value) -> list[Value] | None:
+        """Returns the norm's factors of four columns."""
+        if self.weight is None or self.spec.norm is None:
+            return None
+        at = [column * CHUNK + index for index in range(CHUNK)]
+        if self.spec.inputs % GROUP:
+            at = [T.min(index, self.spec.inputs - 1) for index in at]
+        return [bind(weighted(self.spec.norm, self.weight, bind(index))) for index in at]
+
+    def chunk(self, row: Value, column: Value, norm: list[Value] | None) -> list[Value]:
+        """Returns four numbers of a row."""
+        values = self.block.x.chunk(row, column)
+        return values if norm is None else [bind(v * f) for v, f in zip(values, norm, strict=True)]
+
+
+def _group_sums(
+    matrix: StoredMatrix, matrix_rows: list[Value], group: Value, out: tuple[Value, Value], factors: _Factors
+) -> None:
+    """Adds the products of 32 columns to the second array of `out`, [row of x, row of W]; the first one is
+    scratch of the same size."""
+    part, sums = out
+    count, width = factors.block.count, len(matrix_rows)
+    words = [matrix.group(row, group) for row in matrix_rows]
+    scales = [matrix.scale(row, group) for row in matrix_rows]
+    with T.serial(count * width) as index:
+        put(part, number(0), index)
+    for index in range(GROUP // CHUNK):
+        column = bind(group * (GROUP // CHUNK) + index)
+        norm = factors.of_norm(column)
+        codes = [
+            [bind(code) for code in matrix.chunk(words[place], row, group, index)]
+            for place, row in enumerate(matrix_rows)
+        ]
+        with T.serial(count) as own:
+            values = factors.chunk(factors.block.place(own), column, norm)
+            for place in range(width):
+                total = part[own * width + place]
+                for code, value in zip(codes[place], values, strict=True):
+                    total = code * value + total
+                put(part, total, own * width + place)
+    with T.serial(count) as own:
+        for place, scale in enumerate(scales):
+            value = part[own * width + place]
+            put(
+                sums,
+                sums[own * width + place] + (value if scale is None else value * scale),
+                own * width + place,
+            )
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """Where the sums of a thread belong."""
+
+    block: _RowBlock
+    outputs: list[Value]
+    lanes: int
+    thread: Value
+
+
+def _finish(k: KernelBuilder, buffers: _Buffers, sums: Value, roots: Value | None, own: _Outputs) -> None:
+    """Adds up the lanes of each output and stores."""
+    tx, each, halves = own.thread, len(own.outputs), 2 if buffers.spec.gate else 1
+    scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]
+    with T.serial(own.block.count) as index:
+        for place, buffer in enumerate(scratch):
+            value = sums[index * len(scratch) + place]
+            put(buffer, value if roots is None else value * roots[index], tx)
+        if own.lanes > 1:
+            _reduce_all(scratch, tx, own.lanes)
+        row = bind(own.block.first + index)
+        for place, output in enumerate(own.outputs):
+            inside = T.And(output < buffers.spec.outputs, row < own.block.n)
+            with when(T.And(tx % own.lanes == 0, inside)):
+                halved = [scratch[place + half * each][tx] for half in range(halves)]
+                buffers.store(row, output, [bind(value) for value in halved])
+        barrier()
+
+
+def _reduce_all(scratch: list[Value], tx: Value, count: int) -> None:
+    """Adds runs of `count` values in each buffer, with one barrier a round for all."""
+    barrier()
+    step = count // 2
+    while step:
+        for buffer in scratch:
+            with when(tx % count < step):
+                put(buffer, buffer[tx] + buffer[tx + step], tx)
+        barrier()
+        step //= 2
+
+
+def _roots(k: KernelBuilder, norm: NormSpec, block: _RowBlock, tx: Value) -> Value:
+    """Returns an array of 1 / sqrt(mean square + eps) of each row."""
+    chunks, own, sums = -(-norm.columns // CHUNK), local(1), k.shared(WORKGROUP)
+    roots = local(block.count)
+    with T.serial(block.count) as index:
+        place = block.place(index)
+        put(own, number(0), 0)
+        with T.serial(-(-chunks // WORKGROUP)) as step:
+            column = bind(step * WORKGROUP + tx)
+            with when(column < chunks):
+                total = own[0]
+                for value in block.x.chunk(place, column):
+                    total = value * value + total
+                put(own, total, 0)
+        put(sums, own[0], tx)
+        reduce_tree(sums, tx, WORKGROUP, lambda left, right: left + right)
+        put(roots, inverse_root(sums[0], norm.columns, norm.norm.eps), index)
+        barrier()
+    return roots
+
+
+def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
+    """Returns the kernel for products of many rows, without norm and gate: tiles of 64 x 64."""
+    side = TILE // _SIDE
+    threads = side * side
+    with kernel(name) as k:
+        n = k.size("n")
+        x = k.buffer("x", (n, spec.inputs))
+        buffers = _Buffers.declare(k, spec)
+        with k.launch(threads, -(-spec.outputs // TILE), ("div", "n", TILE)) as (bx, by, tx):
+            left, right, sums = k.shared(DEPTH * TILE), k.shared(DEPTH * TILE), local(_SIDE * _SIDE)
+            for index in range(_SIDE * _SIDE):
+                put(sums, number(0), index)
+            with T.serial(-(-spec.inputs // DEPTH)) as step:
+                for index in range(DEPTH * TILE // threads):
+                    flat = bind(index * threads + tx)
+                    row, column = bind(T.min(by * TILE + flat // DEPTH, n - 1)), flat % DEPTH
+                    put(
+                        left,
+                        _bounded(x, row, step * DEPTH + column, spec.inputs),
+                        column * TILE + flat // DEPTH,
+                    )
+                _load_weights(buffers.matrix, right, bind(bx * TILE), step, tx, threads)
+                barrier()
+                with T.serial(DEPTH) as column:
+                    own = [bind(left[column * TILE + tx // side * _SIDE + i]) for i in range(_SIDE)]
+                    other = [bind(right[column * TILE + tx % side * _SIDE + i]) for i in range(_SIDE)]
+                    for i in range(_SIDE):
+                        for j in range(_SIDE):
+                            put(sums, own[i] * other[j] + sums[i * _SIDE + j], i * _SIDE + j)
+                barrier()
+            for i in range(_SIDE):
+                for j in range(_SIDE):
+                    row, output = (
+                        bind(by * TILE + tx // side * _SIDE + i),
+                        bind(bx * TILE + tx % side * _SIDE + j),
+                    )
+                    with when(T.And(row < n, output < spec.outputs)):
+                        buffers.store(row, output, [sums[i * _SIDE + j]])
+    return k
+
+
+def _bounded(x: Value, row: Value, column: Value, columns: int) -> Value:
+    """Returns x[row, column], and 0 beyond the row."""
+    if columns % DEPTH == 0:
+        return x[row, column]
+    column = bind(column)
+    return T.Select(column < columns, x[row, T.min(column, columns - 1)], number(0))
+
+
+def _load_weights(
+    matrix: StoredMatrix, tile: Value, first: Value, step: Value, tx: Value, threads: int
+) -> None:
+    """Writes 64 rows from `first` on and 32 columns of a matrix into shared memory, transposed and scaled.
+
+    A thread reads one chunk of four columns at a time; of codes, whole words.
+    """
+    chunks = DEPTH // CHUNK
+    for index in range(TILE * chunks // threads):
+        flat = bind(index * threads + tx)
+        output, chunk = flat // chunks, bind(flat % chunks)
+        row = bind(T.min(first + output, matrix.rows - 1))
+        for place, value in enumerate(_chunk_at(matrix, row, step, chunk)):
+            put(tile, value, (chunk * CHUNK + place) * TILE + output)
+
+
+def _chunk_at(matrix: StoredMatrix, row: Value, group: Value, chunk: Value) -> list[Value]:
+    """Returns four scaled numbers: those of a chunk, which is no constant, of a group."""
+    form = matrix.form
+    if not form.bits:
+        column = bind(group * (GROUP // CHUNK) + chunk)
+        if matrix.columns % CHUNK == 0:
+            return unpacked(bind(matrix.words[row, T.min(column, matrix.columns // CHUNK - 1)]), form.half)
+        last = matrix.columns - 1
+        return [matrix.number(row, bind(T.min(column * CHUNK + place, last))) for place in range(CHUNK)]
+    bits = form.bits
+    place = bind(group * bits + chunk * (CHUNK * bits) // 32)
+    word = bind(select_lane(bind(matrix.words[row, place // 4]), place % 4))
+    scale = matrix.scale(row, group)
+    shift = bind(chunk * (CHUNK * bits) % 32)
+    mask = T.uint32((1 << bits) - 1)
+    return [
+        T.Cast(
+            "float32",
+            T.Cast("int32", T.bitwise_and(T.shift_right(word, T.Cast("uint32", shift + at * bits)), mask))
+            - form.zero,
+        )
+        * scale
+        for at in range(CHUNK)
+    ]
+
+
+def rows_per_workgroup(largest: int) -> list[int]:
+    """Returns the numbers of rows for which there are variants of GEMVs, up to a largest number of rows."""
+    return [rows for rows in (1, 2, 4, 8) if rows == 1 or rows < 2 * largest]

@@ -1,0 +1,208 @@
+"""Attention of prompts, on tiles of queries and keys in shared memory; see paged_attention.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlcbuild_format.abi import PAGE
+from tvm.script.ir_builder import tirx as T
+
+from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
+from mlcbuild.compiler.gpu.kernels.paged_attention import AttentionSpec
+from mlcbuild.compiler.gpu.tensorir import (
+    LOWEST,
+    KernelBuilder,
+    Value,
+    barrier,
+    bind,
+    kernel,
+    local,
+    number,
+    put,
+    when,
+)
+
+QUERIES, KEYS = 32, 32
+"""Rows and keys of a tile of a prompt's attention."""
+_TILE_THREADS = 128
+_OWN = KEYS // 4
+"""Keys of a tile, or dimensions of 32, that one thread of a row has."""
+_STRIDE = KEYS + 1
+"""Columns of a tile in shared memory: odd, so that a column's numbers lie in different banks."""
+
+
+def attend_prompt(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
+    """Returns the kernel of prompts: y of a tile of up to 32 rows of one sequence and one head, over tiles of
+    32 keys in shared memory."""
+    cache, dim = spec.cache, spec.cache.head_dim
+    with kernel(name) as k:
+        n = k.size("n")
+        qkv, block, pages = k.buffer("qkv", (n, cache.width)), inputs.declare(k), cache.declare(k)
+        y = k.buffer("y", (n, cache.heads * dim))
+        window, _ = k.scalar("window"), k.scalar("t")
+        with k.launch(_TILE_THREADS, cache.heads, "t") as (head, index, tx):
+            first, count = bind(block[inputs.tiles + 2 * index]), bind(block[inputs.tiles + 2 * index + 1])
+            start = bind(block[inputs.positions + first])
+            page = bind(inputs.page_table + block[inputs.first_page + first])
+            keys = _Keys(spec, (block, page), pages, bind(head // spec.group), bind(start + count - 1))
+            tile = _QueryTile.allocate(k, spec, tx, (first, count))
+            tile.begin()
+            position = bind(block[inputs.positions + tile.row])
+            begin = bind(T.max(start + 1 - window, 0) // KEYS)
+            with T.serial((start + count + KEYS - 1) // KEYS - begin) as step:
+                base = bind((begin + step) * KEYS)
+                tile.score(lambda row, column: qkv[row, head * dim + column], keys, base)
+                factor = tile.soften(base, position, window)
+                tile.add_values(keys, base, factor)
+            tile.store(y, head)
+    return k
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Keys and values of one KV head of one sequence."""
+
+    spec: AttentionSpec
+    table: tuple[Value, Value]
+    """The inputs, and the place in them of the sequence's first page."""
+    pages: Value
+    kv_head: Value
+    last: Value
+    """The last token of the sequence."""
+
+    def number(self, which: int, token: Value, column: Value) -> Value:
+        """Returns a number of a key (0) or value (1); beyond the last token that of the last one."""
+        cache, token = self.spec.cache, bind(T.min(token, self.last))
+        block, first = self.table
+        page = bind(block[first + token // PAGE])
+        start = cache.place(which, self.kv_head, token % PAGE)
+        return bind(cache.number(self.pages, page, start, column))
+
+
+@dataclass(frozen=True)
+class _QueryTile:
+    """The rows of a workgroup of prompts. Four threads share a row: each has every fourth key of a tile, and
+    every fourth dimension of the result."""
+
+    spec: AttentionSpec
+    tx: Value
+    place: tuple[Value, Value]
+    """First row and number of rows."""
+    left: Value
+    right: Value
+    weights: Value
+    """Shared: [row, key], as `left` is [row, dimension] and `right` is [key, dimension]."""
+    reduced: Value
+    own: Value
+    sums: Value
+    state: Value
+    """Maximum and sum of the row."""
+
+    @classmethod
+    def allocate(
+        cls, k: KernelBuilder, spec: AttentionSpec, tx: Value, place: tuple[Value, Value]
+    ) -> _QueryTile:
+        left, right, weights = (k.shared(QUERIES * _STRIDE) for _ in range(3))
+        parts = -(-spec.cache.head_dim // KEYS)
+        arrays = local(_OWN), local(parts * _OWN), local(2)
+        return cls(spec, tx, place, left, right, weights, k.shared(_TILE_THREADS), *arrays)
+
+    @property
+    def parts(self) -> int:
+        return -(-self.spec.cache.head_dim // KEYS)
+
+    @property
+    def line(self) -> Value:
+        return self.tx // 4
+
+    @property
+    def row(self) -> Value:
+        first, count = self.place
+        return bind(first + T.min(self.line, count - 1))
+
+    def begin(self) -> None:
+        put(self.state, number(LOWEST), 0)
+        put(self.state, number(0), 1)
+        with T.serial(self.parts * _OWN) as index:
+            put(self.sums, number(0), index)
+
+    def _fill(self, tile: Value, part: Value, value: Callable[[Value, Value], Value]) -> None:
+        """Writes value(row of the tile, dimension) to [32, 32] of shared memory; 0 beyond the dimensions."""
+        dim = self.spec.cache.head_dim
+        with T.serial(KEYS * KEYS // _TILE_THREADS) as index:
+            flat = bind(index * _TILE_THREADS + self.tx)
+            other, column = bind(flat // KEYS), bind(part * KEYS + flat % KEYS)
+            inside = bind(column < dim)
+            own = value(other, bind(T.min(column, dim - 1)))
+            put(tile, T.Select(inside, own, number(0)), other * _STRIDE + flat % KEYS)
+
+    def score(self, query: Callable[[Value, Value], Value], keys: _Keys, base: Value) -> None:
+        """Computes the products of the row with the keys of a tile. query: (row, dimension) -> number."""
+        first, count = self.place
+        for index in range(_OWN):
+            put(self.own, number(0), index)
+        with T.serial(self.parts) as part:
+            self._fill(self.left, part, lambda row, column: query(first + T.min(row, count - 1), column))
+            self._fill(self.right, part, lambda key, column: keys.number(0, base + key, column))
+            barrier()
+            with T.serial(KEYS) as column:
+                value = bind(self.left[self.line * _STRIDE + column])
+                for index in range(_OWN):
+                    key = self.right[(self.tx % 4 + 4 * index) * _STRIDE + column]
+                    put(self.own, value * key + self.own[index], index)
+            barrier()
+
+    def soften(self, base: Value, position: Value, window: Value) -> Value:
+        """Turns scores into weights, and returns the factor of what is summed up so far."""
+        visible = []
+        for index in range(_OWN):
+            token = bind(base + self.tx % 4 + 4 * index)
+            visible.append(bind(T.And(token <= position, token > position - window)))
+            put(self.own, T.Select(visible[-1], self.spec.score(self.own[index]), number(LOWEST)), index)
+        largest = self.own[0]
+        for index in range(1, _OWN):
+            largest = T.max(largest, self.own[index])
+        largest = self._of_row(largest, self.state[0], T.max)
+        factor, total = bind(T.exp(self.state[0] - largest)), number(0)
+        for index in range(_OWN):
+            weight = bind(T.Select(visible[index], T.exp(self.own[index] - largest), number(0)))
+            put(self.weights, weight, self.line * _STRIDE + self.tx % 4 + 4 * index)
+            total = total + weight
+        total = self._of_row(total, number(0), lambda left, right: left + right)
+        put(self.state, largest, 0)
+        put(self.state, self.state[1] * factor + total, 1)
+        return factor
+
+    def _of_row(self, value: Value, start: Value, combine: Callable[[Value, Value], Value]) -> Value:
+        """Returns the combination of the values of the four threads of a row."""
+        put(self.reduced, value, self.tx)
+        barrier()
+        for index in range(4):
+            start = combine(start, self.reduced[self.line * 4 + index])
+        start = bind(start)
+        barrier()
+        return start
+
+    def add_values(self, keys: _Keys, base: Value, factor: Value) -> None:
+        with T.serial(self.parts) as part:
+            self._fill(self.right, part, lambda key, column: keys.number(1, base + key, column))
+            barrier()
+            for index in range(_OWN):
+                put(self.sums, self.sums[part * _OWN + index] * factor, part * _OWN + index)
+            with T.serial(KEYS) as other:
+                weight = bind(self.weights[self.line * _STRIDE + other])
+                # A slot that was never written may hold NaN.
+                with when(weight > number(0)):
+                    for index in range(_OWN):
+                        value = self.right[other * _STRIDE + self.tx % 4 + 4 * index]
+                        put(self.sums, weight * value + self.sums[part * _OWN + index], part * _OWN + index)
+            barrier()
+
+    def store(self, y: Value, head: Value) -> None:
+        dim, row = self.spec.cache.head_dim, self.row
+        with when(self.line < self.place[1]), T.serial(self.parts) as part:
+            for index in range(_OWN):
+                column = bind(part * KEYS + self.tx % 4 + 4 * index)
+                with when(column < dim):
+                    put(y, self.sums[part * _OWN + index] / self.state[1], row, head * dim + column)

@@ -1,0 +1,140 @@
+"""From kernels in TensorIR to the text that a device's driver compiles, through TVM's code generators.
+
+All text targets have the same order of parameters, so one program serves them all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm
+from mlcbuild_format.program import GUARANTEED, Binding, Shader
+from tvm import tirx
+from tvm.target import Target as TvmTarget
+
+from mlcbuild.compiler.gpu.tensorir import KernelBuilder
+from mlcbuild.errors import CompileError
+
+HOST = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
+"""TVM lowers a host part, too, which is thrown away."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A language of kernels."""
+
+    kind: str
+    """TVM's kind of target."""
+    ending: str
+    """The ending of file names."""
+    prelude: str
+    """Functions on float16 pairs, which need no optional feature of a device."""
+    prelude_last: bool
+    """The prelude stands after the kernel."""
+
+
+WGSL = Dialect(
+    "webgpu",
+    "wgsl",
+    """
+fn half_lo(u : u32) -> f32 { return unpack2x16float(u).x; }
+fn half_hi(u : u32) -> f32 { return unpack2x16float(u).y; }
+fn pack_halves(a : f32, b : f32) -> u32 { return pack2x16float(vec2<f32>(a, b)); }
+""",
+    prelude_last=True,
+)
+OPENCL = Dialect(
+    "opencl",
+    "cl",
+    """float half_lo(uint u) { ushort h = (ushort)u; return vload_half(0, (const half*)&h); }
+float half_hi(uint u) { ushort h = (ushort)(u >> 16); return vload_half(0, (const half*)&h); }
+uint pack_halves(float a, float b) {
+  ushort l, h; vstore_half_rte(a, 0, (half*)&l); vstore_half_rte(b, 0, (half*)&h);
+  return (uint)l | ((uint)h << 16);
+}
+""",
+    prelude_last=False,
+)
+DIALECTS = {dialect.ending: dialect for dialect in (WGSL, OPENCL)}
+"""Ending of a kernel's file -> its language. OpenCL is a second executor for tests."""
+_RESERVED = frozenset(
+    {"active", "alias", "array", "binding_array", "mat", "ptr", "target", "template", "vec"}
+)
+"""Words of WGSL that no scalar may be called and that Python would allow."""
+
+
+def lower(builder: KernelBuilder, dialect: Dialect = WGSL) -> tuple[Shader, str]:
+    """Returns a kernel as programs describe it, and its text. Raises CompileError."""
+    reserved = _RESERVED.intersection(builder.scalars)
+    if reserved:
+        raise CompileError(f"kernel {builder.name}: '{sorted(reserved)[0]}' is a reserved word of WGSL")
+    threads, shared = GUARANTEED.threads, GUARANTEED.shared_bytes
+    options = {"max_num_threads": threads}
+    if dialect is WGSL:
+        options["max_shared_memory_per_block"] = shared
+    target = TvmTarget({"kind": dialect.kind, **options}, host=HOST)
+    device, own_target = _device_module(builder, target)
+    ((_, function),) = device.functions.items()
+    params = [str(param.name) for param in function.params]
+    module = tvm.get_global_func(f"target.build.{dialect.kind}")(device, own_target)
+    text = _text(module.inspect_source(), dialect)
+    written = _written(module, builder.name) if dialect is WGSL else ()
+    return _shader(builder, params, written, dialect), text
+
+
+def _device_module(builder: KernelBuilder, target: TvmTarget) -> tuple[tvm.IRModule, TvmTarget]:
+    # Common subexpressions leave dead `let`s, a tenth of the text; drivers find them anyway.
+    with tvm.transform.PassContext(config={"tirx.disable_cse_tir": True}):
+        module = tirx.transform.BindTarget(target)(tvm.IRModule({builder.name: builder.function}))
+        pipeline, _, finalize = tirx.get_default_tir_pipeline(target)
+        split = sys.modules["tvm.tirx.build"].split_host_device_mods
+        _, devices = split(pipeline(module))
+        ((own_target, device),) = devices.items()
+        return finalize()(device), own_target
+
+
+def _text(source: str, dialect: Dialect) -> str:
+    lines = [line.strip() for line in source.splitlines()]
+    text = "\n".join(line for line in lines if line and not line.startswith("//")) + "\n"
+    if not re.search(r"\b(half_lo|half_hi|pack_halves)\(", text):
+        return text
+    return text + dialect.prelude if dialect.prelude_last else dialect.prelude + text
+
+
+def _written(module: tvm.runtime.Module, name: str) -> Sequence[int]:
+    """Returns for each buffer whether the kernel writes it, as TVM declares it in WGSL."""
+    information = json.loads(module.inspect_source("func_info"))[f"{name}_kernel"]
+    tag = information["launch_param_tags"][-1]
+    written: list[int] = json.loads(tag[tag.index("[") :])
+    return written
+
+
+def _shader(
+    builder: KernelBuilder, params: Sequence[str], written: Sequence[int], dialect: Dialect
+) -> Shader:
+    names = [name.removesuffix("_ptr") for name in params if name.endswith("_ptr")]
+    uniforms = [name for name in params if not name.endswith("_ptr")]
+    if set(names) != set(builder.buffers) or set(uniforms) - set(builder.scalars):
+        raise CompileError(
+            f"kernel {builder.name}: it was lowered with the parameters {', '.join(params)}, and made with"
+            f" {', '.join([*builder.buffers, *builder.scalars])}: a buffer is not used"
+        )
+    others = [name for name in builder.scalars if name not in uniforms]
+    flags = written or [0] * len(names)
+    bindings = (
+        Binding(name, bool(flag), builder.buffers[name]) for name, flag in zip(names, flags, strict=True)
+    )
+    return Shader(
+        file=f"kernels/{builder.name}.{dialect.ending}",
+        entry=f"{builder.name}_kernel",
+        threads=builder.threads,
+        shared_bytes=builder.shared_bytes,
+        bindings=tuple(bindings),
+        scalars=(*uniforms, *others),
+        uniforms=len(uniforms),
+        grid=builder.grid,
+    )

@@ -1,0 +1,75 @@
+"""The blocks of a layer that the kernels of GPUs compute. Imports no TVM: graphs are made with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from mlcbuild.models import LayerSpec, ModelConfig
+
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "ModelConfig": (
+        *("family", "vocab_size", "hidden_size", "max_position", "layers", "ropes", "norm"),
+        *("tie_embeddings", "embedding_scale", "logit_softcap"),
+    ),
+    "Rope": (
+        *("dim", "inv_freq", "attention_factor", "inv_freq_long", "long_factor"),
+        "original_max_position",
+    ),
+    "LayerSpec": ("mixer", "feed_forward", "norms"),
+    "Attention": (
+        *("heads", "kv_heads", "head_dim", "scale", "rope", "window", "qkv_bias", "output_bias"),
+        *("qk_norm", "softcap"),
+    ),
+    "Dense": ("size", "activation", "bias"),
+    "Norms": ("before", "after"),
+    "RmsNorm": ("eps", "offset"),
+}
+"""Class of a block -> its fields that the kernels know. Others must have their default."""
+_ACTIVATIONS = ("silu", "gelu_tanh")
+_MAX_HEAD_DIM = 256
+
+
+def unsupported(config: ModelConfig) -> list[str]:
+    """Returns a sentence for each kind of block that GPUs cannot compute, naming block and device."""
+    blocks: dict[str, None] = {}
+    for part in (config, *config.ropes, config.norm):
+        blocks |= dict.fromkeys(_unsupported(part))
+    for layer in dict.fromkeys(config.layers):
+        blocks |= dict.fromkeys(_unsupported_in_layer(layer))
+    return [
+        f"the device 'webgpu' has no kernels for {block}: build this model for a CPU target"
+        for block in blocks
+    ]
+
+
+def _unsupported_in_layer(layer: LayerSpec) -> Iterator[str]:
+    mixer, feed_forward = layer.mixer, layer.feed_forward
+    optional = (layer.norms.after, getattr(mixer, "qk_norm", None))
+    parts = [layer, mixer, feed_forward, layer.norms]
+    for part in (*parts, layer.norms.before, *(norm for norm in optional if norm is not None)):
+        yield from _unsupported(part)
+    if getattr(mixer, "rope", 0) is None:
+        yield "attention without a rotary embedding"
+    activation = getattr(feed_forward, "activation", _ACTIVATIONS[0])
+    if activation not in _ACTIVATIONS:
+        yield f"the activation '{activation}'"
+    head_dim = getattr(mixer, "head_dim", 2)
+    if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+        yield f"heads of {head_dim} dimensions, which must be even and at most {_MAX_HEAD_DIM}"
+
+
+def _unsupported(part: Any) -> Iterator[str]:
+    if part is None:
+        yield "layers without a norm"
+        return
+    name = type(part).__name__
+    if name not in FIELDS:
+        yield f"the block '{name}'"
+        return
+    for field in fields(part):
+        value = getattr(part, field.name)
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name not in FIELDS[name] and value != default:
+            yield f"the block '{name}' with {field.name} = {value!r}"

@@ -1,0 +1,197 @@
+"""A small vocabulary for GPU kernels in TensorIR: explicit threads, buffers, barriers.
+
+Traps of TVM 0.27 that shape it: shared memory must be allocated inside the launch, or it becomes a storage
+buffer; one condition may hold one statement that touches shared memory; constants are printed with 7 digits,
+so `exact` gives them by their bits; only scalars may be passed to functions of a prelude.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlcbuild_format.program import Expression
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import PrimFunc, Shuffle, Var
+
+Value = Any
+"""An expression or a buffer of TensorIR, which carries no type information."""
+WORKGROUP = 64
+"""Threads of most kernels: two warps of NVIDIA's, one wave of AMD's."""
+ITEM_BYTES = {"float32": 4, "int32": 4, "uint32": 4}
+LOWEST = -1e30
+"""Stands for minus infinity in softmax: WGSL has no literal for that."""
+
+
+@dataclass
+class KernelBuilder:
+    """A kernel under construction, and later its function."""
+
+    name: str
+    buffers: dict[str, Expression] = field(default_factory=dict)
+    """Name of a buffer -> its bytes over the scalars."""
+    scalars: list[str] = field(default_factory=list)
+    threads: int = 0
+    shared_bytes: int = 0
+    grid: tuple[Expression, Expression] = (1, 1)
+    function: PrimFunc | None = None
+    _sizes: dict[str, Var] = field(default_factory=dict)
+
+    def size(self, name: str) -> Var:
+        """Returns a scalar of the kernel that is a dimension of one of its buffers."""
+        if name not in self._sizes:
+            self._sizes[name] = Var(name, "int32")
+            self.scalars.append(name)
+        return self._sizes[name]
+
+    def scalar(self, name: str) -> Value:
+        """Returns a scalar of the kernel that is no dimension."""
+        self.scalars.append(name)
+        self._sizes[name] = T.arg(name, T.int32())
+        return self._sizes[name]
+
+    def buffer(self, name: str, shape: Sequence[int | Var], dtype: str = "float32") -> Value:
+        """Declares a storage buffer; dtype may be a vector such as float32x4."""
+        buffer = T.match_buffer(T.arg(f"{name}_h", T.handle()), tuple(shape), dtype)
+        IRBuilder.name(name, buffer)
+        item, _, lanes = dtype.partition("x")
+        size: Expression = ITEM_BYTES[item] * int(lanes or 1)
+        for extent in shape:
+            size = product(size, extent if isinstance(extent, int) else str(extent.name))
+        self.buffers[name] = size
+        return buffer
+
+    @contextmanager
+    def launch(self, threads: int, x: Expression, y: Expression = 1) -> Iterator[tuple[Value, Value, Value]]:
+        """Opens the threads; yields the workgroup's place in x and y, and the thread in it."""
+        self.threads, self.grid = threads, (x, y)
+        with (
+            T.launch_thread("blockIdx.y", self._extent(y)) as block_y,
+            T.launch_thread("blockIdx.x", self._extent(x)) as block_x,
+            T.launch_thread("threadIdx.x", tirx.const(threads, "int32")) as thread,
+        ):
+            yield block_x, block_y, thread
+
+    def _extent(self, expression: Expression) -> Value:
+        if isinstance(expression, int):
+            return tirx.const(expression, "int32")
+        if isinstance(expression, str):
+            return self.size(expression)
+        name, left, right = expression
+        a, b = self._extent(left), self._extent(right)
+        if name == "div":
+            return tirx.floordiv(a + b - 1, b)
+        return {"add": a + b, "mul": a * b, "min": tirx.min(a, b), "max": tirx.max(a, b)}[name]
+
+    def shared(self, count: int, dtype: str = "float32") -> Value:
+        """Allocates memory of the workgroup. Must be called inside `launch`."""
+        self.shared_bytes += count * ITEM_BYTES[dtype]
+        return T.alloc_buffer((count,), dtype, scope="shared")
+
+
+@contextmanager
+def kernel(name: str) -> Iterator[KernelBuilder]:
+    """Yields the builder of a kernel, which has its function when the block ends."""
+    builder = KernelBuilder(name)
+    with IRBuilder() as ir, T.prim_func(s_tir=True):
+        T.func_name(name)
+        attributes = {"tirx.noalias": True, "tirx.is_scheduled": True, "global_symbol": name}
+        T.func_attr(attributes)
+        yield builder
+    builder.function = ir.get()
+
+
+def product(left: Expression, right: Expression) -> Expression:
+    if isinstance(left, int) and isinstance(right, int):
+        return left * right
+    return ("mul", left, right)
+
+
+def local(count: int, dtype: str = "float32") -> Value:
+    """Allocates registers of a thread."""
+    return T.alloc_buffer((count,), dtype, scope="local")
+
+
+def put(buffer: Value, value: Value, *index: Value) -> None:
+    T.buffer_store(buffer, value, list(index))
+
+
+def barrier() -> None:
+    T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def bind(value: Value) -> Value:
+    return T.bind(value)
+
+
+@contextmanager
+def when(condition: Value) -> Iterator[None]:
+    with T.If(condition), T.Then():
+        yield
+
+
+def lane(vector: Value, index: int) -> Value:
+    return Shuffle([vector], [index])
+
+
+def number(value: float) -> Value:
+    """Returns a constant that is exact when printed, such as 0 or 1."""
+    return T.float32(value)
+
+
+def exact(value: float) -> Value:
+    """Returns a float32 constant by its bits."""
+    return T.reinterpret("float32", T.uint32(struct.unpack("<I", struct.pack("<f", value))[0]))
+
+
+def unsigned(value: Value) -> Value:
+    return T.Cast("uint32", value)
+
+
+def floating(value: Value) -> Value:
+    return T.Cast("float32", value)
+
+
+def half(word: Value, upper: Value | bool) -> Value:
+    """Returns one of the two float16 numbers in a uint32 as float32. A bool takes no instruction."""
+    if isinstance(upper, bool):
+        return T.call_pure_extern("float32", "half_hi" if upper else "half_lo", word)
+    return T.Select(upper, half(word, True), half(word, False))
+
+
+def pack_halves(first: Value, second: Value) -> Value:
+    """Returns two float32 numbers as float16 in a uint32, the first in the low bits."""
+    return T.call_pure_extern("uint32", "pack_halves", first, second)
+
+
+def multiply_add(left: Value, right: Value, total: Value) -> Value:
+    """Returns left * right + total."""
+    return left * right + total
+
+
+def reduce_tree(buffer: Value, thread: Value, count: int, combine: Callable[[Value, Value], Value]) -> None:
+    """Leaves the combination of every run of `count` values, a power of two, at the start of the run; begins
+    and ends with a barrier."""
+    barrier()
+    step = count // 2
+    while step:
+        with when(thread % count < step):
+            put(buffer, combine(buffer[thread], buffer[thread + step]), thread)
+        barrier()
+        step //= 2
+
+
+def strided(count: int, thread: Value, threads: int, body: Callable[[Value], None]) -> None:
+    """Runs `body` for each index below `count`, spread over the threads."""
+    with T.serial(-(-count // threads)) as index:
+        place = bind(index * threads + thread)
+        if count % threads:
+            with when(place < count):
+                body(place)
+        else:
+            body(place)

@@ -1,0 +1,35 @@
+"""The test whether this machine can run programs for GPUs, made without loading a GPU library here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import lru_cache
+from importlib.util import find_spec
+
+LABEL = "webgpu"
+"""The label of a worker with a GPU adapter."""
+_SECONDS = 60
+_COUNT = """import wgpu
+print(sum(adapter.info["backend_type"] != "OpenGL" for adapter in wgpu.gpu.enumerate_adapters_sync()))"""
+
+
+@lru_cache(maxsize=1)
+def why_not() -> str | None:
+    """Returns why this machine runs no GPU bundles; None if it does. A driver that crashes ends a child."""
+    if find_spec("wgpu") is None:
+        return "GPU bundles run with the package wgpu: pip install 'mlcbuild-runtime[gpu]'"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _COUNT],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "this machine's GPU driver does not answer"
+    if done.returncode != 0 or not done.stdout.strip().isdigit() or int(done.stdout) == 0:
+        return "this machine has no GPU adapter (Vulkan, Metal or D3D12)"
+    return None

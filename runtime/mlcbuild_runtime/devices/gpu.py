@@ -1,0 +1,262 @@
+"""The executor of GPUs: a bundle's program through wgpu. Tokens are chosen on the GPU where that is exact.
+
+Rows of a decoding step are computed with kernels that give each row the bits it has alone; prompts with
+kernels on tiles. Greedy decoding runs several steps in one submit, with tokens and positions on the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mlcbuild_format import abi
+from mlcbuild_format.bundle import Limits, Manifest
+from mlcbuild_format.errors import BundleError
+
+from mlcbuild_runtime.devices import gpu_adapter, gpu_program, gpu_sampling
+from mlcbuild_runtime.devices.gpu_inputs import InputBlock, mask_words, tiles
+from mlcbuild_runtime.devices.gpu_program import DeviceProgram
+from mlcbuild_runtime.executor.batch import FollowingSteps, Masks, Step
+from mlcbuild_runtime.executor.executor import GuidedSteps, StepResult
+from mlcbuild_runtime.executor.loading import Loader
+from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
+
+BURST = 16
+"""Maximum decode steps in one call: rows of the program's history."""
+_SUBMIT = 4
+"""Decode steps in one submit; an interrupt is noticed between submits."""
+_TOP_WORDS = 2 + 2 * 64
+_SMALL_VOCABULARY = 256
+"""Up to so many tokens the whole row is read."""
+
+
+def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None) -> GpuExecutor:
+    """Loads a bundle whose manifest has been read; see loading.Loader. Raises BundleError or SetupError."""
+    program = gpu_program.read(path, manifest)
+    adapter = gpu_adapter.choose()
+    limits = manifest.limits
+    count = gpu_program.cache_pages(program, pages or limits.pages, gpu_adapter.limits(adapter))
+    if count < min(limits.sequence_pages, pages or limits.pages):
+        raise BundleError(
+            f"{path}: {gpu_adapter.describe(adapter)} allows {count} pages of KV cache, and a sequence of"
+            f" {limits.context_window} tokens takes {limits.sequence_pages}: build with a smaller"
+            " compile.context_window"
+        )
+    return GpuExecutor(path, manifest, DeviceProgram(path, manifest, adapter, program, count))
+
+
+class GpuExecutor:
+    """A loaded bundle. Implements executor.Executor, which documents the methods without a docstring."""
+
+    burst = BURST
+    capabilities = frozenset(abi.CAPABILITIES)
+
+    def __init__(self, path: Path, manifest: Manifest, program: DeviceProgram) -> None:
+        """Use `load`."""
+        self.path, self.manifest, self.interrupted = path, manifest, False
+        self.device = program
+        sizes, functions = program.program.sizes, program.program.functions
+        self.exact_rows = functions["decode"][-1].sizes["n"]
+        self._logit_rows, self._mask_rows = sizes["q"], sizes["m"]
+        self._inputs = InputBlock(program.program, manifest.limits.page_size)
+
+    @property
+    def pages(self) -> int:
+        return self.device.pages
+
+    @property
+    def limits(self) -> Limits:
+        return self.manifest.limits
+
+    @property
+    def description(self) -> str:
+        return f"GPU {self.device.name}"
+
+    def step(self, step: Step, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> StepResult:
+        tokens, kept = list[int](), list[Floats]()
+        several = len(step.rows) > self._logit_rows or self._passes(step)[1:]
+        for first, last in self._passes(step):
+            numbers = [number for number, row in enumerate(step.rows) if first <= row < last]
+            for begin in range(0, len(numbers), self._logit_rows) or (0,):
+                own = numbers[begin : begin + self._logit_rows]
+                rows = [step.rows[number] - first for number in own]
+                calls = self._prepare(step, (first, last), rows, begin > 0)
+                own_masks = [(own.index(row), mask) for row, mask in masks if row in own]
+                tokens += self._draw(calls, [sampling_params[number] for number in own], own_masks)
+                if several:
+                    kept.append(self._read_logits(len(own)))
+        if several:
+            whole = np.concatenate(kept)
+            return StepResult(tokens, lambda: whole)
+        return StepResult(tokens, lambda: self._read_logits(len(step.rows)))
+
+    def _passes(self, step: Step) -> list[tuple[int, int]]:
+        """Returns the parts, as ranges of tokens, in which a step is computed: decoding kernels have room for
+        `exact_rows` rows."""
+        count = len(step.tokens)
+        if step.prompt or count <= self.exact_rows:
+            return [(0, count)]
+        return [(first, min(first + self.exact_rows, count)) for first in range(0, count, self.exact_rows)]
+
+    def _prepare(
+        self, step: Step, part: tuple[int, int], rows: Sequence[int], again: bool
+    ) -> list[tuple[str, dict[str, int]]]:
+        """Uploads inputs, and returns the calls that compute the logits of `rows`. again: the tokens were
+        computed for other rows before."""
+        head = [("head", {"q": len(rows)})] if rows else []
+        if again:
+            self.device.write("inputs", self._inputs.rows(rows))
+            return head
+        self.device.write("inputs", self._inputs.fill(step, *part, rows))
+        return [self._trunk(step, part), *head]
+
+    def _trunk(self, step: Step, part: tuple[int, int]) -> tuple[str, dict[str, int]]:
+        count = part[1] - part[0]
+        if step.prompt:
+            return "prefill", {"n": count, "t": len(tiles(step))}
+        return "decode", {"n": count, "f": len(step.forks)}
+
+    def _draw(
+        self, calls: list[tuple[str, dict[str, int]]], params: Sequence[SamplingRow], masks: Masks
+    ) -> list[int]:
+        """Executes calls that end with logits, masks these, and draws a token from each row."""
+        count = len(params)
+        if masks:
+            self._masked(calls, masks)
+            calls = []
+        temperatures = [row[0] for row in params]
+        if any(temperature == 0 for temperature in temperatures):
+            calls.append(("greedy", {"q": count}))
+        uses_top = self.manifest.vocab_size > _SMALL_VOCABULARY and any(
+            row[0] > 0 and (row[1] > -np.inf or row[2] < 1 or row[3] > 0) for row in params
+        )
+        if uses_top:
+            calls.append(("top", {"q": count}))
+        if calls:
+            self.device.run(calls)
+        greedy = self.device.read("sampled", 0, count).tolist() if 0 in temperatures else []
+        top = self.device.read("top", 0, count * _TOP_WORDS).reshape(count, -1) if uses_top else None
+        tokens = list[int]()
+        for number, row in enumerate(params):
+            if row[0] == 0:
+                tokens.append(greedy[number])
+            elif row[0] < 0:
+                tokens.append(abi.NO_TOKEN)
+            else:
+                token = None if top is None else gpu_sampling.draw_from_top(top[number], row)
+                tokens.append(self._drawn(number, row) if token is None else token)
+        return tokens
+
+    def _drawn(self, number: int, row: SamplingRow) -> int:
+        """Draws a token from the whole row of logits."""
+        return gpu_sampling.draw(self._read_logits(1, number)[0], row)
+
+    def _masked(self, calls: list[tuple[str, dict[str, int]]], masks: Masks) -> None:
+        self.device.run(calls)
+        for first in range(0, len(masks), self._mask_rows):
+            part = masks[first : first + self._mask_rows]
+            self.device.write("masks", mask_words(part, self.manifest.vocab_size))
+            self.device.run([("mask", {"m": len(part)})])
+
+    def _read_logits(self, rows: int, first: int = 0) -> Floats:
+        vocab = self.manifest.vocab_size
+        return (
+            self.device.read("logits", first * vocab, rows * vocab)
+            .view(np.float32)
+            .reshape(rows, vocab)
+            .copy()
+        )
+
+    def steps(
+        self, step: Step, sampling_params: Sequence[SamplingRow], following: FollowingSteps
+    ) -> list[list[int]]:
+        greedy = all(row[0] == 0 for row in sampling_params)
+        if greedy and len(step.tokens) <= self._mask_rows:
+            return self._greedy_steps(step, following)
+        done, params = list[list[int]](), list(sampling_params)
+        for numbers in [*following.random_numbers, None]:
+            done.append(self.step(step, params).tokens)
+            if numbers is None or self.interrupted or _ends(done[-1], following):
+                break
+            step = _next(step, done[-1])
+            params = [(*own[:-1], number) for own, number in zip(params, numbers, strict=True)]
+        return done
+
+    def _greedy_steps(self, step: Step, following: FollowingSteps) -> list[list[int]]:
+        """Executes decode steps whose tokens stay on the GPU until a submit ends."""
+        rows, count = len(step.tokens), min(1 + len(following.random_numbers), BURST)
+        calls = self._prepare(step, (0, rows), list(range(rows)), again=False)
+        calls += [("greedy", {"q": rows}), ("advance", {"n": rows})]
+        done = list[list[int]]()
+        while len(done) < count and not (done and self.interrupted):
+            more = min(_SUBMIT, count - len(done))
+            self.device.run(calls * more)
+            history = self.device.read("history", len(done) * self._mask_rows, more * self._mask_rows)
+            for tokens in history.reshape(more, -1)[:, :rows].tolist():
+                done.append(tokens)
+                if _ends(tokens, following):
+                    return done
+        return done
+
+    def guided_steps(
+        self, step: Step, sampling_params: Sequence[SamplingRow], masks: Masks, count: int
+    ) -> GuidedSteps:
+        params = list(sampling_params)
+        while True:
+            inputs = yield self.step(step, params, masks)
+            step = _next(step, [own.token for own in inputs])
+            params = [(*row[:-1], own.random_number) for row, own in zip(params, inputs, strict=True)]
+            masks = [(row, own.mask) for row, own in enumerate(inputs) if own.mask is not None]
+
+    def hidden_states(self, step: Step) -> Floats:
+        step, hidden = step._replace(prompt=True), self.manifest.hidden_size
+        count, states = len(step.tokens), list[Floats]()
+        for first in range(0, count, self._logit_rows):
+            rows = list(range(first, min(first + self._logit_rows, count)))
+            calls = self._prepare(step, (0, count), rows, first > 0)
+            trunk = [call for call in calls if call[0] != "head"]
+            self.device.run([*trunk, ("select", {"q": len(rows)})])
+            read = self.device.read("selected", 0, len(rows) * hidden).view(np.float32)
+            states.append(read.reshape(len(rows), hidden).copy())
+        return np.concatenate(states)
+
+    def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
+        gpu_sampling.apply_masks(logits, masks)
+        return [gpu_sampling.draw(row, own) for row, own in zip(logits, sampling_params, strict=True)]
+
+    def interrupt(self) -> None:
+        self.interrupted = True
+
+    def resume(self) -> None:
+        self.interrupted = False
+
+    def prepare_pages(self, used: int) -> Iterator[None]:
+        """Does nothing: buffers have their memory from the start."""
+        yield from ()
+
+    def seconds(self) -> float:
+        """Reads the wall clock: the calling thread waits while the GPU computes."""
+        return time.perf_counter()
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def _next(step: Step, tokens: Sequence[int]) -> Step:
+    return step._replace(
+        tokens=[max(0, token) for token in tokens], lengths=[length + 1 for length in step.lengths]
+    )
+
+
+def _ends(tokens: Sequence[int], following: FollowingSteps) -> bool:
+    return any(
+        token < 0 or (stops and token in following.eos_tokens)
+        for token, stops in zip(tokens, following.stops_at_eos, strict=True)
+    )
+
+
+if TYPE_CHECKING:  # mypy checks here that the class implements the protocol
+    _: Loader = load

@@ -1,0 +1,84 @@
+"""The GPUs of this machine through wgpu (Vulkan, Metal, D3D12): which one to use, and what it can do.
+
+wgpu is the one GPU library of the runtime, an extra; the modules gpu_*.py alone import it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from mlcbuild_format.errors import SetupError
+from mlcbuild_format.program import GUARANTEED, DeviceLimits
+
+if TYPE_CHECKING:
+    import wgpu
+
+DEVICE_VARIABLE = "MLCBUILD_DEVICE"
+"""Environment variable: a part of the name of the adapter to use, or its number."""
+_LIMITS = {
+    "max-storage-buffers-per-shader-stage": "storage_buffers",
+    "max-storage-buffer-binding-size": "binding_bytes",
+    "max-buffer-size": "buffer_bytes",
+    "max-compute-invocations-per-workgroup": "threads",
+    "max-compute-workgroup-storage-size": "shared_bytes",
+    "max-compute-workgroups-per-dimension": "workgroups",
+}
+"""Limit of wgpu -> field of DeviceLimits."""
+_PREFERRED = {"DiscreteGPU": 0, "IntegratedGPU": 1, "VirtualGPU": 2, "CPU": 3}
+
+
+def adapters() -> list[Any]:
+    """Returns the adapters of this machine, the fastest kind first. Raises SetupError without wgpu."""
+    try:
+        import wgpu
+    except ImportError:
+        raise SetupError(
+            "GPU bundles need the Python package wgpu: install it with `pip install mlcbuild-runtime[gpu]`"
+        ) from None
+    present = [
+        adapter for adapter in wgpu.gpu.enumerate_adapters_sync() if adapter.info["backend_type"] != "OpenGL"
+    ]
+    return sorted(present, key=lambda adapter: _PREFERRED.get(adapter.info["adapter_type"], 4))
+
+
+def describe(adapter: Any) -> str:
+    """Returns the name of an adapter for people."""
+    return f"{adapter.info['device']} ({adapter.info['backend_type']})"
+
+
+def choose(name: str | None = None) -> Any:
+    """Returns the adapter of a name or number, or the first one. name: default DEVICE_VARIABLE.
+
+    Raises SetupError if there is none.
+    """
+    name = name if name is not None else os.environ.get(DEVICE_VARIABLE, "")
+    present = adapters()
+    if not present:
+        raise SetupError(
+            "this machine has no GPU adapter for Vulkan, Metal or D3D12: install the driver of its GPU"
+            " (Debian: libvulkan1, and mesa-vulkan-drivers for a software one)"
+        )
+    if name.isdecimal():
+        chosen = present[int(name) : int(name) + 1]
+    else:
+        chosen = [adapter for adapter in present if name.lower() in describe(adapter).lower()]
+    if not chosen:
+        names = "; ".join(f"{index}: {describe(adapter)}" for index, adapter in enumerate(present))
+        raise SetupError(f"no GPU adapter is called '{name}'; this machine has {names}")
+    return chosen[0]
+
+
+def limits(adapter: Any) -> DeviceLimits:
+    """Returns what an adapter can do. Offsets stay multiples of 256, which every device takes."""
+    values = {own: int(adapter.limits[name]) for name, own in _LIMITS.items() if name in adapter.limits}
+    return DeviceLimits(**values, alignment=GUARANTEED.alignment)
+
+
+def open_device(adapter: Any) -> wgpu.GPUDevice:
+    """Returns a device with the adapter's own limits. Raises SetupError."""
+    required = {name: adapter.limits[name] for name in _LIMITS if name in adapter.limits}
+    try:
+        return adapter.request_device_sync(required_limits=required)
+    except Exception as error:  # whatever the driver reports
+        raise SetupError(f"{describe(adapter)}: the GPU cannot be opened: {error}") from None

@@ -1,0 +1,75 @@
+"""The int32 inputs of a call of a GPU program, laid out in one block that is uploaded at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from mlcbuild_format import abi
+from mlcbuild_format.program import Program, evaluate
+from numpy.typing import NDArray
+
+from mlcbuild_runtime.executor.batch import Masks, Step
+
+TILE = 32
+"""Rows of a tile of a prompt's attention: `QUERIES` of the compiler's kernels."""
+
+
+class InputBlock:
+    """The block, which one call after the other fills."""
+
+    def __init__(self, program: Program, page_size: int) -> None:
+        (buffer,) = (own for own in program.buffers.values() if own.kind == "inputs")
+        self._words = np.zeros(evaluate(buffer.size, program.sizes) // 4, np.int32)
+        self._starts = {name: section.start for name, section in program.inputs.items()}
+        self._page_size = page_size
+
+    def _set(self, name: str, values: Sequence[int]) -> None:
+        start = self._starts[name]
+        self._words[start : start + len(values)] = values
+
+    def fill(self, step: Step, first: int, last: int, rows: Sequence[int]) -> NDArray[np.int32]:
+        """Returns the words to upload for the step's new tokens from `first` to `last`.
+
+        rows: indices of those tokens, from `first` on, whose logits are computed.
+        """
+        positions, slots = step.places(self._page_size)
+        first_page = [
+            step.page_indptr[sequence]
+            for sequence in range(len(step.lengths))
+            for _ in range(step.indptr[sequence], step.indptr[sequence + 1])
+        ]
+        self._set("count", [0])
+        part = slice(first, last)
+        self._set("tokens", step.tokens[part])
+        self._set("positions", positions[part])
+        self._set("slots", slots[part])
+        self._set("first_page", first_page[part])
+        self._set("rows", rows)
+        self._set("tiles", [word for tile in tiles(step) for word in tile] if step.prompt else [])
+        self._set("forks", [word for fork in step.forks for word in fork])
+        self._set("page_table", step.page_table)
+        return self._words[: self._starts["page_table"] + len(step.page_table)]
+
+    def rows(self, rows: Sequence[int]) -> NDArray[np.int32]:
+        """Returns the words to upload for other rows of the same call."""
+        self._set("rows", rows)
+        return self._words[: self._starts["rows"] + len(rows)]
+
+
+def tiles(step: Step) -> list[tuple[int, int]]:
+    """Returns (first token, tokens) of each tile; a tile has tokens of one sequence."""
+    return [
+        (start, min(TILE, end - start))
+        for begin, end in zip(step.indptr, step.indptr[1:], strict=False)
+        for start in range(begin, end, TILE)
+    ]
+
+
+def mask_words(masks: Masks, vocab: int) -> NDArray[np.int32]:
+    """Returns masks as a program takes them: the row of each, then a bit for each token."""
+    words = -(-vocab // abi.MASK_WORD)
+    block = np.empty((len(masks), 1 + words), np.int32)
+    for index, (row, mask) in enumerate(masks):
+        block[index, 0], block[index, 1:] = row, mask[:words]
+    return block.ravel()

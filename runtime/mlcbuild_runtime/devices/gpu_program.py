@@ -1,0 +1,258 @@
+"""A GPU program on a device: its buffers, pipelines and bind groups, and the launches of its functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import numpy as np
+from mlcbuild_format import program_json
+from mlcbuild_format.bundle import Manifest
+from mlcbuild_format.errors import BundleError, EngineError
+from mlcbuild_format.fields import FieldError, parse_json
+from mlcbuild_format.program import (
+    CallVariant,
+    DeviceLimits,
+    Program,
+    RopeTable,
+    Shader,
+    Sizes,
+    check,
+    evaluate,
+    scalar_values,
+)
+from mlcbuild_format.signature import signature
+from numpy.typing import NDArray
+
+from mlcbuild_runtime.devices import gpu_adapter, tensors
+
+MAX_PROGRAM = 64 << 20
+"""Bytes of program.json."""
+MAX_KERNEL = 4 << 20
+"""Bytes of one kernel's text."""
+_UPLOAD = 64 << 20
+"""Bytes of weights that are copied at once."""
+_RECORD = 256
+"""Bytes between the uniforms of two launches: minUniformBufferOffsetAlignment."""
+
+
+def read(path: Path, manifest: Manifest) -> Program:
+    """Returns the program of a bundle. Raises BundleError in one sentence."""
+    file = path / manifest.library
+    try:
+        data = file.read_bytes()
+        if len(data) > MAX_PROGRAM:
+            raise FieldError(f"it has {len(data)} bytes, more than {MAX_PROGRAM}")
+        program = program_json.parse(parse_json(data))
+    except OSError as error:
+        raise BundleError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise BundleError(f"{file}: not a usable GPU program: {error}; build the bundle again") from None
+    if program.signature != manifest.signature or signature(program.params) != manifest.signature:
+        raise BundleError(
+            f"{manifest.library} takes weights of signature {program.signature[:12]}, but the manifest and"
+            f" the weights are {manifest.signature[:12]}: the program was built for another model or scheme"
+        )
+    return program
+
+
+@dataclass
+class _Prepared:
+    """A variant of a function with everything that its launches need."""
+
+    variant: CallVariant
+    uniforms: Any
+    steps: list[tuple[Any, Any, Struct]]
+    """Pipeline, bind group, and the form of the uniforms of each launch."""
+    sizes: Sizes | None = None
+    grids: Sequence[tuple[int, int]] = ()
+    """For `sizes`."""
+
+
+class DeviceProgram:
+    """A program whose buffers are allocated. Raises BundleError for one that the device cannot run."""
+
+    def __init__(self, path: Path, manifest: Manifest, adapter: Any, program: Program, pages: int) -> None:
+        import wgpu
+
+        self._wgpu, self._path, self.program, self.pages = wgpu, path, program, pages
+        self.name = gpu_adapter.describe(adapter)
+        fits(path, program, pages, gpu_adapter.limits(adapter), self.name)
+        self.device = gpu_adapter.open_device(adapter)
+        self.queue = self.device.queue
+        usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+        sizes = {**program.param_bytes(), **program.buffer_bytes(pages)}
+        try:
+            self._buffers = {
+                name: self.device.create_buffer(size=size, usage=usage) for name, size in sizes.items()
+            }
+            self._pipelines = {name: self._pipeline(shader) for name, shader in program.kernels.items()}
+        except wgpu.GPUError as error:
+            raise BundleError(f"{path}: {self.name} cannot hold the bundle: {_line(error)}") from None
+        self._prepared: dict[tuple[str, int], _Prepared] = {}
+        self._upload(path, manifest)
+        for name, rope in program.ropes.items():
+            self.queue.write_buffer(self._buffers[name], 0, angles(rope))
+        self.launches = 0
+        """Launches since the program was loaded."""
+        self.uniform_uploads = 0
+
+    def _pipeline(self, shader: Shader) -> Any:
+        try:
+            data = (self._path / shader.file).read_bytes()
+        except OSError as error:
+            raise BundleError(f"{self._path / shader.file}: cannot be read: {error.strerror}") from None
+        if len(data) > MAX_KERNEL:
+            raise BundleError(f"{self._path / shader.file}: has {len(data)} bytes, more than {MAX_KERNEL}")
+        visible = self._wgpu.ShaderStage.COMPUTE
+        kinds = ["storage" if binding.written else "read-only-storage" for binding in shader.bindings]
+        entries = [
+            {"binding": index, "visibility": visible, "buffer": {"type": kind}}
+            for index, kind in enumerate([*kinds, "uniform"])
+        ]
+        layout = self.device.create_bind_group_layout(entries=entries)
+        try:
+            module = self.device.create_shader_module(code=data.decode())
+            return self.device.create_compute_pipeline(
+                layout=self.device.create_pipeline_layout(bind_group_layouts=[layout]),
+                compute={"module": module, "entry_point": shader.entry},
+            )
+        except (self._wgpu.GPUError, UnicodeDecodeError) as error:
+            raise BundleError(
+                f"{self._path / shader.file}: {self.name} does not take the kernel: {_line(error)}"
+            ) from None
+
+    def _upload(self, path: Path, manifest: Manifest) -> None:
+        weights = tensors.load(path, manifest.weights, self.program.params)
+        for (name, *_), array in zip(self.program.params, weights.arrays, strict=True):
+            data = array.reshape(-1).view(np.uint8)
+            for start in range(0, data.size, _UPLOAD):
+                part = data[start : start + _UPLOAD]
+                if part.size % 4:
+                    part = np.pad(part, (0, -part.size % 4))
+                self.queue.write_buffer(self._buffers[name], start, part)
+
+    def write(self, name: str, data: NDArray[np.int32]) -> None:
+        """Writes words to the start of a buffer; calls that follow see them."""
+        self._guarded(lambda: self.queue.write_buffer(self._buffers[name], 0, data))
+
+    def read(self, name: str, first: int, count: int) -> NDArray[np.int32]:
+        """Returns words of a buffer after all calls so far."""
+        data = self._guarded(lambda: self.queue.read_buffer(self._buffers[name], 4 * first, 4 * count))
+        return np.frombuffer(data, np.int32)
+
+    def run(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
+        """Executes calls of functions, (name, sizes), in one submit."""
+        self._guarded(lambda: self._submit(calls))
+
+    def _submit(self, calls: Sequence[tuple[str, Mapping[str, int]]]) -> None:
+        prepared = [self._ready(name, sizes) for name, sizes in calls]
+        encoder = self.device.create_command_encoder()
+        compute = encoder.begin_compute_pass()
+        for own in prepared:
+            for (pipeline, group, _), (x, y) in zip(own.steps, own.grids, strict=True):
+                if x and y:
+                    compute.set_pipeline(pipeline)
+                    compute.set_bind_group(0, group)
+                    compute.dispatch_workgroups(x, y, 1)
+                    self.launches += 1
+        compute.end()
+        self.queue.submit([encoder.finish()])
+
+    def _ready(self, function: str, sizes: Mapping[str, int]) -> _Prepared:
+        """Returns a variant with uniforms and grids for a call of these sizes."""
+        variant = self.program.variant(function, sizes)
+        place = self.program.functions[function].index(variant)
+        own = self._prepared.get((function, place))
+        if own is None:
+            own = self._prepared[function, place] = self._prepare(variant)
+        if own.sizes != sizes:
+            self._set_sizes(own, sizes)
+        return own
+
+    def _prepare(self, variant: CallVariant) -> _Prepared:
+        usage = self._wgpu.BufferUsage.UNIFORM | self._wgpu.BufferUsage.COPY_DST
+        size = _RECORD * max(1, len(variant.launches))
+        uniforms = self.device.create_buffer(size=size, usage=usage)
+        largest = {**self.program.sizes, **variant.sizes, "pages": self.pages}
+        steps = []
+        for index, launch in enumerate(variant.launches):
+            shader, pipeline = self.program.kernels[launch.kernel], self._pipelines[launch.kernel]
+            scalars = scalar_values(shader, launch, largest)
+            ranges = [
+                {"buffer": self._buffers[use.name], "offset": use.offset, "size": max(4, -(-size // 4) * 4)}
+                for use, size in zip(
+                    launch.uses, (evaluate(own.size, scalars) for own in shader.bindings), strict=True
+                )
+            ]
+            words = shader.uniforms + 1
+            ranges.append({"buffer": uniforms, "offset": _RECORD * index, "size": 4 * words})
+            group = self.device.create_bind_group(
+                layout=pipeline.get_bind_group_layout(0),
+                entries=[{"binding": place, "resource": own} for place, own in enumerate(ranges)],
+            )
+            steps.append((pipeline, group, Struct(f"<{words}I")))
+        return _Prepared(variant, uniforms, steps)
+
+    def _set_sizes(self, own: _Prepared, sizes: Mapping[str, int]) -> None:
+        sizes = dict(sizes)
+        block, grids = bytearray(_RECORD * max(1, len(own.steps))), []
+        for index, launch in enumerate(own.variant.launches):
+            shader = self.program.kernels[launch.kernel]
+            scalars = scalar_values(shader, launch, {**sizes, "pages": self.pages})
+            x, y = (evaluate(extent, scalars) for extent in shader.grid)
+            values = [scalars[name] for name in shader.scalars[: shader.uniforms]]
+            own.steps[index][2].pack_into(block, _RECORD * index, *values, max(0, x - 1))
+            grids.append((x, y))
+        self.queue.write_buffer(own.uniforms, 0, bytes(block))
+        self.uniform_uploads += 1
+        own.sizes, own.grids = sizes, grids
+
+    def _guarded(self, action: Any) -> Any:
+        """Raises EngineError with one sentence where the device fails, as when it is lost."""
+        try:
+            return action()
+        except (self._wgpu.GPUError, RuntimeError) as error:
+            raise EngineError(f"{self.name} failed: {_line(error)}; restart the server") from None
+
+    def close(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.destroy()
+        self._buffers.clear()
+        self._prepared.clear()
+        self.device.destroy()
+
+
+def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: str) -> None:
+    """Raises BundleError, in one sentence, for a program that a device cannot hold."""
+    try:
+        check(program, pages, device)
+    except FieldError as error:
+        raise BundleError(f"{path}: {name} cannot run the bundle: {error}") from None
+
+
+def cache_pages(program: Program, most: int, device: DeviceLimits) -> int:
+    """Returns the pages that a layer's cache can have on a device, `most` at most."""
+    each = [
+        evaluate(buffer.size, {**program.sizes, "pages": 1})
+        for buffer in program.buffers.values()
+        if buffer.kind == "cache"
+    ]
+    return min(most, min(device.binding_bytes, device.buffer_bytes) // max([1, *each]))
+
+
+def angles(rope: RopeTable) -> NDArray[np.float32]:
+    """Returns cosines and sines float32 [rows, 2 * frequencies], of angles that are rounded to float32 as
+    transformers rounds them."""
+    turns = np.arange(rope.rows, dtype=np.float32)[:, None] * np.array(rope.inv_freq, np.float32)
+    wide = turns.astype(np.float64)
+    table = np.concatenate([np.cos(wide), np.sin(wide)], axis=1) * rope.factor
+    return table.astype(np.float32)
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:400]

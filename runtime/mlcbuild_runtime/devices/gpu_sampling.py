@@ -1,0 +1,81 @@
+"""Drawing tokens from logits on the host, in float64; from a whole row, or from its 64 largest logits."""
+
+from __future__ import annotations
+
+from math import exp, inf
+
+import numpy as np
+from mlcbuild_format import abi
+from numpy.typing import NDArray
+
+from mlcbuild_runtime.executor.batch import Masks
+from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
+
+_MARGIN = 1e-4
+"""Relative error of a sum of float32 exponentials, generously."""
+
+
+def apply_masks(logits: Floats, masks: Masks) -> None:
+    """Sets the logits of masked tokens to minus infinity."""
+    for row, mask in masks:
+        bits = np.unpackbits(np.ascontiguousarray(mask).view(np.uint8), bitorder="little")
+        logits[row, bits[: logits.shape[1]] == 0] = -np.inf
+
+
+def draw(logits: Floats, row: SamplingRow) -> int:
+    """Returns the token that is drawn from logits [vocabulary]; see abi.SamplingParams. The filters apply in
+    the order top_k, min_p, top_p."""
+    params = abi.SamplingParams(*row)
+    if params.inverse_temperature < 0:
+        return abi.NO_TOKEN
+    best = int(logits.argmax())
+    if np.isnan(logits[best]) or logits[best] == -inf:
+        return abi.INVALID_TOKEN
+    if params.inverse_temperature == 0:
+        return best
+    below = logits.astype(np.float64) - float(logits[best])
+    return int(_drawn(below, params, None))
+
+
+def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float | None) -> int:
+    """Returns an index into logits minus the largest one. total: of all weights, where some are left out."""
+    allowed = below >= params.logit_drop
+    if 0 < params.top_k < len(below):
+        allowed &= below >= np.partition(below, -int(params.top_k))[-int(params.top_k)]
+    weights = np.where(allowed, np.exp(below * params.inverse_temperature), 0.0)
+    if params.top_p < 1:
+        order = np.argsort(-weights, kind="stable")
+        sums = np.cumsum(weights[order])
+        kept = int(np.searchsorted(sums, params.top_p * (sums[-1] if total is None else total))) + 1
+        weights[weights < weights[order[min(kept, len(order)) - 1]]] = 0.0
+    sums = np.cumsum(weights)
+    return min(int(np.searchsorted(sums, params.random * sums[-1], side="right")), len(sums) - 1)
+
+
+def draw_from_top(top: NDArray[np.int32], row: SamplingRow) -> int | None:
+    """Returns the token that `draw` returns for the whole row, or None if that takes the whole row.
+
+    top: the bits of the largest logit and of the sum of exp(logit - largest), then of the 64 largest logits
+    the bits and the token.
+    """
+    params = abi.SamplingParams(*row)
+    largest, total = top[:2].view(np.float32)
+    if np.isnan(largest) or largest == -inf:
+        return abi.INVALID_TOKEN
+    order = np.argsort(top[3::2])
+    tokens, values = top[3::2][order], top[2::2][order].view(np.float32)
+    below = values.astype(np.float64) - float(largest)
+    lowest, count = float(below.min()), len(below)
+    closed = lowest < params.logit_drop
+    if 0 < params.top_k < count:
+        closed |= bool(np.partition(below, -int(params.top_k))[-int(params.top_k)] > lowest)
+    if closed:
+        return int(tokens[_drawn(below, params, None)])
+    if params.top_p >= 1 or params.inverse_temperature != 1:
+        return None
+    sums = np.cumsum(np.sort(np.exp(below))[::-1])
+    near = np.abs(sums - params.top_p * float(total)) <= _MARGIN * float(total)
+    last = sums[-1] - exp(lowest)
+    if near.any() or last < params.top_p * float(total):
+        return None
+    return int(tokens[_drawn(below, params, float(total))])

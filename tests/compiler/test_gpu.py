@@ -1,0 +1,212 @@
+"""GPU programs of whole models against transformers and float64, on the adapter of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlcbuild_format import abi, program_json
+from mlcbuild_format.fields import parse_json
+from mlcbuild_runtime.devices import gpu_sampling
+from mlcbuild_runtime.devices.gpu import GpuExecutor
+from mlcbuild_runtime.executor.batch import FollowingSteps, Step
+from mlcbuild_runtime.executor.executor import forward, score
+from mlcbuild_runtime.executor.sampling_params import SKIP, Floats, SamplingRow
+
+from mlcbuild.bundles import reference
+from mlcbuild.compiler.gpu.support import unsupported
+from mlcbuild.errors import CompileError
+from mlcbuild.models import Dense
+from mlcbuild.targets.backends import GPU_LAYOUTS
+from tests import gpu_harness
+from tests.libharness import EVERY, HERE, golden, pack, unpacked
+from tests.schemes import SCHEMES
+
+GREEDY: SamplingRow = (0.0, -np.inf, 1.0, 0.0, 0.0)
+FAMILIES = ["gemma2"]
+"""Norms behind each half, soft caps, windows, tied and scaled embeddings, sizes that no vector divides."""
+MIXED = ["q4f16_1"]
+if EVERY:
+    FAMILIES = sorted(path.parent.name for path in (HERE / "golden").glob("*/golden.safetensors"))
+    MIXED = [name for name, scheme in SCHEMES.items() if scheme.format in GPU_LAYOUTS]
+
+
+def worst(logits: Floats, expected: Floats) -> float:
+    """Returns the largest difference as a share of the range of logits."""
+    return float(np.abs(logits - expected).max() / (expected.max() - expected.min()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_computes_what_transformers_computes(family: str, tmp_path: Path) -> None:
+    gpu_harness.needs_adapter()
+    own, scheme = golden(family), SCHEMES["q0f32"]
+    library = gpu_harness.compiled(tmp_path, own.config, scheme, context_window=own.context_window)
+    model = gpu_harness.loaded(library, own.config, scheme, own.weights)
+    assert worst(score(model, own.tokens), own.logits) < 1e-4
+    assert worst(score(model, own.tokens, chunk=1), own.logits) < 1e-4
+    model.close()
+
+
+@pytest.fixture(scope="module", params=MIXED)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuExecutor]:
+    """A small model of groups of heads, in a scheme with float16 storage."""
+    gpu_harness.needs_adapter()
+    own, scheme = golden("qwen3"), SCHEMES[request.param]
+    library = gpu_harness.compiled(tmp_path_factory.mktemp("gpu"), own.config, scheme)
+    executor = gpu_harness.loaded(library, own.config, scheme, own.weights)
+    yield executor
+    executor.close()
+
+
+def test_a_scheme_computes_what_its_stored_weights_stand_for(model: GpuExecutor) -> None:
+    own, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
+    weights = unpacked(own.config, scheme, pack(own.config, scheme, own.weights))
+    expected = reference.logits(own.config, weights, own.tokens, dtype=np.float64)
+    limit = 1e-4 if scheme.dtype == "float32" else 2e-2
+    assert worst(score(model, own.tokens), expected) < limit
+    assert worst(score(model, own.tokens, chunk=1), expected) < limit
+
+
+def sequences(count: int) -> list[tuple[list[int], int, range]]:
+    """Returns prompts of several lengths, each with pages of its own."""
+    own, parts = golden("qwen3").tokens, []
+    for number in range(count):
+        tokens = own[number : number + 9 + 4 * number]
+        parts.append((tokens, len(tokens), range(4 * number, 4 * number + 4)))
+    return parts
+
+
+def test_the_bits_of_a_row_do_not_depend_on_its_batch(model: GpuExecutor) -> None:
+    parts = sequences(4)
+    alone = [forward(model, Step.of([part])) for part in parts]
+    together = forward(model, Step.of(parts))
+    assert np.array_equal(together, np.concatenate(alone))
+    following = [([7 + number], length + 1, pages) for number, (_, length, pages) in enumerate(parts)]
+    steps = [forward(model, Step.of([part]))[0] for part in following]
+    for count in (2, 3, 4):
+        assert np.array_equal(forward(model, Step.of(following[:count])), np.stack(steps[:count]))
+    drafts = [([5, 6, 7, 8, 9, 10, 11], 16, parts[0][2])]
+    rows = forward(model, Step.of(drafts, [7], prompt=False))
+    single = [
+        forward(model, Step.of([([5 + index], 10 + index, parts[0][2])], prompt=False))[0]
+        for index in range(7)
+    ]
+    assert np.array_equal(rows, np.stack(single))
+
+
+def test_steps_in_one_submit_draw_what_single_steps_draw(model: GpuExecutor) -> None:
+    parts = sequences(3)
+    first = model.step(Step.of(parts), [GREEDY] * 3).tokens
+    start = Step.of(
+        [([token], length + 1, pages) for token, (_, length, pages) in zip(first, parts, strict=True)]
+    )
+    expected, step = list[list[int]](), start
+    for _ in range(10):
+        expected.append(model.step(step, [GREEDY] * 3).tokens)
+        step = step._replace(tokens=expected[-1], lengths=[length + 1 for length in step.lengths])
+    following = FollowingSteps([[0.0] * 3] * 9, [False] * 3, ())
+    assert model.steps(start, [GREEDY] * 3, following) == expected
+    ended = FollowingSteps([[0.0] * 3] * 9, [False, True, False], {expected[2][1]})
+    found = model.steps(start, [GREEDY] * 3, ended)
+    assert found == expected[: next(i for i, row in enumerate(expected) if row[1] == expected[2][1]) + 1]
+    model.interrupt()
+    assert len(model.steps(start, [GREEDY] * 3, following)) == 4, "an interrupt ends it after one submit"
+    model.resume()
+
+
+def test_masks_leave_the_tokens_that_they_allow(model: GpuExecutor) -> None:
+    parts = sequences(2)
+    plain = forward(model, Step.of(parts))
+    mask = np.zeros(-(-model.manifest.vocab_size // 32), np.int32)
+    mask[1] = 0b1001
+    result = model.step(Step.of(parts), [GREEDY, GREEDY], [(1, mask)])
+    logits = result.logits()
+    assert result.tokens == [int(plain[0].argmax()), 32 if plain[1, 32] > plain[1, 35] else 35]
+    assert np.array_equal(logits[0], plain[0])
+    assert set(np.flatnonzero(np.isfinite(logits[1]))) == {32, 35}
+    nothing = np.zeros_like(mask)
+    assert model.step(Step.of(parts), [GREEDY, SKIP], [(0, nothing)]).tokens == [
+        abi.INVALID_TOKEN,
+        abi.NO_TOKEN,
+    ]
+
+
+def test_forks_copy_the_beginnings_of_pages(model: GpuExecutor) -> None:
+    """A branch of drafts shares the tokens before it, new ones of the same step included."""
+    tokens = golden("qwen3").tokens[:9]
+    model.step(Step.of([(tokens, 9, [0])]), [GREEDY])
+    straight = forward(model, Step.of([([3, 4, 5], 12, [0])], [3], prompt=False))
+    branches = Step.of([([3, 4], 11, [0]), ([5], 12, [1])], [2, 1], prompt=False)
+    found = forward(model, branches._replace(forks=[(0, 1, 11)]))
+    assert np.array_equal(found, straight)
+
+
+def test_hidden_states_are_those_before_the_logits(model: GpuExecutor) -> None:
+    own = golden("qwen3")
+    states = model.hidden_states(Step.of([(own.tokens, len(own.tokens), range(4))]))
+    scheme = SCHEMES[str(model.manifest.scheme["name"])]
+    weights = unpacked(own.config, scheme, pack(own.config, scheme, own.weights))
+    expected, _ = reference.hidden(reference.Reference(own.config, weights, np.float64), own.tokens)
+    assert worst(states, expected) < 2e-2
+
+
+def test_sampling_on_the_gpu_draws_what_the_whole_row_gives(model: GpuExecutor) -> None:
+    parts = sequences(1)
+    for number in (0.03, 0.4, 0.77, 0.999):
+        for row in (
+            (1.0, -np.inf, 1.0, 5.0, number),
+            (1.3, -1.5, 1.0, 0.0, number),
+            (1.0, -np.inf, 0.3, 0.0, number),
+        ):
+            result = model.step(Step.of(parts), [row])
+            assert result.tokens == [gpu_sampling.draw(result.logits()[0], row)]
+
+
+def test_a_token_of_a_layer_takes_seven_launches_and_a_loop_uploads_nothing(model: GpuExecutor) -> None:
+    layers = len(golden("qwen3").config.layers)
+    start = Step.of([([3], 10, [0])])
+    model.steps(start, [GREEDY], FollowingSteps([[0.0]] * 3, [False], ()))
+    launches, uploads = model.device.launches, model.device.uniform_uploads
+    assert len(model.steps(start, [GREEDY], FollowingSteps([[0.0]] * 7, [False], ()))) == 8
+    around = 6  # embedding, last norm, output matrix, two of the choice, the next inputs
+    assert model.device.launches - launches == 8 * (7 * layers + around)
+    assert model.device.uniform_uploads == uploads
+
+
+def test_a_program_is_the_same_in_every_directory(model: GpuExecutor, tmp_path: Path) -> None:
+    own, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
+    again = gpu_harness.compiled(tmp_path, own.config, scheme)
+    files = {path.relative_to(again): path.read_bytes() for path in again.rglob("*") if path.is_file()}
+    assert len(files) > 30
+    assert all((model.path / name).read_bytes() == data for name, data in files.items())
+    program = program_json.parse(parse_json(files[Path("program.json")]))
+    assert max(len(shader.bindings) for shader in program.kernels.values()) <= 8
+
+
+def test_blocks_without_kernels_are_named() -> None:
+    config = golden("qwen3").config
+
+    class Router(Dense):
+        pass
+
+    layer = config.layers[0]
+    other = replace(config, layers=(replace(layer, feed_forward=Router(8)), *config.layers[1:]))
+    assert unsupported(config) == []
+    assert unsupported(other) == [
+        "the device 'webgpu' has no kernels for the block 'Router': build this model for a CPU target"
+    ]
+    odd = replace(layer, mixer=replace(layer.mixer, head_dim=257))
+    assert "heads of 257 dimensions" in unsupported(replace(config, layers=(odd,)))[0]
+
+
+@pytest.mark.skipif(not EVERY, reason="takes as long as building a program")
+def test_a_context_that_no_device_is_sure_to_hold_is_refused(tmp_path: Path) -> None:
+    own = golden("qwen3")
+    config = replace(own.config, max_position=1 << 21)
+    with pytest.raises(
+        CompileError, match=r"exceeds what every GPU can do: .*smaller compile.context_window"
+    ):
+        gpu_harness.compiled(tmp_path, config, SCHEMES["q0f32"], context_window=1 << 21)

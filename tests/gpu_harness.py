@@ -1,0 +1,80 @@
+"""Bundles for GPUs out of a config and weights, and their executors, on whatever adapter there is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from mlcbuild_format.bundle import Manifest, Memory, Model
+from mlcbuild_format.limits import Limits
+from mlcbuild_runtime.devices import gpu
+from mlcbuild_runtime.devices.gpu import GpuExecutor
+from numpy.typing import NDArray
+from safetensors import numpy
+
+from mlcbuild import models, quant
+from mlcbuild.canon import Json
+from mlcbuild.compiler.gpu.gpu_action import compile_library
+from mlcbuild.models import ModelConfig
+from mlcbuild.targets import gpus
+from mlcbuild.targets import target as targets
+from tests.libharness import pack
+
+LIMITS = {"context_window": 128, "prefill_chunk": 64, "max_batch": 4}
+
+
+@cache
+def why_not() -> str | None:
+    return gpus.why_not()
+
+
+def needs_adapter() -> None:
+    """Skips where there is no GPU, not even one in software."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def compiled(directory: Path, config: ModelConfig, scheme: quant.Storage, **limits: int) -> Path:
+    """Returns the directory with the program of a model."""
+    for name in ("in", "out"):
+        (directory / name).mkdir(parents=True)
+    (directory / "in" / "config.json").write_text(json.dumps(models.to_json(config)))
+    params: dict[str, Json] = {
+        "scheme": quant.to_json(scheme),
+        "target": targets.to_json(targets.resolve("webgpu")),
+        "limits": cast(Json, {**LIMITS, **limits}),
+    }
+    compile_library(params, {"config": directory / "in"}, directory / "out")
+    return directory / "out"
+
+
+def manifest(library: Path) -> Manifest:
+    about: Any = json.loads((library / "library.json").read_text())
+    parts = {key: about["memory"][key] for key in ("weights", "kv_cache", "workspace")}
+    return Manifest(
+        name="test",
+        model=Model("test", about["config"]["family"], about["config"]),
+        scheme=about["scheme"],
+        target=about["target"],
+        limits=Limits(**about["limits"]),
+        library="program.json",
+        weights=("weights.safetensors",),
+        signature=about["signature"],
+        files={},
+        memory=Memory(**parts, total=sum(parts.values())),
+    )
+
+
+def loaded(
+    library: Path, config: ModelConfig, scheme: quant.Storage, weights: Mapping[str, NDArray[Any]]
+) -> GpuExecutor:
+    """Returns the executor of a program with weights, by their names in the model."""
+    about = manifest(library)
+    metadata = {"format": "mlcbuild-weights/1", "signature": about.signature, "scheme": scheme.name}
+    numpy.save_file(pack(config, scheme, weights), library / "weights.safetensors", metadata)
+    return gpu.load(library, about, None, None)
