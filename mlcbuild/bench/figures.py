@@ -11,10 +11,11 @@ not make the server look faster than it was.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from mlcbuild_format import strict_json
 
 from mlcbuild.bench.exchange import Reply
 
@@ -71,7 +72,7 @@ def sample(due: float, sent: float, end: float, reply: Reply) -> Sample:
             done = True
             break
         try:
-            document = json.loads(data)
+            document = strict_json.parse(data)
         except ValueError:
             return Sample(due, sent, end, error="malformed", message="an event is not JSON")
         if not isinstance(document, dict):
@@ -115,7 +116,7 @@ def _has_text(document: Mapping[str, object]) -> bool:
 def _reason(body: bytes) -> str:
     """The message in an error's document, or its first line."""
     try:
-        found = json.loads(body)
+        found = strict_json.parse(body)
     except ValueError:
         lines = body.decode(errors="replace").strip().splitlines()
         return lines[0][:200] if lines else ""

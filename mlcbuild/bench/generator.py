@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from random import Random
+
+from mlcbuild_format import strict_json
 
 from mlcbuild.bench.exchange import ExchangeError, Reply, Server, exchange
 from mlcbuild.bench.figures import Outcome, Sample, Usage, sample
@@ -107,7 +108,7 @@ async def _asked(
     if reply.status != 200:
         raise BenchError(f"{where} answers {reply.status}: {text[:400]}")
     try:
-        found = json.loads(text)
+        found = strict_json.parse(text)
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from mlcbuild_format import regular
+from mlcbuild_format import regular, strict_json
 
 from mlcbuild.canon import Json, file_digest, note_digest, noted_digest
 from mlcbuild.checkpoints.checkpoint_kinds import POOLING, TOKENIZER_FILES
@@ -89,8 +89,8 @@ def _object(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
-        document = json.loads(regular.read(path, _LARGEST_CONFIG))
-    except (ValueError, RecursionError) as error:
+        document = strict_json.parse(regular.read(path, _LARGEST_CONFIG).decode("utf-8-sig"))
+    except ValueError as error:
         raise CheckpointError(f"{path}: is not valid JSON ({error}); repair the checkpoint") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; repair the checkpoint") from None

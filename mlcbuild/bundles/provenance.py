@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import cast
 
-from mlcbuild_format import regular
+from mlcbuild_format import regular, strict_json
 
 from mlcbuild.canon import Json, canonical
 from mlcbuild.errors import ProvenanceError
@@ -123,7 +123,7 @@ def _bytes(path: Path) -> bytes:
 
 def _document(path: Path, payload: bytes) -> Mapping[str, Json]:
     try:
-        document = json.loads(payload)
+        document = strict_json.parse(payload)
         json.dumps(document, indent=1)  # what is nested too deeply to be written is none of ours
         if document["_type"] == _TYPE and document["predicateType"] == _PREDICATE:
             return cast("Mapping[str, Json]", document)
@@ -146,7 +146,7 @@ def _signers(path: Path, payload: bytes) -> Iterator[str]:
     envelopes, is about another statement, or has a signature that is wrong: nobody writes such a file."""
     for line in _bytes(path).splitlines():
         try:
-            document = json.loads(line)
+            document = strict_json.parse(line)
             inside = base64.b64decode(document["payload"], validate=True)
             typed = document["payloadType"] == _PAYLOAD
             signatures = [

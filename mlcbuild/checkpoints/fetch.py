@@ -7,7 +7,6 @@ of a repository here. What arrives is believed only when its size and sha256 are
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from blake3 import blake3
-from mlcbuild_format import regular
+from mlcbuild_format import regular, strict_json
 
 from mlcbuild import progress
 from mlcbuild.canon import Json, note_digest
@@ -99,9 +98,9 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
 def index_shards(data: bytes) -> frozenset[str]:
     """The weights files that the text of INDEX names. Raises SourceError (without naming the source)."""
     try:
-        places = json.loads(data)["weight_map"]
+        places = strict_json.parse(data)["weight_map"]
         shards = frozenset(places.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise SourceError(f"{INDEX} is damaged: it has no 'weight_map' of file names") from None
     for name in shards:
         if not isinstance(name, str) or "/" in name or not name.endswith(".safetensors"):

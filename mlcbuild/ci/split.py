@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from mlcbuild_format import regular
+from mlcbuild_format import regular, strict_json
 
 from mlcbuild.build.graph import Graph, Step
 from mlcbuild.canon import Json, digest
@@ -213,10 +213,10 @@ def place(recipe: Path) -> Path:
 def read(path: Path) -> dict[str, int]:
     """Step -> milliseconds; {} when there is no such file. Raises InputError."""
     try:
-        found = json.loads(regular.read(path, _LARGEST))
+        found = strict_json.parse(regular.read(path, _LARGEST))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError([Problem(str(path), 0, 0, f"cannot be read: {error}; {_AGAIN}")]) from None
     steps = found.get("milliseconds") if isinstance(found, dict) and found.get("format") == FORMAT else None
     if not isinstance(steps, dict) or not all(type(value) is int and value >= 0 for value in steps.values()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import netrc
 import os
 import re
@@ -11,6 +10,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+
+from mlcbuild_format import strict_json
 
 from mlcbuild.errors import RemoteError
 
@@ -90,7 +91,7 @@ def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
 
 def _from_docker(path: Path, host: str) -> str | None:
     try:
-        document = json.loads(path.read_bytes())
+        document = strict_json.parse(path.read_bytes())
         helper = document.get("credHelpers", {}).get(host) or document.get("credsStore")
         entry = document.get("auths", {}).get(host, {})
         stored = base64.b64decode(entry.get("auth", "")).decode()
@@ -112,7 +113,7 @@ def _from_helper(helper: str, host: str) -> str | None:
         done = subprocess.run(
             [program, "get"], input=host.encode(), capture_output=True, timeout=30, check=False
         )
-        document = json.loads(done.stdout) if done.returncode == 0 else {}
+        document = strict_json.parse(done.stdout) if done.returncode == 0 else {}
         user, secret = document.get("Username"), document.get("Secret")
     except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired):
         raise RemoteError(f"docker-credential-{helper} does not answer as it should") from None

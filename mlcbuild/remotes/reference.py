@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlsplit
+
+from mlcbuild_format import strict_json
 
 _NAME = re.compile(r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -67,9 +68,9 @@ class Descriptor:
 def layers_of(manifest: bytes) -> list[Descriptor]:
     """Returns the layers of a manifest. Raises ValueError for what is no manifest of layers."""
     try:
-        document = json.loads(manifest)
+        document = strict_json.parse(manifest)
         return [Descriptor.from_json(item) for item in document["layers"]]
-    except (LookupError, TypeError, RecursionError) as error:
+    except (LookupError, TypeError) as error:
         raise ValueError(f"not a manifest with layers: {type(error).__name__}") from None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import re
 import threading
 import time
@@ -17,6 +16,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import BinaryIO, Protocol
 from urllib.parse import SplitResult, urlencode, urljoin, urlsplit
+
+from mlcbuild_format import strict_json
 
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import auth
@@ -284,9 +285,9 @@ class Registry:
                 auth.refusal(self.place.host, response.status, authorized=self._login is not None)
             )
         try:
-            document = json.loads(data)
+            document = strict_json.parse(data)
             token = document.get("token") or document["access_token"]
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             raise RemoteError(f"the service {host} that it names for tokens gives none") from None
         if not isinstance(token, str) or not re.fullmatch(r"[\x21-\x7e]+", token):
             raise RemoteError(f"the service {host} that it names for tokens gives no proper one")

@@ -12,8 +12,9 @@ digests of all inputs, all code and all tool versions, so that nothing newer exi
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterable
+
+from mlcbuild_format import strict_json
 
 from mlcbuild.canon import canonical
 from mlcbuild.keyfile import Signer, is_public, is_right
@@ -61,9 +62,9 @@ def signers(key: str, body: bytes, lines: Iterable[bytes]) -> frozenset[str]:
     valid = set()
     for line in lines:
         try:
-            item = json.loads(line)
+            item = strict_json.parse(line)
             public, signature = str(item["key"]), base64.b64decode(item["signature"], validate=True)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             continue
         if is_public(public) and is_right(public, signature, _message(key, body)):
             valid.add(public)

@@ -46,3 +46,14 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> NoReturn:
     raise JsonError(f"{text} is not JSON")
+
+
+_decode = decoder()
+
+
+def parse(data: bytes | str) -> Any:
+    """Decodes a JSON document in UTF-8. Raises ValueError, and JsonError where readers differ or give up."""
+    try:
+        return _decode(data if isinstance(data, str) else data.decode())
+    except RecursionError:
+        raise JsonError("it is nested too deeply") from None

@@ -154,6 +154,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(
         (b"{", "is damaged"),
         (b"[]", "is damaged"),
         (b'{"weight_map": [1]}', "is damaged"),
+        (b'{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "is damaged"),
         (b'{"weight_map": {"a": []}}', "is damaged"),
         (b'{"weight_map": {"a": 7}}', "names 7, which is no safetensors file beside it"),
         (b'{"weight_map": {"a": "../x.safetensors"}}', "names '../x.safetensors'"),

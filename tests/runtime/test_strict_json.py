@@ -6,7 +6,7 @@ import json
 import time
 
 import pytest
-from mlcbuild_format.strict_json import JsonError, decoder
+from mlcbuild_format.strict_json import JsonError, decoder, parse
 
 
 @pytest.mark.parametrize("text", ['{"a": [1, -2.5e3, true, null], "é": {"a": "\\u0041"}}', "[]", '""', " 7 "])
@@ -50,3 +50,14 @@ def test_a_duplicate_among_many_keys_is_named_in_linear_time() -> None:
         return time.process_time() - begun
 
     assert seconds(200_000) < 30 * seconds(20_000), "quadratic time is a hundred times as much"
+
+
+def test_bytes_are_read_as_utf_8() -> None:
+    assert parse('{"é": 1}'.encode()) == parse('{"é": 1}') == {"é": 1}
+    with pytest.raises(UnicodeDecodeError):
+        parse(b'"\xe9"')
+
+
+def test_a_document_that_is_nested_too_deeply_is_a_json_error() -> None:
+    with pytest.raises(JsonError, match="nested too deeply"):
+        parse("[" * 200_000 + "]" * 200_000)

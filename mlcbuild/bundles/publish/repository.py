@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
+from mlcbuild_format import strict_json
 from mlcbuild_format.bundle import MANIFEST, Manifest
 
 from mlcbuild.bundles.provenance import STATEMENT
@@ -74,7 +74,7 @@ def _git_oid(data: bytes) -> str:
 def _sources(bundle: Path) -> Iterator[str]:
     """The hub's repositories that a bundle's provenance names, at their commits."""
     try:
-        document = json.loads((bundle / STATEMENT).read_bytes())
+        document = strict_json.parse((bundle / STATEMENT).read_bytes())
         items = document["predicate"]["buildDefinition"]["resolvedDependencies"]
         uris = [str(item.get("uri", "")) for item in items]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
