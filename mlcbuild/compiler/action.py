@@ -1,4 +1,4 @@
-"""Compiling a library, whatever its device: checks, a process for TVM, the linker."""
+"""Compiles a library for any device: checks the request, runs TVM in a process, and links."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 
 TIMEOUT = 3600
-"""Seconds; a library takes a few."""
+"""Maximum seconds for compiling a library, which usually takes a few."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What a kind of device brings to the making of a library, besides its part of the compiling process."""
+    """The device-specific parts of building a library, except for the code in the compiling process."""
 
     child: str
-    """The module whose `main` is the compiling process."""
+    """Name of the module whose `main` is the compiling process."""
     check: Callable[[Target], object]
     """Raises SetupError if this machine cannot link for a target."""
     link: Callable[[Sequence[Path], Path, Target], None]
@@ -45,10 +45,10 @@ def compile_library(
 ) -> None:
     """Writes model.so, model.dylib or model.o, and library.json, into `out`.
 
-    params: scheme, target and limits as JSON (a null context_window is the model's own).
-    inputs["config"]: directory with config.json, ours.
-    Raises CompileError when a limit, the target or the compiler stands in the way, CheckpointError for a
-    config that is not one of ours, SetupError when this machine cannot link for the target.
+    `params` has scheme, target and limits as JSON (a null context_window stands for the model's own), and
+    inputs["config"] is the directory with the converted config.json. Raises CompileError if a limit, the
+    target or the compiler prevents it, CheckpointError for an invalid config, SetupError if this machine
+    cannot link for the target.
     """
     config = json.loads((inputs["config"] / "config.json").read_text())
     target = targets.from_json(cast("Mapping[str, Json]", params["target"]))
@@ -56,7 +56,7 @@ def compile_library(
     limits = _limits(model, cast("Mapping[str, int | None]", params["limits"]))
     params = {**params, "limits": asdict(limits)}
     _check(model, limits, params, target)
-    toolchain.check(target)  # say what is missing before the long part
+    toolchain.check(target)  # report a missing linker before the long part
     with tempfile.TemporaryDirectory(prefix="mlcbuild-compile-") as area:
         directory = Path(area)
         (directory / "request.json").write_text(json.dumps({**params, "config": config}))
@@ -69,41 +69,42 @@ def compile_library(
 
 
 def library_name(target: Target) -> str:
-    """The file that a library for this target is."""
+    """Returns the file name of a library for this target."""
     if target.output == "object":
         return "model.o"
     return "model.dylib" if target.system == "macos" else "model.so"
 
 
 def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
-    """Returns the limits for a model: a null context window becomes the model's own."""
+    """Returns the limits for a model; a null context window becomes the model's own."""
     window = models.context_window(config, requested["context_window"])
     chunk, max_batch = requested["prefill_chunk"] or 0, requested["max_batch"] or 0
     return Limits(window, min(chunk, window), max_batch)
 
 
 def _check(config: ModelConfig, limits: Limits, params: Mapping[str, Json], target: Target) -> None:
-    """Raises CompileError with everything that is wrong with a request, before work starts."""
-    found = [
+    """Raises CompileError with everything that is wrong with a request, before compiling."""
+    faults = [
         f"compile.{name} must be at least 1, found {value}"
         for name in ("context_window", "prefill_chunk", "max_batch")
         if (value := getattr(limits, name)) < 1
     ]
     if limits.context_window > config.max_position:
-        found.append(
+        faults.append(
             f"compile.context_window is {limits.context_window}, but the model was made for"
             f" {config.max_position} positions: use at most that"
         )
     if target.output == "shared" and target.system not in ("linux", "macos"):
-        found.append(f"a shared library for {target.triple} cannot be made: use `output: object`")
+        faults.append(f"a shared library for {target.triple} cannot be made: use `output: object`")
     scheme = quant.from_json(cast("dict[str, Json]", params["scheme"]))
-    found += quant.check_overrides(scheme, models.parameters(config))
-    if found:
-        raise CompileError("\n".join(found))
+    faults += quant.check_overrides(scheme, models.parameters(config))
+    if faults:
+        raise CompileError("\n".join(faults))
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Run the compiler on the request in `directory`. Raises CompileError, or what the child raised."""
+    """Runs the compiler on the request in `directory`. Raises CompileError, or the error that the child
+    reported."""
     command = [sys.executable, "-c", f"from {module} import main; main()", str(directory)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}

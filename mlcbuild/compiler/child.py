@@ -1,7 +1,8 @@
-"""The process in which TVM runs: a crash of the compiler becomes an error of one step, with its place.
+"""The process in which TVM runs, so that a crash of the compiler becomes an error of one step.
 
-The parent leaves request.json in a directory of its own; this writes objects and library.json beside it,
-keeps the name of the current phase in `phase`, and an error that is somebody's to mend in error.json.
+The parent writes request.json into a directory. This process writes the objects and library.json beside it,
+keeps the name of the current phase in the file `phase`, and writes an error that a user can fix to
+error.json.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ OBJECTS, METADATA, PHASE, ERROR = "objects.json", "library.json", "phase", "erro
 
 
 def main(backend: Callable[[], MakeOps]) -> None:
-    """Compiles what the directory in argv[1] asks for. `backend` imports the part of a device."""
+    """Compiles the request in the directory argv[1]. `backend` imports and returns the backend of a
+    device."""
     directory = Path(sys.argv[1])
     request: dict[str, Json] = json.loads((directory / "request.json").read_text())
 

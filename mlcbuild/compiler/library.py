@@ -1,4 +1,4 @@
-"""What a compiled library is: its program, its machine code, and what it says about itself."""
+"""Compiles a library: its program, its machine code and its metadata."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from mlcbuild.targets.target import Target
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a library needs when it runs."""
+    """Bytes of memory that a library needs when it runs."""
 
     weights: int
     kv_page: int
-    """One page over all layers."""
+    """Bytes of one page of the KV cache over all layers."""
     kv_cache: int
-    """max_batch sequences of context_window tokens."""
+    """Bytes of the KV cache for max_batch sequences of context_window tokens each."""
     workspace: int
-    """Everything between kernels, with the logits of max_batch rows, and what a kernel takes itself on one
-    thread, at most. Taken once and kept."""
+    """Maximum bytes for everything between kernels, with the logits of max_batch rows, and for the scratch
+    buffers of a kernel on one thread. It is allocated once and kept."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Everything that decides what a library is."""
+    """Everything that determines the bytes of a library."""
 
     config: ModelConfig
     scheme: Storage
@@ -62,28 +62,29 @@ class Request:
 
 
 MakeOps = Callable[[ModelConfig, Storage, Target], Ops]
-"""The backend: what the device of a target does for a library."""
+"""The constructor of a backend: it returns the operations of a target's device for a model and a scheme."""
 
 
 def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops: MakeOps) -> list[Path]:
-    """Writes the objects and library.json of a request (a Request as JSON) into `directory`."""
+    """Compiles a request (a Request as JSON), writes its object files and library.json into `directory`, and
+    returns the object files. `mark` is called with the name of each phase."""
     versions.check()
     request = Request.from_json(data)
     mark("choose kernels")
     ops = make_ops(request.config, request.scheme, request.target)
-    made = Decoder(ops, request.limits)
-    mod = phases.run(functions.build(made), ops.plan, ops.target, mark)
-    metadata = describe(request, made, estimate(made, mod))
+    decoder = Decoder(ops, request.limits)
+    mod = phases.run(functions.build(decoder), ops.plan, ops.target, mark)
+    metadata = describe(request, decoder, estimate(decoder, mod))
     text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     (directory / "library.json").write_text(text + "\n")
     mod = phases.run(_with_metadata(mod, text), ops.lower, ops.target, mark)
     return phases.objects(mod, ops.target, directory, mark, ops.kernels)
 
 
-def describe(request: Request, made: Decoder, needed: Memory) -> dict[str, Json]:
-    """What the library's `_metadata` function returns, and library.json holds."""
-    params = [[item.name, list(item.shape), item.dtype, item.layout] for item in made.tensors]
-    chosen, fallbacks = made.ops.kernel_names()
+def describe(request: Request, decoder: Decoder, needed: Memory) -> dict[str, Json]:
+    """Returns the library's metadata, which its function `_metadata` returns and library.json holds."""
+    params = [[item.name, list(item.shape), item.dtype, item.layout] for item in decoder.tensors]
+    chosen, fallbacks = decoder.ops.kernel_names()
     return {
         "format": format_versions.LIBRARY,
         "config": models.to_json(request.config),
@@ -91,7 +92,7 @@ def describe(request: Request, made: Decoder, needed: Memory) -> dict[str, Json]
         "target": targets.to_json(request.target),
         "limits": cast("dict[str, Json]", asdict(request.limits)),
         "params": cast(Json, params),
-        "signature": signature((item.name, item.shape, item.dtype, item.layout) for item in made.tensors),
+        "signature": signature((item.name, item.shape, item.dtype, item.layout) for item in decoder.tensors),
         "tools": cast("dict[str, Json]", versions.compiler()),
         "kernels": cast("dict[str, Json]", chosen),
         "fallbacks": cast("dict[str, Json]", fallbacks),
@@ -100,7 +101,7 @@ def describe(request: Request, made: Decoder, needed: Memory) -> dict[str, Json]
 
 
 def estimate(decoder: Decoder, mod: IRModule) -> Memory:
-    """From a module whose buffers have just been planned for the library's limits."""
+    """Returns the memory that a library needs, from a module whose buffers are planned for its limits."""
     page = decoder.ops.cache.page_bytes
     return Memory(
         weights=sum(math.prod(item.shape) * np.dtype(item.dtype).itemsize for item in decoder.tensors),

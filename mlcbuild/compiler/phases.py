@@ -1,4 +1,4 @@
-"""From a module of kernels to objects: every step of the program, in order, in one list."""
+"""Turns a module of kernels into object files: all passes of the program in order."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mlcbuild.compiler.passes.trusted_calls import trusted_calls
 from mlcbuild.errors import CompileError
 
 Mark = Callable[[str], None]
-"""Called with the name of what starts now."""
+"""A callback that receives the name of each phase as it starts."""
 
 Phases = tuple[tuple[str, Callable[[], Callable[[IRModule], IRModule]]], ...]
-"""(what it does, what makes the pass) in order. Passes are made where they run."""
+"""Pairs (description, constructor of the pass), in order. A pass is constructed where it runs."""
 
 PLAN: Phases = (
     ("check that kernels compute everything", lambda: kernels_only),
@@ -31,7 +31,7 @@ PLAN: Phases = (
     ("call kernels with their outputs", R.CallTIRRewrite),
     ("plan memory", R.StaticPlanBlockMemory),
 )
-"""Up to the point at which memory is known."""
+"""The passes up to memory planning, after which a library's memory is known."""
 
 LOWER: Phases = (
     ("allocate tensors in storage", R.LowerAllocTensor),
@@ -42,11 +42,12 @@ LOWER: Phases = (
     ("trust callers", lambda: trusted_calls),
     ("name functions", R.AttachGlobalSymbol),
 )
-"""From there to what the virtual machine runs."""
+"""The passes from memory planning to the program of TVM's virtual machine."""
 
 
 def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModule:
-    """Apply phases one after the other. Raises CompileError when what one returns is not well formed."""
+    """Applies the passes in order and returns the module. Raises CompileError if a pass yields an ill-formed
+    module."""
     with target:
         for name, make in phases:
             mark(name)
@@ -59,21 +60,23 @@ def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModul
 
 
 def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kernels: Phases) -> list[Path]:
-    """Machine code of the kernels and the program of the virtual machine, as two object files."""
+    """Compiles a module to object files, the kernels' machine code and the virtual machine's program, and
+    returns their paths."""
     mark("generate machine code")
     executable = relax.build(mod, target, relax_pipeline=None, tir_pipeline=kernel_pipeline(kernels))
-    found: list[Path] = []
+    paths: list[Path] = []
 
     def collect(_: str, files: list[str]) -> None:
-        found.extend(Path(file) for file in files)
+        paths.extend(Path(file) for file in files)
 
     collect.object_format = "o"  # type: ignore[attr-defined]  # how TVM is told
     executable.export_library(str(directory / "library"), fcompile=collect, workspace_dir=str(directory))
-    return found
+    return paths
 
 
 def kernel_pipeline(kernels: Phases) -> str:
-    """The name under which TVM then knows these phases, with its own last passes after them."""
+    """Registers the kernels' passes, followed by TVM's own final passes, and returns the name that TVM uses
+    for them."""
 
     def passes() -> tuple[transform.Pass, Callable[[], transform.Pass], Callable[[], transform.Pass]]:
         return (

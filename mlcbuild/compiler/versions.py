@@ -1,4 +1,4 @@
-"""The programs whose versions decide what a library's bytes are. Nothing here imports TVM."""
+"""Versions of the programs that determine a library's bytes. This module does not import TVM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 from mlcbuild.errors import SetupError
 
 LLVM = "22"
-"""Major version of the LLVM inside the wheel of TVM; the compiling process checks it."""
+"""Major version of the LLVM that is inside TVM's wheel; the compiling process checks it."""
 
 
 @cache
@@ -17,7 +17,7 @@ def _installed() -> str:
 
 
 def compiler() -> dict[str, str]:
-    """The part that is inside the wheel of TVM. Raises SetupError when it is not installed."""
+    """Returns the versions of TVM and its LLVM. Raises SetupError if TVM is not installed."""
     try:
         return {"apache-tvm": _installed(), "llvm": LLVM}
     except metadata.PackageNotFoundError:
@@ -26,12 +26,12 @@ def compiler() -> dict[str, str]:
 
 
 def check() -> None:
-    """In the compiling process: TVM's LLVM is the one that keys name. Raises SetupError."""
+    """Checks, in the compiling process, that TVM carries the LLVM that cache keys name. Raises SetupError."""
     from tvm.target.codegen import llvm_version_major
 
-    found = str(llvm_version_major())
-    if found != LLVM:
+    carried = str(llvm_version_major())
+    if carried != LLVM:
         raise SetupError(
-            f"this apache-tvm {metadata.version('apache-tvm')} carries LLVM {found}, not LLVM {LLVM}:"
+            f"this apache-tvm {metadata.version('apache-tvm')} carries LLVM {carried}, not LLVM {LLVM}:"
             " install the version of apache-tvm that mlcbuild asks for"
         )

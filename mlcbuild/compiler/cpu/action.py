@@ -14,12 +14,12 @@ TOOLCHAIN = action.Toolchain(child.__name__, toolchain.linker_identity, toolchai
 
 
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: see mlcbuild.compiler.action.compile_library."""
+    """The step action for CPUs; see mlcbuild.compiler.action.compile_library."""
     action.compile_library(params, inputs, out, TOOLCHAIN)
 
 
 def tools(target: Target) -> dict[str, str]:
-    """Returns the versions of everything that makes a library for a target, for its key.
+    """Returns program -> version for everything that determines a library's bytes, for its cache key.
 
     Raises SetupError.
     """

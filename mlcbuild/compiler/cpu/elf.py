@@ -1,4 +1,4 @@
-"""As much of ELF (System V ABI, 64 bit, little endian) as shows what a library asks of its process."""
+"""Reads the undefined symbols of an ELF library (System V ABI, 64 bit, little endian)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ _WEAK = 2
 
 
 def undefined(data: bytes) -> frozenset[str]:
-    """Names of the dynamic symbols that a shared library needs from elsewhere; weak ones may be absent.
+    """Returns the names of the dynamic symbols that a shared library requires from its process; weak ones,
+    which may be absent, are left out.
 
-    Raises ValueError if `data` is no such file.
+    Raises ValueError if `data` is not a 64-bit little-endian ELF file.
     """
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
     (start,) = struct.unpack_from("<Q", data, 40)
     size, count = struct.unpack_from("<HH", data, 58)
-    found: set[str] = set()
+    required: set[str] = set()
     for index in range(count):
         _, kind, _, _, offset, length, link = struct.unpack_from("<IIQQQQI", data, start + index * size)
         if kind == _DYNSYM:
             (names,) = struct.unpack_from("<Q", data, start + link * size + 24)
-            found |= {_text(data, names + name) for name in _needed(data[offset : offset + length])}
-    return frozenset(found)
+            required |= {_text(data, names + name) for name in _needed(data[offset : offset + length])}
+    return frozenset(required)
 
 
 def _needed(table: bytes) -> list[int]:
-    """Places in the string table of the undefined symbols that must be there."""
+    """Returns offsets in the string table of the names of undefined symbols that are not weak."""
     return [
         name
         for name, info, _, section, _, _ in struct.iter_unpack("<IBBHQQ", table)

@@ -1,4 +1,4 @@
-"""Instruction sets: the one table from which every kernel takes vector lengths, tiles and instructions."""
+"""Instruction sets: the table from which kernels take vector lengths, tile sizes and instructions."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from tvm.target.codegen import llvm_get_cpu_features
 from mlcbuild.targets.target import Target
 
 Dot = Literal["vpdpbusd", "pmaddubsw", "sdot", "mul16"]
-"""How four (or two) products of an unsigned 4-bit weight and a signed 8-bit activation are added up; for
-8-bit weights see dot.Products.way:
+"""The instruction that sums products of unsigned 4-bit weights and signed 8-bit activations; for 8-bit
+weights see dot.Products.way.
 
-vpdpbusd   x86 VNNI: four bytes into each int32 lane.
-pmaddubsw  x86: pairs of bytes into int16 lanes, which hold a whole group of 32; widened once a group.
-sdot       Arm: four bytes into each int32 lane.
-mul16      no special instruction: activations are stored as int16, int16 lanes hold a whole group.
+vpdpbusd   x86 VNNI: adds four bytes to each int32 lane.
+pmaddubsw  x86: adds pairs of bytes to int16 lanes, which hold a whole group of 32 and widened once.
+sdot       Arm: adds four bytes to each int32 lane.
+mul16      no special instruction: activations are int16, and int16 lanes hold a whole group.
 """
 
 
 @dataclass(frozen=True)
 class ISA:
-    """What the kernels need to know of an instruction set. A register tile is rows of x times weights."""
+    """The parameters of an instruction set that kernels use. A register tile covers rows of x times weight
+    rows."""
 
     name: str
     features: tuple[str, ...]
     """LLVM features that a processor must have; () fits every processor."""
     lanes: int
-    """float32 values in one vector."""
+    """Number of float32 values in one vector."""
     half: bool
-    """Float16 is converted by an instruction; without, by integer operations (no library call)."""
+    """True if an instruction converts float16; otherwise integer operations do."""
     dot: Dot
     tile_rows: int
-    """Rows of x in the register tile of a float32 product; it is four weight rows wide."""
+    """Rows of x in the register tile of a float32 product, which is four weight rows wide."""
     stream_rows: int
     """Weight rows that a matrix-vector product reads at a time."""
     batch: int
-    """Rows of x that share one pass over streamed weights when there are only a few: plain ones; weights with
-    scales need more registers."""
+    """Rows of x that share one pass over streamed plain weights when there are few rows; weights with scales
+    need more registers."""
     dot_batch: int
-    """The same for int8 products."""
+    """Rows of x that share one pass over streamed weights in int8 products."""
     dot_tile: tuple[int, int] | None
-    """Rows of x, and vectors of weight rows, in the register tile of an int8 product that unpacks weights
-    into a buffer first, for many rows; None: they are unpacked again for each batch, beside its products."""
+    """(rows of x, vectors of weight rows) in the register tile of an int8 product for many rows, which first
+    unpacks weights into a buffer. None: weights are unpacked again for each batch."""
     amx: bool = False
-    """Tile registers with bfloat16 products, for many rows of x."""
+    """True if AMX tile registers multiply bfloat16 for many rows of x."""
 
 
 _X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
@@ -138,16 +139,16 @@ ISAS: tuple[ISA, ...] = (
         dot_tile=(2, 2),
     ),
 )
-"""Best first: a target gets the first whose features it has."""
+"""All instruction sets, best first: a target uses the first whose features it has."""
 
 
 def tvm_target(target: Target) -> TvmTarget:
-    """The target as TVM spells it, for one core: nothing of this machine enters it."""
+    """Returns the target as TVM spells it, for one core; nothing of the building machine enters it."""
     options = {"kind": "llvm", "mtriple": target.triple, "mcpu": target.cpu, "mattr": list(target.features)}
     return TvmTarget(options)
 
 
 def isa_for(target: Target) -> ISA:
-    """The best instruction set that LLVM says the target's processor and features have."""
+    """Returns the best instruction set that the target's processor and features have, according to LLVM."""
     present = {str(feature) for feature in llvm_get_cpu_features(tvm_target(target))}
     return next(isa for isa in ISAS if present.issuperset(isa.features))

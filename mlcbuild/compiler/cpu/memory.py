@@ -1,5 +1,5 @@
-"""How much memory a library needs beside weights and cache when it runs, as it was planned and as its kernels
-ask for it."""
+"""Computes the memory that a library needs beside weights and KV cache: planned buffers, and the scratch
+buffers of kernels."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tvm.tirx import AllocBuffer, Bind, Buffer, PrimFunc, SeqStmt, Stmt, Var
 from mlcbuild.compiler.program.decoder import bounds
 
 BLOCK = 4096
-"""The runtime's pool hands out multiples of this and keeps what is returned."""
+"""Bytes: the runtime's memory pool allocates multiples of this, and keeps what is returned."""
 STACK = 1024
-"""Bytes of an array of known size that TVM puts on the stack at most."""
+"""Maximum bytes of an array of constant size that TVM puts on the stack."""
 
 
 def workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Bytes, from a module whose buffers have just been planned for the library's limits."""
+    """Returns the bytes of scratch memory of a module whose buffers are planned for the library's limits."""
     return _workspace(limits, vocab_size, mod) + _kernels(limits, vocab_size, mod)
 
 
@@ -31,9 +31,9 @@ def _size(shape: Iterable[int], dtype: str) -> int:
 
 
 def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Blocks of the pool, which are told apart by size: of each size as many as are held at one time.
+    """Returns the bytes of the pool's blocks: for each block size, as many as are in use at one time.
 
-    A step holds the embeddings, then what the trunk and one layer hold, then its own.
+    A step uses the embeddings, then the blocks of the trunk and one layer, then its own.
     """
     planned = {
         str(name.name_hint): _blocks(function)
@@ -41,10 +41,16 @@ def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
         if isinstance(function, relax.Function)
     }
     trunk, embedded = planned["trunk"], planned["embed"]
-    moments = [embedded + trunk + found for name, found in planned.items() if name.startswith("layer")]
-    # The trunk's result is in one of its blocks.
-    moments += [trunk + found for name, found in planned.items() if name.startswith("step")]
-    moments += [embedded + trunk + found for name, found in planned.items() if name.endswith("hidden_states")]
+    moments = [
+        embedded + trunk + inner_blocks for name, inner_blocks in planned.items() if name.startswith("layer")
+    ]
+    # The trunk's result is in one of its own blocks.
+    moments += [trunk + inner_blocks for name, inner_blocks in planned.items() if name.startswith("step")]
+    moments += [
+        embedded + trunk + inner_blocks
+        for name, inner_blocks in planned.items()
+        if name.endswith("hidden_states")
+    ]
     most: Counter[int] = Counter()
     for moment in moments:
         most |= moment
@@ -52,26 +58,27 @@ def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 
 
 def _touched(limits: Limits, vocab_size: int, blocks: Counter[int]) -> Counter[int]:
-    """Logits are planned for every row of a chunk; those of max_batch rows are ever written when serving."""
+    """Returns block size -> count, with logits of max_batch rows: they are planned for every row of a chunk,
+    but serving writes no more."""
     row = vocab_size * 4
     planned, used = (_rounded(count * row) for count in (limits.rows, limits.max_batch))
-    found = Counter(blocks)
+    touched = Counter(blocks)
     if planned != used:
-        found[used] = max(found[used], found.pop(planned, 0))
-    return found
+        touched[used] = max(touched[used], touched.pop(planned, 0))
+    return touched
 
 
 def _blocks(function: relax.Function) -> Counter[int]:
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
 
     def look(node: object) -> None:
         if not isinstance(node, relax.Call) or not isinstance(node.op, Op):
             return
         if str(node.op.name) == "relax.memory.alloc_storage":
-            found[_rounded(int(node.args[0].values[0]))] += 1
+            counts[_rounded(int(node.args[0].values[0]))] += 1
 
     relax.analysis.post_order_visit(function, look)
-    return found
+    return counts
 
 
 def _rounded(size: int) -> int:
@@ -79,15 +86,15 @@ def _rounded(size: int) -> int:
 
 
 def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the most bytes that a kernel allocates from the pool of its thread, which keeps them."""
+    """Returns the most bytes that any kernel allocates from the pool of its thread, which keeps them."""
     largest = {**bounds(limits), "v": vocab_size}
     kernels = (function for function in mod.functions.values() if isinstance(function, PrimFunc))
     return max(taken_by(kernel, largest, limits.rows) for kernel in kernels)
 
 
 def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
-    """Bytes of the arrays that a kernel holds at one time, on one thread, at most. bounds: the largest values
-    of dimensions by name; `other` is that of all others."""
+    """Returns the maximum bytes of the arrays that a kernel holds at one time, on one thread. `bounds` maps
+    dimension name -> largest value; `other` is the largest value of all other dimensions."""
     analyzer = Analyzer()
     for param in kernel.params:
         for size in getattr(param.ty, "shape", ()):
@@ -98,7 +105,8 @@ def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
 
 
 def _held(statement: Stmt, analyzer: Analyzer) -> int:
-    """Arrays live to the end of their scope: those of a sequence together, and the largest scope inside."""
+    """Returns the bytes of the arrays in a statement: arrays of a sequence live together to the end of their
+    scope, plus the largest inner scope."""
     own = inner = 0
     for part in statement.seq if isinstance(statement, SeqStmt) else [statement]:
         if isinstance(part, AllocBuffer):
@@ -106,15 +114,16 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
         elif isinstance(part, Bind) and str(part.value.ty) == "int64":
             analyzer.bind(part.var, part.value)
         for scope in ("block", "body", "then_case", "else_case"):
-            found = getattr(part, scope, None)
-            if found is not None:
-                inner = max(inner, _held(found, analyzer))
+            nested = getattr(part, scope, None)
+            if nested is not None:
+                inner = max(inner, _held(nested, analyzer))
     return own + inner
 
 
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:
-    """Bytes from the pool, at most. Small arrays of known size lie on the stack."""
+    """Returns the maximum bytes that a buffer takes from the pool; small arrays of constant size lie on the
+    stack."""
     bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
     bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))
-    known = all(int(bound.min_value) == int(bound.max_value) for bound in bounds)
-    return 0 if known and bytes_ <= STACK else _rounded(bytes_)
+    is_constant = all(int(bound.min_value) == int(bound.max_value) for bound in bounds)
+    return 0 if is_constant and bytes_ <= STACK else _rounded(bytes_)

@@ -1,7 +1,7 @@
-"""Linking without a C library: objects in, a library or one object out, the same bytes on every run.
+"""Links without a C library: from objects to a library or one object, with the same bytes on every run.
 
-A library of ours needs nothing but the TVM runtime's symbols and a few of the C and mathematics libraries
-that every process has, so a bare linker is enough. Which program links is part of a library's identity.
+A library needs only symbols of the TVM runtime and a few of the C and mathematics libraries, which every
+process has, so a bare linker is enough. The linker is part of a library's cache key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _C_LIBRARY = "memcpy memmove memset sinf cosf sincosf expf exp2f logf powf tanhf
 ALLOWED = frozenset(
     [*_C_LIBRARY.split(), "TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIErrorSetRaisedFromCStr"]
 )
-"""What a library may leave for its process to supply: Python and libtvm_runtime bring all of it."""
+"""Symbols that a library may leave undefined: Python and libtvm_runtime bring all of them."""
 
 
 @dataclass(frozen=True)
@@ -37,31 +37,33 @@ class Linker:
 
     command: tuple[str, ...]
     flavour: str
-    """gnu: takes the options of GNU ld; lld-macho: those of Apple's ld; clang-macho: a compiler driver."""
+    """The kind of command line: gnu for GNU ld's options, lld-macho for those of Apple's ld, clang-macho for
+    a compiler driver."""
     name: str
-    """How the linker is called in identities: a program's name, never a path."""
+    """The linker's name in cache keys: a program's name, never a path."""
 
 
 def linker_identity(target: Target) -> str:
-    """Name and version of the program that links for a target, for its cache key. Raises SetupError."""
-    found = _linker(target)
-    return f"{found.name}: {_version(found.command)}"
+    """Returns name and version of the program that links for a target, for its cache key. Raises
+    SetupError."""
+    linker = _linker(target)
+    return f"{linker.name}: {_version(linker.command)}"
 
 
 def link(objects: Sequence[Path], out: Path, target: Target) -> None:
-    """Write `out` from objects in one directory: a shared library, or for output "object" one object.
+    """Links objects in one directory to `out`: a shared library, or one object for the output "object".
 
-    Raises SetupError when no linker for the target is found, CompileError when it fails or when the library
+    Raises SetupError if there is no linker for the target, CompileError if linking fails or if the library
     would need symbols that a serving process may not have.
     """
-    found = _linker(target)
+    linker = _linker(target)
     where = objects[0].parent
     names = [path.name for path in objects]  # relative, so that no directory enters the result
-    command = [*found.command, *_options(found, target), "-o", str(out.absolute()), *names]
+    command = [*linker.command, *_options(linker, target), "-o", str(out.absolute()), *names]
     done = _run(command, where)
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise CompileError(f"{found.name} could not link the library for {target.triple}:\n{tail}")
+        raise CompileError(f"{linker.name} could not link the library for {target.triple}:\n{tail}")
     if target.output == "shared" and target.system == "linux":
         missing = sorted(elf.undefined(out.read_bytes()) - ALLOWED)
         if missing:
@@ -102,13 +104,14 @@ def _options(linker: Linker, target: Target) -> list[str]:
         ]
     if target.output == "object":
         return ["-r", "-nostdlib"]
-    # zig's linker makes its identifier from the content; Apple's can only leave it out.
+    # zig's linker derives the identifier from the content; with Apple's it can only be left out.
     plain = ["-s"] if "zig" in linker.name else ["-Wl,-no_uuid", "-Wl,-S"]
     return ["-dynamiclib", "-undefined", "dynamic_lookup", "-install_name", "@rpath/model.dylib", *plain]
 
 
 def _macos_version(target: Target) -> str:
-    """The system version at the end of the triple, such as 11.0 of arm64-apple-macosx11.0.0."""
+    """Returns the system version at the end of the target triple, such as 11.0 of
+    arm64-apple-macosx11.0.0."""
     digits = target.triple.rpartition("macosx")[2].split(".")
     return ".".join([*digits, "0"][:2]) if digits[0].isdigit() else "11.0"
 
@@ -122,7 +125,7 @@ def _linker(target: Target) -> Linker:
 
 
 def _candidates(target: Target) -> Iterator[Linker]:
-    """Linkers that may do, best first: small ones before compiler drivers, local ones before ziglang."""
+    """Yields possible linkers, best first: small ones before compiler drivers, local ones before ziglang."""
     if target.system == "macos":
         yield from _macho_candidates(target)
         return
@@ -134,7 +137,7 @@ def _candidates(target: Target) -> Iterator[Linker]:
 
 
 def programs(target: Target) -> tuple[str, ...]:
-    """Names of the programs that are looked for to link for a target."""
+    """Returns the names of the programs that may link for a target."""
     if target.system == "macos":
         return ("clang", "ld64.lld")
     if target.system == "windows":
@@ -154,7 +157,7 @@ def _macho_candidates(target: Target) -> Iterator[Linker]:
 
 
 def forget() -> None:
-    """Look again for linkers: this process's PATH has changed."""
+    """Clears cached linkers after this process's PATH has changed."""
     _linker.cache_clear()
     _version.cache_clear()
 
@@ -166,7 +169,7 @@ def _zig() -> tuple[str, ...] | None:
 
 
 def _works(linker: Linker, target: Target) -> bool:
-    """GNU ld is built for some architectures only."""
+    """Reports whether a linker supports a target; GNU ld is built for some architectures only."""
     if linker.name != "ld":
         return True
     emulation = _GNU_EMULATION.get(target.architecture)

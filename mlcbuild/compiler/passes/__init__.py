@@ -1,1 +1,1 @@
-"""Passes of ours over a library's module."""
+"""Passes over a library's module that TVM does not have."""

@@ -1,6 +1,7 @@
-"""Refuses a module in which anything but a finished kernel would compute.
+"""A check that only finished kernels compute.
 
-TVM would otherwise legalise what is left to loops that nobody scheduled: right, and a hundred times too slow.
+TVM would otherwise legalise a remaining operation to unscheduled loops: correct, and a hundred times too
+slow.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ ALLOWED = frozenset(
 
 
 def kernels_only(mod: IRModule) -> IRModule:
-    """`mod` itself. Raises CompileError that names operations without a kernel and unscheduled kernels."""
-    found: set[str] = set()
+    """Returns `mod` unchanged. Raises CompileError, naming operations without a kernel and unscheduled
+    kernels."""
+    faults: set[str] = set()
     for name, function in sorted(mod.functions.items(), key=lambda item: str(item[0].name_hint)):
         if isinstance(function, PrimFunc) and not function.attrs.get("tirx.is_scheduled", False):
-            found.add(f"kernel '{name.name_hint}' has no schedule")
+            faults.add(f"kernel '{name.name_hint}' has no schedule")
         if isinstance(function, relax.Function):
             where = str(name.name_hint)
-            relax.analysis.post_order_visit(function, lambda node, where=where: _look(node, where, found))
-    if found:
-        raise CompileError("the compiler made a library that would be slow: " + "; ".join(sorted(found)))
+            relax.analysis.post_order_visit(function, lambda node, where=where: _look(node, where, faults))
+    if faults:
+        raise CompileError("the compiler made a library that would be slow: " + "; ".join(sorted(faults)))
     return mod
 
 
-def _look(node: object, where: str, found: set[str]) -> None:
+def _look(node: object, where: str, faults: set[str]) -> None:
     if isinstance(node, relax.Call) and isinstance(node.op, Op) and str(node.op.name) not in ALLOWED:
-        found.add(f"function '{where}' uses {node.op.name}, for which there is no kernel")
+        faults.add(f"function '{where}' uses {node.op.name}, for which there is no kernel")

@@ -1,9 +1,9 @@
-"""The pass that leaves out what a library would check, fetch and release again and again for nothing.
+"""A pass that removes redundant argument checks from a library's functions.
 
-The virtual machine's entry code checks the type and shape of every argument of every function: for a
-program of thirty layers that is thousands of checks for each token. Here only the entries that others call
-keep them, and only for what differs from call to call: weights are compared with the library's own list
-when they are loaded, and a library's functions call each other with what was checked before.
+The virtual machine's entry code checks the type and shape of every argument of every function: for a program
+of thirty layers that is thousands of checks per token. This pass keeps them only in the functions that others
+call, and only for what differs between calls: weights are checked once, when they are loaded, and a library's
+functions call each other with arguments that were checked before.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _MATCH, _HEAP = "vm.builtin.match_shape", "vm.builtin.alloc_shape_heap"
 _READERS = {"vm.builtin.make_shape", "vm.builtin.make_prim_value"}
 _WITH_CONTEXT = Op.get("relax.call_builtin_with_ctx")
 _STORE = 1
-"""The code by which `match_shape` keeps a dimension, MatchShapeCode::kStoreToHeap; others only compare."""
+"""The code with which `match_shape` stores a dimension (MatchShapeCode::kStoreToHeap); other codes
+compare."""
 
 
 def trusted_calls(mod: IRModule) -> IRModule:
-    """Drop needless checks, and values that nothing uses then. Runs once shapes are computed, before
-    functions are named."""
+    """Removes redundant checks and the values that nothing uses afterwards. It runs after shapes are computed
+    and before functions are named."""
     for name, function in mod.functions.items():
         if isinstance(function, Function):
             mod.update_func(name, _lean(function))
@@ -41,12 +42,12 @@ def _lean(function: Function) -> Function:
     block = relax.BindingBlock(_used(kept, function.body.body))
     body = relax.SeqExpr([block], function.body.body)
     lean = Function(function.params, body, function.ret_ty, function.is_pure, function.attrs)
-    made: Function = relax.BlockBuilder().normalize(lean)
-    return made
+    normalized: Function = relax.BlockBuilder().normalize(lean)
+    return normalized
 
 
 def _name(value: Expr) -> str | None:
-    """Of the runtime's function that is called."""
+    """Returns the name of the runtime function that a value calls; None if it calls none."""
     if not isinstance(value, relax.Call):
         return None
     called = value.args[0] if value.op == _WITH_CONTEXT else value.op
@@ -63,24 +64,24 @@ def _needless(value: Expr, checked: set[Var]) -> bool:
 
 
 def _reads_heap(value: Expr, checked: set[Var]) -> bool:
-    """Whether dimensions that were kept are used, or compared for a caller."""
+    """Reports whether a value reads stored dimensions, or compares them for a caller."""
     name = _name(value)
     return name in _READERS or (name == _MATCH and value.args[0] in checked)
 
 
 def _without_heap(bindings: Sequence[Binding]) -> list[Binding]:
-    """Without the dimensions that a function keeps and nothing reads."""
+    """Returns the bindings without the store of dimensions that nothing reads."""
     heaps = {binding.var for binding in bindings if _name(binding.value) == _HEAP}
     return [b for b in bindings if b.var not in heaps and not heaps & set(relax.analysis.free_vars(b.value))]
 
 
 def _codes(arguments: Sequence[Expr]) -> list[int]:
-    """What `match_shape(value, heap, rank, code, operand, code, operand, ..., message)` does."""
+    """Returns the codes in `match_shape(value, heap, rank, code, operand, code, operand, ..., message)`."""
     return [int(code.value) for code in arguments[3:-1:2]]
 
 
 def _used(bindings: Sequence[Binding], result: Expr) -> list[Binding]:
-    """Without tuples and their fields that nothing reads."""
+    """Returns the bindings without tuples and tuple fields that nothing reads."""
     read = {result}
     kept: list[Binding] = []
     for binding in reversed(bindings):

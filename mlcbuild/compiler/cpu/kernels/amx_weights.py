@@ -1,8 +1,9 @@
-"""Weights of 4, 5 and 8 bits as tiles of bfloat16 for the products of amx.py: a few instructions for 32.
+"""Unpacks 4-, 5- and 8-bit weights to tiles of bfloat16 for the products of amx.py, in a few instructions for
+32.
 
-A level becomes a float16 by a table, and is multiplied by its scale there. The bits of the product, shifted
-into the places of a bfloat16, stand for 2**-112 of its value; 112 = 104 + 8, the powers of two that x and the
-scales are multiplied by. |x| may be up to 2**24, a scale 32.
+A table maps a level to a float16, which is multiplied by its scale. The bits of the product, shifted into the
+position of a bfloat16, represent 2**-112 of its value; 112 = 104 + 8, the exponents of the powers of two by
+which x and the scales are multiplied. |x| may be up to 2**24, a scale up to 32.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, moved, sp
 LANES = 16
 SCALE_EXPONENT = 8
 _CUT = 1.0 + 0.7213 * (7 / 16) / 128
-"""What cutting three bits off a float16 takes from it, made up for: 7/16 of the last place that stays, which
-is 1 / (2 ln 2) times 2**-7 of the value on the average over logarithms."""
+"""Compensates for cutting three bits off a float16, which loses 7/16 of the last kept place on average; that
+place is 1 / (2 ln 2) times 2**-7 of the value, averaged over logarithms."""
 
 
 def pair_scales(scales: Expr) -> Expr:
-    """Scales float16x16 of 16 columns for `scaled`: float16x32, each twice."""
+    """Returns the scales of 16 columns, float16x16, in the form for `scaled`: float16x32, each twice."""
     wide = T.Cast(typed("float32", LANES), scales) * f32(_CUT * 2**SCALE_EXPONENT, LANES)
     bits = T.reinterpret(typed("int16", LANES), T.Cast(typed("float16", LANES), wide))
     lanes = T.bind(T.Cast(typed("int32", LANES), bits) & i32(0xFFFF, LANES))
@@ -30,8 +31,8 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Pairs of float16 for a line of a tile of weights, from the int32x16 vectors of a group: the weights
-    that a byte of quad j has and of quad 4 + j, less 2**(bits - 1)."""
+    """Returns one line of a weight tile as pairs of float16, from the int32x16 vectors of a group: the
+    weights in byte `byte` of quad j and of quad 4 + j, minus 2**(bits - 1)."""
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)
     fields = _fields(lines[j], 8 * byte)
@@ -39,19 +40,19 @@ def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
     if bits == 5:
         fifth = _fields(lines[4], 8 * byte + j - 4)
         fields = (fields & splat(T.int8(0x0F), 64)) | (fifth & splat(T.int8(0x10), 64))
-    # Only the low five bits of an index count, so a table of 16 levels holds them twice.
+    # The instruction uses only the low five bits of an index, so a table of 16 levels holds them twice.
     values = T.Cast("float16x32", (T.ramp(T.int32(0), 1, 32) & i32(count - 1, 32)) - i32(count // 2, 32))
     both = (T.reinterpret("int16x32", operand) for operand in (values, fields))
     return T.reinterpret("float16x32", intrinsic("int16x32", "llvm.x86.avx512.permvar.hi.512", *both))
 
 
 def _fields(packed: Expr, start: int) -> Expr:
-    """int8x64: of each int32 lane eight bits from `start` on, twice, and four bits later, twice. What is
-    before or after a lane's bits is another's."""
+    """Returns int8x64 with eight bits from each int32 lane, from `start` on (twice) and from four bits later
+    (twice). Bits outside of the lane come from its neighbour."""
     starts = [(32 * lane + start + 4 * half) % 64 for lane in (0, 1) for half in (0, 0, 1, 1)]
     control = splat(T.int64(int.from_bytes(bytes(starts), "little")), 8)
-    given = (T.reinterpret("int8x64", operand) for operand in (control, packed))
-    return intrinsic("int8x64", "llvm.x86.avx512.pmultishift.qb.512", *given)
+    operands = (T.reinterpret("int8x64", operand) for operand in (control, packed))
+    return intrinsic("int8x64", "llvm.x86.avx512.pmultishift.qb.512", *operands)
 
 
 def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
@@ -61,7 +62,7 @@ def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
 
 
 def scaled(levels: Expr, scales: Expr) -> Expr:
-    """Pairs of levels times their scales: a line of a tile of weights."""
+    """Returns pairs of levels times their scales: one line of a weight tile."""
     bits = T.reinterpret("int16x32", levels * scales)
     cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)
     return T.reinterpret(typed("int32", LANES), cut)

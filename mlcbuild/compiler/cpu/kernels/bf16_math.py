@@ -1,4 +1,4 @@
-"""Elementary functions for what is rounded to bfloat16 right after: a few instructions of AVX-512."""
+"""Elementary functions for values that are rounded to bfloat16 afterwards, in a few AVX-512 instructions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from mlcbuild.compiler.cpu.kernels.vectors import intrinsic
 _NODES = (np.cos((np.arange(4) + 0.5) * np.pi / 4) + 1) / 2
 _EXP2: list[float] = np.polynomial.Polynomial.fit(_NODES, np.exp2(_NODES), 3).convert().coef.tolist()
 _EVERY, _CURRENT = T.int16(-1), T.int32(4)
-"""A mask of all lanes; the rounding mode that is set."""
+"""A mask with all lanes set; the code for the current rounding mode."""
 
 
 class Rough(Floats):
-    """Vectors of 16 lanes. Errors are below 1.3e-4 of a value, a fifteenth of what rounding takes at most."""
+    """Arithmetic on vectors of 16 float32 lanes with relative errors below 1.3e-4, a fifteenth of the
+    rounding error of bfloat16."""
 
     def exp2(self, x: Expr) -> Expr:
-        """2^x, zero where that is smaller than any float32, infinite where it is larger."""
+        """Returns 2^x; zero where that is below the range of float32, infinite where it is above."""
         x = T.bind(x)
         name, floor = "llvm.x86.avx512.mask.reduce.ps.512", T.int32(1)
         part = T.bind(intrinsic("float32x16", name, x, floor, x, _EVERY, _CURRENT))

@@ -1,9 +1,10 @@
-"""Products of 4-, 5- and 8-bit weights with 8-bit activations, one group of 32 at a time, by any instruction.
+"""Products of 4-, 5- and 8-bit weights with 8-bit activations, one group of 32 at a time, for any instruction
+set.
 
-A *quad* is four consecutive k. Weights of a quad are the four bytes of an int32 lane, one lane for each row
-of a tile. Activations of a quad are one int32, or two where the instruction set has no byte products:
-`parts` says how many. Sums over a group are exact; weights are `offset` too large, which the group's
-correction (-offset times the sum of its activations) puts right.
+A *quad* is four consecutive k. The weights of a quad are the four bytes of an int32 lane, one lane for each
+row of a tile. The activations of a quad are one int32, or two (`parts`) where the instruction set has no byte
+products. Sums over a group are exact; stored weights are too large by `offset`, which the group's correction
+(-offset times the sum of its activations) compensates.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ _QUADS_OF_BYTES = {
 
 @dataclass(frozen=True)
 class Products:
-    """How weights of some bits are multiplied on an instruction set."""
+    """How weights of a given number of bits are multiplied on an instruction set."""
 
     isa: ISA
     bits: int
-    """4, 5 or 8."""
+    """Bits of a weight: 4, 5 or 8."""
 
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
-        """That of the instruction set, but where its int16 sums are too narrow for bytes of weights:
-        `pmaddwd` adds pairs of int16 products into int32 lanes, `widening` adds them one by one."""
+        """The instruction used: the instruction set's own, unless its int16 sums are too narrow for 8-bit
+        weights. Then `pmaddwd` adds pairs of int16 products to int32 lanes, and `widening` adds them one by
+        one."""
         if self.bits == 4:
             return self.isa.dot
         wide: dict[Dot, Literal["pmaddwd", "widening"]] = {"pmaddubsw": "pmaddwd", "mul16": "widening"}
@@ -47,27 +49,29 @@ class Products:
 
     @property
     def parts(self) -> int:
-        """int32 values that hold the activations of one quad; two hold those of k 0 and 2, and 1 and 3."""
+        """Number of int32 values that hold the activations of one quad; with two, one holds k 0 and 2, the
+        other 1 and 3."""
         return 2 if self.way in ("pmaddwd", "mul16", "widening") else 1
 
     @property
     def narrow(self) -> bool:
-        """Whether a group is summed in twice as many int16 lanes instead of int32 lanes."""
+        """True if a group is summed in twice as many int16 lanes instead of int32 lanes."""
         return self.way in ("pmaddubsw", "mul16")
 
     @property
     def offset(self) -> int:
-        """What operands are too large by."""
+        """The number by which stored weights are too large."""
         return 0 if self.way == "sdot" and self.bits == 8 else 1 << (self.bits - 1)
 
     @property
     def fields(self) -> int:
-        """Quads in 4 * lanes bytes of the x16 layout: j and 4 + j in the halves of each byte, or one."""
+        """Quads in 4 * lanes bytes of the x16 layout: two (j and 4 + j, in the halves of each byte), or one
+        with 8 bits."""
         return 1 if self.bits == 8 else 2
 
     def operands(self, j: int, packed: Expr, fifth: Expr | None) -> list[list[Expr]]:
-        """The operands of each quad in int32 lanes of the x16 layout: the j-th 4 * lanes bytes of a group
-        and, with 5 bits, those of the fifth ones."""
+        """Emits and returns the operands of each quad in int32 lanes, from `packed`, the j-th 4 * lanes bytes
+        of a group in the x16 layout and, with 5 bits, `fifth`, the bytes of the fifth bits."""
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
             flipped = packed ^ i32(0x80808080, lanes) if self.way == "sdot" else packed
@@ -76,30 +80,30 @@ class Products:
         width = 8 // self.fields
 
         def operand(field: int, part: int) -> Expr:
-            found = moved(packed, width * field + 8 * part, lanes) & i32((2**width - 1) * every, lanes)
+            value = moved(packed, width * field + 8 * part, lanes) & i32((2**width - 1) * every, lanes)
             if fifth is not None:
                 bit = moved(fifth, j + QUADS // 2 * field + 8 * part - 4, lanes)
-                found = found | (bit & i32(16 * every, lanes))
-            return T.bind(found)
+                value = value | (bit & i32(16 * every, lanes))
+            return T.bind(value)
 
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
 
     def start(self, correction: Expr) -> Expr:
-        """The accumulator at the start of a group. int16 lanes take the correction at the end: they hold the
-        sums of a whole group (at most 16 * 15 * 127 = 30480), but not more."""
+        """Returns the accumulator for the start of a group. int16 lanes get the correction at the end,
+        because they hold the sums of a whole group (at most 16 * 15 * 127 = 30480) and no more."""
         if self.narrow:
             return splat(T.int16(0), 2 * self.isa.lanes)
         return splat(correction, self.isa.lanes)
 
     def step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
-        """total plus the products of one operand and the int32 of activations that belongs to it."""
+        """Returns total plus the products of one operand and its int32 of activations."""
         lanes = self.isa.lanes
         both = (weights, splat(activations, lanes))
         if self.parts == 2:
             w, a = (T.reinterpret(typed("int16", 2 * lanes), operand) for operand in both)
             if self.way == "pmaddwd":
                 return total + intrinsic(typed("int32", lanes), _PAIRS_OF_WORDS[lanes], w, a)
-            # 255 * 127 still fits an int16.
+            # 255 * 127 fits an int16.
             return total + (w * a if self.way == "mul16" else self._pair_sums(w * a))
         w, a = (T.reinterpret(typed("int8", 4 * lanes), operand) for operand in both)
         if self.way == "pmaddubsw":
@@ -107,7 +111,7 @@ class Products:
         return intrinsic(typed("int32", lanes), _QUADS_OF_BYTES[self.way, lanes], total, w, a)
 
     def finish(self, total: Expr, correction: Expr) -> Expr:
-        """The sums of a group as int32 lanes."""
+        """Returns the sums of a group as int32 lanes."""
         lanes = self.isa.lanes
         if self.way == "pmaddubsw":
             ones = splat(T.int16(1), 2 * lanes)
@@ -118,7 +122,7 @@ class Products:
         return total
 
     def _pair_sums(self, words: Expr) -> Expr:
-        """Sums of neighbours in int16 lanes, as int32 lanes."""
+        """Returns the sums of neighbouring int16 lanes as int32 lanes."""
         lanes = self.isa.lanes
         pairs = T.bind(T.reinterpret(typed("int32", lanes), words))
         return ((pairs << i32(16, lanes)) >> i32(16, lanes)) + (pairs >> i32(16, lanes))

@@ -1,4 +1,4 @@
-"""Float32 arithmetic on vectors of one length, and the shapes of loops that light kernels share."""
+"""Float32 arithmetic on vectors of one length, and loop shapes that light kernels share."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ Combine = Callable[[Expr, Expr], Expr]
 
 
 NAME = "mlcbuild.name"
-"""Attribute of a kernel: what it is called in a library, before a number makes that unique."""
+"""Name of the kernel attribute with its name in a library, before a number makes the name unique."""
 
 
 class Kernel:
-    """One TensorIR function under construction. `func` is there once the `kernel` block is left."""
+    """One TensorIR function under construction. `func` is set when the `kernel` context ends."""
 
     func: PrimFunc
 
     def tensor(
         self, name: str, shape: Sequence[Expr | int], dtype: str = "float32", align: int = -1
     ) -> Buffer:
-        """The next argument: a tensor of this shape."""
+        """Declares the next argument: a tensor of this shape."""
         return vectors.argument(name, shape, dtype, align)
 
     def number(self, name: str) -> Var:
-        """The next argument: an int64."""
+        """Declares the next argument: an int64."""
         return T.arg(name, T.int64())
 
     @contextmanager
     def body(self) -> Iterator[None]:
-        """Everything the function does; comes after its arguments."""
+        """Returns the context for the function's body, which comes after its arguments."""
         with T.sblock("root"):
             T.reads()
             T.writes()
@@ -48,10 +48,10 @@ class Kernel:
 
 @contextmanager
 def kernel(name: str) -> Iterator[Kernel]:
-    """Build one function whose loops are final: no later pass schedules it."""
+    """Builds one function whose loops are final: no later pass schedules it."""
     made = Kernel()
     with IRBuilder() as builder:
-        # Private: a module may hold several of one name, for other types, and will tell them apart.
+        # Private, because a module may hold several kernels of one name for other types and renames them.
         with T.prim_func(is_private=True, s_tir=True):
             T.func_name(name)
             T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, NAME: name})
@@ -60,14 +60,15 @@ def kernel(name: str) -> Iterator[Kernel]:
 
 
 def size_var(name: str) -> Var:
-    """A dimension that is known only when the library runs."""
+    """Returns a dimension that is known only when the library runs."""
     return Var(name, "int64")
 
 
 def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> None:
-    """Run `emit(row)` for every row, on all cores when there are more than `serial_up_to` rows.
+    """Emits a loop that runs `emit(row)` for every row, on all cores if there are more than `serial_up_to`
+    rows.
 
-    Waking the other cores takes several microseconds, more than a few rows of a light kernel.
+    Waking the other cores takes several microseconds, longer than a few rows of a light kernel.
     """
     with T.If(rows <= serial_up_to):
         with T.Then(), T.serial(rows) as row:
@@ -77,12 +78,12 @@ def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> No
 
 
 def registers(count: int, lanes: int, dtype: str = "float32") -> list[Buffer]:
-    """`count` arrays that live in registers: less than 1024 bytes each, TVM's limit for the stack."""
+    """Returns `count` arrays that live in registers: less than 1024 bytes each, TVM's limit for the stack."""
     return [T.alloc_buffer((lanes,), dtype) for _ in range(count)]
 
 
 def scratch(shape: Sequence[int], dtype: str = "float32") -> Buffer:
-    """An array in memory, from TVM's workspace pool of the running thread when it is large."""
+    """Returns a scratch array, from the workspace pool of the running thread if it is large."""
     return T.alloc_buffer(tuple(shape), dtype)
 
 
@@ -92,7 +93,8 @@ _ROUND = 1.5 * 2.0**23
 
 
 def _exp_polynomial(degree: int) -> list[float]:
-    """Coefficients of e^r for |r| <= ln(2)/2, interpolated at Chebyshev nodes; error 2e-9 at degree 6."""
+    """Returns coefficients of e^r for |r| <= ln(2)/2, interpolated at Chebyshev nodes; error 2e-9 at degree
+    6."""
     half = math.log(2.0) / 2
     nodes = np.cos((np.arange(degree + 1) + 0.5) * np.pi / (degree + 1)) * half
     fitted: list[float] = np.polynomial.Polynomial.fit(nodes, np.exp(nodes), degree).convert().coef.tolist()
@@ -104,14 +106,14 @@ _EXP = _exp_polynomial(6)
 
 @dataclass(frozen=True)
 class Floats:
-    """Vectors of `lanes` float32 values on an instruction set. One lane is a scalar."""
+    """Operations on vectors of `lanes` float32 values for an instruction set. One lane is a scalar."""
 
     isa: ISA
     lanes: int
 
     @staticmethod
     def dividing(isa: ISA, extent: int) -> Floats:
-        """The longest vectors that divide `extent`: no tails, for any size."""
+        """Returns the longest vectors whose length divides `extent`, so that loops have no remainder."""
         return Floats(isa, math.gcd(extent, isa.lanes))
 
     @property
@@ -119,21 +121,20 @@ class Floats:
         return Floats(self.isa, 1)
 
     def load(self, buffer: Buffer, *index: Expr | int) -> Expr:
-        """Consecutive float32 or float16 elements from `index` on."""
+        """Loads consecutive float32 or float16 elements from `index` on."""
         return vectors.load_f32(self.isa, buffer, index, self.lanes)
 
     def store(self, buffer: Buffer, value: Expr, *index: Expr | int) -> None:
-        """Write consecutive elements from `index` on, rounded to float16 where the buffer holds that."""
+        """Stores consecutive elements from `index` on, rounded to float16 if the buffer holds that."""
         if buffer.ty.dtype == "float16":
             value = self._half(value)
         T.buffer_store(buffer, value, [*index[:-1], vectors.span(index[-1], self.lanes)])
 
     def _half(self, value: Expr) -> Expr:
-        """Round to float16, to nearest even.
+        """Rounds to float16, to nearest even.
 
-        Without an instruction: multiply by 2^-112 so that the hardware rounds what float16 cannot hold as
-        subnormal, then round the 13 bits that are left over by an integer addition. What is too large becomes
-        infinite.
+        Without an instruction it rounds the 13 excess bits with an integer addition, and lets the hardware's
+        float addition round values that are subnormal in float16. Values that are too large become infinite.
         """
         if self.isa.half:
             return T.Cast(vectors.typed("float16", self.lanes), value)
@@ -144,7 +145,7 @@ class Floats:
         return self._half_bits(T.bind(size), sign, ints)
 
     def _half_bits(self, size: Expr, sign: Expr, ints: str) -> Expr:
-        # Below 2^-14 adding 0.5 puts the float16 subnormal's last place at float32's last place.
+        # Below 2^-14, adding 0.5 aligns float16's last subnormal bit with float32's last bit.
         tiny = T.reinterpret(ints, size + self.constant(0.5)) - self._int(0x3F000000)
         bits = T.bind(T.reinterpret(ints, size))
         odd = T.shift_right(bits, self._int(13)) & self._int(1)
@@ -160,7 +161,7 @@ class Floats:
         return vectors.f32(float(np.float32(value)), self.lanes)
 
     def spread(self, value: Expr) -> Expr:
-        """A scalar in every lane."""
+        """Returns a vector with a scalar in every lane."""
         return vectors.splat(value, self.lanes)
 
     def fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
@@ -170,8 +171,8 @@ class Floats:
         return vectors.intrinsic(vectors.typed("float32", self.lanes), "llvm.fabs", x)
 
     def fold(self, value: Expr, combine: Combine) -> Expr:
-        """Combine the lanes of a vector (a power of two of them), halving. In registers: halves that are read
-        back from memory are taken apart by LLVM with general registers."""
+        """Reduces a vector (of a power of two of lanes) with `combine`, by halving in registers: halves that
+        are read back from memory would be taken apart with general registers by LLVM."""
         half = self.lanes // 2
         while half:
             value = T.bind(value)
@@ -181,14 +182,14 @@ class Floats:
         return T.bind(value)
 
     def exp(self, x: Expr) -> Expr:
-        """e^x within 2 units in the last place; at least 1e-38, at most 2e38, never infinite.
+        """Returns e^x within 2 units in the last place; at least 1e-38, at most 2e38, never infinite.
 
         x = n ln 2 + r with ln 2 in two parts (Cody and Waite, 1980); a polynomial in r; then n is added to
         the bits of the exponent.
         """
         x = T.bind(T.max(T.min(x, self.constant(88.0)), self.constant(-87.0)))
         dtype, ints = vectors.typed("float32", self.lanes), vectors.typed("int32", self.lanes)
-        # Adding 1.5 * 2^23 leaves the nearest whole number in the last places of the sum.
+        # Adding 1.5 * 2^23 leaves the nearest integer in the last bits of the sum.
         shifted = T.bind(self.fma(x, self.constant(1 / math.log(2.0)), self.constant(_ROUND)))
         n = T.bind(shifted - self.constant(_ROUND))
         r = T.bind(self.fma(n, self.constant(-_LN2_LOW), self.fma(n, self.constant(-_LN2_HIGH), x)))
@@ -202,11 +203,11 @@ class Floats:
         return self.constant(1.0) / (self.constant(1.0) + self.exp(self.constant(0.0) - x))
 
     def tanh(self, x: Expr) -> Expr:
-        """(1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x; absolute error 1e-7."""
+        """Returns tanh(x) = (1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x; absolute error 1e-7."""
         e = self.exp(self.constant(-2.0) * self.fabs(x))
         value = T.bind((self.constant(1.0) - e) / (self.constant(1.0) + e))
         return T.Select(x < self.constant(0.0), self.constant(0.0) - value, value)
 
     def soft_cap(self, x: Expr, cap: float) -> Expr:
-        """cap * tanh(x / cap)."""
+        """Returns cap * tanh(x / cap)."""
         return self.constant(cap) * self.tanh(T.bind(x * self.constant(1 / cap)))

@@ -1,4 +1,4 @@
-"""The kernels of CPUs that read each stored format."""
+"""The table of CPU kernels that read each stored weight format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ KERNELS: Mapping[tuple[str, str], Kernel] = {
     ("q5s", "x16"): "tiles",
     ("q8s", "x16"): "tiles",
 }
-"""(format, layout) -> what reads it: dense.py, row_group.py, or int8_product.py."""
+"""(format, layout) -> the kernel that reads it: dense.py, row_group.py ("rows") or int8_product.py
+("tiles")."""
 
 
 def kernel_for(scheme: Storage) -> Kernel:

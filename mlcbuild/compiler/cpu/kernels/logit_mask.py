@@ -1,4 +1,4 @@
-"""Logits of tokens that must not be chosen become minus infinity, before tokens are chosen."""
+"""The kernel that sets the logits of disallowed tokens to minus infinity, before tokens are sampled."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mlcbuild.compiler.cpu.kernels.sampling_row import BLOCK, TASK, infinity
 from mlcbuild.compiler.cpu.kernels.vectors import i32, span, splat
 
 PART = BLOCK * TASK
-"""Tokens of a task. So even those of one row are masked by all threads, each those that it has computed, more
-or less, and will look at next: a row that another core has in its caches takes longer than its product."""
+"""Tokens of one parallel task. Even a single row is masked by all threads, each about the part that it has
+computed and will read next: fetching a row from another core's caches takes longer than computing it."""
 
 
 def masked(isa: ISA) -> PrimFunc:
-    """(masks int32 [m, 1 + w], logits float32 [q, v] in place). Each mask begins with the row that it is for;
-    then come bits of tokens that may be chosen, from the lowest on, v of them or more."""
+    """Returns the kernel (masks int32 [m, 1 + w], logits float32 [q, v] in place). A mask is the index of its
+    row, then at least v bits, lowest token first, set for allowed tokens."""
     floats, scalar = Floats(isa, isa.lanes), Floats(isa, 1)
     lanes = floats.lanes
     with kernel("masked_logits") as made:

@@ -1,7 +1,7 @@
-"""From one step of decoding to the next, where each sequence has one token in both.
+"""The kernel that prepares the next decode step, in which each sequence again has one token.
 
-So several steps are one call of a library: whoever calls it does for all of them what had to be done for
-each, and finds its own code and data in no cache only once, after the model's weights have gone through.
+With it several steps are one call of a library: the caller's work is done once for all of them, and its code
+and data are fetched into the caches once, which the model's weights have evicted.
 """
 
 from __future__ import annotations

@@ -21,35 +21,35 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument
 from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
-"""Rows that are made ready sooner than the other cores would wake up."""
+"""Maximum rows prepared on one core: these take less time than waking the other cores."""
 
 
 class Source(Protocol):
-    """Where the rows of x [m, k] come from."""
+    """The source of the rows of x [m, k] for a matrix product, fused in front of it."""
 
     @property
     def packed(self) -> bool:
-        """For tile registers, rows are there as tiles already, in the first argument."""
+        """True if rows arrive packed as tiles for tile registers, in the first argument."""
         ...
 
     @property
     def name(self) -> str:
-        """The start of a kernel's name; empty for rows that are there already."""
+        """The prefix of a kernel's name; "" for rows that are stored already."""
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declare the first arguments of the kernel."""
+        """Declares and returns the first arguments of the kernel."""
         ...
 
-    def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Make a row of x: the buffer where it is float32, and its row there."""
+    def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
+        """Emits one row of x; returns the buffer that holds it as float32, and its row index there."""
         ...
 
 
 @dataclass(frozen=True)
 class Given:
-    """x float32 [m, k] as it is; or in a tensor with `columns`, in the first ones, or packed where tile
-    registers are to multiply it."""
+    """Rows x, float32 [m, k], that are stored already: plain, or in the first columns of a tensor with
+    `columns`, packed for tile registers."""
 
     columns: int = 0
 
@@ -64,13 +64,13 @@ class Given:
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
         return (argument("x", (m, self.columns or k), "float32"),)
 
-    def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        return given[0], row
+    def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
+        return arguments[0], row
 
 
 @dataclass(frozen=True)
 class Normed:
-    """The norm of x float32 [m, k], with its weight [k] and its bias [k], where it has them."""
+    """Rows that are the norm of x, float32 [m, k], with its weight [k] and its bias [k] where it has them."""
 
     norm: Norm
     packed = False
@@ -85,8 +85,8 @@ class Normed:
         weights = self.norm.tensors(lambda name, dtype: argument(f"norm_{name}", (k,), dtype))
         return x, *(tensor for tensor in weights if tensor is not None)
 
-    def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        (x, *rest), floats, norm = given, self.norm.floats, self.norm
+    def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
+        (x, *rest), floats, norm = arguments, self.norm.floats, self.norm
         line = scratch((1, norm.size))
         weight = rest.pop(0) if norm.weight else None
         bias = rest.pop(0) if norm.bias else None
@@ -100,13 +100,13 @@ class Normed:
 
 @dataclass(frozen=True)
 class Gated:
-    """act(gate) * up of gate_up float32 [m, 2 * k], with a bias [2 * k] added before if there is one."""
+    """Rows act(gate) * up of gate_up, float32 [m, 2 * k], after adding a bias [2 * k] if there is one."""
 
     gate: Gate
     dtype: str | None
-    """Of the bias."""
+    """Stored type of the bias; None if there is none."""
     packed: bool = False
-    """For tile registers, the pair holds what is made of it already: see Fusion.gate."""
+    """True if the tensor holds act(gate) * up already, packed for tile registers: see Fusion.gate."""
 
     @property
     def name(self) -> str:
@@ -117,24 +117,24 @@ class Gated:
         pair = argument("gate_up", (m, 2 * k), "float32")
         return (pair, argument("bias", (2 * k,), self.dtype)) if self.dtype else (pair,)
 
-    def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
+    def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
         line = scratch((1, self.gate.inner))
-        self.gate.row(given[0], given[1] if self.dtype else None, row, (line, T.int64(0)))
+        self.gate.row(arguments[0], arguments[1] if self.dtype else None, row, (line, T.int64(0)))
         return line, T.int64(0)
 
 
 @dataclass(frozen=True)
 class Activated:
-    """act(up) of up float32 [m, k], with a bias [k] added before if there is one. An activation with scalars
-    of its own (xielu) takes them last."""
+    """Rows act(up) of up, float32 [m, k], after adding a bias [k] if there is one. An activation with scalars
+    of its own (xielu) takes them as the last argument."""
 
     isa: ISA
     activation: Activation
     inner: int
     dtype: str | None
-    """Stored type of the bias."""
+    """Stored type of the bias; None if there is none."""
     scalars: str | None = None
-    """Stored type of the activation's scalars."""
+    """Stored type of the activation's scalars; None if it has none."""
     packed = False
 
     @property
@@ -151,8 +151,8 @@ class Activated:
             arguments.append(argument("scalars", (SCALARS,), self.scalars))
         return tuple(arguments)
 
-    def row(self, given: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        (up, *rest), floats = given, Floats.dividing(self.isa, self.inner)
+    def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
+        (up, *rest), floats = arguments, Floats.dividing(self.isa, self.inner)
         bias = rest.pop(0) if self.dtype else None
         line = scratch((1, self.inner))
         own = xielu_factors(floats, rest[0]) if self.scalars else None
@@ -171,18 +171,18 @@ def _short(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Both ends of a product."""
+    """The prologue and the epilogue that are fused with a matrix product."""
 
     source: Source = Given()
     bias: bool = False
-    """Add a float32 bias [n]."""
+    """True if a float32 bias [n] is added to the results."""
     residual: bool = False
-    """Add the results to what the output holds."""
+    """True if the results are added to what the output holds."""
     gate: Gate | None = None
-    """The results are gates and ups. Tile registers then write what this makes of them, packed for the
-    product that follows, in the output's place; other ways write the results."""
+    """If not None, the results are pairs of gate and up. Kernels for tile registers then write act(gate) * up
+    to the output, packed for the next product; other kernels write the results."""
 
     def named(self, product: str) -> str:
-        """The name of a kernel that computes this product."""
+        """Returns the name of the kernel that computes a product with this fusion."""
         gate = f"_{self.gate.activation}" if self.gate else ""
         return self.source.name + product + "_bias" * self.bias + "_add" * self.residual + gate

@@ -1,12 +1,13 @@
-"""Activations as int8 with a scale for each group of 32 along K, as the int8 products read them.
+"""Quantizes activations to int8 with a scale for each group of 32 along K, in the form that int8 products
+read.
 
-A group is one record of int32: the activations of its quads (see dot), the scale, the correction.
-scale = max |x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
+A group is one record of int32: the activations of its quads (see dot), the scale, the correction. scale = max
+|x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
 
-For 4-bit weights the scale is the next power of two from there, and what is stored of it is the number that
-takes a float32 to the product with it, when added to its bits: an addition of integers where processors have
-room for one, beside the products. It makes the squared error of activations twice as large on average, which
-is 0.4 % of that of such weights (with those of 5 and 8 bits, 2 and as many as 100 %).
+For 4-bit weights the scale is rounded up to a power of two, and it is stored as the integer that multiplies a
+float32 by it when added to the float's bits: an integer addition, for which processors have free units beside
+the products. This doubles the squared error of activations on average, which is then 0.4 % of the error of
+such weights (with 5- and 8-bit weights it would be 2 % and as much as 100 %).
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 from mlcbuild.quant.groups import GROUP, QUADS
 
 _ROUNDER = 12582912.0
-"""1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits."""
+"""1.5 * 2**23: adding it to a small float32 leaves the nearest integer in the low bits of the sum."""
 _ROUNDER_BITS = 0x4B400000
 _ONE, _FRACTION = 0x3F800000, 0x007FFFFF
 _LEAST, _MOST = -100, 112
-"""Powers of two that scales are kept within: from 2**-24 to 65504, what a float16 can be other than 0, their
-products with any scale of weights are normal float32 numbers."""
+"""Smallest and largest exponent of power-of-two scales: their products with any float16 scale of weights,
+from 2**-24 to 65504, are normal float32 numbers."""
 _TOO_LARGE = 0x7AFE0000
-"""127 * 2**_MOST, the largest number that such a scale leaves in its place."""
+"""The bits of 127 * 2**_MOST, the largest value that such a scale can represent."""
 _NAN = 0x7FC00000
 
 
 @dataclass(frozen=True)
 class Records:
-    """Quantized rows of x [.., k] in one int32 buffer [rows, stride]."""
+    """The layout of quantized rows of x [.., k] in one int32 buffer [rows, stride]."""
 
     dot: dot.Products
     k: int
@@ -63,12 +64,12 @@ class Records:
 
     @property
     def step(self) -> int:
-        """int32 values in a record."""
+        """Number of int32 values in a record."""
         return QUADS * self.dot.parts + 2
 
     @property
     def powers(self) -> bool:
-        """Whether scales are powers of two."""
+        """True if scales are powers of two."""
         return self.dot.bits == 4
 
     @property
@@ -80,11 +81,12 @@ class Records:
         return [records[row, group * self.step + quad * count + part] for part in range(count)]
 
     def start(self, records: Buffer, row: Expr) -> Expr:
-        """What the sums of a row start from: 0, or NaN where scales cannot tell that it is no number."""
+        """Returns the initial sum of a row: 0, or NaN where power-of-two scales cannot represent that the row
+        has NaN."""
         return T.reinterpret("float32", records[row, self.groups * self.step]) if self.powers else f32(0)
 
     def scaled(self, records: Buffer, row: Expr, group: Expr, scales: Expr) -> Expr:
-        """One vector of scales of weights, none of which is 0, times that of the row's group."""
+        """Returns one vector of weight scales, none of which may be 0, times the scale of the row's group."""
         lanes, stored = self.isa.lanes, records[row, group * self.step + self.step - 2]
         if not self.powers:
             return scales * splat(T.reinterpret("float32", stored), lanes)
@@ -96,7 +98,7 @@ class Records:
 
 
 def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, row: Expr) -> None:
-    """Emit: a row of float32, source = (buffer, row), into one row of records."""
+    """Emits code that quantizes a row of float32, source = (buffer, row), into one row of records."""
     x, line = source
     lanes = form.isa.lanes
     whole = form.k // GROUP
@@ -125,11 +127,12 @@ def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, ro
 def _quantize_group(
     form: Records, records: Buffer, row: Expr, group: Expr, read: Callable[[int], Expr]
 ) -> Expr:
-    """`read(v)` gives vector v of the group's values. The bits of the largest, without its sign."""
+    """Emits code that quantizes one group; `read(v)` returns vector v of its values. Returns the bits of the
+    largest |x|."""
     lanes = form.isa.lanes
     ints = typed("int32", lanes)
     values = [T.bind(read(v)) for v in range(GROUP // lanes)]
-    # |x| as the bits of a float32 is ordered like an integer: no care for NaN is needed.
+    # The bits of |x| as a float32 have the order of integers, so NaN needs no special case.
     sizes = [T.bind(T.reinterpret(ints, value) & i32(0x7FFFFFFF, lanes)) for value in values]
     largest = T.bind(intrinsic("int32", "llvm.vector.reduce.smax", _tree(sizes, T.max)))
     scale, factor = _power(largest) if form.powers else _quotient(largest)
@@ -146,14 +149,14 @@ def _quantize_group(
 
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
-    """What is stored of the scale, and its inverse, of the bits of the largest |x|."""
+    """Returns the stored scale and its inverse, from the bits of the largest |x|."""
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(0), f32(127) / value, f32(0)))
     return T.reinterpret("int32", value * f32(1 / 127)), inverse
 
 
 def _power(largest: Expr) -> tuple[Expr, Expr]:
-    """The same for scales that are powers of two."""
+    """Returns the stored power-of-two scale and its inverse, from the bits of the largest |x|."""
     quotient = T.reinterpret("int32", T.reinterpret("float32", largest) * f32(1 / 127))
     bounded = T.max(i32(_ONE + (_LEAST << 23)), T.min(quotient, i32(_ONE + (_MOST << 23))))
     power = T.bind((bounded + i32(_FRACTION)) & i32(0xFF800000))

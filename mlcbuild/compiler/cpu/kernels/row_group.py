@@ -1,4 +1,5 @@
-"""Matrices of 4- or 8-bit weights stored row by row, with a scale for each group of 32: weight-only."""
+"""Matrices of 4- or 8-bit weights stored row by row, with a scale for each group of 32 (weight-only
+quantization)."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ from mlcbuild.quant.groups import GROUP
 
 @dataclass(frozen=True)
 class GroupRows:
-    """The RowFormat (see float_product) of a quantized matrix: a block is one vector of words.
+    """The RowFormat (see float_product) of a quantized matrix; a block is one vector of uint32 words.
 
-    Plane p of a block is field p of each word, left where it is by the mask that cuts it out: its value is
-    then 2**(bits * p) times too large, and x is divided by that beforehand, exactly. Only the last field is
-    shifted down, because at the top of a word it would be a sign.
+    Plane p of a block is field p of each word, masked but not shifted: its value is 2**(bits * p) times too
+    large, for which x is divided beforehand, exactly. Only the last field is shifted down, because at the top
+    of a word it would include the sign bit.
     """
 
     isa: ISA
@@ -37,7 +38,7 @@ class GroupRows:
     k: int
     bits: int
     dtype: str
-    """Of the scales."""
+    """Stored type of the scales."""
 
     @property
     def name(self) -> str:
@@ -49,12 +50,12 @@ class GroupRows:
 
     @property
     def words(self) -> int:
-        """uint32 values of a row. A group takes `bits` of them."""
+        """Number of uint32 words in a row; a group takes `bits` of them."""
         return self.groups * self.bits
 
     @property
     def lanes(self) -> int:
-        """The longest power of two that fits both a register and a row."""
+        """The largest power of two that fits both a register and a row, in words."""
         return min(self.isa.lanes, 1 << (self.words.bit_length() - 1))
 
     @property
@@ -98,7 +99,7 @@ class GroupRows:
         return self._word(block) * self.planes
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]:
-        """The words and the scale of each."""
+        """Emits loads of a block's words, and of the scale of each word; returns both."""
         words = T.bind(weights[0][row, span(self._word(block), self.lanes)])
         count = max(1, self.lanes // self.bits)
         scales = load_f32(self.isa, weights[1], (row, self._word(block) // self.bits), count)

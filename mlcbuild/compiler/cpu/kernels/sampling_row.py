@@ -1,4 +1,4 @@
-"""One row of logits, as the kernel that draws tokens sees it: in blocks, whose maxima and sums are kept."""
+"""One row of logits as the sampling kernel reads it: in blocks, whose maxima and sums are stored."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, register, typed
 
 BLOCK = 256
-"""Tokens whose maximum and sum are kept."""
+"""Tokens in one block, whose maximum and sum of weights are stored."""
 TASK = 16
-"""Blocks of a task of the first pass."""
+"""Blocks in one parallel task of the first pass."""
 INVERSE_TEMPERATURE = SAMPLING_COLUMNS.index("inverse_temperature")
 FAR = 87.0
-"""Temperatures below the largest logit at which a token weighs nothing: e^-87 is 1e-38."""
+"""Distance below the largest logit, in units of the temperature, at which a token's weight becomes 0: e^-87
+is 1e-38."""
 
 _ROUND = 1.5 * 2.0**23
-"""Added to a number, it leaves the nearest whole one in the last places of the sum."""
+"""Adding this to a float32 leaves the nearest integer in the last bits of the sum."""
 _NODES = np.cos((np.arange(6) + 0.5) * np.pi / 6) / 2
 _EXP2: list[float] = np.polynomial.Polynomial.fit(_NODES, np.exp2(_NODES), 5).convert().coef.tolist()
 _EXP2[0] = 1.0
@@ -33,7 +34,7 @@ Read = Callable[[Expr], Expr]
 
 @dataclass(frozen=True)
 class Source:
-    """The logits of a block, or of a copy of the last one, made whole with minus infinity."""
+    """The logits of a block, or of a copy of the last block that is padded with minus infinity."""
 
     buffer: Buffer
     index: tuple[Expr, ...]
@@ -45,7 +46,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Row:
-    """One row, and what is known of it."""
+    """One row of logits, with its sampling parameters and the sums of its blocks."""
 
     floats: Floats
     row: Expr
@@ -83,11 +84,11 @@ class Row:
                 T.buffer_store(self.tail, self.logits[0, self.row, whole + at], [at])
 
     def each(self, block: Expr, emit: Callable[[Source], None]) -> None:
-        """Emit the same for a whole block and for the last one."""
+        """Emits the same code for a full block and for the padded copy of the last one."""
         start = T.bind(block * BLOCK)
         with T.If(start + BLOCK <= self.width):
             with T.Then():
-                # Rows lie one after the other, whichever of two dimensions counts them.
+                # Rows are contiguous, whichever of two dimensions counts them.
                 emit(Source(self.logits, (T.int64(0), self.row), start))
             with T.Else():
                 emit(Source(self.tail, (), T.int64(0)))
@@ -97,13 +98,15 @@ class Row:
             emit(T.bind(k * self.floats.lanes))
 
     def weight(self, floats: Floats, logit: Expr, highest: Expr) -> Expr:
-        """0 for what is not finite, too. A power of two: a whole number goes into the bits of the exponent, a
-        polynomial in what is left, up to a half of either sign, into the others; error 1e-7."""
+        """Returns e^((logit - highest) * scale), 0 where the logit is not finite. The integer part of the
+        base-2 exponent goes into the exponent bits, and a polynomial of the rest, from -1/2 to 1/2, into the
+        others; error 1e-7."""
         dtype, ints = typed("float32", floats.lanes), typed("int32", floats.lanes)
         scale = T.bind(self.scale * T.float32(1 / math.log(2)))
         distance = T.bind(logit - floats.spread(highest))
         below = T.bind(distance * floats.spread(scale))
-        # By an instruction that TVM does not know: it would take a sum and a difference for nothing.
+        # The fused intrinsic is opaque to TVM, which would otherwise simplify the addition and subtraction
+        # away.
         shifted = T.bind(floats.fma(distance, floats.spread(scale), floats.constant(_ROUND)))
         left = T.bind(below - (shifted - floats.constant(_ROUND)))
         value = floats.constant(_EXP2[-1])
@@ -119,7 +122,7 @@ def infinity(sign: int, lanes: int = 1) -> Expr:
 
 
 def sum_block(row: Row, block: Expr, value: Read) -> None:
-    """What `value(at)` gives for the vectors of a block, added up as its weight."""
+    """Stores the sum of `value(at)` over the vectors of a block as the block's weight."""
     floats = row.floats
     total = register(f32(0, floats.lanes), floats.lanes)
     row.vectors(lambda at: total.set(total.value + value(at)))

@@ -1,7 +1,7 @@
-"""The vocabulary in which kernels are written: vectors, registers and reductions over TVM's IRBuilder.
+"""The building blocks of kernels: vectors, registers and reductions over TVM's IRBuilder.
 
-Loops over registers and unrolled steps are plain Python loops; loops that run on the target are
-`T.serial` and `T.parallel` frames. Vectors of one lane are scalars, so one text serves every length.
+Loops over registers and unrolled steps are plain Python loops; loops that run on the target are `T.serial`
+and `T.parallel` frames. Vectors of one lane are scalars, so one kernel source serves every length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlcbuild.compiler.cpu.isa import ISA
 
 
 def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
-    """A finished kernel: `body` declares the arguments and emits everything inside one block."""
+    """Returns a finished kernel; `body` declares the arguments and emits everything inside one block."""
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name(name)
@@ -28,8 +28,8 @@ def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
 
 
 def argument(name: str, shape: Sequence[Expr | int], dtype: str, align: int = -1) -> Buffer:
-    """The next argument of the kernel, a dense row-major tensor; its data starts at a multiple of `align`
-    bytes, of 64 by default."""
+    """Declares the next argument of the kernel, a dense row-major tensor whose data start at a multiple of
+    `align` bytes, 64 by default."""
     return T.match_buffer(T.arg(name, T.handle()), tuple(shape), dtype, align=align)
 
 
@@ -38,7 +38,7 @@ def typed(dtype: str, lanes: int) -> str:
 
 
 def span(start: Expr | int, lanes: int) -> Expr:
-    """The index of `lanes` consecutive elements."""
+    """Returns the index of `lanes` consecutive elements from `start` on."""
     return start if lanes == 1 else T.ramp(start, 1, lanes)
 
 
@@ -51,7 +51,7 @@ def f32(value: float, lanes: int = 1) -> Expr:
 
 
 def i32(value: int, lanes: int = 1) -> Expr:
-    """A 32-bit constant; values from 2**31 up stand for their two's complement."""
+    """Returns a 32-bit constant; values from 2**31 on stand for their two's complement."""
     return splat(T.int32(value - (1 << 32) if value >= 1 << 31 else value), lanes)
 
 
@@ -60,12 +60,12 @@ def i64(value: int) -> Expr:
 
 
 def intrinsic(dtype: str, name: str, *arguments: Expr) -> Expr:
-    """A call of an LLVM intrinsic without side effects."""
+    """Returns a call of an LLVM intrinsic without side effects."""
     return T.call_llvm_pure_intrin(dtype, name, *arguments)
 
 
 def fma(a: Expr, b: Expr, c: Expr, lanes: int) -> Expr:
-    """a * b + c in float32, fused where the processor can; never a library call."""
+    """Returns a * b + c in float32, fused where the processor can; never a library call."""
     return intrinsic(typed("float32", lanes), "llvm.fmuladd", a, b, c)
 
 
@@ -91,15 +91,17 @@ def register(value: Expr, lanes: int, dtype: str = "float32") -> Register:
 
 
 def registers(rows: int, columns: int, lanes: int) -> list[list[Register]]:
-    """A rows x columns tile of float32 accumulators, all zero."""
+    """Returns a rows x columns tile of float32 accumulators, all zero."""
     return [[register(f32(0, lanes), lanes) for _ in range(columns)] for _ in range(rows)]
 
 
 def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int) -> Expr:
-    """`lanes` consecutive float32 or float16 elements as float32; the last index is the first element's.
+    """Loads `lanes` consecutive float32 or float16 elements as float32; the last index is the first
+    element's.
 
-    Without an instruction, a float16 is moved into a float32's place and its exponent set right by a
-    multiplication, which is exact for zeros, subnormal and normal numbers; infinities become large.
+    Without a conversion instruction, the bits of a float16 are moved to a float32's position, and a
+    multiplication corrects the exponent; this is exact for zeros, subnormal and normal numbers, and
+    infinities become large.
     """
     value = buffer[(*indices[:-1], span(indices[-1], lanes))]
     if buffer.ty.dtype == "float32":
@@ -114,30 +116,31 @@ def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int
 
 
 def prefetch(buffer: Buffer, indices: Sequence[Expr | int], locality: int = 3, write: bool = False) -> None:
-    """Ask for the cache line of an element, which may lie outside the buffer; with a locality of 2, into the
-    second level only; to be written to."""
+    """Prefetches the cache line of an element, which may lie outside the buffer. A locality of 2 fetches into
+    the second-level cache only; `write` prepares for a store."""
     arguments = (T.address_of(buffer[tuple(indices)]), T.int32(write), T.int32(locality), T.int32(1))
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", *arguments))
 
 
 def shuffle(vectors: Sequence[Expr], indices: Sequence[int]) -> Expr:
-    """The elements `indices` of the concatenated vectors."""
+    """Returns the elements `indices` of the concatenated vectors."""
     return Shuffle(list(vectors), [T.int32(index) for index in indices])
 
 
 def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
-    """Every element of a vector `times` times in a row. A shuffle may not be longer than its inputs."""
+    """Repeats every element of a vector `times` times in a row. A shuffle may not be longer than its
+    inputs."""
     if lanes == 1:
         return splat(vector, times)
     return shuffle([vector] * times, [index for index in range(lanes) for _ in range(times)])
 
 
 def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], Expr] = operator.add) -> Expr:
-    """The sum of the elements of each vector (or what else `join` makes of them), as one vector: a tree of
-    halvings, shared by all.
+    """Returns the sum of the elements of each vector (or another reduction by `join`) as one vector, with a
+    tree of halvings that all inputs share.
 
-    The number of vectors is a power of two. Each round joins pairs of vectors (or folds the last one) so
-    that every input's partial sums take half the room.
+    The number of vectors is a power of two. Each round joins pairs of vectors (or folds the last one), so
+    that every input's partial sums take half the lanes.
     """
     room = lanes
     current = list(vectors)
@@ -158,8 +161,8 @@ def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], 
 
 
 def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
-    """Prefetch for loops that stream a matrix four rows at a time: the same column of the next four rows, or
-    what comes 4 KiB later in this row where rows are so long that the hardware follows them alone."""
+    """Prefetches for loops that stream a matrix four rows at a time: the same column of the next four rows,
+    or 4 KiB ahead in this row where rows are long enough for the hardware prefetcher."""
     if 4 * row_bytes <= 16 << 10:
         prefetch(buffer, (row + 4, column))
     else:
@@ -167,13 +170,13 @@ def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
 
 
 def odd_lines(values: int) -> int:
-    """At least `values` 4-byte values, and an odd number of 64-byte lines: rows this far apart do not
-    compete for the same sets of a cache."""
+    """Returns a row length of at least `values` 4-byte values that is an odd number of 64-byte lines, so that
+    rows do not compete for the same cache sets."""
     return (-(-values // 16) | 1) * 16
 
 
 def moved(bits: Expr, shift: int, lanes: int) -> Expr:
-    """int32 lanes shifted to the right, or to the left where `shift` is negative."""
+    """Returns int32 lanes shifted to the right, or to the left if `shift` is negative."""
     if shift == 0:
         return bits
     return bits >> i32(shift, lanes) if shift > 0 else bits << i32(-shift, lanes)
