@@ -1,22 +1,22 @@
-"""x @ W.T for many rows of x on x86 tile registers (AMX), with products of bfloat16 summed in float32.
+"""The product x @ W.T for many rows of x on x86 tile registers (AMX), in bfloat16 with float32 sums.
 
 A tile register holds 16 rows of 64 bytes. One instruction multiplies a tile of x (16 rows, 32 values of k)
-with a tile of weights (32 values of k, 16 columns) in 16 cycles, which is four times what int8 dot products
-do on vectors, and there is no work for scales: they are part of the weights. x and the weights are brought
-into bfloat16 tiles first, x once, the weights 32 columns at a time, to be used for all rows.
+with a tile of weights (32 values of k, 16 columns) in 16 cycles, four times the rate of int8 dot products on
+vectors, and scales cost nothing: they are part of the weights. x and the weights are converted to bfloat16
+tiles first: x once, the weights 32 columns at a time, to be used for all rows.
 
 Two tiles of columns, with as much of k as fits, stay in the first-level cache while they are multiplied with
-all rows of a task; tiles of x are loaded past it (tileloaddt1) from the second, where a task's rows stay.
-Threads share out rows before columns: rows of x then come from a thread's own cache, because whoever made
-them shared them out alike, and weights are brought into tiles anew for each chunk of rows, which costs less.
-What vectors do is done between tile instructions, which leave most of a core idle: weights of a step become
-tiles while the step before is multiplied, and results of a block of rows are written during the next block.
-Of a matrix of gates and ups, only what the gate makes of them is written, as tiles of x for the product after
-it: a quarter of the bytes.
+all rows of a task; tiles of x are loaded past it (tileloaddt1) from the second level, where a task's rows
+stay. Threads split rows before columns: rows of x then come from a thread's own cache, because the kernel
+that wrote them split them alike, and weights are converted again for each chunk of rows, which costs less.
+Vector work is interleaved with tile instructions, which leave most of a core idle: weights of a step are
+converted while the step before is multiplied, and results of a block of rows are written during the next
+block. Of a matrix of gates and ups, only act(gate) * up is written, as tiles of x for the next product: a
+quarter of the bytes.
 
-Order of k: value i of a step of 32 shares a lane with value 16 + i, as the nibbles of the x16 layout do.
-Weights of that layout become tiles in amx_weights.py.
-Instructions: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+Order of k: value i of a step of 32 shares a lane with value 16 + i, like the nibbles of the x16 layout.
+amx_weights.py converts weights of that layout to tiles. Instructions: Intel 64 and IA-32 Architectures
+Software Developer's Manual, volume 1, chapter 18.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from mlcbuild.compiler.cpu.kernels.epilogue import Output
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, i64, span, splat, typed
 
 LANES = 16
-"""Rows of a tile, and int32 or float32 values in one."""
+"""Rows of a tile, and int32 or float32 values in one row of it."""
 STEP = 32
 """Values of k in a tile."""
 BLOCK = 32
-"""Rows and columns that are computed together: four tiles of sums, two of x, two of weights."""
+"""Rows, and columns, that are computed together: four tiles of sums, two of x, two of weights."""
 PANEL = 576
-"""Columns of a task whose sums wait in memory, at most."""
+"""Maximum columns of a task whose sums are kept in memory."""
 CHUNK = 512
-"""Rows of a task, at most: a pass over x then takes half a MiB, and sums that wait a MiB."""
+"""Maximum rows of a task: a pass over x then takes half a MiB, and the stored sums take a MiB."""
 SHARE = 128
-"""Rows of a task that are worth bringing weights into tiles."""
+"""Minimum rows of a task for which converting weights to tiles pays off."""
 PASS_STEPS = 18
-"""Steps of k of a pass, at most: two tiles of weights then take 36 KiB of a first-level cache of 48."""
+"""Maximum steps of k in a pass: two tiles of weights then take 36 KiB of a first-level cache of 48 KiB."""
 X_EXPONENT = 104
-"""Power of two that x is multiplied by; see amx_weights."""
+"""Exponent of the power of two by which x is multiplied; see amx_weights."""
 
 Ready = Callable[[Expr], tuple[Buffer, Expr]]
-"""ready(row) emits what makes a row of x: the buffer where it is float32, and its row there."""
+"""ready(row) emits one row of x and returns the buffer that holds it as float32, and its row index there."""
 Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
-"""unpack(buffer, place, tile, step) emits the stores of a tile of weights, 2**-X_EXPONENT of them: for each
-line an int32x16, one lane for each of 16 columns, at buffer[(*place, line, lanes)]."""
+"""unpack(buffer, place, tile, step) emits the stores of a tile of weights times 2**-X_EXPONENT: for each line
+an int32x16, one lane for each of 16 columns, at buffer[(*place, line, lanes)]."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a matrix [n, k], and how it is cut."""
+    """The shape of a matrix [n, k], and how it is divided into passes, panels and tiles."""
 
     n: int
     k: int
     gated: bool = False
-    """The matrix is gates, then as many ups: tiles of both are computed together."""
+    """True for a matrix of gates followed by as many ups: tiles of both are computed together."""
 
     @property
     def steps(self) -> int:
@@ -69,22 +69,24 @@ class Shape:
 
     @property
     def passes(self) -> int:
-        """Parts of k whose weights are at hand one after the other. Sums wait in memory meanwhile."""
+        """Number of parts of k that are computed one after the other; sums are kept in memory between
+        them."""
         return -(-self.steps // PASS_STEPS)
 
     @property
     def pass_steps(self) -> int:
-        """Steps of the longest pass."""
+        """Number of steps in the longest pass."""
         return -(-self.steps // self.passes)
 
     @property
     def lines(self) -> int:
-        """Lines of results that are written at a step: a block's in the shortest pass."""
+        """Lines of results that are written per step, so that a block is written in the shortest pass."""
         return -(-BLOCK // (self.steps // self.passes))
 
     @property
     def unit(self) -> int:
-        """Columns that stay together, as they make a block of results, or a step of the next product."""
+        """Columns that must stay together, because they form a block of results or a step of the next
+        product."""
         return 2 * STEP if self.gated else BLOCK
 
     @property
@@ -97,24 +99,24 @@ class Shape:
         return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
 
     def panels(self, threads: Expr) -> Expr:
-        """As many panels for each thread as are needed: x is read once for each."""
+        """Returns the number of panels per thread that are needed; x is read once for each panel."""
         each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 
     def sums_at(self, pair: Expr, block: Expr) -> Expr:
-        """First line of the sums of a pair of tiles and a block of rows. Those of a whole k are written while
-        the next block's come to be, so there is room for two."""
+        """Returns the first line of the sums of a pair of tiles and a block of rows. Those of a complete k
+        are written while the next block is computed, so there is room for two blocks."""
         if self.passes == 1:
             return T.truncmod(block, i64(2)) * BLOCK
         return (pair * (CHUNK // BLOCK) + block) * BLOCK
 
     @property
     def sums(self) -> int:
-        """Lines of 32 sums that a task has room for."""
+        """Lines of 32 sums that a task stores."""
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
-        """The tile of the matrix that is the `number`-th from `column` on."""
+        """Returns the index of the tile of the matrix that is the `number`-th from `column` on."""
         if not self.gated:
             return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
@@ -123,35 +125,36 @@ class Shape:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of x as tiles of bfloat16 pairs, lines of 64 bytes: of its own, int32 [rows / 16, steps, 16, 16],
-    or inside of a float32 tensor, from its start."""
+    """Rows of x as tiles of bfloat16 pairs in lines of 64 bytes: in an int32 buffer [rows / 16, steps, 16,
+    16] of their own, or inside a float32 tensor, from its start."""
 
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
-    """Lines from 16 rows to the next 16, and from a step to the next."""
+    """Lines from one group of 16 rows to the next, and from one step to the next."""
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
-        """What is made of gate and up, kept where these would be, float32 [m, 2 * k]: tile after tile, or
-        step after step where there is no room for whole tiles."""
+        """Returns the place of act(gate) * up inside the tensor of gate and up, float32 [m, 2 * k]: tile
+        after tile, or step after step where whole tiles do not fit."""
         tiles = m >= BLOCK // 4
         strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
         return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))
 
     @staticmethod
     def fits(k: int) -> bool:
-        """There is room, for any number of rows, and for reading a block from the last row on."""
+        """Reports whether packed rows fit for any number of rows, even if a block is read from the last row
+        on."""
         return k % STEP == 0 and k >= 352
 
     def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
-        """Where the line of a row starts."""
+        """Returns the index at which the line of a row starts."""
         tile, line = T.truncdiv(row, i64(LANES)), T.truncmod(row, i64(LANES))
         if self.strides is None:
             return tile, step, line, i64(0)
         return i64(0), (tile * self.strides[0] + step * self.strides[1] + line) * LANES
 
     def put(self, row: Expr, step: Expr, low: Expr, high: Expr) -> None:
-        """Store the two halves of a line, float32x16."""
+        """Stores the two halves of a line, float32x16 each."""
         factor = f32(2.0**X_EXPONENT, LANES)
         *place, start = self.line(row, step)
         bits = rounded(low * factor, high * factor)
@@ -162,14 +165,15 @@ class Packed:
 
 @dataclass(frozen=True)
 class GatedOutput:
-    """Takes the results of a gated shape: what `gate` makes of a gate and an up, as rows of x."""
+    """The output of a gated shape: `gate` turns pairs of gate and up into rows of x for the next product."""
 
     gate: Callable[[Expr, Expr], Expr]
     out: Packed
 
 
 def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | GatedOutput) -> None:
-    """Emit: output = x [m, k] @ W.T, in chunks of rows and panels of columns that threads share out."""
+    """Emits output = x [m, k] @ W.T, in chunks of rows and panels of columns that are split over the
+    threads."""
     if isinstance(output, Output):
         output = replace(output, step=BLOCK)
     all_blocks = T.bind(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
@@ -199,23 +203,24 @@ def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | G
 
 
 def _part(number: Expr, parts: Expr, whole: Expr) -> tuple[Expr, Expr]:
-    """First and count of a part of `whole` things; parts are of nearly equal size."""
+    """Returns first and count of part `number` when `whole` items are divided into `parts` of nearly equal
+    size."""
     first, after = (T.truncdiv((number + i) * whole, parts) for i in range(2))
     return T.bind(first), T.bind(after - first)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Rows and columns that one thread computes, and its memory."""
+    """The rows and columns that one thread computes, and its scratch memory."""
 
     shape: Shape
     x: Packed
     output: Output | GatedOutput
     unpack: Unpack
     rows: tuple[Expr, Expr]
-    """First and count."""
+    """First row and number of rows."""
     column: Expr
-    """The first."""
+    """First column."""
     weights: Buffer  # int32 [2, pass_steps, 16, 16]
     sums: Buffer  # float32 [shape.sums, 32]
     halves: Buffer  # float32 [CHUNK, 16], what a gate makes of the first half of a step of the next product
@@ -223,20 +228,20 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two tiles of columns in a pass over k."""
+    """Two tiles of columns in one pass over k."""
 
     task: _Task
     number: Expr
     first: Expr
-    """Of its steps."""
+    """First step of the pass."""
     count: Expr
     last: Expr
-    """Sums are done after this pass."""
+    """True if the sums are complete after this pass."""
     tiles: tuple[Expr, Expr]
-    """Their numbers in the matrix."""
+    """Indices of the two tiles in the matrix."""
 
     def bring(self, step: Expr) -> None:
-        """Make tiles of the weights of a step."""
+        """Emits code that converts the weights of a step to tiles."""
         task = self.task
         with T.serial(0, i64(2)) as j:
             tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
@@ -244,7 +249,7 @@ class _Pair:
 
 
 def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
-    """A pass over k: sums of all rows."""
+    """Emits one pass over k for a pair of tiles: sums of all rows."""
     shape = task.shape
     first, count = _part(part, i64(shape.passes), i64(shape.steps))
     low, high = (T.bind(shape.tile(task.column, number * 2 + j)) for j in range(2))
@@ -257,9 +262,9 @@ def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
 
 
 def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
-    """sums += x . weights, for a block of rows. Sums start with zero if `fresh`, or always where it is None.
-    With the first block, weights become tiles; with each other one, results of the block before are written,
-    of which there are 32 rows."""
+    """Emits sums += x . weights for a block of rows. Sums start at zero if `fresh`, or always if it is None.
+    During the first block, weights are converted to tiles; during each other block, the 32 rows of results of
+    the block before it are written."""
     task = pair.task
     row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
     ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))
@@ -283,7 +288,7 @@ def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
 
 
 def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
-    """Four tiles of sums, from memory unless they are fresh."""
+    """Emits the four tiles of sums: zeros if they are fresh, otherwise loaded from memory."""
 
     def zero() -> None:
         for number in range(4):
@@ -301,12 +306,12 @@ def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
 
 
 def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
-    """Where the four tiles of a block of sums start."""
+    """Returns the positions at which the four tiles of a block of sums start."""
     return [(line + i * LANES, i64(j * LANES)) for i in range(2) for j in range(2)]
 
 
 def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
-    """Write the results of a line of a block."""
+    """Emits code that writes the results of one line of a block."""
     task, output = pair.task, pair.task.output
     column, place = task.column + pair.number * BLOCK, block * BLOCK + line
     held = T.bind(task.shape.sums_at(pair.number, block) + line)
@@ -325,7 +330,8 @@ def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
-    """Emit x float32 [m, k] as tiles. Rows after the last repeat it, and nothing of theirs is kept."""
+    """Emits code that packs x float32 [m, k] into tiles. Rows after the last one repeat it; their results are
+    dropped."""
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
     with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:
@@ -344,7 +350,7 @@ def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
 
 
 def rounded(low: Expr, high: Expr) -> Expr:
-    """Two vectors of float32 rounded to bfloat16, as the low and high halves of int32 lanes."""
+    """Returns two vectors of float32 rounded to bfloat16, as the low and high halves of int32 lanes."""
     ints = typed("int32", LANES)
     first, second = (T.reinterpret(ints, half) + i32(0x8000, LANES) for half in (low, high))
     first = T.reinterpret(ints, T.reinterpret(typed("uint32", LANES), first) >> splat(T.uint32(16), LANES))
@@ -352,7 +358,7 @@ def rounded(low: Expr, high: Expr) -> Expr:
 
 
 def configure() -> None:
-    """Eight tiles of 16 rows of 64 bytes, for the thread that runs this."""
+    """Emits the configuration of eight tiles of 16 rows of 64 bytes, for the thread that executes it."""
     config = T.alloc_buffer((16,), "int32")
     words = {0: 1, **dict.fromkeys(range(4, 8), 0x00400040), **dict.fromkeys((12, 13), 0x10101010)}
     for word in range(16):
@@ -361,7 +367,7 @@ def configure() -> None:
 
 
 def move(name: str, number: int, buffer: Buffer, place: tuple[Expr | int, ...], stride: int) -> None:
-    """Load or store a tile whose rows are `stride` bytes apart in memory."""
+    """Emits a load or store of a tile whose rows are `stride` bytes apart in memory."""
     instruction(name, T.int8(number), T.address_of(buffer[place]), i64(stride))
 
 

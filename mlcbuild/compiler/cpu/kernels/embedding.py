@@ -1,4 +1,4 @@
-"""Rows of an embedding table by token, dequantised, from every stored format."""
+"""Kernels that look up and dequantize rows of an embedding table, for every stored format."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE
 
 @dataclass(frozen=True)
 class Embedding:
-    """table[tokens] for one stored table [vocab, hidden]."""
+    """The lookup table[tokens] in one stored table [vocab, hidden]."""
 
     isa: ISA
     scheme: Storage
@@ -43,21 +43,21 @@ class Embedding:
         return f"embedding.{self.scheme.layout}{self.scheme.bits or ''}.{self.isa.name}"
 
     def apply(self, tokens: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """tokens int32 [n], each in 0 .. vocab - 1 (not checked), the table's tensors in stored order ->
-        float32 [n, hidden]."""
+        """Emits the lookup of tokens, int32 [n], each in 0 .. vocab - 1 (not checked), in the table's tensors
+        in stored order; returns float32 [n, hidden]."""
         out = Tensor.placeholder([tokens.shape[0], self.hidden], "float32")
         made = kernel(self)
         return tensor_ir_op(made, str(made.attrs["global_symbol"]), [tokens, *weights], out)
 
 
 def embedding(isa: ISA, scheme: Storage, vocab: int, hidden: int) -> Embedding:
-    """The lookup in a table [vocab, hidden] stored under a scheme (that of the parameter)."""
+    """Returns the lookup in a table [vocab, hidden] that is stored under a scheme."""
     return Embedding(isa, scheme, vocab, hidden)
 
 
 @dataclass(frozen=True)
 class _Lookup:
-    """One row of the table on its way into one row of the output."""
+    """One row of the table that is copied to one row of the output."""
 
     of: Embedding
     weights: tuple[Buffer, ...]
@@ -66,7 +66,7 @@ class _Lookup:
     row: Expr
 
     def write(self, column: Expr, values: Expr, lanes: int) -> None:
-        """Store some columns, leaving out those beyond the table's width."""
+        """Stores some columns, leaving out those beyond the table's width."""
         if self.of.hidden % GROUP == 0:
             T.buffer_store(self.out, values, [self.row, span(column, lanes)])
             return
@@ -78,7 +78,8 @@ class _Lookup:
 
 @cache
 def kernel(of: Embedding) -> PrimFunc:
-    """The function (tokens, stored tensors, out) behind a lookup; one object for equal ones."""
+    """Returns the function (tokens, stored tensors, out) of a lookup; equal lookups share one function
+    object."""
     scheme = of.scheme
     copy = {"dense": _copy_plain, "rows": _copy_row, "tiles": _copy_x16}[kernel_for(scheme)]
     kind = scheme.dtype if scheme.bits == 0 else f"{scheme.layout}{scheme.bits}_{scheme.dtype}"
@@ -103,7 +104,8 @@ def _copy_plain(of: _Lookup) -> None:
 
 
 def _copy_row(of: _Lookup) -> None:
-    """One word at a time: its 8 (4 bits) or 4 (8 bits) values are the lanes of one vector."""
+    """Copies a row word by word: the 8 values (4 bits) or 4 values (8 bits) of a word are the lanes of one
+    vector."""
     words, scales = of.weights
     bits = of.of.scheme.bits
     lanes = 32 // bits
@@ -117,8 +119,8 @@ def _copy_row(of: _Lookup) -> None:
 
 
 def _copy_x16(of: _Lookup) -> None:
-    """Four bytes of a row's group at a time: values 4j.. with 8 bits; with fewer 4j.. in the low halves and
-    16 + 4j.. in the high ones, and fifth bits in the bytes that follow."""
+    """Copies four bytes of a row's group at a time: with 8 bits, values 4j.. ; with fewer, values 4j.. in the
+    low halves and 16 + 4j.. in the high halves, and fifth bits in the bytes that follow."""
     bits = of.of.scheme.bits
     width, halves = (8, 1) if bits == 8 else (4, 2)
     words, scales = of.weights

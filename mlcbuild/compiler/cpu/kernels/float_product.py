@@ -1,18 +1,19 @@
-"""x @ W.T in float32 over weights stored row by row, for any way of storing a row.
+"""The product x @ W.T in float32 over weights stored row by row, for any row format.
 
-Vectors run along K, so neither x nor the weights are transposed: lane sums are taken once at the end of a
-row. A row is read in blocks of `planes` vectors. x is first packed into the order in which a block's
-vectors appear; where K is no multiple of a block, the last block starts early and overlaps the one
-before it, and x is zero in the lanes already covered. So no kernel has a tail along K.
+Vectors run along K, so neither x nor the weights are transposed: lanes are summed once at the end of a row. A
+row is read in blocks of `planes` vectors. x is first packed into the order in which a block's vectors appear;
+where K is not a multiple of a block, the last block starts early and overlaps the one before it, and x is
+zero in the lanes that are covered already. So no kernel has a remainder loop along K.
 
-Expressions are nested rather than bound to variables: a pass of TVM takes time that grows with the square
-of their number, and LLVM finds common ones by itself.
+Expressions are nested rather than bound to variables: a pass of TVM takes time that grows with the square of
+their number, and LLVM finds common subexpressions itself.
 
-Three paths by the number of rows m of x:
+There are three paths by the number of rows m of x:
+
     1       weights stream through registers once;
     2 .. 16 the same with some rows of x for each pass over a few weight rows, which stay in L1; each row's
-            sums are added up in the order of a single one, so that they are the same bit by bit;
-    more    a block of weights is turned into float32 in an L2-sized buffer, and register tiles run over it.
+            sums are added in the order of a single row, so that they are the same bit by bit;
+    more    a block of weights is converted to float32 in an L2-sized buffer for register tiles.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 )
 
 COLUMNS = 4
-"""Weight rows in a register tile; their lane sums make one vector of the output."""
+"""Weight rows in a register tile; their lane sums form one vector of the output."""
 STREAMED_ROWS = 16
-"""Up to this many rows of x, weights are not unpacked into a buffer first."""
+"""Maximum rows of x for which weights are not unpacked into a buffer first."""
 BLOCK_VALUES = 1024
-"""Most weights of one row unpacked at a time."""
+"""Maximum weights of one row that are unpacked at a time."""
 SERIAL_BYTES = 48 << 10
-"""A matrix smaller than this is not split over threads for one row of x: waking them costs more."""
+"""Maximum bytes of a matrix that is not split over threads for one row of x: waking them costs more."""
 
 
 class RowFormat(Protocol):
-    """How one stored matrix [n, k] is read. A loaded block is whatever `load` says."""
+    """How one stored matrix [n, k] is read. A loaded block is whatever `load` returns."""
 
     @property
     def name(self) -> str: ...
@@ -67,7 +68,8 @@ class RowFormat(Protocol):
     def lanes(self) -> int: ...
     @property
     def planes(self) -> int:
-        """Vectors in a block; vector p, lane l is at k = start + l * lane_step + p * plane_step."""
+        """Number of vectors in a block; lane l of vector p is at k = start + l * lane_step + p *
+        plane_step."""
         ...
 
     @property
@@ -80,43 +82,43 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """Streamed values are this much too large (before their scale); 0 where they are exact."""
+        """The number by which streamed values are too large, before their scale; 0 where they are exact."""
         ...
 
     def factor(self, plane: int) -> float:
-        """Streamed values of a plane are this much too large, a power of two; x is divided by it."""
+        """Returns the power of two by which a plane's streamed values are too large; x is divided by it."""
         ...
 
     def arguments(self) -> tuple[Buffer, ...]:
-        """Declare the stored tensors as the next arguments of the kernel."""
+        """Declares and returns the stored tensors as the next arguments of the kernel."""
         ...
 
     def stacked(self, count: int) -> RowFormat:
-        """Returns the format of a matrix with so many times the rows."""
+        """Returns the format of a matrix with `count` times the rows."""
         ...
 
     def start(self, block: Expr) -> Expr:
-        """The first k of a block."""
+        """Returns the first k of a block."""
         ...
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """One vector of a block times its plane's factor, before offset and scale."""
+        """Returns one vector of a block times its plane's factor, before offset and scale."""
         ...
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """One vector of a block times its plane's factor: offset and scale applied."""
+        """Returns one vector of a block times its plane's factor, with offset and scale applied."""
         ...
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
-        """Ask for the cache lines that will be read after this block."""
+        """Prefetches the cache lines that will be read after this block."""
         ...
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The order of a packed row of x: for each block `planes` vectors, then, if values have an offset, one
+    """The order of a packed row of x: for each block `planes` vectors and, if weights have an offset, one
     vector of minus that offset times the sum of x over the planes."""
 
     lanes: int
@@ -126,12 +128,13 @@ class Packed:
 
     @property
     def step(self) -> int:
-        """Floats of one block."""
+        """Number of floats in one block."""
         return (self.planes + self.offset) * self.lanes
 
     @property
     def stride(self) -> int:
-        """Floats from row to row: an odd number of cache lines, so that rows do not share cache sets."""
+        """Number of floats from row to row: an odd number of cache lines, so that rows do not share cache
+        sets."""
         return odd_lines(self.blocks * self.step)
 
 
@@ -140,20 +143,21 @@ def packed(form: RowFormat) -> Packed:
 
 
 def block_rows(n: int) -> int:
-    """Weight rows unpacked at a time: 256 KiB, which an L2 holds, but enough blocks for a few threads."""
+    """Returns the number of weight rows unpacked at a time: 256 KiB, which fits L2, but enough blocks for a
+    few threads."""
     return 64 if n >= 1024 else 32
 
 
 def streamed_batch(form: RowFormat) -> int:
-    """Rows of x that share a pass over streamed weights. Where values have offset and scale, each sum takes
-    two registers, so that there is room for fewer."""
+    """Returns the rows of x that share a pass over streamed weights. With offset and scale each sum takes two
+    registers, so that fewer fit."""
     return 2 if form.offset else form.isa.batch
 
 
 def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
-    """The kernel (what the source of x takes, stored tensors, bias f32[n] if asked for, out f32[m, n]).
+    """Returns the kernel (arguments of x's source, stored tensors, bias f32[n] if fused, out f32[m, n]).
 
-    exact: weights are streamed for any number of rows, so that a row's results never depend on it.
+    With `exact`, weights are streamed for any number of rows, so that a row's results never depend on it.
     """
     name = fusion.named(f"{form.name}_{form.n}x{form.k}{'_exact' * exact}")
 
@@ -165,7 +169,7 @@ def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
         out = argument("out", (m, form.n), "float32")
         call = FloatCall(form, weights, Output(out, form.n, added, COLUMNS, fusion.residual), m)
         with T.sblock(name):
-            # Said, because finding out takes TVM a second.
+            # Declared explicitly: inferring access regions takes TVM about 1 s.
             T.reads()
             T.writes()
             lines = T.alloc_buffer((m, packed(form).stride), "float32")
@@ -181,17 +185,18 @@ def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
 
 @dataclass(frozen=True)
 class FloatCall:
-    """What all paths of one kernel share."""
+    """The operands that all paths of one kernel share."""
 
     form: RowFormat
     weights: tuple[Buffer, ...]
     output: Stores
     m: Expr
     first: Expr | None = None
-    """The first row of the matrix, where `weights` hold a stack of them; None: they hold one."""
+    """First row of the matrix if `weights` hold a stack of matrices; None if they hold one."""
 
     def row(self, row: Expr) -> Expr:
-        """A weight row; beyond the end the last one, whose results nobody stores."""
+        """Returns the index of a weight row; beyond the end that of the last row, whose results are not
+        stored."""
         own = T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
         return own if self.first is None else self.first + own
 
@@ -224,7 +229,7 @@ def _several_rows(call: FloatCall, lines: Buffer, exact: bool) -> None:
 
 
 def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
-    """A row of x, source = (buffer, row), into the order of `Packed`."""
+    """Emits code that packs a row of x, source = (buffer, row), in the order of `Packed`."""
     x, line = source
     order = packed(form)
     whole = form.k // (form.lanes * form.planes)
@@ -256,9 +261,9 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
 def stream_tile(
     call: FloatCall, lines: Buffer, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits a few outputs of a few rows of x, weights going through registers from memory.
+    """Emits a few outputs of a few rows of x, with weights going through registers from memory.
 
-    places: the output's row for each, `rows` without; those that repeat the one before are not stored.
+    `places` are the output rows, by default `rows`; a place that repeats the one before it is not stored.
     """
     places = rows if places is None else places
     form = call.form
@@ -291,8 +296,8 @@ class _XBlock:
 def _stream_block(
     form: RowFormat, x: _XBlock, loaded: Sequence[tuple[Expr, ...]], acc: Sequence[Sequence[Register]]
 ) -> None:
-    """acc[i][c] += one block of row i of x times that of weight row c. Scales and offsets are applied to the
-    block's sum: that takes the fewest instructions for each weight, but twice the registers."""
+    """Emits acc[i][c] += one block of row i of x times that of weight row c. Scales and offsets are applied
+    to the block's sum, which takes the fewest instructions per weight but twice the registers."""
     order, lanes = packed(form), form.lanes
     scales = [form.scale(block) for block in loaded]
     totals = acc
@@ -310,7 +315,7 @@ def _stream_block(
 
 
 def _start(x: _XBlock, order: Packed, i: int) -> Expr:
-    """What the sum of a block begins with."""
+    """Returns the initial value of a block's sum."""
     return x.vector(order, i, order.planes) if order.offset else f32(0, order.lanes)
 
 
@@ -323,7 +328,7 @@ class _Chunk:
 
 
 def _blocks_at_once(form: RowFormat) -> int:
-    """Blocks of one row in a chunk, chunks being of nearly equal size."""
+    """Returns the number of blocks of one row in a chunk; chunks have nearly equal sizes."""
     most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
     chunks = -(-form.blocks // most)
     return -(-form.blocks // chunks)
@@ -334,7 +339,7 @@ def _scratch_stride(form: RowFormat) -> int:
 
 
 def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
-    """A block of weight rows times all rows of x."""
+    """Emits the product of a block of weight rows with all rows of x."""
     form, m, high = call.form, call.m, block_rows(call.form.n)
     tiles = (T.min(i64(high), form.n - index * high) + (COLUMNS - 1)) // COLUMNS
     scratch = T.alloc_buffer((high, _scratch_stride(form)), "float32")
@@ -356,7 +361,8 @@ def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
 
 
 def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _Chunk) -> None:
-    """A chunk of weight row r of block `index` as float32, in the order of packed x without offsets."""
+    """Emits code that unpacks a chunk of weight row r of block `index` to float32, in the order of packed x
+    without offsets."""
     form = call.form
     row = call.row(index * block_rows(form.n) + r)
     with T.serial(0, chunk.count) as b:
@@ -369,7 +375,8 @@ def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _
 def _tile_product(
     call: FloatCall, lines: Buffer, scratch: Buffer, corner: tuple[Expr, Expr], chunk: _Chunk
 ) -> list[list[Register]]:
-    """A register tile over one chunk: rows of x from corner[0], unpacked weight rows from corner[1]."""
+    """Emits a register tile over one chunk, for rows of x from corner[0] and unpacked weight rows from
+    corner[1]; returns its accumulators."""
     form, lanes = call.form, call.form.lanes
     acc = registers(form.isa.tile_rows, COLUMNS, lanes)
     rows = [T.min(corner[0] + i, call.m - 1) for i in range(form.isa.tile_rows)]

@@ -1,10 +1,10 @@
-"""x @ W.T with 4-, 5- or 8-bit weights in the x16 layout and activations quantized to 8 bits.
+"""The product x @ W.T with 4-, 5- or 8-bit weights in the x16 layout and activations quantized to 8 bits.
 
-Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. Three paths
-by the number of rows m of x: one row streams the weights; more go over a tile of them in batches, the first
-of which brings it from memory while it computes; where registers are few, many rows run register tiles over
-a block that is unpacked into an L1-sized buffer first. A fourth is for prompts, where the processor has tile
-registers.
+Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. There are three
+paths by the number of rows m of x: one row streams the weights; more rows go over a tile of them in batches,
+the first of which brings it from memory while it computes; where there are few registers, many rows run
+register tiles over a block that is first unpacked into an L1-sized buffer. A fourth path is for prompts, on
+processors with tile registers.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 from mlcbuild.quant.groups import QUAD, QUADS, TILE
 
 FETCH_BYTES = 3072
-"""How far ahead of the reader weights are prefetched: less than a page of 4 KiB, or the second level's own
-prefetcher, which follows the reader within a page, finds nothing left to do."""
+"""Prefetch distance for weights in bytes. It is less than a page of 4 KiB, because the second level's own
+prefetcher, which follows the reader within a page, would otherwise find nothing left to do."""
 FAR_BYTES = 8192
-"""How far ahead one line of each group is asked for, too, while several rows of x are multiplied: this
-prefetcher then has begun with a page before products need it, and memory does not idle while they compute."""
+"""Distance in bytes at which one line of each group is prefetched, too, while several rows of x are
+multiplied: the hardware prefetcher then starts on a page before products need it, and memory does not idle.
+"""
 STREAMED_BATCHES = 6
-"""Up to this many batches of rows of x, weights are not unpacked into a buffer first."""
+"""Maximum batches of rows of x for which weights are not unpacked into a buffer first."""
 FEW, FEW_FIXED = 32, 92
-"""Up to so many rows of x, the percentage of tiles that have their core beforehand: memory must deliver
-weights in time, so they are to be fetched by the core that wants them."""
+"""Up to FEW rows of x, FEW_FIXED percent of the tiles are assigned to cores statically: memory bandwidth is
+the limit, so the core that uses weights must prefetch them."""
 SERIAL_BYTES = 48 << 10
-"""A matrix smaller than this is not split over threads for one row of x: waking them costs more."""
+"""Maximum bytes of a matrix that is not split over threads for one row of x: waking them costs more."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,18 @@ class Int8Call:
     scale: Buffer
     output: Stores
     ready: Callable[[Expr], tuple[Buffer, Expr]]
-    """Makes a row of x: the buffer where it is, and its row there."""
+    """Emits one row of x; returns the buffer that holds it, and its row index there."""
     records: Buffer
     m: Expr
     first: Expr | None = None
-    """The first tile of the matrix, where `weight` holds a stack of them; None: it holds one."""
+    """First tile of the matrix if `weight` holds a stack of matrices; None if it holds one."""
 
     @property
     def isa(self) -> ISA:
         return self.matrix.isa
 
     def operands(self, tile: Expr, group: Expr, vector: int) -> list[list[Expr]]:
-        """Of each quad of a group the operands with the weights of one vector of rows."""
+        """Returns, for each quad of a group, the operands with the weights of one vector of rows."""
         form = self.matrix.dot
         count = QUADS // form.fields
         fifth = T.bind(self.packed(tile, group, 4, vector)) if self.matrix.bits == 5 else None
@@ -83,7 +84,7 @@ class Int8Call:
         return [found[quad % count][quad // count] for quad in range(QUADS)]
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
-        """One vector of int32 lanes of the j-th line of a group: a quad of each row of a tile."""
+        """Returns one vector of int32 lanes of the j-th line of a group: a quad of each row of a tile."""
         lanes = self.isa.lanes
         raw = self.weight[
             self.stored(tile), group, span(j * QUAD * TILE + vector * lanes * QUAD, QUAD * lanes)
@@ -95,14 +96,18 @@ class Int8Call:
         return load_f32(self.isa, self.scale, (self.stored(tile), group, vector * lanes), lanes)
 
     def stored(self, tile: Expr) -> Expr:
-        """Returns the place of a tile of the matrix in `weight`."""
+        """Returns the index of a tile of the matrix in `weight`."""
         return tile if self.first is None else self.first + tile
 
 
 def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> PrimFunc:
-    """The kernel (what the source of x takes, q_weight, q_scale, bias f32[n] if asked for, out f32[m, n]);
-    shape: n, k. With tile registers also prompt int64, before out: they multiply bfloat16, so rows are not
-    quantized, and take the rows of prompts, however few; all others are the same with and without them."""
+    """Returns the kernel (arguments of x's source, q_weight, q_scale, bias f32[n] if fused, out f32[m, n])
+    for a matrix of shape (n, k).
+
+    With tile registers there is also an int64 argument `prompt` before `out`: they multiply bfloat16, so rows
+    are not quantized, and compute all rows of prompts, however few; other rows are the same with and without
+    them.
+    """
     n, k = shape
     matrix = TiledMatrix(isa, bits, n, k)
     name = fusion.named(f"w{bits}a8_{n}x{k}")
@@ -118,7 +123,7 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
         out, step = argument("out", (m, n), "float32"), TILE * matrix.block_tiles
         output = Output(out, n, added, step, fusion.residual)
         with T.sblock(name):
-            # Said, because finding out takes TVM a second.
+            # Declared explicitly: inferring access regions takes TVM about 1 s.
             T.reads()
             T.writes()
             records = T.alloc_buffer((m, matrix.records.stride), "int32")
@@ -137,7 +142,7 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
 
 
 def _prompt(call: Int8Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
-    """All rows on tile registers."""
+    """Emits the product of all rows on tile registers."""
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
     x = amx.Packed.inside(given[0], matrix.k, m) if source.packed else amx.pack(shape, call.ready, m)
@@ -156,8 +161,8 @@ def _any_rows(call: Int8Call) -> None:
     def quantize(row: Expr) -> None:
         quantize_row(matrix.records, call.ready(row), call.records, row)
 
-    # Rows that fill no more than half a batch are spared the products of the rest, and made ready sooner
-    # than the other cores would wake up.
+    # At most half a batch of rows skips the products of the other half, and is prepared on one core, which
+    # takes less time than waking the others.
     with T.If(m <= most // 2):
         with T.Then():
             with T.serial(m) as row:
@@ -209,7 +214,7 @@ def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
 
 
 def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
-    """One group of a tile for the tile registers."""
+    """Emits code that unpacks one group of a tile for the tile registers."""
     scales = amx_weights.pair_scales(call.scale[tile, group, span(0, TILE)])
     bits = call.matrix.bits
     lines = [T.bind(call.packed(tile, group, i, 0)) for i in range(bits)]
@@ -220,7 +225,8 @@ def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile:
 
 
 def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
-    """Ask for weights that come later. With one row of x, the first level would only delay them."""
+    """Prefetches weights that are needed later. With one row of x, prefetching into the first level would
+    only delay them."""
     for line in range(0, call.matrix.tile_bytes, 64):
         place = (call.stored(tile), group, line + FETCH_BYTES)
         prefetch(call.weight, place, locality=2 if alone else 3)
@@ -231,9 +237,10 @@ def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
 def stream_tile(
     call: Int8Call, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits the outputs of one tile for a few rows of x, weights going through registers from memory.
+    """Emits the outputs of one tile for a few rows of x, with weights going through registers from memory.
 
-    places: the output's row for each, `rows` without; those that repeat the one before are not stored."""
+    `places` are the output rows, by default `rows`; a place that repeats the one before it is not stored.
+    """
     places = rows if places is None else places
     matrix, isa = call.matrix, call.isa
     acc = _sums(call, rows, matrix.vectors)
@@ -250,7 +257,7 @@ def stream_tile(
 
 
 def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
-    """A register tile before the first group."""
+    """Returns the accumulators of a register tile before the first group."""
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
     return [[register(start, lanes) for _ in range(vectors)] for start in starts]
@@ -263,8 +270,8 @@ def _add_group(
     columns: Sequence[tuple[list[list[Expr]], Expr]],
     acc: Sequence[Sequence[Register]],
 ) -> None:
-    """acc[i][c] += one group of row i of x times the weights of column vector c: (operands of the group's
-    quads, scales)."""
+    """Emits acc[i][c] += one group of row i of x times the weights of column vector c, given as (operands of
+    the group's quads, scales)."""
     isa, form, records, products = call.isa, call.matrix.records, call.records, call.matrix.dot
     corrections = [form.correction(records, row, group) for row in rows]
     kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
@@ -285,7 +292,7 @@ def _add_group(
 
 @dataclass(frozen=True)
 class _Scratch:
-    """A block of weights, unpacked: operands int32 [groups, quad operands, lanes of all tiles], scales."""
+    """A block of unpacked weights: operands int32 [groups, quad operands, lanes of all tiles], and scales."""
 
     operands: Buffer
     scales: Buffer
@@ -294,7 +301,7 @@ class _Scratch:
 
 
 def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
-    """block_tiles tiles times all rows of x, in register tiles of this shape."""
+    """Emits the product of block_tiles tiles with all rows of x, in register tiles of this shape."""
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE
     operands = T.alloc_buffer((matrix.block_groups, QUADS * matrix.dot.parts, wide), "int32")
@@ -335,7 +342,7 @@ def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr) -> None
 def _tile_product(
     call: Int8Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
 ) -> list[list[Register]]:
-    """A register tile over the unpacked groups."""
+    """Emits a register tile over the unpacked groups; returns its accumulators."""
     isa = call.isa
     acc = _sums(call, rows, len(vectors))
     count = call.matrix.dot.parts

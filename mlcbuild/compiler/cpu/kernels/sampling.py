@@ -1,7 +1,7 @@
-"""Logits to tokens: one for each row, drawn with a number that is given.
+"""The kernel that samples one token from each row of logits, with a given random number.
 
-A token weighs exp((logit - largest) / temperature) in float32; sums of many are float64. Each row's token
-depends on its own logits and numbers alone: not on other rows, nor on how many threads there are.
+A token's weight is exp((logit - largest) / temperature) in float32; sums of many weights are float64. A row's
+token depends only on the row's own logits and parameters: not on other rows or on the number of threads.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from mlcbuild.compiler.cpu.kernels.vectors import i32, register, typed
 
 
 def sample(isa: ISA) -> PrimFunc:
-    """(logits float32 [a, b, v], sampling_params float64 [q = a * b, SAMPLING_COLUMNS]) -> tokens int32 [q].
+    """Returns the kernel (logits float32 [a, b, v], sampling_params float64 [q = a * b, SAMPLING_COLUMNS]) ->
+    tokens int32 [q].
 
-    They may be NO_TOKEN or INVALID_TOKEN. Of equally likely tokens the first is the most likely one; top_k
-    and top_p keep them all.
+    Tokens may be NO_TOKEN or INVALID_TOKEN. Of equally likely tokens the first one counts as the most likely;
+    top_k and top_p keep all of them.
     """
     with kernel("sample") as made:
         rows, width = size_var("q"), size_var("v")
-        # Callers bring logits of their own, too, which lie anywhere.
+        # Callers also pass logits of their own, which need not be aligned.
         logits = made.tensor("logits", (size_var("outer"), size_var("inner"), width), align=4)
         sampling_params = made.tensor(
             "sampling_params", (rows, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE, align=8
@@ -64,7 +65,7 @@ def sample(isa: ISA) -> PrimFunc:
                     with T.Else():
                         T.buffer_store(out, T.int32(NO_TOKEN), [row])
 
-            # Even one row: to choose between two ways would double the code.
+            # Also for a single row, because choosing between two variants would double the code.
             for count, emit in ((rows * groups, task), (rows, token)):
                 with T.parallel(count) as index:
                     emit(index)
@@ -72,8 +73,8 @@ def sample(isa: ISA) -> PrimFunc:
 
 
 def _look(row: Row, first: Expr) -> None:
-    """The largest logits of a task's blocks; and, where nothing is filtered, what each block weighs, set
-    to its own largest."""
+    """Stores the largest logit of each block of a task and, where nothing is filtered, each block's weight
+    relative to its own largest logit."""
     row.fill_tail()
     plain = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
     with T.serial(T.min(T.int64(TASK), row.blocks - first)) as number:
@@ -91,7 +92,8 @@ def _weighed(row: Row, source: Source, at: Expr, highest: Expr) -> Expr:
 
 
 def _peak(row: Row, block: Expr, source: Source) -> None:
-    """A maximum does not show numbers that are none; the largest bits without signs do."""
+    """Stores the largest logit of a block. A float maximum drops NaN, so the bit patterns without sign are
+    compared instead."""
     floats, lanes, ints = row.floats, row.floats.lanes, typed("int32", row.floats.lanes)
     most = [register(infinity(-1, lanes), lanes) for _ in range(4)]
     bits = [register(i32(0, lanes), lanes, "int32") for _ in range(4)]
@@ -131,7 +133,7 @@ def _token(row: Row) -> Expr:
 
 
 def _first(row: Row, most: Expr) -> Expr:
-    """The first token with the largest logit."""
+    """Returns the first token with the largest logit."""
     block, place = (register(T.int64(0), 1, "int64") for _ in range(2))
     with T.serial(row.blocks) as back:
         each = T.bind(row.blocks - 1 - back)
@@ -147,7 +149,7 @@ def _first(row: Row, most: Expr) -> Expr:
 
 
 def _drawn(row: Row, least: Expr) -> Expr:
-    """The token in whose part of all weights the row's number falls."""
+    """Returns the token into whose part of the total weight the row's random number falls."""
     sums = T.alloc_buffer((BLOCK,), "float32")
     block, share = _place(row.blocks, lambda at: row.sums[row.row, at], row.parameter("random"))
     highest = row.top(block)
@@ -167,7 +169,8 @@ def _drawn(row: Row, least: Expr) -> Expr:
 
 
 def _place(count: Expr, weight: Read, number: Expr) -> tuple[Expr, Expr]:
-    """Which of `count` weights the number, from 0 to 1, falls into, and how far. Never into one of 0."""
+    """Returns which of `count` weights the number, from 0 to 1 of their sum, falls into, and how far; never
+    one of weight 0."""
     total, run, before = (register(T.float64(0), 1, "float64") for _ in range(3))
     with T.serial(count) as at:
         total.set(total.value + T.Cast("float64", weight(at)))
@@ -180,7 +183,7 @@ def _place(count: Expr, weight: Read, number: Expr) -> tuple[Expr, Expr]:
         before.set(T.Select(passed, run.value, before.value))
         found.set(found.value + T.Select(passed, T.int64(1), T.int64(0)))
         last.set(T.Select(each > T.float64(0), T.Cast("int64", at), last.value))
-    # Where rounding has put the number behind all weights, it is in the last one.
+    # Rounding can put the number behind all weights; then it is in the last one.
     place = T.bind(T.min(found.value, last.value))
     inside = (aim - before.value) / T.Cast("float64", weight(place))
     return place, T.bind(T.Select(found.value <= last.value, inside, T.float64(1)))

@@ -1,9 +1,9 @@
-"""The filters of the kernel that draws tokens, without sorting.
+"""The top_k, top_p and min_p filters of the sampling kernel, without sorting.
 
-Every filter is a threshold on logits: min_p's is known at once, and those of top_k and top_p are the largest
-at which so many tokens, or so much of their weight, is left. They are found by bisection: over the whole row
-while many tokens lie between the bounds, over a list of these when they have become few. Blocks whose largest
-logit lies below the lower bound are not read again.
+Every filter is a threshold on logits: min_p's is computed directly, and those of top_k and top_p are the
+largest thresholds that keep the requested number or weight of tokens. They are searched by bisection: over
+the whole row while many tokens lie between the bounds, then over a list of the few that are left. Blocks
+whose largest logit lies below the lower bound are not read again.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from mlcbuild.compiler.cpu.kernels.sampling_row import (
 from mlcbuild.compiler.cpu.kernels.vectors import Register, f32, i32, intrinsic, register
 
 FEW = 512
-"""Tokens between two bounds that are put into a list."""
+"""Maximum tokens between two bounds for which they are copied to a list."""
 _LIMITED = 1 << 8
-"""Bisections at most: each halves the distance of two numbers that lie 87 temperatures apart, and those
-near zero may be no more than 2**-149 apart."""
+"""Maximum number of bisections: each halves the distance of two numbers that lie 87 temperatures apart, and
+float32 numbers near zero may be only 2**-149 apart."""
 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """A threshold is at least `low`, where enough is left, and below `high`, where too little is."""
+    """The interval of a threshold: at `low` enough is kept, at `high` too little."""
 
     low: Register
     high: Register
@@ -58,7 +58,7 @@ class _Bounds:
 
 
 def set_filters(row: Row, most: Expr, least: Register) -> None:
-    """Sets the least logit that may be chosen, and what the tokens of each block that may be weigh."""
+    """Sets the least logit that may be sampled, and the weight of each block's tokens that may be."""
     room = T.alloc_buffer((T.bind(row.blocks * BLOCK),), "float32")
     floor = T.Cast("float32", T.Cast("float64", most) + row.parameter("logit_drop"))
     least.set(T.max(floor, T.bind(most - T.float32(FAR) / row.scale)))
@@ -81,7 +81,7 @@ def set_filters(row: Row, most: Expr, least: Register) -> None:
 
 
 def _log(value: Expr) -> Expr:
-    """The natural logarithm, or up to 0.06 less, as the bits of a number have it."""
+    """Returns the natural logarithm, up to 0.06 too small, from the bits of a float32."""
     bits = T.Cast("float32", T.reinterpret("int32", value))
     return (bits * T.float32(2.0**-23) - T.float32(127.0)) * T.float32(math.log(2.0))
 
@@ -107,7 +107,7 @@ def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
 
 
 def _restrict(row: Row, least: Expr, room: Buffer) -> None:
-    """Takes what is below `least` out of the sums."""
+    """Removes the weights of logits below `least` from the blocks' sums."""
     floats = row.floats
     with T.serial(row.blocks) as block, T.If(row.top(block) >= least):
         with T.Then():
@@ -126,8 +126,8 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
 
 
 def _select(row: Row, known: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
-    """Raises the first of `known` to the largest logit from which on `goal` is left: so many tokens, or so
-    much of their weights in `room`. The others, which are tried first: the largest of all, and a guess."""
+    """Raises the first of `known` to the largest logit from which on `goal` is kept: a number of tokens, or
+    their weight if there is `room`. The other two, tried first, are the largest logit and a guess."""
     least, most, guess = known
     bounds = _Bounds.of(least, most)
     inside, below = (register(T.Cast("float64", row.width), 1, "float64") for _ in range(2))
@@ -144,7 +144,7 @@ def _select(row: Row, known: tuple[Register, Expr, Expr], room: Buffer | None, g
             bounds.above.set(T.Select(less, found, bounds.above.value))
         between = T.bind(below.value - bounds.above.value)
         _aim(bounds, tried, T.bind(T.Cast("float32", (below.value - goal) / between)), turn.value)
-        # No token between the bounds weighs less than one at the lower of them would.
+        # No token between the bounds has less weight than a token at the lower bound.
         each = T.float32(1) if room is None else row.weight(row.floats.scalar, bounds.low.value, most)
         inside.set(between / T.Cast("float64", each))
         turn.set(T.Select(bounds.divides(bounds.middle), turn.value + 1, T.int32(_LIMITED)))
@@ -152,14 +152,14 @@ def _select(row: Row, known: tuple[Register, Expr, Expr], room: Buffer | None, g
         size = FEW + row.floats.lanes
         lists = [T.alloc_buffer((size,), "float32") for _ in range(1 if room is None else 2)]
         count = _listed(row, bounds, room, lists)
-        # More of them, where rounding hides what they weigh: so little that it does not matter.
+        # The list may have room for too few where rounding hides tokens, whose weight is then negligible.
         with T.If(count <= FEW), T.Then():
             _narrow(row.floats, (lists[0], ()), count, lists[1:], (bounds, goal))
 
 
 def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
-    """Where to try next: on either side of where a straight line has the goal; sometimes at two thirds, for
-    lines that are not straight."""
+    """Sets the logits to try next: on either side of where linear interpolation puts the goal; sometimes at
+    two thirds, in case the curve is far from linear."""
     low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
     line = T.bind(T.truncmod(turn, T.int32(3)) != 2)
     share = T.bind(T.min(T.max(share, T.float32(3 / 32)), T.float32(29 / 32)))
@@ -170,12 +170,12 @@ def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> Non
 
 
 def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
-    """For each of two logits, the lower one first: how many tokens there are from it on, or what they weigh
-    where there is `room`."""
+    """Returns for each of two logits, the lower one first, the number of tokens from it on, or their weight
+    if there is `room`."""
     floats, lanes = row.floats, row.floats.lanes
     totals = [register(T.float64(0), 1, "float64") for _ in mids]
     with T.serial((row.blocks + (TASK - 1)) // TASK) as group:
-        # Two sums for each: an addition has to wait for the one before it.
+        # Two sums for each, because an addition has to wait for the one before it.
         sums = [[register(f32(0, lanes), lanes) for _ in range(2)] for _ in mids]
         with T.serial(T.min(T.int64(TASK), row.blocks - group * TASK)) as number:
             block = T.bind(group * TASK + number)
@@ -238,7 +238,7 @@ def _narrow(
     weights: list[Buffer] | None,
     aim: tuple[_Bounds, Expr],
 ) -> None:
-    """As `_select`, over the first `count` values of a buffer that has room for whole vectors."""
+    """Selects like `_select`, over the first `count` values of a buffer that is padded to whole vectors."""
     (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
     vectors = T.bind((count + (lanes - 1)) // lanes)
     with T.serial(vectors * lanes - count) as pad:
