@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -116,6 +117,7 @@ class ForkServer:
                     self._process = subprocess.Popen(
                         [sys.executable, "-m", "tests.forkserver", str(theirs.fileno())],
                         cwd=Path(__file__).parent.parent,
+                        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         pass_fds=[theirs.fileno()],
@@ -183,7 +185,7 @@ def _report(watched: int, pid: int, client: socket.socket) -> None:
     """Sends the exit code of a process that has ended, as subprocess spells it."""
     _, status = os.waitpid(pid, 0)
     os.close(watched)
-    with client:
+    with client, suppress(BrokenPipeError):  # who waited may have given up
         client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
 
 
@@ -197,7 +199,8 @@ def _become(request: Mapping[str, object], outputs: Sequence[int]) -> tuple[str,
     for output, descriptor in enumerate(outputs, 1):
         os.dup2(descriptor, output)
         os.close(descriptor)
-    sys.path[0] = cwd
+    own = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = dict.fromkeys([cwd, *own, *sys.path[1:]])
     return str(request["module"]), arguments
 
 

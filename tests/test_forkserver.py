@@ -1,0 +1,73 @@
+"""The fork server: a process that it starts is what `python -m` starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.forkserver import ForkServer, needs_python
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    found = ForkServer()
+    yield found
+    found.close()
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "MLCBUILD_STORE": "a store"}
+
+
+def by_python(module: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("tests.mirror", ["0", "an argument"]),
+        ("tests.mirror", ["3"]),
+        ("tests.mirror", ["kill"]),
+        ("mlcbuild", ["--version"]),
+        ("mlcbuild", ["nothing"]),
+    ],
+)
+def test_a_forked_command_is_what_python_starts(
+    module: str, arguments: list[str], server: ForkServer, tmp_path: Path
+) -> None:
+    forked = server.run(module, arguments, tmp_path, ENVIRONMENT)
+    started = by_python(module, *arguments, cwd=tmp_path)
+    assert forked.stdout == started.stdout and forked.stderr == started.stderr
+    assert forked.returncode == started.returncode and forked.args == started.args
+
+
+def test_an_exception_ends_it_with_a_traceback(server: ForkServer, tmp_path: Path) -> None:
+    done = server.run("tests.mirror", ["error"], tmp_path, ENVIRONMENT)
+    assert done.returncode == 1 and done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("KeyError: 'error'\n")
+
+
+def test_one_that_takes_too_long_is_ended(server: ForkServer, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.run("tests.mirror", ["sleep"], tmp_path, ENVIRONMENT, timeout=1)
+    assert server.run("tests.mirror", ["0"], tmp_path, ENVIRONMENT).returncode == 0
+
+
+def test_python_starts_where_its_own_variables_differ() -> None:
+    assert not needs_python({**os.environ, "MLCBUILD_STORE": "a store", "PYTHONPATH": "elsewhere"})
+    assert needs_python({**os.environ, "PYTHONHASHSEED": "7"})
+    assert needs_python({**os.environ, "LC_ALL": "de_DE.ISO-8859-1"})
