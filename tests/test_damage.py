@@ -383,6 +383,22 @@ def test_a_bundle_that_the_first_attempt_wrote_is_reported_as_built(place: Place
     healed(place, sound)
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_blob_that_rots_to_another_size_heals_in_bundles_too(
+    verify: bool, place: Place, sound: Place
+) -> None:
+    blob = place.blob("weights/m000/q4f16_1")
+    times, data = blob.stat(), blob.read_bytes()
+    assert times.st_nlink > 1, "a bundle shares the file"
+    write(blob, data + b"x")
+    os.utime(blob, ns=(times.st_atime_ns, times.st_mtime_ns))
+    if verify:
+        assert place.mlcbuild("cache", "verify").returncode == 1
+    done = place.run()
+    assert done.returncode == 0, done.stdout + done.stderr
+    healed(place, sound)
+
+
 def test_no_step_reads_rotten_bytes(place: Place, sound: Place) -> None:
     blob = place.blob("config/")
     rot(blob)

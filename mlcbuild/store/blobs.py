@@ -154,9 +154,9 @@ class Blobs:
 
     def _place(self, part: Path, digest: str) -> None:
         size = part.stat().st_size
-        if self.hold(digest, size):
-            if has_bytes(self.blob(digest), digest, size):
-                return
+        if self.hold(digest, size) and has_bytes(self.blob(digest), digest, size):
+            return
+        if os.path.lexists(self.blob(digest)):
             self.condemn(digest)  # it rotted: these bytes are the right ones
         descriptor = os.open(part, os.O_RDONLY)
         try:
