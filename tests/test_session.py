@@ -314,7 +314,7 @@ def test_explain_names_the_difference(built: Built) -> None:
     other.write_text(built.recipe.read_text().replace("prefill_chunk: 64", "prefill_chunk: 32"))
     explained = session.open(other, store=built.store).explain("library/*")
     assert explained.planned.state == "run"
-    assert [(change.what, change.before, change.after) for change in explained.changes] == [
+    assert [(change.subject, change.before, change.after) for change in explained.changes] == [
         ("limits: prefill_chunk", "64", "32")
     ]
 

@@ -1,4 +1,4 @@
-"""The differences between two pre-images of a step, and how they are worded."""
+"""Compares two pre-images of a step and words the differences."""
 
 from __future__ import annotations
 
@@ -14,32 +14,38 @@ from mlcbuild.store.records import Preimage
 class Change:
     """One difference between two pre-images."""
 
-    what: str
-    """What differs, in words: "scheme q4: group_size", "mlcbuild/canon.py", "checkpoint: config.json"."""
+    subject: str
+    """The part of the pre-image that differs, in words: "scheme q4: group_size", "mlcbuild/canon.py",
+    "checkpoint: config.json"."""
     before: str | None
-    """None: it was not there before."""
+    """The old value or digest; None when the part did not exist before."""
     after: str | None
+    """The new value or digest; None when the part does not exist any more."""
     by_value: bool
-    """Whether the values say something to a person; digests do not."""
+    """True when the values are readable; false for digests, which the text leaves out."""
 
     def __str__(self) -> str:
         if self.before is None:
-            return f"{self.what} is new" + (f" ({self.after})" if self.by_value else "")
+            return f"{self.subject} is new" + (f" ({self.after})" if self.by_value else "")
         if self.after is None:
-            return f"{self.what} is gone"
-        return f"{self.what} {self.before} -> {self.after}" if self.by_value else f"{self.what} changed"
+            return f"{self.subject} is gone"
+        return f"{self.subject} {self.before} -> {self.after}" if self.by_value else f"{self.subject} changed"
 
 
-def summary(changes: tuple[Change, ...], shown: int = 3) -> str:
-    """The first few changes in one line."""
-    words = [str(change) for change in changes[:shown]]
-    if len(changes) > shown:
-        words.append(f"and {len(changes) - shown} more")
+def summary(changes: tuple[Change, ...], limit: int = 3) -> str:
+    """Returns the first `limit` changes in one line, and the number of the others."""
+    words = [str(change) for change in changes[:limit]]
+    if len(changes) > limit:
+        words.append(f"and {len(changes) - limit} more")
     return "; ".join(words)
 
 
 def compare(before: Preimage, after: Preimage, labels: Mapping[str, str]) -> tuple[Change, ...]:
-    """Every difference: parameters leaf by leaf, tools, inputs file by file, then source files."""
+    """Returns every difference between two pre-images.
+
+    Parameters come first, leaf by leaf, then tools, inputs file by file, and source files. `labels` maps a
+    parameter or argument to the words that stand for it in a text.
+    """
     changes: list[Change] = []
     if before.action != after.action:
         changes.append(Change("action", before.action, after.action, True))
@@ -80,7 +86,7 @@ def _files(tree: Tree | None) -> dict[str, str]:
 
 
 def _leaves(value: Json, present: bool, path: str = "") -> dict[str, str]:
-    """Dotted path -> text of every leaf below a value."""
+    """Returns dotted path -> text for every leaf below a JSON value; {} when the value is not `present`."""
     if not present:
         return {}
     if isinstance(value, dict) and value:

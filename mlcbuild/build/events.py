@@ -1,4 +1,4 @@
-"""What a run tells while it goes on. A reporter is any function that takes an Event."""
+"""The events that a run reports while it goes on. A reporter is any function that accepts an Event."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ Status: TypeAlias = Literal["built", "reused", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """How one step ended."""
+    """The outcome of one step."""
 
     name: str
     status: Status
     key: str | None = None
     seconds: float = 0.0
     reason: str = ""
-    """Why it ran, or why it was skipped."""
+    """The reason why the step ran, or why it was skipped."""
     record: Record | None = None
     error: MlcbuildError | None = None
     log: Path | None = None
-    """The log of a step that ran."""
+    """The log file, for a step that ran."""
     worker: str = ""
-    """The machine of a cluster that ran it; "" for this one."""
+    """The cluster machine that ran the step; "" for this machine."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended."""
+    """The outcome of a run."""
 
     steps: tuple[StepResult, ...]
-    """In the order of the plan."""
+    """One result for each step, in the order of the plan."""
     seconds: float
     interrupted: str = ""
-    """Who ended the run early: a signal such as SIGINT, or the reason of its Cancellation."""
+    """The signal that ended the run early, such as SIGINT, or the reason of its Cancellation; "" otherwise.
+    """
     stopped: tuple[str, ...] = ()
-    """Steps that were running when the signal came."""
+    """Names of the steps that were running when the run was interrupted."""
     not_uploaded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Built step -> the remotes that should have its result and lack it."""
+    """Built step -> the remotes that did not receive its result although they should have."""
 
     def count(self, status: Status) -> int:
         return sum(step.status == status for step in self.steps)
@@ -54,7 +55,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0, or 130 when interrupted, or what the first failed step's error says."""
+        """The exit code of the process: 130 when interrupted, else that of the first failed step, else 0."""
         if self.interrupted:
             return 130
         errors = [step.error for step in self.steps if step.error is not None]
@@ -63,27 +64,33 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SourceRead:
-    """A large file of a source is about to be hashed, because it is new or was changed."""
+    """A large source file is about to be hashed, because it is new or was changed."""
 
     path: Path
     size: int
+    """Bytes."""
 
 
 @dataclass(frozen=True)
 class RunStarted:
+    """The plan is made and the run begins."""
+
     steps: int
     reused: int
-    """Steps that are hits already."""
+    """Steps whose results are in the store already."""
     chains: Mapping[str, float] = field(default_factory=dict)
-    """Step that is left -> seconds, by the last records, from its start to the end of what hangs on it."""
+    """Step to build -> seconds from its start to the end of the longest chain after it, by earlier records.
+    """
 
 
 @dataclass(frozen=True)
 class StepStarted:
+    """A step begins."""
+
     name: str
     reason: str
     estimate: float | None
-    """Seconds it took last time."""
+    """Seconds that the step took last time; None when it was never built."""
     log: Path
 
 
@@ -101,12 +108,12 @@ class StepWaiting:
 
     name: str
     holder: str
-    """ "pid 42", perhaps with its host."""
+    """The process that builds it, such as "pid 42", with its host if that is another one."""
 
 
 @dataclass(frozen=True)
 class StepFetching:
-    """Files of a step that need not run are on their way from a remote."""
+    """Files of a reused step are being downloaded from a remote."""
 
     name: str
     origin: str
@@ -116,29 +123,33 @@ class StepFetching:
 
 @dataclass(frozen=True)
 class StepFetched:
-    """What was on its way for a step is here, or will not come."""
+    """A download for a step ended, successfully or not."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Uploading:
-    """All steps are done; results are still being sent to remotes."""
+    """All steps are done, and results are still being sent to remotes."""
 
     results: int
 
 
 @dataclass(frozen=True)
 class StepProgress:
+    """A running step, or a download for it, reports its progress."""
+
     name: str
     done: int
     total: int
-    """0: not known."""
+    """The amount of work in `unit`s; 0 when it is not known."""
     unit: str
 
 
 @dataclass(frozen=True)
 class StepFinished:
+    """A step has its result."""
+
     result: StepResult
     tail: str = ""
     """The last lines of a failed step's log."""
@@ -146,20 +157,22 @@ class StepFinished:
 
 @dataclass(frozen=True)
 class Warned:
-    """Something the user should know that fails nothing: damage met in the store, an unreproducible step."""
+    """A message about something that fails no step, such as damage in the store or an unreproducible step."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A fact about what is chosen and why, which is no warning."""
+    """A remark about a choice that was made and its reason; not a warning."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class RunFinished:
+    """The run has ended."""
+
     result: RunResult
 
 
@@ -182,4 +195,4 @@ Reporter: TypeAlias = Callable[[Event], None]
 
 
 def silent(event: Event) -> None:
-    """The reporter that says nothing."""
+    """Ignores an event; the default reporter."""

@@ -1,4 +1,4 @@
-"""The loop that carries a plan out: it starts steps, and listens to workers and downloads."""
+"""Executes a plan: the loop that starts steps and reacts to workers and downloads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mlcbuild.store.store import Store
 __all__ = ["Options", "execute"]
 
 _TICK = 0.5
-"""Seconds after which workers are looked at though nothing was heard."""
+"""Longest wait for a message, in seconds, before dead workers are looked for."""
 
 
 def execute(
@@ -49,14 +49,14 @@ def execute(
     sharing: Sharing | None = None,
     cancel: Cancellation | None = None,
 ) -> RunResult:
-    """Builds what the plan lacks and returns what became of every step.
+    """Builds what the plan lacks and returns the outcome of every step.
 
-    A failed step is in the result, not an exception. So is the end by `cancel`, or by SIGINT and SIGTERM
-    when the options say so: running steps end at once, published ones are kept, and the next run goes
-    on from there. What the remotes of `sharing` have is not built, and what is built is sent to them;
-    nothing that they do fails a run. An exception of `report` ends the run and leaves this function. Raises
-    UsageError for an unknown name, SourceError for an unreadable source, StoreError when the store cannot
-    be used at all.
+    A failed step is part of the result, not an exception; so is an interruption by `cancel`, or by SIGINT and
+    SIGTERM when the options enable signal handling. After an interruption, running steps end at once,
+    published ones are kept, and the next run continues from there. Steps whose results the remotes of
+    `sharing` have are not built, and new results are uploaded; a failing remote fails no step. An exception
+    raised by `report` ends the run and propagates. Raises UsageError for an unknown name, SourceError for an
+    unreadable source, StoreError when the store cannot be used.
     """
     options = options or Options()
     started = time.monotonic()
@@ -73,7 +73,7 @@ def execute(
 
 
 class _Run:
-    """One run: what it plans, and how it ends."""
+    """One run: its plan, and how it ends."""
 
     def __init__(
         self, planner: Planner, options: Options, report: Reporter, bell: Bell, end: Interruption
@@ -86,12 +86,12 @@ class _Run:
         self.notes = Notes(planner)
         self.tracker = Tracker(planner, self.notes, options, report, end)
         self.stopped: tuple[str, ...] = ()
-        """Steps that ran when the run was interrupted."""
+        """Names of the steps that were running when the run was interrupted."""
         self.not_uploaded: dict[str, tuple[str, ...]] = {}
-        """Step -> the remotes that should have its result and lack it."""
+        """Built step -> the remotes that did not receive its result although they should have."""
 
     def carry_out(self) -> None:
-        """Settles every step, with workers if there is anything to do."""
+        """Settles every step, starting workers only if there is something to do."""
         self.warn()
         steps = self.tracker.steps.values()
         reused = sum(item.state is StepState.DONE for item in steps)
@@ -102,12 +102,12 @@ class _Run:
                 _Loop(self, stack).run()
 
     def warn(self) -> None:
-        """Reports damage in the store and trouble with remotes, once each."""
+        """Reports new damage in the store and new problems of remotes."""
         for sentence in (*self.planner.store.take_warnings(), *self.planner.sharing.take_warnings()):
             self.report(Warned(sentence))
 
     def result(self, seconds: float) -> RunResult:
-        """The result of the whole run. Called once, at the end."""
+        """Returns the result of the whole run, after writing it to the store. Called once, at the end."""
         results = self.tracker.results()
         self.notes.write(results)
         for item in self.tracker.steps.values():
@@ -119,10 +119,10 @@ class _Run:
 
 
 class _Loop:
-    """The part of a run that has workers and transfers."""
+    """The main loop of a run: starts steps, and handles messages of workers and transfers."""
 
     def __init__(self, run: _Run, stack: ExitStack) -> None:
-        """Everything that is opened here is closed by `stack`."""
+        """Opens the executor and the transfers; `stack` closes them."""
         self.owner = run
         self.tracker = run.tracker
         self.planner = run.planner
@@ -164,7 +164,7 @@ class _Loop:
             while self.transfers.uploading and not end.reason:
                 self._listen()
         except KeyboardInterrupt:
-            if not end.reason:  # no handler of ours raised it
+            if not end.reason:  # a KeyboardInterrupt that did not come from our signal handler
                 raise
         self.owner.stopped = tuple(item.name for item in tracker.in_state(StepState.RUNNING))
         reason = f"interrupted by {end.reason}" if end.reason else tracker.stopping
@@ -172,7 +172,10 @@ class _Loop:
             tracker.settle(StepResult(item.name, "skipped", item.planned.key, reason=reason))
 
     def _refuse(self) -> None:
-        """Fails the steps that no worker can ever run, before any is started. Raises SetupError."""
+        """Fails the steps that no worker can ever run, before any step is started.
+
+        Raises SetupError listing them, unless the options say to keep going.
+        """
         steps = (item.step for item in self.tracker.left() if item.planned.state != "remote")
         refused = self.executor.refusals(list(steps))
         if refused and not self.owner.options.keep_going:
@@ -182,7 +185,7 @@ class _Loop:
             self.tracker.settle(StepResult(name, "failed", key, error=SetupError(why)))
 
     def _listen(self) -> None:
-        """Waits for workers and transfers, and notes what they report."""
+        """Waits for messages of workers and transfers, and handles them."""
         locked = self.tracker.in_state(StepState.LOCKED)
         now = time.monotonic()
         waits = [max(0.0, item.lock_wait.again - now) for item in locked if item.lock_wait is not None]
@@ -214,7 +217,10 @@ class _Loop:
         return not (self.tracker.stopping or self.owner.end.reason) and self.capacity.open()
 
     def _try_start(self, item: TrackedStep) -> bool:
-        """Starts a ready step, or finds what it must wait for; False when it does not fit now."""
+        """Starts a ready step, or moves it to the state that says what it waits for.
+
+        Returns False when the resources that are free now do not suffice.
+        """
         if not self.capacity.fits(item.step):
             return False
         planned = item.planned
@@ -240,7 +246,8 @@ class _Loop:
             self.report(StepWaiting(item.name, self.store.holder(key)))
 
     def _is_needless(self, item: TrackedStep, key: str, lock: Lock) -> bool:
-        """Settles a step that another process built since the plan was made."""
+        """Settles a step that another process has built since the plan was made; returns False if none
+        has."""
         record = None if item.name in self.planner.force else self.owner.notes.find(key)
         if record is None:
             return False
@@ -249,7 +256,8 @@ class _Loop:
         return True
 
     def _waits_for_inputs(self, item: TrackedStep, lock: Lock) -> bool:
-        """Requests files that the step reads and only remotes have."""
+        """Starts downloading files that the step reads and only remotes have; returns False if there are
+        none."""
         missing = self.inputs.missing_inputs(item.step) if self.executor.here(item.step) else {}
         if not missing:
             return False
@@ -283,7 +291,7 @@ class _Loop:
         running, item.running = item.running, None
         assert running is not None
         if running.area is not None:
-            remove_tree(running.area)  # there still when its worker was killed
+            remove_tree(running.area)  # still there if its worker was killed
         running.lock.release()
         self.capacity.give_back(running.step)
         if outcome.fault:
@@ -307,7 +315,7 @@ class _Loop:
             self.tracker.settle(result)
 
     def _end_elsewhere(self, item: TrackedStep, result: StepResult, outcome: Outcome) -> None:
-        """Settles a step whose files a remote has; if they are needed here, once they have come."""
+        """Settles a step whose files are on a remote, after downloading them if this machine needs them."""
         item.remote = Planned(item.name, "remote", result.key, result.reason, outcome.record, outcome.origin)
         if outcome.unsent:
             self.owner.not_uploaded[item.name] = outcome.unsent
@@ -328,9 +336,11 @@ class _Loop:
     def _fetched(self, done: Fetched) -> None:
         source, user = self.inputs.end(done)
         self.report(StepFetched(source.name))
-        made = source.built_elsewhere
-        if done.why and made is not None:
-            why = f"{source.name} was built by {made.worker}, but its files cannot be fetched: {done.why}"
+        result = source.built_elsewhere
+        if done.why and result is not None:
+            why = (
+                f"{source.name} was built by {result.worker}, but its files cannot be fetched: {done.why}"
+            )
             self.tracker.settle(StepResult(user.name, "failed", user.planned.key, error=StoreError(why)))
         elif done.why:
             self.tracker.demote(source, done.why)

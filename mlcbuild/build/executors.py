@@ -1,4 +1,4 @@
-"""Where jobs run: in this process, or in worker processes. An executor says nothing and decides nothing."""
+"""Executors: run jobs in this process or in worker processes. They schedule nothing and report nothing."""
 
 from __future__ import annotations
 
@@ -24,39 +24,44 @@ Message: TypeAlias = Outcome | StepProgress | StepPlaced | Warned
 
 
 class Executor(Protocol):
+    """Runs jobs, here or on other machines, and returns their outcomes."""
+
     @property
     def capacity(self) -> int:
-        """How many jobs it can have at once."""
+        """The number of jobs that can run at once."""
 
     @property
     def cores(self) -> int:
-        """To share out among jobs."""
+        """The number of cores to divide among jobs."""
 
     @property
     def memory(self) -> int:
-        """Bytes to share out among jobs."""
+        """The bytes of memory to divide among jobs."""
 
     def here(self, step: Step) -> bool:
-        """Whether it runs on this machine, so that its inputs must be in the store before it starts."""
+        """Tells whether a step runs on this machine, so that its inputs must be in the store beforehand."""
 
-    def grant(self, step: Step, wanted: int) -> int:
-        """How many of the wanted cores a step can have."""
+    def grant(self, step: Step, cores: int) -> int:
+        """Returns how many of the requested `cores` a step gets."""
 
     def refusals(self, steps: Iterable[Step]) -> Mapping[str, str]:
-        """Step -> the sentence that says why it can never be started."""
+        """Returns step -> error message for the steps that can never run."""
 
     def start(self, job: Job, step: Step) -> None:
-        """Takes the job of a step. Its outcome comes from `messages`, whatever happens to it."""
+        """Accepts the job of a step. Its outcome is returned by `messages`, also when the job crashes."""
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
-        """What happened, after waiting up to `timeout` seconds or until the descriptor `wake` is readable."""
+        """Returns what happened since the last call.
+
+        Waits up to `timeout` seconds, or until the file descriptor `wake` is readable.
+        """
 
     def close(self) -> None:
-        """Ends all workers at once, with what they run."""
+        """Kills all workers and the jobs that they run."""
 
 
 class _Here:
-    """What the executors on this machine have in common."""
+    """The executors of this machine, with `capacity` jobs at once; 0 means one for each core."""
 
     def __init__(self, capacity: int) -> None:
         self.cores = machine.cores()
@@ -66,15 +71,16 @@ class _Here:
     def here(self, step: Step) -> bool:
         return True
 
-    def grant(self, step: Step, wanted: int) -> int:
-        return wanted
+    def grant(self, step: Step, cores: int) -> int:
+        return cores
 
     def refusals(self, steps: Iterable[Step]) -> Mapping[str, str]:
         return {}
 
 
 class Inline(_Here):
-    """Runs a job in this process when it is started: for debugging, and where processes cannot be had."""
+    """Runs each job in this process as soon as it is started: for debugging, and where no process can be
+    started."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -95,8 +101,8 @@ class Inline(_Here):
         return
 
 
-# Arguments: descriptor of the connection, then this process's module path, so that a worker imports the
-# same code whatever the environment says, and tells nothing of it to the processes it starts itself.
+# Arguments: the file descriptor of the connection, then this process's module path, so that a worker imports
+# the same code whatever its environment says, and does not pass the path on to its own child processes.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; from mlcbuild.build.worker import serve; serve(int(sys.argv[1]))"
 )
@@ -104,14 +110,16 @@ _BOOT = (
 
 @dataclass
 class _Worker:
+    """A worker process and the connection to it."""
+
     process: subprocess.Popen[bytes]
     connection: Connection[Job | None, Outcome | tuple[int, int, str]]
     job: Job | None = None
     actions: set[str] = field(default_factory=set)
-    """What it ran before: modules that are loaded already."""
+    """Actions that it ran before, whose modules are loaded already."""
 
     def take(self, job: Job) -> bool:
-        """Whether the job could be sent."""
+        """Sends a job to the worker; returns False when the worker is dead."""
         self.job = job
         self.actions.add(job.preimage.action)
         try:
@@ -121,7 +129,7 @@ class _Worker:
         return True
 
     def end(self) -> None:
-        """Kills the worker and every process it started."""
+        """Kills the worker and every process that it started."""
         with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -131,10 +139,11 @@ class _Worker:
 
 
 class Pool(_Here):
-    """Spawned processes that are kept from job to job; as many as there were jobs at once.
+    """Runs jobs in worker processes, which are kept from job to job.
 
-    A worker that dies fails its job with a sentence and is replaced by the next job. When this process
-    dies, however it does, the workers end: see `worker.serve`.
+    There are at most as many workers as there were jobs at once. The job of a worker that dies fails with an
+    error message; the next job starts a new worker. When this process dies, for whatever reason, the workers
+    end as well: see `worker.serve`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -146,27 +155,27 @@ class Pool(_Here):
         for worker in sorted(idle, key=lambda worker: job.preimage.action not in worker.actions):
             if worker.take(job):
                 return
-            self._drop(worker)  # it died while idle
+            self._drop(worker)  # it died while it was idle
         worker = _spawn()
         self._workers.append(worker)
-        worker.take(job)  # one that died already shows as a closed connection in `messages`
+        worker.take(job)  # if it has died already, `messages` sees a closed connection
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
         from multiprocessing.connection import wait
 
         busy = {worker.connection: worker for worker in self._workers if worker.job is not None}
         ready = wait([*busy, wake], timeout)
-        found: list[Message] = []
+        messages: list[Message] = []
         for connection, worker in busy.items():
             dead = worker.process.poll() is not None
             if connection in ready or dead:
-                found += self._receive(worker, dead)
-        return found
+                messages += self._receive(worker, dead)
+        return messages
 
     def _receive(self, worker: _Worker, dead: bool) -> list[Message]:
-        found: list[Message] = []
+        messages: list[Message] = []
         job = worker.job
-        assert job is not None  # only busy workers are asked
+        assert job is not None  # only busy workers are polled
         try:
             while worker.connection.poll():
                 message = worker.connection.recv()
@@ -174,8 +183,8 @@ class Pool(_Here):
                     worker.job = None
                     if message.retire:
                         self._drop(worker)
-                    return [*found, message]
-                found.append(StepProgress(job.name, *message))
+                    return [*messages, message]
+                messages.append(StepProgress(job.name, *message))
         except (EOFError, OSError):
             dead = True
         if dead:
@@ -183,8 +192,8 @@ class Pool(_Here):
                 worker.process.wait(1.0)
             code = worker.process.returncode
             self._drop(worker)
-            found.append(Outcome(job.name, error=StepError(_obituary(job, code))))
-        return found
+            messages.append(Outcome(job.name, error=StepError(_obituary(job, code))))
+        return messages
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)
@@ -196,10 +205,10 @@ class Pool(_Here):
 
 
 _FIXED = {
-    # One order of sets for every build: a cheap part of reproducible results.
+    # One order of sets in every build: an inexpensive part of reproducible results.
     "PYTHONHASHSEED": "0",
-    # Linear algebra on one thread for each of ours: sums in one order, and no threads that spin for cores
-    # which belong to other steps.
+    # One thread of linear algebra for each of ours: sums are added in one order, and no thread spins on cores
+    # that belong to other steps.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -217,7 +226,7 @@ def _spawn() -> _Worker:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
-        start_new_session=True,  # a Ctrl-C is ours to answer, and the group is ended as one
+        start_new_session=True,  # Ctrl-C is handled by this process, and the whole group is killed at once
         env={**os.environ, **_FIXED},
     )
     theirs.close()

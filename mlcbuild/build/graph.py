@@ -1,4 +1,4 @@
-"""Steps and how they hang together. Nothing here knows what a step does."""
+"""The dependency graph of steps and sources. Nothing here depends on what a step does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _GLOB = frozenset("*?[")
-"""A pattern without any of these is a plain name."""
+"""The characters that make a pattern a glob; a pattern without them is a plain name."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,28 @@ class Input:
     """One argument of an action."""
 
     node: str
-    """Name of the Step or Source that supplies it."""
+    """Name of the Step or Source whose files are passed."""
     select: tuple[str, ...] = ()
-    """Globs of the files that the action sees and that enter the key; () means all. `*` and `?` stay
-    inside one part of a path, `**` crosses parts."""
+    """Globs of the files that the action sees and that enter the key; () means all.
+
+    `*` and `?` match inside one part of a path, `**` matches across parts.
+    """
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files on this machine that the user owns. They are read where they lie and never copied."""
+    """Files of the user on this machine. They are read in place and never copied."""
 
     name: str
     root: Path
     files: tuple[str, ...]
-    """Paths relative to `root`, with `/` between parts."""
+    """Paths relative to `root`, separated by `/`."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One cached unit of work: `action(params, inputs, out)`, where action is "module:function"."""
+    """One cached unit of work: `action(params, inputs, out)`, where the action is written
+    "module:function"."""
 
     name: str
     action: str
@@ -55,45 +58,47 @@ class Step:
     tools: Mapping[str, str] = field(default_factory=dict)
     """Tool -> version; part of the key."""
     code: tuple[str, ...] = ()
-    """Modules that the action loads by name: their source files are part of the key, as the action's are."""
+    """Modules that the action imports by name at run time. Their source files are part of the key, like the
+    action's."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Parameter or argument -> words for it in a reason ("scheme" -> "scheme q4"). Never in the key."""
+    """Parameter or argument -> the words that a reason uses for it ("scheme" -> "scheme q4"); not in the key.
+    """
     cores: int = 1
-    """Cores it can use; it is told how many it got through MLCBUILD_CORES."""
+    """Most cores that the action can use; it reads the number granted from MLCBUILD_CORES."""
     memory: int = 256 << 20
-    """Bytes it needs at the peak."""
+    """Peak memory in bytes."""
     needs: tuple[str, ...] = ()
-    """What else the machine must have, as labels of workers; tools go without saying. Never in the key."""
+    """Labels that a worker needs in addition to the tools; not in the key."""
     shared: bool = True
-    """False: the result holds on this machine only, and is never sent to a remote."""
+    """False when the result is valid on this machine only and is never sent to a remote."""
     alone: bool = False
-    """It measures time: nothing else runs beside it."""
+    """True for a step that measures time: no other step runs at the same time."""
 
 
 Node: TypeAlias = Step | Source
 
 
 class Graph:
-    """Checked steps and sources in an order in which each node follows what it needs. Immutable.
+    """An immutable, validated graph, in an order in which each node follows its inputs.
 
-    Steps with the same action, parameters, tools and inputs are one: the first name is kept, the others
-    become aliases. Raises UsageError with every problem found: unknown inputs, one name for two
-    different nodes, a cycle with its path.
+    Steps with equal action, parameters, tools and inputs are merged: the first name is kept, the others
+    become aliases. Raises UsageError with all problems: unknown inputs, one name for two different nodes, or
+    a dependency cycle with its path.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
-        given, problems = _by_name(nodes)
-        problems += _unknown_inputs(given)
+        by_name, problems = _by_name(nodes)
+        problems += _unknown_inputs(by_name)
         if problems:
             raise UsageError("\n".join(problems))
         self.nodes: dict[str, Node] = {}
         self.params: dict[str, bytes] = {}
-        """Canonical JSON of each step's parameters."""
+        """Step -> its parameters as canonical JSON."""
         self._alias: dict[str, str] = {}
-        self._merge(_ordered(given))
+        self._merge(_ordered(by_name))
         self._needs: dict[str, tuple[str, ...]] = {}
         self.users: dict[str, list[str]] = {name: [] for name in self.nodes}
-        """Node -> the steps that take it as an input, in order."""
+        """Node -> names of the steps that read it, in order."""
         for step in self.steps():
             needs = dict.fromkeys(self.resolve(item.node) for item in step.inputs.values())
             self._needs[step.name] = tuple(needs)
@@ -120,7 +125,7 @@ class Graph:
             self.nodes[node.name] = node
 
     def resolve(self, name: str) -> str:
-        """The name under which a node is kept; `name` itself unless it was merged into another."""
+        """Returns the name under which a node is kept: `name` itself unless it was merged into another."""
         return self._alias.get(name, name)
 
     def __getitem__(self, name: str) -> Node:
@@ -133,41 +138,45 @@ class Graph:
         return len(self.nodes)
 
     def step(self, name: str) -> Step:
-        """Raises UsageError when there is no such step."""
+        """Returns the step of a name or alias. Raises UsageError when there is none."""
         node = self.nodes.get(self.resolve(name))
         if not isinstance(node, Step):
-            known = [step.name for step in self.steps()]
-            raise UsageError(f"there is no step '{name}'; {did_you_mean(name, known)}")
+            names = [step.name for step in self.steps()]
+            raise UsageError(f"there is no step '{name}'; {did_you_mean(name, names)}")
         return node
 
     def steps(self) -> Iterator[Step]:
         return (node for node in self.nodes.values() if isinstance(node, Step))
 
     def needs(self, step: Step) -> tuple[str, ...]:
-        """Names of the nodes a step of this graph reads, each once."""
+        """Returns the names of the nodes that a step reads, each once."""
         return self._needs[step.name]
 
     def match(self, patterns: Iterable[str]) -> frozenset[str]:
-        """The steps that the names or globs mean. Raises UsageError for those that mean none."""
-        found: set[str] = set()
+        """Returns the names of the steps that `patterns` (names or globs) match.
+
+        Raises UsageError for patterns that match no step.
+        """
+        matches: set[str] = set()
         problems = []
-        known: list[str] = []
+        all_names: list[str] = []
         for pattern in patterns:
             if isinstance(self.nodes.get(self.resolve(pattern)), Step):
-                found.add(self.resolve(pattern))
+                matches.add(self.resolve(pattern))
                 if not set(pattern) & _GLOB:
-                    continue  # a plain name, as thousands may be: no other can match it
-            known = known or [step.name for step in self.steps()] + list(self._alias)
-            names = [name for name in known if name == pattern or fnmatchcase(name, pattern)]
-            if not names:
-                problems.append(f"no step is called '{pattern}'; {did_you_mean(pattern, known)}")
-            found.update(self.resolve(name) for name in names)
+                    # a plain name matches one step; skipping the search keeps thousands of them fast
+                    continue
+            all_names = all_names or [step.name for step in self.steps()] + list(self._alias)
+            matching = [name for name in all_names if name == pattern or fnmatchcase(name, pattern)]
+            if not matching:
+                problems.append(f"no step is called '{pattern}'; {did_you_mean(pattern, all_names)}")
+            matches.update(self.resolve(name) for name in matching)
         if problems:
             raise UsageError("\n".join(problems))
-        return frozenset(found)
+        return frozenset(matches)
 
     def closure(self, names: Iterable[str]) -> frozenset[str]:
-        """The named nodes and everything they need."""
+        """Returns the named nodes and everything that they depend on."""
         import networkx
 
         kept = {self.resolve(name) for name in names}
@@ -175,7 +184,7 @@ class Graph:
 
     @cached_property
     def network(self) -> networkx.DiGraph[str]:
-        """The same graph for networkx, edges from a node to its users."""
+        """The graph for networkx, with edges from each node to its users."""
         import networkx
 
         graph: networkx.DiGraph[str] = networkx.DiGraph()
@@ -185,43 +194,43 @@ class Graph:
 
 
 def _by_name(nodes: Iterable[Node]) -> tuple[dict[str, Node], list[str]]:
-    given: dict[str, Node] = {}
+    by_name: dict[str, Node] = {}
     problems = []
     for node in nodes:
-        if given.setdefault(node.name, node) is not node and given[node.name] != node:
+        if by_name.setdefault(node.name, node) is not node and by_name[node.name] != node:
             problems.append(f"two different steps or sources are called '{node.name}'")
         if isinstance(node, Step) and not all(node.action.partition(":")):
             problems.append(f"step '{node.name}': action '{node.action}' must be written module:function")
-    return given, problems
+    return by_name, problems
 
 
-def _unknown_inputs(given: Mapping[str, Node]) -> list[str]:
+def _unknown_inputs(by_name: Mapping[str, Node]) -> list[str]:
     return [
         f"step '{node.name}': input '{argument}' names '{item.node}', which no step or source supplies; "
-        + did_you_mean(item.node, given)
-        for node in given.values()
+        + did_you_mean(item.node, by_name)
+        for node in by_name.values()
         if isinstance(node, Step)
         for argument, item in node.inputs.items()
-        if item.node not in given
+        if item.node not in by_name
     ]
 
 
-def _ordered(given: Mapping[str, Node]) -> list[Node]:
+def _ordered(by_name: Mapping[str, Node]) -> list[Node]:
     sorter = TopologicalSorter(
         {
             name: dict.fromkeys(item.node for item in node.inputs.values()) if isinstance(node, Step) else ()
-            for name, node in given.items()
+            for name, node in by_name.items()
         }
     )
     try:
-        return [given[name] for name in sorter.static_order()]
+        return [by_name[name] for name in sorter.static_order()]
     except CycleError as error:
         path = " -> ".join(reversed(error.args[1]))
-        raise UsageError(f"the steps need each other in a circle: {path}") from None
+        raise UsageError(f"the steps depend on each other in a cycle: {path}") from None
 
 
 def selected(path: str, globs: Sequence[str]) -> bool:
-    """Whether an input that selects `globs` holds the file `path`."""
+    """Tells whether an input that selects `globs` includes the file `path`."""
     return not globs or any(_pattern(glob).fullmatch(path) for glob in globs)
 
 

@@ -1,4 +1,4 @@
-"""Where the files of a step's inputs come from, and which steps wait for files that only a remote has."""
+"""Downloads the inputs of steps that only a remote has, and tracks which steps wait for them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from mlcbuild.build.plan import Planner
 from mlcbuild.build.resources import Running
 from mlcbuild.build.tracking import TrackedStep
 from mlcbuild.build.transfer import Fetched, Transfers
-from mlcbuild.build.worker import Given, Job
+from mlcbuild.build.worker import Job, JobInput
 from mlcbuild.canon import Entry
 from mlcbuild.errors import StoreError
 from mlcbuild.store.staging import StagingArea
 
 
 class InputFetcher:
-    """Files of remotes come only when something here reads them: a step that runs, or the user."""
+    """Downloads files of remote results on demand: when a step on this machine reads them, or the user needs
+    them."""
 
     def __init__(
         self, planner: Planner, steps: Mapping[str, TrackedStep], transfers: Transfers, staging: StagingArea
@@ -29,7 +30,7 @@ class InputFetcher:
         self._transfers = transfers
         self._staging = staging
         self._requests: dict[int, tuple[str, str]] = {}
-        """Request -> the step whose files it is for, and the step that waits for them."""
+        """Request number -> (step whose files are downloaded, step that waits for them)."""
 
     def job(self, running: Running, area: Path, *, again: bool) -> Job:
         """Returns all that a worker needs to run a step in the directory `area`."""
@@ -49,7 +50,7 @@ class InputFetcher:
         )
 
     def missing_inputs(self, step: Step) -> dict[str, tuple[Entry, ...]]:
-        """Returns the files that a step reads and this store lacks, by the step of a remote that has them."""
+        """Returns step -> files, for the inputs of `step` that a remote has and this store lacks."""
         store = self._planner.store
         missing: dict[str, tuple[Entry, ...]] = {}
         for item in step.inputs.values():
@@ -62,7 +63,8 @@ class InputFetcher:
         return missing
 
     def fetch(self, name: str, files: tuple[Entry, ...], user: str) -> StepFetching:
-        """Requests files of the step `name`, which a remote has, for the step `user`."""
+        """Starts the download of files of the step `name` on behalf of the step `user`; returns the event to
+        report."""
         remote = self._steps[name].remote
         assert remote is not None
         number = self._transfers.fetch(name, files)
@@ -71,26 +73,30 @@ class InputFetcher:
         return StepFetching(name, remote.origin, sum(entry.size for entry in files))
 
     def fetch_all(self, name: str) -> StepFetching:
-        """Requests the whole artifact of a step that a remote has; the step waits for itself."""
+        """Starts the download of all files of a step; the step waits for them itself. Returns the event to
+        report."""
         remote = self._steps[name].remote
         assert remote is not None and remote.record is not None
         return self.fetch(name, remote.record.files, name)
 
     def end(self, done: Fetched) -> tuple[TrackedStep, TrackedStep]:
-        """Notes the end of a request: the step whose files it was for, and the step that waited for them."""
+        """Records the end of a download.
+
+        Returns the step whose files were downloaded and the step that waited for them.
+        """
         name, waiting = self._requests.pop(done.request)
         source, user = self._steps[name], self._steps[waiting]
         user.requests -= {done.request}
         store, record = self._planner.store, source.remote.record if source.remote is not None else None
         if record is not None and not store.lost(record):
-            with suppress(StoreError):  # without it, the next run finds the record as it was found now
+            with suppress(StoreError):  # without the record, the next run gets it from the remote again
                 store.put_record(record, self._staging.subdirectory() / "record")
         return source, user
 
-    def _input(self, argument: str, step: Step) -> Given:
+    def _input(self, argument: str, step: Step) -> JobInput:
         item = step.inputs[argument]
         node = self._planner.graph[item.node]
         files = self._planner.tree(item).files
         if isinstance(node, Source):
-            return Given(argument, files, node.root.absolute(), self._planner.stats[node.name])
-        return Given(argument, files)
+            return JobInput(argument, files, node.root.absolute(), self._planner.stats[node.name])
+        return JobInput(argument, files)

@@ -1,4 +1,4 @@
-"""What a run would do, step by step, and why."""
+"""Computes what a run would do with each step, and why."""
 
 from __future__ import annotations
 
@@ -33,28 +33,30 @@ from mlcbuild.store.store import Store
 State: TypeAlias = Literal["hit", "remote", "run", "pending"]
 
 _LARGE = 256 << 20
-"""Bytes from which reading a source file takes long enough to be told."""
+"""Size in bytes from which reading a source file is reported."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan says of one step."""
+    """The plan for one step."""
 
     name: str
     state: State
     key: str | None
-    """None while an input is not built yet."""
+    """The step's key; None while an input is not built yet."""
     reason: str
-    """Why it is not a hit, in words; "" for a hit."""
+    """The reason why the step is not a hit, in words; "" for a hit."""
     record: Record | None = None
-    """Set for a hit and for "remote"; for others the latest record of a step of this name, for estimates."""
+    """The step's record for a hit and for "remote"; otherwise the latest record of this step name, for
+    estimates."""
     origin: str = ""
-    """The remote that has the record, for "remote": files that this machine needs are fetched."""
+    """For "remote", the name of the remote that has the record; its files are downloaded only where they are
+    read."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every step a run would look at, in order."""
+    """The plan of every step of a run, in order."""
 
     steps: tuple[Planned, ...]
 
@@ -78,14 +80,15 @@ def plan(
     sharing: Sharing | None = None,
     report: Reporter = silent,
 ) -> Plan:
-    """The plan of a run: `force` names or globs of steps to run anyway, `only` of the steps wanted.
+    """Returns the plan of a run.
 
-    Reads sources (through the stat cache) and records, writes nothing but the stat cache. Raises
-    UsageError for a name that means no step, SourceError for a source that cannot be read, StoreError.
-    What is wrong with remotes is reported as warnings.
+    `force` holds names or globs of steps to run in any case, `only` those of the steps to build. Reads
+    sources (through the stat cache) and records, and writes nothing but the stat cache. Raises UsageError for
+    a name that matches no step, SourceError for an unreadable source, and StoreError. Problems of remotes are
+    reported as warnings.
     """
-    chosen, wanted = graph.match(force), graph.match(only)
-    planner = Planner(graph, store, force=chosen, only=wanted, sharing=sharing, report=report)
+    forced, selected_steps = graph.match(force), graph.match(only)
+    planner = Planner(graph, store, force=forced, only=selected_steps, sharing=sharing, report=report)
     planned = Plan(tuple(planner.all()))
     for sentence in planner.sharing.take_warnings():
         report(Warned(sentence))
@@ -94,10 +97,10 @@ def plan(
 
 
 class Planner:
-    """Decides about one step at a time, given the results of the steps before it.
+    """Plans one step at a time, given the results of the steps before it.
 
-    A run asks again whenever a result becomes known, so that a step whose inputs came out as before is a
-    hit after all (early cut-off).
+    A run plans a step again as soon as its inputs are complete, so that a step whose inputs were rebuilt with
+    the same contents becomes a hit (early cut-off).
     """
 
     def __init__(
@@ -114,42 +117,41 @@ class Planner:
         self.store = store
         self.sharing = sharing or Sharing(store)
         self.force = force
-        wanted = graph.closure(only) if only else graph.nodes
-        self.steps = [step for step in graph.steps() if step.name in wanted]
+        names = graph.closure(only) if only else graph.nodes
+        self.steps = [step for step in graph.steps() if step.name in names]
         self.results: dict[str, Record | Tree] = {}
-        """What is known of each node: the tree of a source, the record of a step."""
+        """The result of each node as far as it is available: the tree of a source, the record of a step."""
         self.stats: dict[str, dict[str, tuple[int, int]]] = {}
-        """Source -> file -> (size, mtime_ns) that its digest belongs to."""
+        """Source -> file -> (size in bytes, mtime_ns) of the contents that were hashed."""
         self._report = report
         self._code: dict[tuple[str, ...], dict[str, str]] = {}
         self._salts: dict[tuple[object, ...], tuple[str, bytes, bytes]] = {}
         self._sources: SourceFiles = {}
         self._rows_texts: dict[str, bytes] = {}
-        """Digest of a tree -> its files as canonical JSON."""
+        """Digest of a tree -> its list of files as canonical JSON."""
         self._selections: dict[tuple[str, tuple[str, ...]], Tree] = {}
         problems = []
         for node in graph.nodes.values():
-            if isinstance(node, Source) and node.name in wanted:
+            if isinstance(node, Source) and node.name in names:
                 problems += self._read(node)
         if problems:
             raise SourceError("\n".join(problems))
 
     def all(self) -> Iterator[Planned]:
-        """Every step, in order."""
-        found: dict[str, Planned] = {}
+        """Plans every step, in order."""
+        plans: dict[str, Planned] = {}
         for wave in [self.steps] if self.sharing.empty else self._waves():
             if not self.sharing.empty:
                 self.sharing.look_up(self._unknown(wave))
             for step in wave:
-                planned = found[step.name] = self.consider(step)
+                planned = plans[step.name] = self.consider(step)
                 if planned.state in ("hit", "remote") and planned.record is not None:
                     self.results[step.name] = planned.record
-        return (found[step.name] for step in self.steps)
+        return (plans[step.name] for step in self.steps)
 
     def _waves(self) -> list[list[Step]]:
-        """Steps by the length of the longest chain of steps before them: those of a wave can be looked up
-        together.
-        """
+        """Returns the steps by depth, which is the length of the longest chain of steps before them. The
+        remote records of one wave can be looked up together."""
         depths: dict[str, int] = {}
         waves: list[list[Step]] = []
         for step in self.steps:
@@ -161,7 +163,7 @@ class Planner:
         return waves
 
     def _unknown(self, steps: Iterable[Step]) -> Iterator[str]:
-        """Keys of steps that only a remote may know."""
+        """Yields the keys of steps that are not in the store and may be on a remote."""
         for step in steps:
             if step.shared and all(need in self.results for need in self.graph.needs(step)):
                 key = self.key(step)
@@ -169,7 +171,7 @@ class Planner:
                     yield key
 
     def consider(self, step: Step) -> Planned:
-        """The state of a step whose inputs are as `results` says."""
+        """Returns the plan of a step for the inputs in `results`."""
         waits = [name for name in self.graph.needs(step) if name not in self.results]
         if waits:
             more = f" and {len(waits) - 1} more" if len(waits) > 1 else ""
@@ -181,31 +183,32 @@ class Planner:
         lost = self.store.lost(record) if record is not None else ""
         if record is not None and not lost:
             return Planned(step.name, "hit", key, "", record)
-        if step.shared and (found := self.sharing.find(key)) is not None:
-            return Planned(step.name, "remote", key, f"from {found.origin}", found.record, found.origin)
+        if step.shared and (remote := self.sharing.find(key)) is not None:
+            return Planned(step.name, "remote", key, f"from {remote.origin}", remote.record, remote.origin)
         if record is None:
             return Planned(step.name, "run", key, *self._why(step, key))
         return Planned(step.name, "run", key, lost, record)
 
     def key(self, step: Step) -> str:
-        """Raises UsageError when the action's module is not found."""
+        """Returns the key of a step whose inputs are in `results`. Raises UsageError for an unknown action
+        module."""
         inputs = {argument: self._digest(item) for argument, item in step.inputs.items()}
         return step_key(step.action, self.graph.params[step.name], self._salt(step)[0], inputs)
 
     def preimage(self, step: Step) -> Preimage:
-        """All that the key is made of. The step's inputs must be known."""
+        """Returns all that is hashed into the key of a step, whose inputs must be in `results`."""
         inputs = {argument: self.tree(item) for argument, item in step.inputs.items()}
         params = json.loads(self.graph.params[step.name])
         return Preimage(step.action, params, self.code(step), dict(step.tools), inputs)
 
     def _expected(self, step: Step) -> Expected:
-        """What the record of a step must say, as `key` is computed from it."""
+        """Returns the contents that the record of a step must have, given its key."""
         _, code, tools = self._salt(step)
         inputs = {argument: self._rows(item) for argument, item in step.inputs.items()}
         return Expected.of(step.action, code, inputs, self.graph.params[step.name], tools)
 
     def _rows(self, item: Input) -> bytes:
-        """The files of an input as canonical JSON."""
+        """Returns the list of an input's files as canonical JSON."""
         tree = self.tree(item)
         if tree.digest not in self._rows_texts:
             rows = [(entry.path, entry.digest, entry.size) for entry in tree.files]
@@ -213,19 +216,20 @@ class Planner:
         return self._rows_texts[tree.digest]
 
     def tree(self, item: Input) -> Tree:
-        """The files that an input selects."""
-        found = self.results[self.graph.resolve(item.node)]
+        """Returns the files that an input selects."""
+        result = self.results[self.graph.resolve(item.node)]
         if not item.select:
-            return found if isinstance(found, Tree) else Tree(found.tree, found.files)
-        place = (found.digest if isinstance(found, Tree) else found.tree, item.select)
-        known = self._selections.get(place)
-        if known is None:
-            files = tuple(entry for entry in found.files if selected(entry.path, item.select))
-            known = self._selections[place] = Tree(tree_digest(files), files)
-        return known
+            return result if isinstance(result, Tree) else Tree(result.tree, result.files)
+        place = (result.digest if isinstance(result, Tree) else result.tree, item.select)
+        selection = self._selections.get(place)
+        if selection is None:
+            files = tuple(entry for entry in result.files if selected(entry.path, item.select))
+            selection = self._selections[place] = Tree(tree_digest(files), files)
+        return selection
 
     def code(self, step: Step) -> dict[str, str]:
-        """Source file -> BLAKE3, for all that the action of a step imports or loads by name."""
+        """Returns source file -> BLAKE3 for all modules that the action of a step imports, statically or by
+        name."""
         modules = step_modules(step)
         if modules not in self._code:
             for module in modules:
@@ -239,25 +243,26 @@ class Planner:
         return self._code[modules]
 
     def explain(self, step: Step) -> tuple[Change, ...]:
-        """The differences between a step and the closest recent record of its name; () when there is none."""
+        """Returns the differences between a step and the most similar recent record of its name; () if there
+        is none."""
         image = self.preimage(step)
         key = image.key()
         recent = (self.store.record(old) for old in self.store.cache.keys(step.name) if old != key)
-        found = []
+        candidates = []
         for old in recent:
-            with suppress(ValueError):  # a record may be damaged in the part that only this reads
+            with suppress(ValueError):  # a record may be damaged in a part that only this comparison reads
                 if old is not None:
-                    found.append(compare(old.made.preimage, image, step.labels))
-        return min(found, key=len, default=())
+                    candidates.append(compare(old.made.preimage, image, step.labels))
+        return min(candidates, key=len, default=())
 
     def _digest(self, item: Input) -> str:
         if item.select:
             return self.tree(item).digest
-        found = self.results[self.graph.resolve(item.node)]
-        return found.digest if isinstance(found, Tree) else found.tree
+        result = self.results[self.graph.resolve(item.node)]
+        return result.digest if isinstance(result, Tree) else result.tree
 
     def _salt(self, step: Step) -> tuple[str, bytes, bytes]:
-        """The salt of a step, and what it is made of as canonical JSON: source files and tools."""
+        """Returns the salt of a step, and its two parts, source files and tools, as canonical JSON."""
         place = step.action, step.code, *step.tools.items()
         if place not in self._salts:
             code = self.code(step)
@@ -286,27 +291,28 @@ class Planner:
         stats = self.stats[source.name] = {}
         for name in source.files:
             try:
-                digest, found = self.store.cache.digest(source.root / name, self._announce)
+                digest, stat = self.store.cache.digest(source.root / name, self._announce)
             except OSError as error:
                 problems.append(f"{source.name}: {source.root / name}: {error.strerror or error}")
                 continue
-            entries.append(Entry(name, digest, found.st_size))
-            stats[name] = (found.st_size, found.st_mtime_ns)
+            entries.append(Entry(name, digest, stat.st_size))
+            stats[name] = (stat.st_size, stat.st_mtime_ns)
         self.results[source.name] = Tree.of(entries)
         return problems
 
 
 def step_modules(step: Step) -> tuple[str, ...]:
-    """The modules whose import closures are in a step's key: its action's, and those loaded by name."""
+    """Returns the modules whose import closures enter a step's key: the action's, and those imported by
+    name."""
     return (step.action.partition(":")[0], *step.code)
 
 
 def explain(
     graph: Graph, store: Store, name: str, sharing: Sharing | None = None
 ) -> tuple[Planned, tuple[Change, ...]]:
-    """A step's plan and every difference to the closest recent record of its name.
+    """Returns the plan of one step and its differences from the most similar recent record of its name.
 
-    No differences are given while an input is not built. Raises as `plan` does.
+    The differences are empty while an input is not built. Raises what `plan` raises.
     """
     step = graph.step(name)
     planner = Planner(graph, store, only=frozenset((step.name,)), sharing=sharing)

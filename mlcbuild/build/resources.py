@@ -1,4 +1,4 @@
-"""Who runs the steps of a run, and how much of that is free."""
+"""The executor of a run, and the accounting of its cores and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mlcbuild.store.staging import StagingArea
 
 
 def executor(options: Options, sharing: Sharing, staging: StagingArea, bell: Bell) -> Executor:
-    """What the options name. Raises SetupError when there is no such cluster, UsageError."""
+    """Returns the executor that the options name. Raises UsageError, and SetupError for an unreachable
+    cluster."""
     if options.executor == "inline":
         return Inline()
     if options.executor == "pool":
@@ -30,7 +31,7 @@ def executor(options: Options, sharing: Sharing, staging: StagingArea, bell: Bel
 
 @dataclass
 class Running:
-    """A step that runs, and what it holds."""
+    """A running step and the resources that it holds."""
 
     step: Step
     planned: Planned
@@ -38,35 +39,38 @@ class Running:
     cores: int
     log: Path
     area: Path | None = None
+    """The step's private directory; None until it is created."""
     started: float = field(default_factory=time.monotonic)
 
 
 class Capacity:
-    """Cores and memory of an executor, less what running steps hold."""
+    """The cores and memory of an executor that running steps do not hold."""
 
     def __init__(self, executor: Executor, options: Options) -> None:
         self._executor = executor
         self._options = options
         self._held: dict[str, tuple[int, int]] = {}
         self._alone = False
-        """One that runs alone is running."""
+        """True while a step that must run alone is running."""
 
     def open(self) -> bool:
-        """Whether another step may start, however small."""
+        """Tells whether any further step may start."""
         return not self._held or (self._cores() > 0 and len(self._held) < self._executor.capacity)
 
     def fits(self, step: Step) -> bool:
-        """Whether the memory for a step is free; a step that is too large for all of it runs alone, and so
-        does one that asks for that."""
+        """Tells whether the memory that a step needs is free.
+
+        A step that needs more than all memory runs alone, and so does a step marked `alone`.
+        """
         memory = self._options.memory or self._executor.memory
         if step.alone or self._alone:
             return not self._held
         return not self._held or step.memory <= memory - sum(held for _, held in self._held.values())
 
     def take(self, step: Step, others: int) -> int:
-        """Reserves a step's share while `others` wait to start: the cores it gets."""
-        wanted = max(1, min(step.cores, self._cores() // (others + 1)))
-        granted = self._executor.grant(step, wanted)
+        """Reserves cores and memory for a step while `others` wait to start; returns the number of cores."""
+        share = max(1, min(step.cores, self._cores() // (others + 1)))
+        granted = self._executor.grant(step, share)
         self._held[step.name] = granted, step.memory
         self._alone = step.alone
         return granted

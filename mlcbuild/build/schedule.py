@@ -1,4 +1,4 @@
-"""What a run is to do, and what it does first."""
+"""The options of a run, estimates of step times, and waiting for locks."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ from mlcbuild.build.graph import Graph
 from mlcbuild.build.plan import Planned, Planner
 
 _UNKNOWN = 0.01
-"""Seconds that stand for a step that was never built: what is told as the least that is left must be true."""
+"""Estimated seconds of a step that was never built. Small, since the sum is reported as a lower bound."""
 _POLL = 0.1
-"""Seconds between two looks at a step that another process builds."""
+"""Seconds between two attempts to take a lock that another process holds."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to run. Zero means: what this machine has."""
+    """The options of a run. A number of 0 means all that this machine has."""
 
     jobs: int = 0
-    """Cores to share out among steps."""
+    """Cores to divide among steps."""
     memory: int = 0
-    """Bytes to share out among steps."""
+    """Bytes of memory to divide among steps."""
     keep_going: bool = False
     force: tuple[str, ...] = ()
-    """Names or globs of steps to run whatever the store holds."""
+    """Names or globs of steps to run even if the store has their results."""
     only: tuple[str, ...] = ()
-    """Names or globs of the steps wanted; () means all."""
+    """Names or globs of the steps to build; () means all."""
     outputs: tuple[str, ...] = ()
-    """Names or globs of steps whose files must be here in the end; () means `only`, or else the steps that
-    no other takes as an input. Files of other steps that a remote has come only when a step reads them."""
+    """Names or globs of steps whose files must be on this machine in the end.
+
+    () means `only`, or else the steps that no other step reads. Files of other steps stay on their remote
+    until a step on this machine reads them.
+    """
     executor: str = "pool"
-    """ "pool": processes of this machine; "inline": this process; "dask://host:port": a cluster."""
+    """Where steps run: "pool" in processes of this machine, "inline" in this process, "dask://host:port" on a
+    cluster."""
     tls: str | None = None
-    """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts."""
+    """Directory with ca.pem, cert.pem and key.pem, for an encrypted cluster."""
     handle_signals: bool = False
-    """In the main thread, SIGINT and SIGTERM end the run instead of the process."""
+    """When true, SIGINT and SIGTERM end the run instead of the process; the run must be in the main thread.
+    """
 
 
 def outputs(planner: Planner, options: Options) -> frozenset[str]:
-    """The steps whose files must be here in the end. Raises UsageError."""
+    """Returns the steps whose files must be on this machine in the end. Raises UsageError."""
     if chosen := options.outputs or options.only:
         return planner.graph.match(chosen)
     read = {need for step in planner.steps for need in planner.graph.needs(step)}
@@ -49,17 +54,17 @@ def outputs(planner: Planner, options: Options) -> frozenset[str]:
 
 @dataclass
 class LockWait:
-    """A step whose key is locked by another process, or by another step of this run."""
+    """The wait of a step for a lock that another process, or another step of this run, holds on its key."""
 
     since: float = field(default_factory=time.monotonic)
     again: float = 0.0
-    """When to look at the lock again."""
+    """Monotonic time of the next attempt."""
     is_reported: bool = False
 
     def postpone(self) -> bool:
-        """Sets when to look again. True if it is time to report, once, that the step waits.
+        """Schedules the next attempt. Returns True once, when the wait is long enough to be reported.
 
-        Not at once: a process that only cleans up stale locks holds them for a moment too.
+        It is not reported at first, since a process that cleans up stale locks also holds them for a moment.
         """
         now = time.monotonic()
         self.again = now + _POLL
@@ -70,17 +75,17 @@ class LockWait:
 
 
 def weights(graph: Graph, plans: Mapping[str, Planned]) -> dict[str, float]:
-    """Seconds, by the last records, from the start of each step to the end of the longest chain after it."""
-    found: dict[str, float] = {}
+    """Returns step -> estimated seconds from its start to the end of the longest chain of steps after it."""
+    weights: dict[str, float] = {}
     for name in reversed(graph.nodes):
         if name in plans:
-            after = max((found.get(user, 0.0) for user in graph.users[name]), default=0.0)
-            found[name] = after + (estimate(plans[name]) or _UNKNOWN)
-    return found
+            after = max((weights.get(user, 0.0) for user in graph.users[name]), default=0.0)
+            weights[name] = after + (estimate(plans[name]) or _UNKNOWN)
+    return weights
 
 
 def estimate(planned: Planned) -> float | None:
-    """Seconds that the step took when it was last built."""
+    """Returns the seconds that a step took when it was last built; None when it never was."""
     try:
         return planned.record.made.measured.milliseconds / 1000 if planned.record is not None else None
     except ValueError:

@@ -1,7 +1,7 @@
-"""The state of every step of a run, and which state may follow which.
+"""The state of every step of a run, and the transitions between states.
 
-One record stands for each step. The loop in execute.py starts and ends steps; here follows what that means
-for the steps behind them: their keys become known, they can start, are reused, or are skipped.
+The loop in execute.py starts and ends steps. This module computes the consequences for the steps that depend
+on them: their keys become known, they become ready, are reused, or are skipped.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mlcbuild.signals import Interruption
 
 
 class StepState(Enum):
-    """What a step waits for."""
+    """The states of a step; each value says what the step waits for."""
 
     PENDING = "an input without a result"
     READY = "cores and memory"
-    LOCKED = "whoever builds the same key"
+    LOCKED = "the process that builds the same key"
     FETCHING = "files of its inputs, which come from a remote"
     RUNNING = "the end of its action"
     ARRIVING = "its own files, which come from a remote"
@@ -43,34 +43,34 @@ TRANSITIONS: Mapping[StepState, frozenset[StepState]] = {
     _FETCHING: frozenset((_PENDING, _READY, _DONE)),
     _RUNNING: frozenset((_ARRIVING, _DONE)),
     _ARRIVING: frozenset((_PENDING, _READY, _FETCHING, _DONE)),
-    # A remote has the record of a reused step, and then fails to send a file that another step reads.
+    # A remote has the record of a reused step, but cannot send a file that another step reads.
     _DONE: frozenset((_PENDING, _READY, _FETCHING)),
 }
 
 
 @dataclass(slots=True)
 class TrackedStep:
-    """One step of a run. `Tracker` changes its state."""
+    """One step of a run. Its state is changed only by `Tracker`."""
 
     step: Step
     place: int
-    """Its index in the plan."""
+    """Index of the step in the plan."""
     planned: Planned
     state: StepState = StepState.PENDING
     missing: frozenset[str] = frozenset()
-    """Inputs without a result, of a pending step."""
+    """Inputs without a result, for a pending step."""
     remote: Planned | None = None
-    """Set while a remote has the record, and this store need not have the files."""
+    """The plan that named a remote with the record; None when the files must come from this store."""
     requests: frozenset[int] = frozenset()
-    """Downloads that the step waits for."""
+    """Numbers of the downloads that the step waits for."""
     lock_wait: LockWait | None = None
     running: Running | None = None
-    """What the step holds while it runs."""
+    """The resources that the step holds while it runs."""
     built_elsewhere: StepResult | None = None
-    """The result of a worker with another store, until its files are here."""
+    """The result of a worker with another store, kept until the files are on this machine."""
     result: StepResult | None = None
     chain: float = inf
-    """Seconds from its start to the end of the longest chain of steps after it, by earlier records."""
+    """Seconds from the step's start to the end of the longest chain of steps after it, by earlier records."""
 
     @property
     def name(self) -> str:
@@ -78,19 +78,19 @@ class TrackedStep:
 
 
 class Tracker:
-    """All steps of one run.
+    """The states of all steps of one run.
 
-    `fetch_all` has the files of a step come from its remote; the step has moved to ARRIVING before.
+    `fetch_all` starts the download of all files of a step, which has moved to ARRIVING before.
     """
 
     def __init__(
         self, planner: Planner, notes: Notes, options: Options, report: Reporter, end: Interruption
     ) -> None:
         self.steps: dict[str, TrackedStep] = {}
-        """In the order of the plan."""
+        """Steps by name, in the order of the plan."""
         self.outputs = outputs(planner, options)
         self.stopping = ""
-        """Why no more steps are started; "" while they are."""
+        """The reason why no more steps are started; "" while steps are."""
         self.fetch_all: Callable[[str], None] = lambda name: None
         self._planner = planner
         self._notes = notes
@@ -98,12 +98,12 @@ class Tracker:
         self._keep_going = options.keep_going
         self._end = end
         self._ready: list[tuple[float, int, str]] = []
-        """Heap of (-chain, place, name). An entry whose step is not READY any more is skipped."""
+        """Heap of (-chain, place, name). Entries whose step is not READY any more are skipped."""
         self._by_state: dict[StepState, dict[str, TrackedStep]] = {state: {} for state in StepState}
         self._plan()
 
     def _plan(self) -> None:
-        """Gives every step its first state."""
+        """Sets the first state of every step."""
         for place, planned in enumerate(self._notes.plan()):
             step = self._planner.graph.step(planned.name)
             item = self.steps[planned.name] = TrackedStep(step, place, planned)
@@ -127,14 +127,14 @@ class Tracker:
     # States
 
     def move(self, item: TrackedStep, state: StepState) -> None:
-        """Changes the state of a step, as TRANSITIONS allows."""
+        """Changes the state of a step. TRANSITIONS lists the allowed changes."""
         assert state in TRANSITIONS[item.state], f"{item.name}: {item.state.name} -> {state.name}"
         del self._by_state[item.state][item.name]
         self._by_state[state][item.name] = item
         item.state = state
 
     def enqueue(self, item: TrackedStep) -> None:
-        """Makes a step ready, or has it wait for files that are on their way to it."""
+        """Makes a step ready, or lets it wait for files that are being downloaded for it."""
         self.move(item, _FETCHING if item.requests else _READY)
         if item.state is _READY:
             heappush(self._ready, (-item.chain, item.place, item.name))
@@ -143,12 +143,12 @@ class Tracker:
         return tuple(self._by_state[state].values())
 
     def left(self) -> Iterator[TrackedStep]:
-        """The steps without a result, in the order of the plan."""
+        """Yields the steps without a result, in the order of the plan."""
         return (item for item in self.steps.values() if item.state is not _DONE)
 
     @property
     def queued(self) -> int:
-        """Steps that are offered to `start_ready` next."""
+        """The number of steps in the queue of `start_ready`."""
         return len(self._ready)
 
     @property
@@ -160,9 +160,9 @@ class Tracker:
         return bool(self._by_state[_RUNNING])
 
     def start_ready(self, start: Callable[[TrackedStep], bool], is_open: Callable[[], bool]) -> None:
-        """Offers ready steps to `start` while `is_open`, those with the longest chains first.
+        """Passes ready steps to `start` while `is_open()`, those with the longest chains first.
 
-        `start` returns False for a step that does not fit now; it stays ready.
+        `start` returns False for a step that does not fit now, which stays ready.
         """
         kept = []
         while self._ready and is_open():
@@ -179,13 +179,13 @@ class Tracker:
     # Results
 
     def settle(self, result: StepResult) -> None:
-        """Notes a result and, from it, whatever becomes known of the steps behind it."""
+        """Stores the result of a step and updates all steps that depend on it."""
         pending = [result]
         while pending:
             result = pending.pop()
             item = self.steps[result.name]
             if item.state is _DONE:
-                continue  # skipped already, through another input
+                continue  # skipped already because of another input
             self._finish(item, result)
             self._report(StepFinished(result, tail(result.log) if result.status == "failed" else ""))
             if result.status == "failed" and not self._keep_going:
@@ -207,7 +207,10 @@ class Tracker:
         item.missing = frozenset()
 
     def _advance(self, item: TrackedStep, need: StepResult) -> list[StepResult]:
-        """Considers a pending step whose input `need` has a result now; [] while it has none of its own."""
+        """Updates a pending step after its input `need` got a result.
+
+        Returns the results that follow; [] while the step has none.
+        """
         if need.record is None:
             reason = f"needs {need.name}, which failed" if need.status == "failed" else need.reason
             return [StepResult(item.name, "skipped", reason=reason)]
@@ -216,7 +219,7 @@ class Tracker:
             return []
         planned, before = self._notes.consider(item.step), item.planned
         if planned.state == "run" and planned.key == before.key:
-            planned = before  # the reason for running it is that its files cannot be fetched
+            planned = before  # keeps the reason, which says that its files could not be downloaded
         item.planned = planned
         if planned.state == "remote" and planned.record is not None:
             item.remote = planned
@@ -233,15 +236,16 @@ class Tracker:
     # Files of remotes
 
     def arrived(self, item: TrackedStep) -> None:
-        """Settles a step whose own files have come."""
+        """Settles a step whose own files have been downloaded."""
         if item.remote is not None and item.state is _ARRIVING:
             self.settle(item.built_elsewhere or _reused(item.remote))
 
     def demote(self, item: TrackedStep, why: str) -> None:
-        """Has a step run after all, and those that wait for its files wait for it."""
+        """Makes a step run after all because its files could not be downloaded; its waiting users wait for
+        the run."""
         planned, item.remote = item.remote, None
         if planned is None:
-            return  # the failure of another download said so before
+            return  # another failed download demoted it before
         item.result = None
         item.planned = replace(planned, state="run", reason=f"its files cannot be fetched: {why}")
         if planned.key is not None:
@@ -260,7 +264,7 @@ class Tracker:
             self.enqueue(item)
 
     def _missing(self, item: TrackedStep) -> frozenset[str]:
-        """The inputs of a step whose records are not known."""
+        """Returns the inputs of a step that have no record yet."""
         needs = (self.steps.get(name) for name in self._planner.graph.needs(item.step))
         return frozenset(
             need.name

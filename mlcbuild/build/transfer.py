@@ -1,4 +1,4 @@
-"""Downloads and uploads beside a run, in threads that tell what became of them."""
+"""Background threads that download inputs and upload results during a run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mlcbuild.remotes.transport import CancelledError
 from mlcbuild.store.records import Record
 
 _DOWNLOADS, _UPLOADS = 4, 2
-"""Threads for each."""
-_TELL = 0.2
-"""Seconds between two words about a download's progress."""
+"""Number of threads for downloads and for uploads."""
+_PROGRESS_INTERVAL = 0.2
+"""Minimum seconds between two progress events of a download."""
 _JOIN = 1.0
-"""Seconds that the end of a run waits for threads that were told to stop."""
+"""Seconds that `close` waits for its threads."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A request for files of a step has ended."""
+    """A message: the download of files of a step has ended."""
 
     request: int
     why: str
-    """Why a file could not be had; "" when all are there."""
+    """The error when a file could not be downloaded; "" when all are there."""
 
 
 Message: TypeAlias = Fetched | StepProgress | Warned
@@ -39,23 +39,27 @@ _Task: TypeAlias = Callable[[], None]
 
 @dataclass
 class _Request:
-    """Some files of one step on their way."""
+    """A download of some files of one step."""
 
     number: int
     step: str
+    """Name of the step whose files are downloaded."""
     left: int
     total: int
     done: int = 0
     why: str = ""
-    told: float = field(default_factory=time.monotonic)
+    last_progress: float = field(default_factory=time.monotonic)
 
 
 class Transfers:
-    """`wake` is called from any thread when `messages` has something new."""
+    """Downloads and uploads files in threads.
+
+    `wake` is called, from any thread, when `messages` has new messages.
+    """
 
     def __init__(self, sharing: Sharing, wake: Callable[[], None]) -> None:
         self.not_uploaded: dict[str, tuple[str, ...]] = {}
-        """Step -> the remotes that lack its result, once `close` has returned."""
+        """Step -> the remotes that lack its result; complete once `close` has returned."""
         self._sharing = sharing
         self._wake = wake
         self._stop = threading.Event()
@@ -68,7 +72,7 @@ class Transfers:
         self._threads: list[threading.Thread] = []
 
     def fetch(self, step: str, files: Sequence[Entry]) -> int:
-        """Starts to bring files into the store; the number of the request."""
+        """Starts a download of files of a step into the store; returns the number of the request."""
         self._count += 1
         distinct = {entry.digest: entry for entry in files}
         total = sum(entry.size for entry in distinct.values())
@@ -82,7 +86,7 @@ class Transfers:
         return request.number
 
     def upload(self, step: str, record: Record) -> None:
-        """Sends a result to the remotes that are written to, when there is time."""
+        """Queues the upload of a result to all remotes that accept writes."""
         if not self._sharing.writers:
             return
         with self._guard:
@@ -91,7 +95,7 @@ class Transfers:
         self._start(self._uploads, _UPLOADS)
 
     def resume(self, results: Iterable[StepResult]) -> None:
-        """Sends what an earlier run should have sent, and did not live to."""
+        """Queues the uploads that an earlier run did not finish."""
         promised = self._sharing.promised()
         for result in results:
             record = result.record if result.key in promised else None
@@ -100,22 +104,22 @@ class Transfers:
 
     @property
     def uploading(self) -> int:
-        """Results that are not sent yet."""
+        """The number of results that are not uploaded yet."""
         return len(self._pending)
 
     def messages(self) -> list[Message]:
-        found = []
+        messages = []
         while True:
             try:
-                found.append(self._messages.get_nowait())
+                messages.append(self._messages.get_nowait())
             except Empty:
-                return found
+                return messages
 
     def close(self) -> None:
-        """Ends everything at once; what was not sent then counts as not uploaded."""
+        """Stops all transfers at once; unfinished uploads are listed in `not_uploaded`."""
         self._stop.set()
         self._sharing.close()
-        for _ in self._threads:  # each takes one
+        for _ in self._threads:  # each thread takes one
             self._downloads.put(_nothing)
             self._uploads.put(_nothing)
         end = time.monotonic() + _JOIN
@@ -142,7 +146,8 @@ class Transfers:
                 why = self._sharing.fetch(entry, self._stop, partial(self._note, request))
             except CancelledError:
                 pass
-            except Exception as error:  # a defect must not leave the loop waiting
+            # even a defect must end the request, or the main loop would wait for ever
+            except Exception as error:
                 why = f"{type(error).__name__}: {error}"
         with self._guard:
             request.left -= 1
@@ -156,9 +161,9 @@ class Transfers:
         with self._guard:
             request.done += count
             now = time.monotonic()
-            if now - request.told < _TELL:
+            if now - request.last_progress < _PROGRESS_INTERVAL:
                 return
-            request.told = now
+            request.last_progress = now
         self._messages.put(StepProgress(request.step, request.done, request.total, "B"))
         self._wake()
 
@@ -167,7 +172,7 @@ class Transfers:
             missing = self._sharing.send(record, self._stop)
         except CancelledError:
             return
-        except Exception as error:  # a defect must not leave the loop waiting
+        except Exception as error:  # even a defect must end the upload, or the main loop would wait for ever
             missing = self._sharing.writers
             self._messages.put(Warned(f"{step} was not uploaded: {type(error).__name__}: {error}"))
         with self._guard:

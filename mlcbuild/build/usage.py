@@ -1,4 +1,4 @@
-"""What a run notes in its store: the keys of its steps, and which records it builds on."""
+"""Records in the store which keys and records a run uses, so that garbage collection keeps them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOUCH_SECONDS = USE_NOTED_NS / 1e9
 
 
 class Notes:
-    """Finds records so that gc, which may run beside, sees that they are used, or has taken them before."""
+    """Looks up records and marks them as used, excluding a concurrent garbage collection."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -24,22 +24,22 @@ class Notes:
         self._saved = self._touched = time.monotonic()
 
     def plan(self) -> list[Planned]:
-        """Every step of the plan, in order."""
+        """Returns the plan of every step, in order, and marks the hits as used."""
         with self._store.settled():
-            found = list(self._planner.all())
-            for planned in found:
+            plans = list(self._planner.all())
+            for planned in plans:
                 self._use(planned)
-        return found
+        return plans
 
     def consider(self, step: Step) -> Planned:
-        """The state of one step, now that its inputs are known."""
+        """Returns the plan of one step whose inputs are complete, and marks a hit as used."""
         with self._store.settled():
             planned = self._planner.consider(step)
             self._use(planned)
         return planned
 
     def find(self, key: str) -> Record | None:
-        """The record of a key when it and its files can be used."""
+        """Returns the record of a key if all its files are in the store, and marks it as used."""
         with self._store.settled():
             record = self._store.find(key)
             if record is not None:
@@ -47,18 +47,19 @@ class Notes:
         return record
 
     def write_sometimes(self, results: Callable[[], Mapping[str, StepResult]]) -> None:
-        """Writes the present results, if the last write is some seconds ago."""
+        """Writes the present results if the last write is more than a few seconds ago."""
         if time.monotonic() - self._saved > _SAVE_SECONDS:
             self.write(results())
 
     def write(self, results: Mapping[str, StepResult]) -> None:
+        """Writes the key of each result to the store, and marks the records as used."""
         self._saved = time.monotonic()
-        known = {name: step for name, step in results.items() if step.record is not None and step.key}
-        self._store.cache.remember({name: step.key for name, step in known.items() if step.key})
+        usable = {name: step for name, step in results.items() if step.record is not None and step.key}
+        self._store.cache.remember({name: step.key for name, step in usable.items() if step.key})
         self._store.cache.save()
         if self._saved - self._touched > _TOUCH_SECONDS:
             self._touched = self._saved
-            for step in known.values():
+            for step in usable.values():
                 if step.record is not None:
                     self._store.touch(step.record)
 

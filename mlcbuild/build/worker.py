@@ -1,4 +1,4 @@
-"""One step's work, from staged inputs to the published record, in whatever process it runs."""
+"""Runs one step in whatever process: from its staged inputs to the published record."""
 
 from __future__ import annotations
 
@@ -32,60 +32,61 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 RETIRE_BYTES = 1 << 30
-"""A worker that still holds this much after a step is replaced: what it keeps is in nobody's budget."""
+"""Resident bytes after a step from which a worker is replaced, since no step's budget covers them."""
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 
 
 @dataclass(frozen=True)
-class Given:
-    """One argument of the action."""
+class JobInput:
+    """One argument of an action: its files, and where they are."""
 
     argument: str
     files: tuple[Entry, ...]
     root: Path | None = None
-    """Where a source lies; None for an artifact, whose files are linked out of the store."""
+    """Directory of a source; None for an artifact, whose files are linked out of the store."""
     stats: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Source file -> (size, mtime_ns) when it was digested."""
+    """Source file -> (size in bytes, mtime_ns) at the time it was hashed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker must know. It can be pickled."""
+    """All that a worker needs to run one step. It can be pickled."""
 
     name: str
     key: str
     preimage: Preimage
-    inputs: tuple[Given, ...]
+    inputs: tuple[JobInput, ...]
     cores: int
     store: Path
     area: Path
-    """A fresh directory of the session, removed afterwards."""
+    """A fresh directory of the session, deleted after the job."""
     log: Path
     shared: bool = True
     again: bool = False
-    """It was asked for though its result is known."""
+    """True when the step is forced: it runs even if the store has its result."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: with a record, or with an error."""
+    """The outcome of a job: a record, or an error."""
 
     name: str
     record: Record | None = None
     fault: str = ""
+    """A warning about the result, such as a second, different result for the key; "" for none."""
     error: MlcbuildError | None = None
     retire: bool = False
-    """The worker ends after this job."""
+    """True when the worker process ends after this job."""
     worker: str = ""
-    """The machine of a cluster that ran it."""
+    """The cluster machine that ran the job."""
     origin: str = ""
     """The remote that has the files; "" when they are in the store."""
     unsent: tuple[str, ...] = ()
-    """Remotes that should have the files and lack them."""
+    """Remotes that did not receive the files although they should have."""
 
 
 def perform(job: Job) -> Outcome:
-    """Runs the action, publishes what it wrote, cleans up. Errors come back in the outcome."""
+    """Runs the action of a job, publishes its files and cleans up. Errors are part of the outcome."""
     store = Store(job.store)
     try:
         with store.writing(), _logged(job.log, job.area):
@@ -122,7 +123,7 @@ def _build(job: Job, store: Store) -> Outcome:
     out, temporary = job.area / "out", job.area / "tmp"
     out.mkdir()
     temporary.mkdir()
-    arguments, known = _stage(job, store)
+    arguments, linked = _stage(job, store)
     module, _, function = job.preimage.action.partition(":")
     cost = _Cost()
     with _environment(MLCBUILD_CORES=str(job.cores), TMPDIR=str(temporary)):
@@ -132,42 +133,46 @@ def _build(job: Job, store: Store) -> Outcome:
     _check_code(job)
     measured = replace(cost.measured(), milliseconds=round((time.monotonic() - started) * 1000))
     made = Made(job.name, job.preimage, measured, job.shared)
-    published = store.publish(job.key, made, out, known)
+    published = store.publish(job.key, made, out, linked)
     return Outcome(job.name, published.record, published.fault)
 
 
 def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int], Entry]]:
-    """Directory of each argument, and (device, inode) of every file that was linked out of the store."""
+    """Stages the inputs of a job.
+
+    Returns argument -> directory, and (device, inode) -> entry for every file that was linked out of the
+    store.
+    """
     arguments: dict[str, Path] = {}
-    known: dict[tuple[int, int], Entry] = {}
-    for given in job.inputs:
-        if given.root is not None:
-            arguments[given.argument] = given.root
+    linked: dict[tuple[int, int], Entry] = {}
+    for job_input in job.inputs:
+        if job_input.root is not None:
+            arguments[job_input.argument] = job_input.root
             continue
-        directory = arguments[given.argument] = job.area / "in" / given.argument
+        directory = arguments[job_input.argument] = job.area / "in" / job_input.argument
         directory.mkdir(parents=True)
-        store.link_out(given.files, directory)
-        for entry in given.files:
-            found = (directory / entry.path).stat()
-            known[found.st_dev, found.st_ino] = entry
+        store.link_out(job_input.files, directory)
+        for entry in job_input.files:
+            stat = (directory / entry.path).stat()
+            linked[stat.st_dev, stat.st_ino] = entry
             note_digest(directory / entry.path, entry.digest)
-    return arguments, known
+    return arguments, linked
 
 
 def _check_inputs(job: Job, arguments: dict[str, Path]) -> None:
-    """What was read must be what the key says."""
-    for given in job.inputs:
-        for entry in given.files:
-            path = arguments[given.argument] / entry.path
+    """Raises StepError if an input does not have the size and mtime that it had when it was hashed."""
+    for job_input in job.inputs:
+        for entry in job_input.files:
+            path = arguments[job_input.argument] / entry.path
             try:
-                found = path.stat()
-                same = (found.st_size, found.st_mtime_ns) == given.stats.get(
+                stat = path.stat()
+                same = (stat.st_size, stat.st_mtime_ns) == job_input.stats.get(
                     entry.path, (entry.size, STAMP_NS)
                 )
             except OSError:
                 same = False
             if not same:
-                what = path if given.root else f"its input {given.argument}/{entry.path}"
+                what = path if job_input.root else f"its input {job_input.argument}/{entry.path}"
                 raise StepError(
                     f"step {job.name}: {what} changed while the step ran; nothing was kept, run again"
                 )
@@ -184,9 +189,9 @@ def _check_code(job: Job) -> None:
 
 
 def _portable(error: MlcbuildError) -> MlcbuildError:
-    """The error as another process can take it."""
+    """Returns the error, or a StepError with its message when it cannot be pickled."""
     try:
-        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]  # it is what it was
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]  # the type of `error`
     except Exception:
         return StepError(str(error))
 
@@ -209,23 +214,23 @@ def _environment(**values: str) -> Iterator[None]:
 
 def _forget_temporary_directory() -> None:
     if "tempfile" in sys.modules:
-        sys.modules["tempfile"].tempdir = None  # type: ignore[attr-defined]  # it caches TMPDIR there
+        sys.modules["tempfile"].tempdir = None  # type: ignore[attr-defined]  # tempfile caches TMPDIR there
 
 
 @contextmanager
 def _logged(log: Path, area: Path) -> Iterator[None]:
-    """Sends descriptors 1 and 2 of this process, native output too, to a fresh file."""
+    """Redirects descriptors 1 and 2 of this process, including native output, to a new log file."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    part = area.with_name(f"{area.name}.log")  # goes with the session when this process is killed
+    part = area.with_name(f"{area.name}.log")  # removed with the session when this process is killed
     target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    part.replace(log)  # another process that runs a step of this name keeps its own file
+    part.replace(log)  # a process that runs another step of this name keeps its own file
     _flush()
     saved = os.dup(1), os.dup(2)
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
     try:
-        # Python's own streams may be something else than descriptors 1 and 2, as under a test runner.
+        # Under a test runner, Python's own streams may differ from descriptors 1 and 2.
         with (
             open(1, "w", closefd=False) as out,
             open(2, "w", closefd=False) as err,
@@ -241,7 +246,7 @@ def _logged(log: Path, area: Path) -> Iterator[None]:
 
 
 def tail(log: Path | None) -> str:
-    """The last lines of a log; "" when there is none."""
+    """Returns the last lines of a log; "" when there is none."""
     if log is None or not log.exists():
         return ""
     with log.open("rb") as file:
@@ -253,7 +258,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    _libc().fflush(None)  # what native code printed and libc still holds
+    _libc().fflush(None)  # native output that libc still buffers
 
 
 @cache
@@ -262,11 +267,11 @@ def _libc() -> ctypes.CDLL:
 
 
 class _Cost:
-    """CPU time and peak memory of this process and its children from now on."""
+    """Measures CPU time and peak memory of this process and its children from its creation on."""
 
     def __init__(self) -> None:
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak
         self._cpu = _cpu_seconds()
         self._children = _child_peak()
 
@@ -283,6 +288,7 @@ def _cpu_seconds() -> float:
 
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024
+"""Bytes in a unit of getrusage's ru_maxrss."""
 
 
 def _child_peak() -> int:
@@ -294,7 +300,7 @@ def _own_peak() -> int:
 
 
 def _status_bytes(field_name: str) -> int:
-    """A size from Linux's /proc/self/status; 0 elsewhere."""
+    """Returns a size in bytes from Linux's /proc/self/status; 0 on other systems."""
     with suppress(OSError), Path("/proc/self/status").open() as status:
         for line in status:
             if line.startswith(field_name + ":"):
@@ -303,10 +309,10 @@ def _status_bytes(field_name: str) -> int:
 
 
 def serve(descriptor: int) -> None:
-    """A worker process: takes jobs from the connection until it closes.
+    """Runs a worker process: executes jobs from the connection until it closes.
 
-    Standard input is a pipe whose other end only the parent holds: when it closes, the parent is gone,
-    and this process ends with all processes it started, whatever it is doing.
+    Standard input is a pipe whose other end only the parent holds. When it closes, the parent has ended, and
+    this process kills itself and all processes that it started.
     """
     from multiprocessing.connection import Connection
 
@@ -341,4 +347,4 @@ def _pass_on(send: Callable[[object], None], done: int, total: int, unit: str) -
 
 def _end_with_parent(life: int) -> None:
     os.read(life, 1)
-    os.killpg(0, signal.SIGKILL)  # this process leads its own group
+    os.killpg(0, signal.SIGKILL)  # this process leads its own process group

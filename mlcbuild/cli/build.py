@@ -206,7 +206,7 @@ def explain(arguments: argparse.Namespace) -> int:
     lines = [f"{planned.name}: {WORDS[planned.state]}" + (f", {planned.reason}" if planned.reason else "")]
     lines += [f"key {planned.key}" if planned.key else "the key is not known before its inputs are built"]
     for change in changes:
-        lines += [change.what, f"  - {change.before or '(absent)'}", f"  + {change.after or '(absent)'}"]
+        lines += [change.subject, f"  - {change.before or '(absent)'}", f"  + {change.after or '(absent)'}"]
     if not changes and planned.key is not None:
         lines.append(
             "nothing differs from the last time it was built" if planned.record else "it was never built here"

@@ -17,7 +17,7 @@ import pytest
 
 from mlcbuild.build import cluster
 from mlcbuild.build.cluster import client, site, wire
-from mlcbuild.build.cluster.wire import Answer, Argument, Order
+from mlcbuild.build.cluster.wire import Answer, Order, OrderInput
 from mlcbuild.build.events import Event, RunResult, StepPlaced, StepProgress, StepResult, Warned
 from mlcbuild.build.execute import Options, execute
 from mlcbuild.build.graph import Graph, Input, Node, Source, Step
@@ -230,7 +230,7 @@ def test_lost_workers(two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert verify(run.store).ok and verify(Store(two.place / places[0])).ok
 
     two.wait("seven")
-    monkeypatch.setattr(client, "STARTS", 1)
+    monkeypatch.setattr(client, "MAX_STARTS", 1)
     step, places = lose(two, Run(two, doomed), doomed, lambda worker: worker.kill())
     sentence = f"step held: the workers that ran it were lost, one after the other: {places[0]}"
     assert str(step.error) == sentence
@@ -272,7 +272,7 @@ def test_what_no_worker_can_do_is_said_before_anything_runs(two: Cluster, tmp_pa
     )
     assert lines[1].startswith("step old: no worker has 'apache-tvm 0.1', as here; they have 'apache-tvm 0.")
     assert lines[2].startswith("step unlinked: its key names the linker, and this machine has none")
-    assert lines[3].startswith("step other: no worker has 'moonshine': start one that has")
+    assert lines[3].startswith("step other: no worker has 'moonshine': start one with it")
     assert not run.places("good")
     result = run(nodes, keep_going=True)
     assert [step.status for step in result.steps if step.name == "good"] == ["built"]
@@ -396,7 +396,7 @@ def test_without_dask_the_message_says_what_to_install(monkeypatch: pytest.Monke
     "text", ["dask://", "dask://host", "tcp://host:1", "dask://host:1/x", "dask://u@h:1"]
 )
 def test_addresses(text: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no address of a scheduler: write dask://HOST:PORT"):
+    with pytest.raises(UsageError, match="is not the address of a scheduler: write dask://HOST:PORT"):
         cluster.address(text)
     assert str(cluster.address("dask://a.example:8786")) == "dask://a.example:8786"
     (tmp_path / "ca.pem").write_text("")
@@ -413,7 +413,7 @@ def test_labels() -> None:
 
 def an_order(place: Path) -> Order:
     image = Preimage(TEXT, {"text": "x"}, code_files("tests.actions"), {"tool": "1"}, {})
-    argument = Argument((Entry("a/b", "0" * 64, 3),), "/no/such/place")
+    argument = OrderInput((Entry("a/b", "0" * 64, 3),), "/no/such/place")
     remotes = (Remote(f"file://{place}", "readwrite", trust=("ed25519:x",)),)
     return Order("run", image.key(), Made("step", image), {"of": argument}, 2, False, remotes)
 
@@ -460,7 +460,7 @@ def test_a_worker_refuses_what_would_not_be_what_the_key_says(tmp_path: Path) ->
     image = replace(order.made.preimage, code={**order.made.preimage.code, "tests/actions.py": "0" * 64})
     wrong = attempt(replace(order, made=replace(order.made, preimage=image)), tmp_path)
     assert str(wrong.error) == (
-        "step step: the worker w has another mlcbuild (tests/actions.py differs): install the same there"
+        "step step: the worker w has another mlcbuild (tests/actions.py differs): install the same mlcbuild there"
     )
     image = replace(order.made.preimage, action="tests.nowhere:act")
     gone = attempt(replace(order, made=replace(order.made, preimage=image)), tmp_path)

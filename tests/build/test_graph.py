@@ -59,7 +59,7 @@ def test_a_cycle_is_named_with_its_path() -> None:
     with pytest.raises(UsageError) as caught:
         Graph([step("a", "c"), step("b", "a"), step("c", "b"), step("d")])
     message = str(caught.value)
-    assert message.startswith("the steps need each other in a circle: ")
+    assert message.startswith("the steps depend on each other in a cycle: ")
     path = message.partition(": ")[2].split(" -> ")
     assert path[0] == path[-1]
     assert " -> ".join([*path[:-1]] * 2).find("a -> c -> b") >= 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlcbuild.build.worker import Given, Job, perform, tail
+from mlcbuild.build.worker import Job, JobInput, perform, tail
 from mlcbuild.canon import Entry, Json, Tree, bytes_digest
 from mlcbuild.errors import CheckpointError, StepError
 from mlcbuild.store.records import Preimage
@@ -29,7 +29,7 @@ def area(store: Store) -> Iterator[StagingArea]:
 
 
 def job(
-    store: Store, area: StagingArea, function: str = "text", given: tuple[Given, ...] = (), **params: Json
+    store: Store, area: StagingArea, function: str = "text", given: tuple[JobInput, ...] = (), **params: Json
 ) -> Job:
     inputs = {item.argument: Tree.of(item.files) for item in given}
     preimage = Preimage(f"tests.actions:{function}", params, {}, {}, inputs)
@@ -38,11 +38,11 @@ def job(
     )
 
 
-def source(path: Path) -> Given:
+def source(path: Path) -> JobInput:
     """A file of the user as an argument."""
     found = path.stat()
     entry = Entry(path.name, bytes_digest(path.read_bytes()), found.st_size)
-    return Given("in", (entry,), path.parent, {path.name: (found.st_size, found.st_mtime_ns)})
+    return JobInput("in", (entry,), path.parent, {path.name: (found.st_size, found.st_mtime_ns)})
 
 
 def test_a_result_is_published_with_what_it_cost(store: Store, area: StagingArea) -> None:
@@ -60,7 +60,7 @@ def test_a_result_is_published_with_what_it_cost(store: Store, area: StagingArea
 def test_an_artifact_of_another_step_is_linked_into_place(store: Store, area: StagingArea) -> None:
     first = perform(job(store, area, text="one")).record
     assert first is not None
-    second = perform(job(store, area, given=(Given("in", first.files),), text="two")).record
+    second = perform(job(store, area, given=(JobInput("in", first.files),), text="two")).record
     assert second is not None
     assert store.read_blob(second.files[0]) == b"two\none"
 

@@ -1,12 +1,12 @@
-"""Steps on other machines: who may run what, in words that both sides understand.
+"""The resources that steps require and cluster workers offer.
 
-A worker says what it has as named amounts: `cores`, `memory` in bytes, and labels such as
-`apache-tvm 0.27.0.post1`, `linker ld: GNU ld 2.40`, `avx2` or whatever its owner calls it. A step says
-what it needs in the same words. dask.distributed calls these amounts resources and does the matching; the
-functions here find out beforehand what no worker can do, since dask would wait for ever.
+A worker declares named amounts: `cores`, `memory` in bytes, and labels such as `apache-tvm 0.27.0.post1`,
+`linker ld: GNU ld 2.40`, `avx2` or any name that its owner chose. A step declares what it requires under the
+same names. dask.distributed calls these amounts resources and matches them. The functions here detect in
+advance what no worker can run, because dask would wait for it for ever.
 
-Nothing but plain text passes between the two sides (see `wire`), and no artifact ever does: those go through
-the store, where both see the same one, or through a remote.
+The two sides exchange plain text only (see `wire`). Artifacts travel through a store that both sides can see,
+or through a remote.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from mlcbuild.build.graph import Step
 from mlcbuild.errors import SetupError, UsageError
 
 PLENTY = float(1 << 30)
-"""The amount of a label that any number of steps may use at once; each takes one."""
+"""Amount of a label whose number of concurrent users is not limited; each step uses 1."""
 SCHEME = "dask://"
 _SAME = "install the same version there"
 
 
 @dataclass(frozen=True)
 class Address:
-    """A scheduler of dask.distributed."""
+    """The address of a dask.distributed scheduler."""
 
     host: str
-    """host:port."""
+    """Host and port, written "host:port"."""
     tls: Path | None = None
-    """Directory with ca.pem, cert.pem and key.pem; None for a connection that anyone can read."""
+    """Directory with ca.pem, cert.pem and key.pem; None for an unencrypted connection."""
 
     def __str__(self) -> str:
         return SCHEME + self.host
 
     @property
     def url(self) -> str:
-        """As dask writes it."""
+        """The address in dask's notation, such as "tls://10.0.0.5:8786"."""
         return f"{'tls' if self.tls is not None else 'tcp'}://{self.host}"
 
 
 def address(text: str, tls: str | None = None) -> Address:
-    """The scheduler that `dask://host:port` means. Raises UsageError, also for a directory of `tls` that
-    lacks a file.
+    """Parses `dask://host:port`. `tls` names the directory with the certificates.
+
+    Raises UsageError for any other form, and for a `tls` directory that lacks a file.
     """
     host = text.removeprefix(SCHEME)
     if not text.startswith(SCHEME) or not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):\d{1,5}", host):
         raise UsageError(
-            f"'{text}' is no address of a scheduler: write dask://HOST:PORT, such as dask://10.0.0.5:8786"
+            f"'{text}' is not the address of a scheduler: write dask://HOST:PORT, such as dask://10.0.0.5:8786"
         )
     if tls is None:
         return Address(host)
@@ -64,12 +65,12 @@ def address(text: str, tls: str | None = None) -> Address:
 
 
 def security(address: Address) -> object:
-    """dask's description of how to encrypt. Raises SetupError when dask is not installed."""
+    """Returns dask's encryption settings for an address. Raises SetupError when dask is not installed."""
     try:
         from distributed.security import Security
     except ImportError:
         raise SetupError(
-            "dask.distributed is not installed: `pip install 'mlcbuild[dask]'` brings it"
+            "dask.distributed is not installed: install it with `pip install 'mlcbuild[dask]'`"
         ) from None
     if address.tls is None:
         return Security()
@@ -82,24 +83,32 @@ def security(address: Address) -> object:
     return Security(tls_ca_file=ca, require_encryption=True, **sides)
 
 
-def own() -> str:
-    """The label of machines with this version of mlcbuild."""
+def own_label() -> str:
+    """Returns the label of machines with this version of mlcbuild."""
     return f"mlcbuild {version('mlcbuild')}"
 
 
 def labels(step: Step) -> tuple[str, ...]:
-    """What a worker must have besides cores and memory: this mlcbuild, the tools in the step's key, more."""
-    return (own(), *(f"{tool} {found}" for tool, found in sorted(step.tools.items())), *step.needs)
+    """Returns the labels that a worker needs to run a step: this mlcbuild's version, the tools in the step's
+    key, and the labels that the step requires."""
+    return (
+        own_label(),
+        *(f"{tool} {version_}" for tool, version_ in sorted(step.tools.items())),
+        *step.needs,
+    )
 
 
 def resources(step: Step, cores: int) -> dict[str, float]:
-    """What a step takes while it runs, for dask."""
+    """Returns the dask resources that a step occupies while it runs with `cores` cores: name -> amount."""
     return {"cores": cores, "memory": float(step.memory), **dict.fromkeys(labels(step), 1.0)}
 
 
 def parse_labels(texts: Collection[str]) -> dict[str, float]:
-    """`gpu` is a label for any number of steps at once, `gpu=2` one for two. Raises UsageError."""
-    found = {}
+    """Parses worker labels into name -> amount.
+
+    `gpu` may be used by any number of steps at once, `gpu=2` by two. Raises UsageError for other forms.
+    """
+    amounts = {}
     for text in texts:
         name, equals, amount = text.rpartition("=") if "=" in text else (text, "", "")
         if not name or name in ("cores", "memory") or (equals and not re.fullmatch(r"[1-9]\d{0,6}", amount)):
@@ -107,27 +116,31 @@ def parse_labels(texts: Collection[str]) -> dict[str, float]:
                 f"--labels: '{text}' must be a NAME or NAME=COUNT with a count from 1; cores and memory have "
                 "options of their own"
             )
-        found[name] = float(amount) if equals else PLENTY
-    return found
+        amounts[name] = float(amount) if equals else PLENTY
+    return amounts
 
 
 def able(needs: Mapping[str, float], worker: Mapping[str, float]) -> bool:
+    """Tells whether the resources of a worker cover those of a step; both map name -> amount."""
     return all(worker.get(name, 0.0) >= amount for name, amount in needs.items())
 
 
 def refusal(step: Step, workers: Mapping[str, Mapping[str, float]]) -> str:
-    """Why no worker can run a step; "" when one can. `workers` maps names to what they have."""
+    """Returns the reason why no worker can run a step, or "" when one can.
+
+    `workers` maps a worker's name to its resources (name -> amount).
+    """
     needs = resources(step, 1)
     if any(able(needs, worker) for worker in workers.values()):
         return ""
     if not workers:
         return "there is no worker"
     lacking = [
-        name for name, n in needs.items() if all(found.get(name, 0.0) < n for found in workers.values())
+        name for name, n in needs.items() if all(worker.get(name, 0.0) < n for worker in workers.values())
     ]
     return "; ".join(
         _lack(name, step, workers) for name in lacking
-    ) or "no worker has all that it needs: " + ", ".join(name for name in needs if name != own())
+    ) or "no worker has all that it needs: " + ", ".join(name for name in needs if name != own_label())
 
 
 def _lack(name: str, step: Step, workers: Mapping[str, Mapping[str, float]]) -> str:
@@ -142,10 +155,10 @@ def _lack(name: str, step: Step, workers: Mapping[str, Mapping[str, float]]) -> 
     others = sorted(
         {label for worker in workers.values() for label in worker if label.startswith(f"{kind} ")}
     )
-    if name == own():
+    if name == own_label():
         return f"no worker has {name}, as here; they have {', '.join(others) or 'none'}: {_SAME}"
     if name == "linker none":
-        return "its key names the linker, and this machine has none for its target: install one here, too"
+        return "its key names the linker, and this machine has none for its target: install one here as well"
     if others:
         return f"no worker has '{name}', as here; they have {', '.join(map(repr, others))}: {_SAME}"
-    return f"no worker has '{name}': start one that has (`mlcbuild worker --labels` for what it cannot tell)"
+    return f"no worker has '{name}': start one with it (`mlcbuild worker --labels` adds labels)"

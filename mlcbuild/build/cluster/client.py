@@ -1,8 +1,8 @@
-"""An executor whose workers are those of a dask.distributed cluster.
+"""An executor that runs steps on the workers of a dask.distributed cluster.
 
-dask matches jobs with workers, notices dead workers and gives their jobs to others. What this adds: jobs are
-text (see `wire`), what no worker can do is found before it is submitted, inputs that a worker cannot get are
-given to it through a remote, and nothing is waited for that will not come.
+dask matches jobs with workers, notices dead workers and reschedules their jobs. This module adds the rest:
+jobs are plain text (see `wire`), a step that no worker can run is refused before it is submitted, inputs that
+a worker cannot reach are sent to it through a remote, and no wait is without a limit.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
 _CONNECT = 20.0
-"""Seconds that a scheduler gets to answer."""
+"""Seconds to wait for an answer of the scheduler."""
 _WORKERS = 20.0
-"""Seconds that the first worker gets to appear."""
+"""Seconds to wait for the first worker."""
 _GATHER = 30.0
-"""Seconds that an answer gets to arrive once dask says that it is there."""
+"""Seconds to wait for a result after dask reports that it is ready."""
 _CENSUS = 2.0
-"""Seconds between two looks at who the workers are."""
+"""Seconds between two updates of the list of workers."""
 _ABSENT = 60.0
-"""Seconds that a submitted job may lack a worker that could run it."""
-STARTS = 3
-"""Times that a job is started: one that kills its worker must not kill them all."""
-_SUPPLIES = 3
-"""Times that inputs of one job are supplied."""
+"""Seconds after which a job fails when no worker that could run it is present."""
+MAX_STARTS = 3
+"""Starts of one job before it fails, so that a job that kills its worker does not kill all of them."""
+_MAX_SUPPLIES = 3
+"""Times that the missing inputs of one job are sent before the job fails."""
 
 
 @dataclass
@@ -57,15 +57,19 @@ class _Submitted:
     job: Job
     future: Future[str]
     starts: list[str] = field(default_factory=list)
-    """Workers on which it was started, without those that gave it back."""
+    """Names of the workers that started the job, without those that returned it unfinished."""
     attempt: str = ""
     supplies: int = 0
+    """Times that missing inputs were sent."""
     absent: float | None = None
-    """Since when there is no worker for it."""
+    """Monotonic time since which no worker could run the job; None while one can."""
 
 
 class Cluster:
-    """Raises SetupError when dask is missing, or when no scheduler or no worker can be reached."""
+    """Runs steps on a dask cluster; steps that may not leave this machine run in a local process.
+
+    Raises SetupError when dask is missing, or when no scheduler or no worker can be reached.
+    """
 
     def __init__(
         self, address: Address, sharing: Sharing, staging: StagingArea, ring: Callable[[], None]
@@ -85,15 +89,15 @@ class Cluster:
         self._counted = 0.0
         self._wait_for_workers()
 
-    # What there is
+    # Workers
 
     @property
     def cores(self) -> int:
-        return max(1, int(sum(found["cores"] for found in self._workers.values())))
+        return max(1, int(sum(worker["cores"] for worker in self._workers.values())))
 
     @property
     def memory(self) -> int:
-        return int(sum(found["memory"] for found in self._workers.values()))
+        return int(sum(worker["memory"] for worker in self._workers.values()))
 
     @property
     def capacity(self) -> int:
@@ -103,17 +107,18 @@ class Cluster:
         return not step.shared
 
     def grant(self, step: Step, wanted: int) -> int:
-        """No more cores than a worker has that can run the step."""
+        """Returns the number of cores that a step gets: at most as many as its largest suitable worker
+        has."""
         needs = resources(step, 1)
         return min(
             wanted, max((int(w["cores"]) for w in self._workers.values() if able(needs, w)), default=1)
         )
 
     def refusals(self, steps: Iterable[Step]) -> dict[str, str]:
-        """Step -> why no worker can run it, of those that none can."""
+        """Returns step -> error message for the steps that no worker can run."""
         self._census()
-        found = {step.name: refusal(step, self._workers) for step in steps if step.shared}
-        return {name: f"step {name}: {why}" for name, why in found.items() if why}
+        reasons = {step.name: refusal(step, self._workers) for step in steps if step.shared}
+        return {name: f"step {name}: {why}" for name, why in reasons.items() if why}
 
     def _wait_for_workers(self) -> None:
         end = time.monotonic() + _WORKERS
@@ -126,11 +131,12 @@ class Cluster:
             time.sleep(0.2)
 
     def _census(self) -> Mapping[str, Mapping[str, float]]:
-        """Looks who the workers are; dask's own, which say nothing of cores, are none."""
-        found = self._client.scheduler_info(n_workers=-1)["workers"].values()
+        """Updates and returns the resources of each worker, ignoring plain dask workers, which declare no
+        cores."""
+        workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
         self._workers = {
             str(worker["name"]): dict(worker["resources"])
-            for worker in found
+            for worker in workers
             if "cores" in worker["resources"]
         }
         self._counted = time.monotonic()
@@ -157,9 +163,9 @@ class Cluster:
             pure=False,
         )
         before = self._jobs.get(job.name)
-        self._jobs[job.name] = found = _Submitted(step, job, future)
+        self._jobs[job.name] = submitted = _Submitted(step, job, future)
         if before is not None:
-            found.starts, found.supplies = before.starts, before.supplies
+            submitted.starts, submitted.supplies = before.starts, before.supplies
         future.add_done_callback(partial(self._done, job.name))
 
     def _done(self, name: str, future: Future[str]) -> None:
@@ -167,96 +173,96 @@ class Cluster:
         self._ring()
 
     def _event(self, event: tuple[float, Any]) -> None:
-        """A word of a worker, in dask's thread."""
-        told = event[1]
-        if isinstance(told, dict) and told.get("run") == self._staging.directory.name:
-            self._heard.put((str(told["kind"]), str(told["step"]), told))
+        """Receives an event of a worker, in dask's thread."""
+        details = event[1]
+        if isinstance(details, dict) and details.get("run") == self._staging.directory.name:
+            self._heard.put((str(details["kind"]), str(details["step"]), details))
             self._ring()
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
-        found: list[Message] = [*self._local.messages(0.0 if not self._heard.empty() else timeout, wake)]
+        messages: list[Message] = [*self._local.messages(0.0 if not self._heard.empty() else timeout, wake)]
         ended: dict[str, Future[str]] = {}
         while True:
             try:
-                kind, name, told = self._heard.get_nowait()
+                kind, name, details = self._heard.get_nowait()
             except Empty:
                 break
             submitted = self._jobs.get(name)
             if submitted is None:
                 continue
             if kind == "done":
-                if told is submitted.future:
-                    ended[name] = told
+                if details is submitted.future:
+                    ended[name] = details
             elif kind == "supplied":
-                found += self._supplied(submitted, told)
+                messages += self._supplied(submitted, details)
             else:
-                found += self._hear(submitted, kind, told)
-        found += self._answers(ended)
+                messages += self._hear(submitted, kind, details)
+        messages += self._answers(ended)
         if time.monotonic() - self._counted > _CENSUS and self._jobs:
-            found += self._look_after()
-        return found
+            messages += self._look_after()
+        return messages
 
-    def _hear(self, submitted: _Submitted, kind: str, told: dict[str, Any]) -> list[Message]:
+    def _hear(self, submitted: _Submitted, kind: str, details: dict[str, Any]) -> list[Message]:
         name, log = submitted.job.name, submitted.job.log
         if kind == "start":
-            return self._started(submitted, told)
-        if told["attempt"] != submitted.attempt:
-            return []  # of a worker that was declared dead
+            return self._started(submitted, details)
+        if details["attempt"] != submitted.attempt:
+            return []  # from a worker that was declared dead
         if kind == "progress":
-            return [StepProgress(name, int(told["done"]), int(told["total"]), str(told["unit"]))]
+            return [StepProgress(name, int(details["done"]), int(details["total"]), str(details["unit"]))]
         if kind == "log":
             with suppress(OSError), log.open("r+b") as file:
-                file.seek(int(told["at"]))
-                file.write(str(told["text"]).encode())
+                file.seek(int(details["at"]))
+                file.write(str(details["text"]).encode())
         if kind == "stopped" and submitted.starts:
             submitted.starts.pop()
         return []
 
-    def _started(self, submitted: _Submitted, told: dict[str, Any]) -> list[Message]:
-        name, worker = submitted.job.name, str(told["site"])
-        submitted.attempt = told["attempt"]
+    def _started(self, submitted: _Submitted, details: dict[str, Any]) -> list[Message]:
+        name, worker = submitted.job.name, str(details["site"])
+        submitted.attempt = details["attempt"]
         with suppress(OSError):
             submitted.job.log.parent.mkdir(parents=True, exist_ok=True)
             submitted.job.log.write_bytes(b"")
-        found: list[Message] = [StepPlaced(name, worker)]
+        messages: list[Message] = [StepPlaced(name, worker)]
         if submitted.starts:
-            found.append(Warned(f"step {name} is run again on {worker}: {submitted.starts[-1]} was lost"))
+            messages.append(Warned(f"step {name} is run again on {worker}: {submitted.starts[-1]} was lost"))
         submitted.starts.append(worker)
-        if len(submitted.starts) > STARTS:
+        if len(submitted.starts) > MAX_STARTS:
             lost = ", ".join(submitted.starts[:-1])
-            found.append(
+            messages.append(
                 self._fail(submitted, f"the workers that ran it were lost, one after the other: {lost}")
             )
-        return found
+        return messages
 
     def _answers(self, ended: Mapping[str, Future[str]]) -> list[Message]:
-        """What became of jobs of which dask says that they have ended."""
+        """Returns the messages for jobs that dask reports as ended."""
         if not ended:
             return []
-        found: list[Message] = []
+        messages: list[Message] = []
         whole = {name: future for name, future in ended.items() if future.status == "finished"}
         texts: dict[str, str] = {}
-        with suppress(Exception):  # asked for one by one below
+        with suppress(Exception):  # falls back to one request for each result below
             texts = dict(self._client.gather(whole)) if len(whole) > 1 else {}
         for name, future in ended.items():
             submitted = self._jobs[name]
             try:
                 answer = Answer.decode(texts.get(name) or future.result(timeout=_GATHER))
-            except Exception as error:  # whatever dask, or another version of this, may raise
-                found.append(self._fail(submitted, self._explain(future, error)))
+            except Exception as error:  # dask, or another version of mlcbuild, may raise anything
+                messages.append(self._fail(submitted, self._explain(future, error)))
                 continue
-            found += self._take(submitted, answer)
-        return found
+            messages += self._take(submitted, answer)
+        return messages
 
     def _explain(self, future: Future[str], error: Exception) -> str:
         kind = type(error).__name__
         if kind == "KilledWorker":
             return (
-                f"each worker that ran it was lost, the last one {getattr(error, 'last_worker', '')}: "
-                "it may need more memory than it says"
+                f"every worker that ran it was lost, the last one was {getattr(error, 'last_worker', '')}: "
+                "it may need more memory than it declares"
             )
         if future.status in ("cancelled", "lost") or kind in ("CancelledError", "FutureCancelledError"):
-            return f"the scheduler {self._address} was lost; what was built is kept, run again"
+            return f"the scheduler {self._address} was lost; built steps are kept, run again"
         return f"{kind} in the cluster: {' '.join(str(error).split())[:300]}"
 
     def _take(self, submitted: _Submitted, answer: Answer) -> list[Message]:
@@ -264,7 +270,7 @@ class Cluster:
         warnings: list[Message] = [Warned(f"worker {answer.worker}: {words}") for words in answer.warnings]
         if answer.lacking:
             submitted.supplies += 1
-            if submitted.supplies > _SUPPLIES:
+            if submitted.supplies > _MAX_SUPPLIES:
                 why = f"the worker {answer.worker} cannot get its inputs from any remote"
                 return [*warnings, self._fail(submitted, why)]
             self._supplier.submit(self._supply, submitted, answer)
@@ -289,15 +295,15 @@ class Cluster:
 
     def _forget(self, submitted: _Submitted) -> None:
         self._jobs.pop(submitted.job.name, None)
-        with suppress(Exception):  # dask's connection may be gone
+        with suppress(Exception):  # the connection may be closed already
             (submitted.future.release if submitted.future.done() else submitted.future.cancel)()
 
     def _look_after(self) -> list[Message]:
-        """Ends jobs that have long had no worker who could run them."""
-        found: list[Message] = []
+        """Fails the jobs for which no suitable worker was present for too long."""
+        messages: list[Message] = []
         try:
             self._census()
-        except Exception:  # no scheduler: dask tries to find it again
+        except Exception:  # the scheduler is gone; dask tries to reconnect
             self._counted = time.monotonic()
             self._workers = {}
         now = time.monotonic()
@@ -308,14 +314,17 @@ class Cluster:
                 continue
             submitted.absent = submitted.absent or now
             if now - submitted.absent > _ABSENT:
-                why = refusal(submitted.step, self._workers) or "no worker has as many cores as it was given"
-                found.append(self._fail(submitted, f"{why}; waited for one for {_ABSENT:.0f} seconds"))
-        return found
+                why = (
+                    refusal(submitted.step, self._workers)
+                    or "no worker has as many cores as the step was granted"
+                )
+                messages.append(self._fail(submitted, f"{why}; waited for one for {_ABSENT:.0f} seconds"))
+        return messages
 
     # Inputs
 
     def _supply(self, submitted: _Submitted, answer: Answer) -> None:
-        """Gives a worker what it lacks, in a thread."""
+        """Sends a worker the inputs that it lacks. Runs in a thread."""
         try:
             why = self._give(submitted.job, set(answer.lacking), answer.same_store)
         except MlcbuildError as error:
@@ -328,36 +337,41 @@ class Cluster:
         self._ring()
 
     def _give(self, job: Job, lacking: set[str], same_store: bool) -> str:
-        """Why a file cannot be given; "" when all were. Raises MlcbuildError, CancelledError, OSError."""
+        """Sends the files `lacking` (digests); returns the reason why one cannot be sent, or "".
+
+        Raises MlcbuildError, CancelledError and OSError.
+        """
         store = self._sharing.store
-        for given in job.inputs:
-            for entry in given.files:
+        for job_input in job.inputs:
+            for entry in job_input.files:
                 if entry.digest not in lacking:
                     continue
                 lacking.discard(entry.digest)
-                place = store.blob(entry.digest) if given.root is None else Path(given.root, entry.path)
-                here = given.root is not None or store.holds(entry.digest, entry.size)
+                place = (
+                    store.blob(entry.digest) if job_input.root is None else Path(job_input.root, entry.path)
+                )
+                here = job_input.root is not None or store.holds(entry.digest, entry.size)
                 why = "" if here else self._sharing.fetch(entry, self._stop, lambda _: None)
                 if why:
-                    return f"{given.argument}/{entry.path} cannot be had: {why}"
+                    return f"{job_input.argument}/{entry.path} is not available: {why}"
                 if same_store:
                     part = self._staging.directory / f"give-{entry.digest}"
                     copy(place, part)
                     store.put_blob(entry.digest, part)
                 elif not self._sharing.offer(entry, place, self._stop):
-                    return f"{given.argument}/{entry.path} cannot be sent to a remote that workers read"
+                    return f"{job_input.argument}/{entry.path} cannot be sent to a remote that workers read"
         return ""
 
     def _supplied(self, submitted: _Submitted, why: str) -> list[Message]:
         if why:
             return [self._fail(submitted, why)]
         if submitted.starts:
-            submitted.starts.pop()  # it did not run
+            submitted.starts.pop()  # the job was not run
         self._submit(submitted.step, submitted.job)
         return []
 
     def close(self) -> None:
-        """Ends what runs, on all workers: they see that their jobs are not wanted any more."""
+        """Stops all running jobs; remote workers notice that theirs were cancelled."""
         self._stop.set()
         self._local.close()
         self._supplier.shutdown(wait=False, cancel_futures=True)
@@ -373,7 +387,7 @@ class Cluster:
 def _connect(address: Address) -> Client:
     encryption = security(address)
     for name in ("distributed", "distributed.client", "tornado", "tornado.application"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters is told in our own words
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are reported as mlcbuild's own messages
     from distributed import Client
 
     try:

@@ -1,4 +1,5 @@
-"""The life of a worker process: it joins a cluster, says what it has, and leaves in good order."""
+"""The main loop of a worker process: it joins a cluster, declares its resources, and leaves in an orderly
+way."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlcbuild.build.cluster import PLENTY, Address, own, security
+from mlcbuild.build.cluster import PLENTY, Address, own_label, security
 from mlcbuild.build.cluster.site import LEAVE, Site, sites
 from mlcbuild.errors import SetupError
 from mlcbuild.store.store import Store
@@ -21,39 +22,41 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 _CONNECT = 10.0
-"""Seconds that a scheduler gets to answer."""
-_MOMENT = 0.1
+"""Seconds to wait for an answer of the scheduler."""
+_POLL = 0.1
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a worker has."""
+    """The resources that a worker declares when it joins a cluster."""
 
     name: str
     cores: int
     memory: int
     """Bytes."""
     labels: Mapping[str, float]
+    """Label -> amount, beside cores and memory."""
 
     @property
     def resources(self) -> dict[str, float]:
         return {
             **self.labels,
-            own(): PLENTY,
+            own_label(): PLENTY,
             "cores": float(self.cores),
             "memory": float(self.memory),
         }
 
 
 def default_name() -> str:
-    """Of a worker: the machine's and the process's."""
+    """Returns a worker name made of this machine's name and the process id."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def serve(address: Address, store: Store, offer: Offer, tell: Callable[[str], None]) -> int:
-    """Works for a scheduler until SIGTERM (0), SIGINT (130) or until the scheduler ends (1); the exit code.
+def serve(address: Address, store: Store, offer: Offer, log: Callable[[str], None]) -> int:
+    """Works for a scheduler until SIGTERM (0), SIGINT (130) or until the scheduler ends (1).
 
-    Raises SetupError when dask is missing or no scheduler answers, StoreError.
+    `log` receives one line for each change of the worker's state. Returns the exit code in brackets. Raises
+    SetupError when dask is missing or no scheduler answers, and StoreError.
     """
     encryption = security(address)
     for name in ("distributed", "distributed.worker", "tornado", "tornado.application"):
@@ -61,13 +64,13 @@ def serve(address: Address, store: Store, offer: Offer, tell: Callable[[str], No
     site = Site(offer.name, store, store.staging())
     sites[:] = [site]
     try:
-        return asyncio.run(_serve(address, site, offer, encryption, tell))
+        return asyncio.run(_serve(address, site, offer, encryption, log))
     finally:
         site.close()
 
 
 async def _serve(
-    address: Address, site: Site, offer: Offer, encryption: object, tell: Callable[[str], None]
+    address: Address, site: Site, offer: Offer, encryption: object, log: Callable[[str], None]
 ) -> int:
     from distributed import Worker
 
@@ -99,13 +102,13 @@ async def _serve(
         raise SetupError(
             f"no scheduler answers at {address}: {why[:200]}; `dask scheduler` starts one"
         ) from None
-    tell(f"worker {offer.name}: {worker.address}, ready")
+    log(f"worker {offer.name}: {worker.address}, ready")
     gone = asyncio.ensure_future(worker.finished())
     gone.add_done_callback(lambda _: end(1))
     await wake.wait()
     site.stopping.set()
     if ended[0] == 1:
-        tell(f"worker {offer.name}: the scheduler {address} has ended")
+        log(f"worker {offer.name}: the scheduler {address} has ended")
     with suppress(Exception):  # the scheduler may be gone by now
         await asyncio.wait_for(_leave(worker, site), LEAVE)
     site.left.set()
@@ -115,8 +118,11 @@ async def _serve(
 
 
 async def _leave(worker: Worker, site: Site) -> None:
-    """Gives back what this worker was doing: not as a worker that died, which counts against the steps."""
+    """Hands unfinished jobs back to the scheduler and leaves the cluster.
+
+    dask counts the jobs of a worker that dies as failed attempts; those of a retired worker it does not.
+    """
     while site.active:
-        await asyncio.sleep(_MOMENT)
-    await asyncio.sleep(_MOMENT)  # for the last words of the orders
+        await asyncio.sleep(_POLL)
+    await asyncio.sleep(_POLL)  # until the last log events of the jobs are sent
     await worker.scheduler.retire_workers(workers=[worker.address], close_workers=False, remove=True)

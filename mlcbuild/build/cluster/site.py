@@ -1,7 +1,7 @@
-"""A worker of a cluster: one process that dask gives orders to, with a store of its own or a shared one.
+"""A cluster worker: one process that runs the orders of a dask scheduler, with its own store or a shared one.
 
-Each order runs in a process of its own kind (see `executors.Pool`), so that it can be ended: when the run no
-longer wants it, when this worker is told to stop, or when this worker dies.
+Each order runs in a child process (see `executors.Pool`), so that it can be killed when its run is cancelled,
+or when this worker stops or dies.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlcbuild import keyfile
-from mlcbuild.build.cluster.wire import TOPIC, Answer, Argument, Order
+from mlcbuild.build.cluster.wire import TOPIC, Answer, Order, OrderInput
 from mlcbuild.build.events import StepProgress
 from mlcbuild.build.executors import Pool
-from mlcbuild.build.worker import Given, Job, Outcome
+from mlcbuild.build.worker import Job, JobInput, Outcome
 from mlcbuild.canon import Entry, module_path, source_digest
 from mlcbuild.errors import MlcbuildError, RemoteError, StepError
 from mlcbuild.remotes.link import Link
@@ -32,30 +32,31 @@ from mlcbuild.store.store import Store
 if TYPE_CHECKING:
     from distributed import Worker
 
-_LOOK = 0.1
-"""Seconds between two looks at a running job: is it still wanted, what has it printed?"""
-_TELL = 0.5
-"""Seconds between two words about a job's progress."""
+_POLL = 0.1
+"""Seconds between two polls of a running job, for its cancellation and its log."""
+_PROGRESS_INTERVAL = 0.5
+"""Minimum seconds between two progress events of a job."""
 _PIECE = 8192
-"""Bytes of a log in one message: schedulers keep the last thousand."""
+"""Largest piece of a log in one event, in bytes; a scheduler keeps the last thousand events."""
 _MOST_LOG = 1 << 20
-"""Bytes of a log that are passed on while a step runs; its end always is."""
+"""Bytes of a log that are sent while a step runs; the end of the log is always sent."""
 LEAVE = 5.0
-"""Seconds for what a worker does before it goes."""
+"""Seconds to wait for an orderly exit."""
 
 
 @dataclass
 class Site:
-    """What the orders of this process share. Methods may be called from several threads."""
+    """The state that all orders of this worker process share. Methods are safe to call from several
+    threads."""
 
     name: str
     store: Store
     staging: StagingArea
     stopping: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
-    """The scheduler knows that this worker goes."""
+    """Set once the scheduler knows that this worker leaves."""
     active: int = 0
-    """Orders at work."""
+    """Number of orders that are being run."""
     _guard: threading.Lock = field(default_factory=threading.Lock)
     _idle: list[Pool] = field(default_factory=list)
 
@@ -68,7 +69,7 @@ class Site:
             return self.staging.subdirectory()
 
     def take(self) -> Pool:
-        """A pool for one job, with a process that has run others if there is one."""
+        """Returns a pool for one job, preferably an idle one whose process is already running."""
         with self._guard:
             return self._idle.pop() if self._idle else Pool(1)
 
@@ -77,7 +78,7 @@ class Site:
             self._idle.append(pool)
 
     def digest(self, path: Path) -> str:
-        with self._guard:  # the cache is not for two threads
+        with self._guard:  # the digest cache is not thread-safe
             return self.store.cache.digest(path)[0]
 
     def close(self) -> None:
@@ -90,11 +91,11 @@ class Site:
 
 
 sites: list[Site] = []
-"""The site of this process, once it is one: dask calls `work` with nothing but an order."""
+"""The site of this process, at most one: dask calls `work` with an order as its only argument."""
 
 
 def work(text: str) -> str:
-    """Runs one order and returns the answer: what dask calls, in a thread of a worker."""
+    """Runs one encoded order and returns the encoded answer. dask calls it in a thread of a worker."""
     from distributed import Reschedule, get_worker
 
     worker = get_worker()
@@ -104,54 +105,58 @@ def work(text: str) -> str:
     attempt = _Attempt(site, order, partial(_is_wanted, worker, task), partial(worker.log_event, TOPIC))
     answer = attempt.run()
     if answer.stopped and site.stopping.is_set():
-        site.left.wait(LEAVE)  # if this ended now, dask could give the order to this very worker again
+        site.left.wait(LEAVE)  # otherwise dask could send the order to this worker again
         raise Reschedule
     return answer.encode()
 
 
 def _is_wanted(worker: Worker, task: Any) -> bool:
-    """Whether a task runs because somebody waits for it: not when it was cancelled or its run has died."""
-    found = worker.state.tasks.get(task)
-    return found is not None and found.state not in ("cancelled", "resumed", "released", "forgotten")
+    """Tells whether a task is still needed: false once it was cancelled or its run has died."""
+    state = worker.state.tasks.get(task)
+    return state is not None and state.state not in ("cancelled", "resumed", "released", "forgotten")
 
 
 class _Attempt:
-    """One order on this worker."""
+    """One execution of an order on this worker."""
 
     def __init__(
-        self, site: Site, order: Order, wanted: Callable[[], bool], tell: Callable[[dict[str, Any]], None]
+        self,
+        site: Site,
+        order: Order,
+        is_wanted: Callable[[], bool],
+        send_event: Callable[[dict[str, Any]], None],
     ) -> None:
         self._site = site
         self._order = order
-        self._wanted = wanted
-        self._tell = tell
+        self._is_wanted = is_wanted
+        self._send_event = send_event
         self._id = os.urandom(8).hex()
         self._stop = threading.Event()
-        """The order is not wanted any more; transfers look at it, too."""
+        """Set when the order is cancelled; transfers poll it too."""
         self._ended = threading.Event()
         links = [Link(remote, keyfile.load(keyfile.default_path())) for remote in order.remotes]
         self._sharing = Sharing(site.store, links)
-        self._told = time.monotonic()
+        self._last_progress = time.monotonic()
         self._sent = 0
 
     def run(self) -> Answer:
         site, order = self._site, self._order
         site.count(1)
-        self._say("start", site=site.name)
+        self._emit("start", site=site.name)
         threading.Thread(target=self._watch, daemon=True).start()
         self._same = (site.store.root / "tmp" / order.run).is_dir()
         answer = Answer(site.name, key=order.key, same_store=self._same)
         try:
             self._check()
-            known = None if order.again or self._same else site.store.find(order.key)
-            if known is not None:
-                return self._share(Outcome(order.made.step, known), answer)
-            given = self._gather()
-            if isinstance(given, list):
-                return replace(answer, lacking=tuple(given))
-            return self._share(self._perform(given), answer)
+            record = None if order.again or self._same else site.store.find(order.key)
+            if record is not None:
+                return self._share(Outcome(order.made.step, record), answer)
+            inputs = self._gather()
+            if isinstance(inputs, list):
+                return replace(answer, lacking=tuple(inputs))
+            return self._share(self._perform(inputs), answer)
         except CancelledError:
-            self._say("stopped")
+            self._emit("stopped")
             return replace(answer, stopped=True)
         except MlcbuildError as error:
             return replace(answer, error=error, warnings=tuple(self._sharing.take_warnings()))
@@ -161,18 +166,21 @@ class _Attempt:
             site.count(-1)
 
     def _watch(self) -> None:
-        while not self._ended.wait(_LOOK):
-            if not self._wanted() or self._site.stopping.is_set():
+        while not self._ended.wait(_POLL):
+            if not self._is_wanted() or self._site.stopping.is_set():
                 self._stop.set()
                 return
 
-    def _say(self, kind: str, **more: Any) -> None:
-        self._tell(
+    def _emit(self, kind: str, **more: Any) -> None:
+        self._send_event(
             {"run": self._order.run, "step": self._order.made.step, "attempt": self._id, "kind": kind, **more}
         )
 
     def _check(self) -> None:
-        """Whether the result would be what the key says, and could be had. Raises StepError, RemoteError."""
+        """Checks that this worker computes what the key stands for, and that the run can get the result.
+
+        Raises StepError for differing source files, and RemoteError without a common store or remote.
+        """
         links = self._sharing.links
         if not self._same and not any(link.remote.writes() and link.remote.reads for link in links):
             raise RemoteError(
@@ -185,33 +193,36 @@ class _Attempt:
         step, name = self._order.made.step, self._site.name
         if module_path(module) is None:
             raise StepError(
-                f"step {step}: the worker {name} has no module '{module}': install the same there"
+                f"step {step}: the worker {name} has no module '{module}': install the same mlcbuild there"
             )
-        # Equal files have equal imports, so no file is missing from the list where all in it are equal.
+        # Equal files have equal imports: when all listed files are equal, none is missing from the list.
         other = sorted(path for path, digest in image.code.items() if source_digest(path) != digest)
         if other:
             raise StepError(
                 f"step {step}: the worker {name} has another mlcbuild ({', '.join(other[:3])} "
-                f"{'differ' if len(other) > 1 else 'differs'}): install the same there"
+                f"{'differ' if len(other) > 1 else 'differs'}): install the same mlcbuild there"
             )
 
-    def _gather(self) -> dict[str, Given] | list[str]:
-        """The inputs as this machine has them now, or the digests of what it cannot get."""
+    def _gather(self) -> dict[str, JobInput] | list[str]:
+        """Returns argument -> input on this machine, or the digests of the files that it cannot get."""
         lacking: list[str] = []
-        found = {}
-        for argument, given in self._order.inputs.items():
-            found[argument] = self._in_place(argument, given) or Given(argument, given.files)
-            if found[argument].root is None:
-                lacking += [entry.digest for entry in given.files if not self._fetch(entry)]
-        return lacking or found
+        inputs = {}
+        for argument, argument_files in self._order.inputs.items():
+            inputs[argument] = self._in_place(argument, argument_files) or JobInput(
+                argument, argument_files.files
+            )
+            if inputs[argument].root is None:
+                lacking += [entry.digest for entry in argument_files.files if not self._fetch(entry)]
+        return lacking or inputs
 
-    def _in_place(self, argument: str, given: Argument) -> Given | None:
-        """A source where it lies, when this machine sees it with the same bytes."""
-        if given.root is None:
+    def _in_place(self, argument: str, source: OrderInput) -> JobInput | None:
+        """Returns an input read where it lies, when this machine sees the source files with the same
+        bytes."""
+        if source.root is None:
             return None
-        root, stats = Path(given.root), {}
+        root, stats = Path(source.root), {}
         try:
-            for entry in given.files:
+            for entry in source.files:
                 path = root / entry.path
                 before = path.stat()
                 if before.st_size != entry.size or self._site.digest(path) != entry.digest:
@@ -219,15 +230,15 @@ class _Attempt:
                 stats[entry.path] = (before.st_size, before.st_mtime_ns)
         except (OSError, MlcbuildError):
             return None
-        return Given(argument, given.files, root, stats)
+        return JobInput(argument, source.files, root, stats)
 
     def _fetch(self, entry: Entry) -> bool:
         if self._site.store.hold(entry.digest, entry.size):
             return True
         return not self._sharing.fetch(entry, self._stop, lambda _: None)
 
-    def _perform(self, given: Mapping[str, Given]) -> Outcome:
-        """Raises CancelledError."""
+    def _perform(self, inputs: Mapping[str, JobInput]) -> Outcome:
+        """Runs the action in a child process. Raises CancelledError."""
         site, order = self._site, self._order
         area = site.area()
         log = site.staging.directory / f"{area.name}.log"
@@ -235,7 +246,7 @@ class _Attempt:
             name=order.made.step,
             key=order.key,
             preimage=order.made.preimage,
-            inputs=tuple(given.values()),
+            inputs=tuple(inputs.values()),
             cores=order.cores,
             store=site.store.root,
             area=area,
@@ -249,11 +260,11 @@ class _Attempt:
             while outcome is None:
                 if self._stop.is_set():
                     raise CancelledError
-                for message in pool.messages(_LOOK, bell.fileno()):
+                for message in pool.messages(_POLL, bell.fileno()):
                     if isinstance(message, Outcome):
                         outcome = message
                     elif isinstance(message, StepProgress):
-                        self._pass_on(message)
+                        self._send_progress(message)
                 self._send_log(log)
             self._send_log(log, end=True)
         finally:
@@ -266,14 +277,14 @@ class _Attempt:
             log.unlink(missing_ok=True)
         return outcome
 
-    def _pass_on(self, message: StepProgress) -> None:
+    def _send_progress(self, message: StepProgress) -> None:
         now = time.monotonic()
-        if now - self._told >= _TELL or message.done >= message.total:
-            self._told = now
-            self._say("progress", done=message.done, total=message.total, unit=message.unit)
+        if now - self._last_progress >= _PROGRESS_INTERVAL or message.done >= message.total:
+            self._last_progress = now
+            self._emit("progress", done=message.done, total=message.total, unit=message.unit)
 
     def _send_log(self, log: Path, *, end: bool = False) -> None:
-        """What was added to a log since the last time; each piece says where it belongs."""
+        """Sends the bytes that a log gained since the last call; each event states its offset."""
         try:
             size = log.stat().st_size
         except OSError:
@@ -286,25 +297,28 @@ class _Attempt:
             file.seek(self._sent)
             data = file.read(_PIECE)
         if data:
-            self._say("log", at=self._sent, text=data.decode(errors="replace"))
+            self._emit("log", at=self._sent, text=data.decode(errors="replace"))
             self._sent += len(data)
 
     def _share(self, outcome: Outcome, answer: Answer) -> Answer:
-        """Sends a result to where the run can get it, when that is not this store."""
-        made = replace(answer, record=outcome.record, fault=outcome.fault, error=outcome.error)
+        """Uploads a result to the remotes from which the run can get it, unless both use the same store.
+
+        Raises RemoteError when no remote that the run reads has the files.
+        """
+        result = replace(answer, record=outcome.record, fault=outcome.fault, error=outcome.error)
         if outcome.record is None or self._same:
-            return made
+            return result
         links = self._sharing.links
         store = self._site.store
-        there = [
+        receivers = [
             link for link in links if link.remote.writes() and link.send(outcome.record, store, self._stop)
         ]
-        readable = [link.name for link in there if link.remote.reads]
+        readable = [link.name for link in receivers if link.remote.reads]
         warnings = tuple(self._sharing.take_warnings())
         if not readable:
             raise RemoteError(
                 f"step {outcome.name} was built by the worker {self._site.name}, but its files could not be "
                 "sent to a remote: " + "; ".join(warnings)
             )
-        unsent = tuple(link.name for link in links if link.remote.writes() and link not in there)
-        return replace(made, origin=readable[0], unsent=unsent, warnings=warnings)
+        unsent = tuple(link.name for link in links if link.remote.writes() and link not in receivers)
+        return replace(result, origin=readable[0], unsent=unsent, warnings=warnings)

@@ -1,7 +1,7 @@
-"""What a run and its workers write to each other: JSON text, and nothing that could be unpickled.
+"""The messages between a run and its workers: JSON text, never pickled objects.
 
-dask.distributed itself speaks msgpack and pickle with its schedulers and workers; what we hand to it is one
-string for each job and one for each answer.
+dask.distributed itself uses msgpack and pickle between schedulers and workers; each job and each answer is
+passed to it as one string.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from mlcbuild.store.records import Made, Record
 
 FORMAT = "mlcbuild-job/1"
 TOPIC = "mlcbuild"
-"""Of the events that tell how jobs go on. One for all runs, since a scheduler never forgets a topic."""
+"""Topic of the progress events of jobs. All runs share one, because a scheduler never deletes a topic."""
 
 
 @dataclass(frozen=True)
-class Argument:
-    """One input: files by digest, and for a source where it lies on the machine of the run."""
+class OrderInput:
+    """One input of an order: its files by digest."""
 
     files: tuple[Entry, ...]
     root: str | None
+    """Directory of a source on the machine of the run; None for an artifact."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A job for whichever worker gets it."""
+    """A job that any worker may run."""
 
     run: str
-    """Name of the run's staging area, which a worker with the same store can see there."""
+    """Name of the run's staging area; a worker with the same store finds its directory there."""
     key: str
     made: Made
-    """What the step is; not measured yet."""
-    inputs: Mapping[str, Argument]
+    """Description of the step, without measurements."""
+    inputs: Mapping[str, OrderInput]
     cores: int
     again: bool
-    """Run it though its result may be known."""
+    """Runs the action even if its result is in the store."""
     remotes: tuple[Remote, ...]
 
     def encode(self) -> str:
         inputs = {
-            name: [given.root, [list(_row(e)) for e in given.files]] for name, given in self.inputs.items()
+            name: [item.root, [list(_row(e)) for e in item.files]] for name, item in self.inputs.items()
         }
         return json.dumps(
             {
@@ -65,30 +66,31 @@ class Order:
 
     @classmethod
     def decode(cls, text: str) -> Order:
-        """Raises ValueError when `text` is not an order of this version."""
-        found = json.loads(text)
-        if found.get("format") != FORMAT:
-            raise ValueError(f"an order of the format {found.get('format')}, not {FORMAT}")
-        remotes = tuple(Remote(**{**row, "trust": tuple(row["trust"])}) for row in found["remotes"])
+        """Decodes an order. Raises ValueError when `text` is not an order of this version."""
+        fields = json.loads(text)
+        if fields.get("format") != FORMAT:
+            raise ValueError(f"the order has the format {fields.get('format')}, not {FORMAT}")
+        remotes = tuple(Remote(**{**row, "trust": tuple(row["trust"])}) for row in fields["remotes"])
         inputs = {
-            name: Argument(tuple(Entry(*row) for row in rows), root)
-            for name, (root, rows) in found["inputs"].items()
+            name: OrderInput(tuple(Entry(*row) for row in rows), root)
+            for name, (root, rows) in fields["inputs"].items()
         }
         return cls(
-            found["run"],
-            found["key"],
-            Made.from_json(found["made"]),
+            fields["run"],
+            fields["key"],
+            Made.from_json(fields["made"]),
             inputs,
-            found["cores"],
-            found["again"],
+            fields["cores"],
+            fields["again"],
             remotes,
         )
 
 
 def order(job: Job, run: str, remotes: tuple[Remote, ...], *, again: bool) -> Order:
+    """Returns the order for a job of the session `run`; `again` runs it even if its result is known."""
     inputs = {
-        given.argument: Argument(given.files, None if given.root is None else str(given.root))
-        for given in job.inputs
+        item.argument: OrderInput(item.files, None if item.root is None else str(item.root))
+        for item in job.inputs
     }
     made = Made(job.name, job.preimage, shared=job.shared)
     return Order(run, job.key, made, inputs, job.cores, again, remotes)
@@ -96,7 +98,7 @@ def order(job: Job, run: str, remotes: tuple[Remote, ...], *, again: bool) -> Or
 
 @dataclass(frozen=True)
 class Answer:
-    """How an order ended on one worker."""
+    """The outcome of an order on one worker."""
 
     worker: str
     record: Record | None = None
@@ -105,13 +107,14 @@ class Answer:
     origin: str = ""
     """The remote that has the files; "" when they are in the run's own store."""
     unsent: tuple[str, ...] = ()
-    """Remotes that should have the files and lack them."""
+    """Remotes that did not receive the files although they should have."""
     error: MlcbuildError | None = None
     lacking: tuple[str, ...] = ()
-    """Digests of inputs that the worker cannot get; nothing was run."""
+    """Digests of inputs that the worker cannot get; the action was not run."""
     same_store: bool = False
+    """True when the worker uses the store of the run."""
     stopped: bool = False
-    """It was told to stop."""
+    """True when the worker ended before the step did."""
     warnings: tuple[str, ...] = field(default=())
 
     def encode(self) -> str:
@@ -134,20 +137,25 @@ class Answer:
 
     @classmethod
     def decode(cls, text: str) -> Answer:
-        """Raises ValueError."""
-        found = json.loads(text)
-        data, error = found["record"], found["error"]
-        found["record"] = None if data is None else Record.checked(found["key"], data.encode())
-        found["error"] = None if error is None else _error(*error)
-        lists: dict[str, Any] = {name: tuple(v) for name, v in found.items() if isinstance(v, list)}
-        return cls(**{**found, **lists})
+        """Decodes an answer. Raises ValueError when `text` is not one."""
+        fields = json.loads(text)
+        data, error = fields["record"], fields["error"]
+        fields["record"] = None if data is None else Record.checked(fields["key"], data.encode())
+        fields["error"] = None if error is None else _error(*error)
+        lists: dict[str, Any] = {name: tuple(v) for name, v in fields.items() if isinstance(v, list)}
+        return cls(**{**fields, **lists})
 
 
 def _error(kind: str, message: str) -> MlcbuildError:
-    """The error of the same class; one that takes more than a message becomes a StepError."""
-    found = getattr(mlcbuild.errors, kind, None)
-    if isinstance(found, type) and issubclass(found, MlcbuildError) and "__init__" not in vars(found):
-        return found(message)
+    """Returns an error of the class named `kind`, or a StepError when that class takes more than a
+    message."""
+    error_class = getattr(mlcbuild.errors, kind, None)
+    if (
+        isinstance(error_class, type)
+        and issubclass(error_class, MlcbuildError)
+        and "__init__" not in vars(error_class)
+    ):
+        return error_class(message)
     return StepError(message)
 
 
