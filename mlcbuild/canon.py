@@ -1,8 +1,8 @@
-"""Identity: canonical JSON, tagged BLAKE3, digests of files, trees and code.
+"""Content identity: canonical JSON, tagged BLAKE3, and digests of files, trees and code.
 
-Every digest is BLAKE3, 256 bits, 64 lower-case hex digits. A file's digest is the plain BLAKE3 of its
-bytes (what `b3sum` prints). Everything structured is hashed as `tag NUL canonical-JSON`, so that two kinds
-of thing can never share a digest.
+Every digest is 256-bit BLAKE3, written as 64 lower-case hex digits. A file's digest is the plain BLAKE3 of
+its bytes (the output of `b3sum`). Structured values are hashed as `tag NUL canonical-JSON`, so that values of
+two kinds never share a digest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from blake3 import blake3
 Json: TypeAlias = bool | int | str | list["Json"] | dict[str, "Json"] | None
 
 PACKAGES = ("mlcbuild", "mlcbuild_format", "mlcbuild_runtime")
-"""The packages whose source decides what an action does."""
+"""The packages whose source files enter the keys of steps."""
 
 
 _encode = json.JSONEncoder(
@@ -31,10 +31,10 @@ _encode = json.JSONEncoder(
 
 
 def canonical(value: object) -> bytes:
-    """The one byte string of a JSON value: keys sorted by code point, no spaces, UTF-8.
+    """Returns the unique byte string of a JSON value: keys sorted by code point, no spaces, UTF-8.
 
-    Raises TypeError on a float: its text differs between writers, so floats enter identities as strings.
-    Raises ValueError on text that has no UTF-8 form (a lone surrogate).
+    Raises TypeError on a float: its text differs between writers, so identities hold floats as strings.
+    Raises ValueError on text without a UTF-8 form (a lone surrogate).
     """
     return canonical_plain(_plain(value))
 
@@ -64,7 +64,7 @@ def _plain(value: object) -> Json:
 
 
 def digest(tag: str, value: object) -> str:
-    """Tagged BLAKE3 of a JSON value."""
+    """Returns the tagged BLAKE3 of a JSON value."""
     return blake3(tag.encode() + b"\0" + canonical(value)).hexdigest()
 
 
@@ -73,11 +73,11 @@ def bytes_digest(data: bytes | memoryview) -> str:
 
 
 _MANY_THREADS = 64 << 20
-"""Bytes from which hashing one file on all cores pays."""
+"""Size in bytes from which hashing one file on all cores is faster."""
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE3 of a file's bytes, memory-mapped; large files on all cores. Raises OSError."""
+    """Returns the BLAKE3 of a file, which is memory-mapped; large files use all cores. Raises OSError."""
     large = path.stat().st_size >= _MANY_THREADS
     hasher = blake3(max_threads=blake3.AUTO if large else 1)
     hasher.update_mmap(path)
@@ -87,30 +87,33 @@ def file_digest(path: Path) -> str:
 _noted: dict[tuple[int, int, int, int], str] = {}
 
 
-def note_digest(path: Path, found: str) -> None:
-    """Says what BLAKE3 a file has, for who hashed, wrote or linked it just now and is done with it, so that
-    its bytes need not be read again in this step. Raises OSError."""
-    _noted[_state(path)] = found
+def note_digest(path: Path, digest: str) -> None:
+    """Caches the digest of a file that will not change again during this step, so that it is not read again.
+
+    Raises OSError.
+    """
+    _noted[_state(path)] = digest
 
 
 def noted_digest(path: Path) -> str | None:
-    """What was said of a file that has the size and mtime of then. Raises OSError."""
+    """Returns the cached digest of a file with an unchanged size and mtime; None if there is none. Raises
+    OSError."""
     return _noted.get(_state(path))
 
 
 def forget_digests() -> None:
-    """Between two steps: inodes come again."""
+    """Clears the cached digests. Called between two steps, because inode numbers are reused."""
     _noted.clear()
 
 
 def _state(path: Path) -> tuple[int, int, int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One file of a tree. `path` is relative, with `/` between its parts."""
+    """One file of a tree. `path` is relative, with `/` between its parts; `size` is in bytes."""
 
     path: str
     digest: str
@@ -118,7 +121,7 @@ class Entry:
 
 
 def tree_digest(entries: Iterable[Entry]) -> str:
-    """Identity of a tree of files: names and contents. Modes and times do not enter."""
+    """Returns the identity of a tree of files: names and contents, without modes and times."""
     return rows_digest(map(_row, entries))
 
 
@@ -133,7 +136,7 @@ def _row(entry: Entry) -> tuple[str, str, int]:
 
 @dataclass(frozen=True)
 class Tree:
-    """Files and the identity of the whole."""
+    """A tree of files and its digest."""
 
     digest: str
     files: tuple[Entry, ...]
@@ -145,14 +148,15 @@ class Tree:
 
 
 def salt(code: Mapping[str, str], tools: Mapping[str, str]) -> str:
-    """What besides its inputs decides a step's result: source files and tool versions."""
+    """Returns the digest of all that decides a step's result beside its inputs: source files and tool
+    versions."""
     return blake3(b"salt/1\0" + canonical_plain({"code": dict(code), "tools": dict(tools)})).hexdigest()
 
 
 def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str]) -> str:
-    """A step's identity: `["step/1", action, params, salt, {argument: digest}]` in canonical JSON, hashed.
+    """Returns a step's identity: the digest of `["step/1", action, params, salt, {argument: digest}]`.
 
-    `params` is canonical JSON already, because a graph needs that text anyway to merge equal steps.
+    `params` is canonical JSON already, because a graph needs that text to merge equal steps.
     """
     names = canonical_plain(action), params, salted.encode(), canonical_plain(dict(inputs))
     text = b'["step/1",%s,%s,"%s",%s]' % names
@@ -212,11 +216,11 @@ def _source_file(name: str, imports: ImportTable) -> tuple[str, str, tuple[str, 
 
 @cache
 def module_path(name: str) -> Path | None:
-    """The source file of a module, found without importing it; None when it is no Python source."""
+    """Returns the path of a module's source file without importing it; None when there is none."""
     top, *rest = name.split(".")
     try:
         spec = find_spec(top)
-    except ValueError:  # a module such as __main__ has none
+    except ValueError:  # a module such as __main__ has no spec
         return None
     if spec is None:
         return None
@@ -231,7 +235,7 @@ def module_path(name: str) -> Path | None:
 
 
 def source_digest(portable: str) -> str | None:
-    """The digest of a source file named as code_files names it; None where it is not installed here."""
+    """Returns the digest of a source file named as in `code_files`; None when it is not installed here."""
     path = module_path(portable.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     return None if path is None else bytes_digest(path.read_bytes())
 
@@ -246,7 +250,7 @@ _imported: ImportTable = {}
 
 @cache
 def import_reader() -> str:
-    """Identifies the code that reads imports: what another version of it found does not count."""
+    """Returns an identifier of the code that reads imports; results of other versions are not reused."""
     return bytes_digest(Path(__file__).read_bytes() + sys.version.encode())[:16]
 
 
@@ -259,9 +263,10 @@ def _checks_types(node: ast.stmt) -> bool:
 
 
 def _read_imports(body: list[ast.stmt], package: str) -> Iterator[str]:
-    """Imports stand only where statements do, so expressions, most of a tree, are not visited.
+    """Yields the modules that statements import, including those in functions.
 
-    What stands below `if TYPE_CHECKING:` never runs, so it decides nothing.
+    Expressions, which are most of a syntax tree, hold no imports and are not visited; neither is the body of
+    `if TYPE_CHECKING:`, which never runs.
     """
     for node in body:
         if isinstance(node, ast.Import):

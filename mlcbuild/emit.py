@@ -1,4 +1,4 @@
-"""Puts finished bundles where the recipe wants them, with their verification figures and provenance."""
+"""Writes finished bundles to the outputs that the recipe names, with verification figures and provenance."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MANIFEST = "bundle.json"
 
 @dataclass(frozen=True)
 class Finished:
-    """A run whose bundles are to be put in place, and what all of them share."""
+    """A finished run whose bundles are to be written."""
 
     pipeline: Pipeline
     store: Store
     records: Mapping[str, Record]
-    """By step."""
+    """Step name -> its record."""
     signer: Signer | None = None
-    """Vouches for provenance."""
+    """Signs the provenance; None leaves it unsigned."""
 
     @cached_property
     def recipe(self) -> Json:
@@ -43,20 +43,19 @@ class Finished:
 
     @cached_property
     def sources(self) -> dict[str, dict[tuple[str, str], str]]:
-        """Step -> (source, path) -> digest of each file of this machine that it read; filled by `_files`."""
+        """Step -> (source, path) -> digest, of each local file it read; filled by `_files`."""
         return {}
 
 
 def emit(run: Finished, product: Product) -> bool:
-    """Writes one bundle whose steps all succeeded; False when it was there already, byte for byte.
+    """Writes one bundle whose steps all succeeded; returns False when it was there already, byte for byte.
 
-    The manifest is that of `verify`, where there is one.
-    Raises UsageError when the output holds files of the user, StoreError when the store is damaged,
-    MlcbuildError when the output cannot be written.
+    The manifest is that of the `verify` step where there is one. Raises UsageError when the output holds
+    files of the user, StoreError when the store is damaged, MlcbuildError when the output cannot be written.
     """
     graph, store = run.pipeline.graph, run.store
-    made = run.records[graph.resolve(product.bundle)]
-    files = {entry.path: entry for entry in made.files}
+    bundle_record = run.records[graph.resolve(product.bundle)]
+    files = {entry.path: entry for entry in bundle_record.files}
     if product.verify is not None:
         verified = run.records[graph.resolve(product.verify)]
         files |= {entry.path: entry for entry in verified.files}
@@ -65,7 +64,7 @@ def emit(run: Finished, product: Product) -> bool:
     own = {provenance.STATEMENT: statement}
     if run.signer is not None:
         own[provenance.ENVELOPE] = provenance.envelope(statement, run.signer)
-    # Recorded under no key: this tree follows from its parts and is put together anew each time.
+    # The record has no key: the tree follows from its parts and is put together anew each time.
     rows = tuple((entry.path, entry.digest, entry.size) for _, entry in sorted(files.items()))
     return materialise(store, Record("", "", rows, b""), product.variant.output, own)
 
@@ -90,7 +89,7 @@ def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:
 
 
 def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """A resource descriptor for each downloaded file."""
+    """Yields a resource descriptor for each downloaded file."""
     for step in fetches:
         files = cast("dict[str, dict[str, Json]]", step.params["files"])
         for name, pinned in sorted(files.items()):
@@ -102,14 +101,14 @@ def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
 
 
 def _files(run: Finished, steps: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """A resource descriptor for each file of this machine that some step read."""
-    seen: dict[tuple[str, str], str] = {}
+    """Yields a resource descriptor for each local file that a step read."""
+    digests: dict[tuple[str, str], str] = {}
     for step in steps:
         if step.name not in run.sources:
             run.sources[step.name] = _sources(run, step)
-        seen |= run.sources[step.name]
-    for (node, path), found in sorted(seen.items()):
-        yield {"name": f"{node}/{path}", "digest": {"blake3": found}}
+        digests |= run.sources[step.name]
+    for (node, path), digest in sorted(digests.items()):
+        yield {"name": f"{node}/{path}", "digest": {"blake3": digest}}
 
 
 def _sources(run: Finished, step: Step) -> dict[tuple[str, str], str]:
@@ -119,6 +118,7 @@ def _sources(run: Finished, step: Step) -> dict[tuple[str, str], str]:
     }
     if not read:
         return {}
-    # Only lists of files, and not kept with the record: of thousands that would be most of a run's memory.
+    # Only lists of files are parsed, and not kept: for thousands of records they would dominate a run's
+    # memory.
     inputs = json.loads(run.records[step.name].rest)["inputs"]
-    return {(node, path): found for argument, node in read.items() for path, found, _ in inputs[argument]}
+    return {(node, path): digest for argument, node in read.items() for path, digest, _ in inputs[argument]}

@@ -29,7 +29,7 @@ from mlcbuild.build.transfer import Fetched, Transfers
 from mlcbuild.build.usage import Notes
 from mlcbuild.build.worker import Outcome
 from mlcbuild.errors import SetupError, StoreError
-from mlcbuild.remotes.sharing import Found, Sharing
+from mlcbuild.remotes.sharing import RemoteRecord, Sharing
 from mlcbuild.signals import Bell, Cancellation, Interruption, caught
 from mlcbuild.store.locks import Lock
 from mlcbuild.store.staging import StagingArea, remove_tree
@@ -113,7 +113,7 @@ class _Run:
         for item in self.tracker.steps.values():
             planned, is_used = item.remote, item.result is not None and item.result.record is not None
             if planned is not None and planned.record is not None and is_used:
-                self.planner.sharing.keep(Found(planned.record, planned.origin))
+                self.planner.sharing.keep(RemoteRecord(planned.record, planned.origin))
         self.warn()
         return RunResult(tuple(results.values()), seconds, self.end.reason, self.stopped, self.not_uploaded)
 
@@ -338,9 +338,7 @@ class _Loop:
         self.report(StepFetched(source.name))
         result = source.built_elsewhere
         if done.why and result is not None:
-            why = (
-                f"{source.name} was built by {result.worker}, but its files cannot be fetched: {done.why}"
-            )
+            why = f"{source.name} was built by {result.worker}, but its files cannot be fetched: {done.why}"
             self.tracker.settle(StepResult(user.name, "failed", user.planned.key, error=StoreError(why)))
         elif done.why:
             self.tracker.demote(source, done.why)

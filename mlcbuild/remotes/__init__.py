@@ -1,8 +1,8 @@
-"""Shared caches: other stores of the same records and blobs: a directory, a web server, a bucket, a registry.
+"""Remote caches: copies of records and blobs in a directory, on a web server, in a bucket or in a registry.
 
-A remote holds `ac/<key>` and `cas/<digest>` and needs no program of ours on its side. It is never believed:
-a record must follow from its own pre-image (and carry a trusted signature where that is asked for), a blob
-must have its digest, both before anything sees them. So the worst that a remote can do is to be no help.
+A remote holds `ac/<key>` and `cas/<digest>` and runs no program of mlcbuild. It is never trusted: before any
+use, a record's key is recomputed from its pre-image (and a trusted signature is checked where one is
+required), and a blob's digest is checked. A faulty remote can therefore cost time only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Remote:
     """file:///directory, https://host/path, s3://bucket/prefix or oci://host/repository."""
     mode: Mode = "readwrite"
     ci_only: bool = False
-    """Written to only where the environment variable CI is set."""
+    """True for a remote that is written to only where the environment variable CI is set."""
     trust: tuple[str, ...] = ()
-    """Public keys, `ed25519:...`: records must carry a signature by one of them; () takes every record."""
+    """Public keys, `ed25519:...`: records must be signed by one of them; () accepts every record."""
 
     @property
     def reads(self) -> bool:

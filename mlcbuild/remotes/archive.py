@@ -1,12 +1,12 @@
-"""A part of a store in one file, for machines without a network: a plain tar archive.
+"""Reads and writes archives: a part of a store in one plain tar file, for machines without a network.
 
     mlcbuild-archive     {"format":"mlcbuild-archive/1"}
     cas/<digest>         blobs
-    ac/<key>             records as they travel (mlcbuild.remotes.signing), each after its blobs
+    ac/<key>             records in the form of remotes (mlcbuild.remotes.signing), each after its blobs
 
-Every tar program can read it. What comes in is read here header by header, and nothing but regular members
-with these names is taken; it is as little believed as a remote. It is not compressed, so that nothing grows
-when it is unpacked.
+Every tar program can read it. This module reads headers one by one and accepts only regular members with
+these names; the contents are checked like those of a remote. Archives are not compressed, so that unpacking
+one cannot exhaust the disk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MARK = canonical({"format": FORMAT}) + b"\n"
 _BLOCK = 512
 _CHUNK = 1 << 20
 _SPARSEST = 1000
-"""Bytes that one stored byte of an archive may stand for: `cp --sparse` makes holes of zeros."""
+"""Largest ratio of a member's size to its stored bytes: `cp --sparse` turns zeros into holes."""
 _KINDS = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -53,7 +53,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Moved:
-    """What an archive holds."""
+    """The numbers of records, blobs and bytes in an archive."""
 
     records: int
     blobs: int
@@ -61,8 +61,9 @@ class Moved:
 
 
 def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | None = None) -> Moved:
-    """Writes records with their blobs; `path` appears when it is whole. Raises StoreError when a record's
-    files are not intact, MlcbuildError when the archive cannot be written.
+    """Writes an archive of records with their blobs; `path` appears once it is complete.
+
+    Raises StoreError when a record's files are damaged, MlcbuildError when the archive cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     sizes: dict[str, int] = {}
@@ -95,7 +96,7 @@ def _add(archive: tarfile.TarFile, name: str, source: io.IOBase | BinaryIO, size
 
 
 def _add_blob(archive: tarfile.TarFile, store: Store, entry: Entry) -> None:
-    """Raises StoreError when the bytes that went into the archive are not the right ones."""
+    """Adds a blob. Raises StoreError when the bytes that were written do not match its digest."""
     with store.blob(entry.digest).open("rb") as blob:
         source = _Hashed(blob)
         _add(archive, f"cas/{entry.digest}", source, entry.size)
@@ -104,7 +105,7 @@ def _add_blob(archive: tarfile.TarFile, store: Store, entry: Entry) -> None:
 
 
 class _Hashed(io.RawIOBase):
-    """A file, and the digest of what was read of it."""
+    """Wraps a file and computes the digest of the bytes that are read from it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.hasher = blake3()
@@ -117,10 +118,11 @@ class _Hashed(io.RawIOBase):
 
 
 def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
-    """Takes an archive into a store: blobs whose bytes are right, and records that follow from what they say
-    and whose blobs are there. Nothing is written before it was checked. Raises StoreError, and UsageError,
-    with the reason, at the first thing that must not be in an archive: what came before it was right, and
-    stays.
+    """Imports an archive into a store: blobs with the right bytes, and records that are consistent and
+    complete.
+
+    Nothing is written before it was checked. Raises StoreError, or UsageError with the reason, at the first
+    invalid member; what was imported before it stays.
     """
     trusted = tuple(trust)
     blobs: dict[str, int] = {}
@@ -131,7 +133,7 @@ def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise UsageError(f"{path}: an archive is a regular file: write what comes from elsewhere to one")
+        raise UsageError(f"{path}: an archive is a regular file: save the stream to a file first")
     with file, store.staging() as staging:
         try:
             for name, size in _members(file):
@@ -150,53 +152,53 @@ def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
 
 
 def _members(file: BinaryIO) -> Iterator[tuple[str, int]]:
-    """Name and size of each member, the file standing at its first byte. Raises RefusedError."""
-    seen: set[str] = set()
+    """Yields name and size of each member, with the file at the member's first byte. Raises RefusedError."""
+    names: set[str] = set()
     while (header := file.read(_BLOCK)).strip(b"\0"):
         name, size = _header(header)
-        if not seen:
+        if not names:
             if name != _FIRST or size != len(_MARK) or file.read(size) != _MARK:
-                raise RefusedError(f"it is no archive of format {FORMAT}")
+                raise RefusedError(f"it is not an archive of format {FORMAT}")
         elif not re.fullmatch(r"(ac|cas)/[0-9a-f]{64}", name):
             raise RefusedError(f"it holds a member called {name!r}")
-        if name in seen:
+        if name in names:
             raise RefusedError(f"it holds {name} twice")
         if name.startswith("ac/") and size > LARGEST:
             raise RefusedError(f"{name} has {size} bytes: more than a record can")
-        seen.add(name)
+        names.add(name)
         start = file.tell() if name != _FIRST else _BLOCK
         yield name, size
         file.seek(start + -(-size // _BLOCK) * _BLOCK)
-    if not seen:
-        raise RefusedError(f"it is no archive of format {FORMAT}")
+    if not names:
+        raise RefusedError(f"it is not an archive of format {FORMAT}")
     if len(header) < _BLOCK:
         raise RefusedError("it is cut off")
 
 
 def _header(header: bytes) -> tuple[str, int]:
-    """Name and size in a tar header. Raises RefusedError for all but regular files."""
+    """Returns name and size from a tar header. Raises RefusedError for anything but regular files."""
     if len(header) < _BLOCK:
         raise RefusedError("it is cut off")
     name = header[:100].rstrip(b"\0").decode(errors="replace")
     stated = header[148:156].strip(b" \0")
     sums = sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
     if not re.fullmatch(rb"[0-7]+", stated) or int(stated, 8) != sums:
-        raise RefusedError("it is no tar archive, or damaged" if name else "it is no tar archive")
+        raise RefusedError("it is not a tar archive, or it is damaged" if name else "it is not a tar archive")
     kind = header[156:157]
     if kind not in (b"0", b"\0"):
-        what = _KINDS.get(kind, f"of the kind {kind.decode(errors='replace')!r}")
-        raise RefusedError(f"its member {name!r} is {what}: only regular files are taken")
+        kind_words = _KINDS.get(kind, f"of the kind {kind.decode(errors='replace')!r}")
+        raise RefusedError(f"its member {name!r} is {kind_words}: only regular files are taken")
     field = header[124:136]
-    if field[0] == 0x80:  # larger than octal digits can say
+    if field[0] == 0x80:  # sizes that do not fit into the octal digits
         return name, int.from_bytes(field[1:], "big")
     digits = field.strip(b" \0")
     if not re.fullmatch(rb"[0-7]+", digits):
-        raise RefusedError(f"the size of its member {name!r} is no number")
+        raise RefusedError(f"the size of its member {name!r} is not a number")
     return name, int(digits, 8)
 
 
 def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, size: int) -> None:
-    """Hashes a blob, and only then writes it: a file of a few kB may say that it holds 1 TB of zeros."""
+    """Hashes a blob before writing it, because a file of a few kB may claim to hold 1 TB of zeros."""
     start, there = file.tell(), os.fstat(file.fileno()).st_size
     if size > there - start:
         raise RefusedError(f"cas/{digest} says that it has {size} bytes: more than the archive")
@@ -233,23 +235,24 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _stored(descriptor: int, start: int, size: int) -> int:
-    """How many of `size` bytes from `start` a file holds; the others are holes, which read as zeros."""
+    """Returns how many of `size` bytes from `start` a file stores; the others are holes, which read as
+    zeros."""
     if not hasattr(os, "SEEK_DATA"):
         return size
     before = os.lseek(descriptor, 0, os.SEEK_CUR)
-    at, end, found = start, start + size, 0
+    at, end, stored = start, start + size, 0
     while at < end:
         try:
             data = os.lseek(descriptor, at, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+            if error.errno == errno.ENXIO:  # a hole up to the end of the file
                 break
-            found = size  # a filesystem without an answer
+            stored = size  # the filesystem does not support SEEK_DATA
             break
         at = os.lseek(descriptor, data, os.SEEK_HOLE)
-        found += max(0, min(at, end) - min(data, end))
+        stored += max(0, min(at, end) - min(data, end))
     os.lseek(descriptor, before, os.SEEK_SET)
-    return found
+    return stored
 
 
 def _take_record(

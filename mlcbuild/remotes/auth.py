@@ -1,4 +1,4 @@
-"""Credentials of a host, from the environment or netrc. They are never part of a message."""
+"""Looks up the credentials of a host in the environment or netrc. They never appear in a message."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from mlcbuild.errors import RemoteError
 
 
 def variables(host: str) -> tuple[str, str]:
-    """Names of the environment variables with a bearer token and with `user:password` for a host.
+    """Returns the names of the environment variables for a host's bearer token and its `user:password`.
 
-    The host is in the name, so that a recipe can not have a credential sent anywhere else.
+    The host is part of the name, so that a recipe cannot make mlcbuild send a credential to another host.
     """
     name = re.sub(r"[^A-Z0-9]", "_", host.upper())
     return f"MLCBUILD_TOKEN_{name}", f"MLCBUILD_LOGIN_{name}"
 
 
 def authorization(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The value of the Authorization header: bearer token, else login, else netrc's entry, else None.
+    """Returns the value of the Authorization header for a host, or None without credentials.
 
-    Raises RemoteError for credentials that cannot be sent, and for a netrc that cannot be read.
+    A bearer token comes first, then a login, then netrc's entry. Raises RemoteError for malformed credentials
+    and for an unreadable netrc.
     """
     token, login = variables(host)
-    if found := environ.get(token):
-        if not re.fullmatch(r"[\x21-\x7e]+", found):
-            raise RemoteError(f"the token in ${token} holds a space or what is not ASCII: set it anew")
-        return f"Bearer {found}"
-    if found := environ.get(login):
-        if ":" not in found:
+    if value := environ.get(token):
+        if not re.fullmatch(r"[\x21-\x7e]+", value):
+            raise RemoteError(
+                f"the token in ${token} holds a space or a character outside ASCII: set it again"
+            )
+        return f"Bearer {value}"
+    if value := environ.get(login):
+        if ":" not in value:
             raise RemoteError(f"${login} must be user:password")
-        return _basic(found)
+        return _basic(value)
     return _from_netrc(host, environ)
 
 
@@ -52,40 +55,41 @@ def _from_netrc(host: str, environ: Mapping[str, str]) -> str | None:
         return None
     try:
         entry = netrc.netrc(path).authenticators(host)
-    except netrc.NetrcParseError as error:  # its own message may quote a password
-        raise RemoteError(f"{path}:{error.lineno}: the file cannot be understood") from None
+    except netrc.NetrcParseError as error:  # the parser's message may quote a password
+        raise RemoteError(f"{path}:{error.lineno}: the file cannot be parsed") from None
     except (OSError, UnicodeDecodeError):
         raise RemoteError(f"{path}: the file cannot be read") from None
     return _basic(f"{entry[0]}:{entry[2]}") if entry is not None else None
 
 
 def refusal(host: str, status: int, *, authorized: bool) -> str:
-    """What a refusal of credentials means to the user, as the end of a sentence."""
+    """Returns the meaning of a 401 or 403 status for the user, as the end of a sentence."""
     if authorized:
         return f"it refuses the credentials for {host} (status {status})"
     token, login = variables(host.partition(":")[0])
     return (
-        f"it wants credentials (status {status}): set ${token} to a token, or ${login} to "
+        f"it requires credentials (status {status}): set ${token} to a token, or ${login} to "
         "user:password, or write them into netrc"
     )
 
 
 def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """As `authorization`, for a registry: then from Docker's and Podman's files, and the helpers they name.
+    """Returns the Authorization header for a registry: as `authorization`, then from Docker's and Podman's
+    files.
 
-    `host` may have a port. Raises RemoteError.
+    Credential helpers named there are run. `host` may include a port. Raises RemoteError.
     """
-    found = authorization(host.rpartition(":")[0] if ":" in host else host, environ)
-    if found is not None:
-        return found
+    header = authorization(host.rpartition(":")[0] if ":" in host else host, environ)
+    if header is not None:
+        return header
     docker = Path(environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     podman = (
         environ.get("REGISTRY_AUTH_FILE")
         or f"{environ.get('XDG_RUNTIME_DIR', '/nowhere')}/containers/auth.json"
     )
     for path in (Path(podman), docker):
-        if path.is_file() and (found := _from_docker(path, host)) is not None:
-            return found
+        if path.is_file() and (header := _from_docker(path, host)) is not None:
+            return header
     return None
 
 
@@ -95,15 +99,16 @@ def _from_docker(path: Path, host: str) -> str | None:
         helper = document.get("credHelpers", {}).get(host) or document.get("credsStore")
         entry = document.get("auths", {}).get(host, {})
         stored = base64.b64decode(entry.get("auth", "")).decode()
-    except (OSError, ValueError, AttributeError, TypeError):  # its words may quote a secret
-        raise RemoteError(f"{path}: the file cannot be understood") from None
+    except (OSError, ValueError, AttributeError, TypeError):  # the parser's message may quote a secret
+        raise RemoteError(f"{path}: the file cannot be parsed") from None
     if stored:
         return _basic(stored)
     return _from_helper(str(helper), host) if helper else None
 
 
 def _from_helper(helper: str, host: str) -> str | None:
-    """What a program of Docker's protocol for credentials knows of a host."""
+    """Runs a helper program of Docker's credential protocol; returns the header, or None if it has no
+    entry."""
     program = (
         shutil.which(f"docker-credential-{helper}") if re.fullmatch(r"[A-Za-z0-9_.-]+", helper) else None
     )
@@ -116,5 +121,7 @@ def _from_helper(helper: str, host: str) -> str | None:
         document = strict_json.parse(done.stdout) if done.returncode == 0 else {}
         user, secret = document.get("Username"), document.get("Secret")
     except (OSError, ValueError, AttributeError, subprocess.TimeoutExpired):
-        raise RemoteError(f"docker-credential-{helper} does not answer as it should") from None
+        raise RemoteError(
+            f"docker-credential-{helper} does not follow Docker's credential protocol"
+        ) from None
     return _basic(f"{user}:{secret}") if user and secret else None

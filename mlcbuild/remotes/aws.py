@@ -1,4 +1,4 @@
-"""Addresses and credentials of S3 buckets, from where other tools look for them."""
+"""Finds endpoints and credentials of S3 buckets where other S3 tools find them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from mlcbuild.errors import RemoteError
 
 OPTIONS = ("endpoint", "region")
-_ELSEWHERE = (  # credentials that obstore asks for itself
+_ELSEWHERE = (  # credentials that obstore fetches itself
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
@@ -27,11 +27,11 @@ _CONFIG = {
     "region": "region",
     "endpoint_url": "endpoint",
 }
-"""Names in ~/.aws/config and ~/.aws/credentials, and what obstore calls them."""
+"""Option in ~/.aws/config and ~/.aws/credentials -> obstore's name for it."""
 
 
 def fault(url: str) -> str:
-    """What is wrong with an s3:// URL; "" if nothing."""
+    """Returns the problem of an s3:// URL, or "" if there is none."""
     parts = urlsplit(url)
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", parts.netloc):
         return f"'{url}' names no bucket: s3://bucket/prefix"
@@ -45,11 +45,11 @@ def fault(url: str) -> str:
 
 
 def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What obstore is told beside bucket and prefix: the URL's options, the environment, the files.
+    """Returns obstore's options beside bucket and prefix, from the URL, the environment and the AWS files.
 
-    Raises RemoteError when there are no credentials, or the files cannot be understood.
+    Raises RemoteError when there are no credentials, or when a file cannot be parsed.
     """
-    found: dict[str, Any] = _files(environ)
+    options: dict[str, Any] = _files(environ)
     for name, variables in {
         "access_key_id": ("AWS_ACCESS_KEY_ID",),
         "secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
@@ -59,15 +59,15 @@ def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any
     }.items():
         for variable in variables:
             if environ.get(variable):
-                found[name] = environ[variable]
+                options[name] = environ[variable]
     if environ.get("AWS_ACCESS_KEY_ID") and not environ.get("AWS_SESSION_TOKEN"):
-        found.pop("session_token", None)  # of other credentials
-    found |= parse_qsl(urlsplit(url).query)
-    found.setdefault("region", "us-east-1")
+        options.pop("session_token", None)  # it belongs to other credentials
+    options |= parse_qsl(urlsplit(url).query)
+    options.setdefault("region", "us-east-1")
     if environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):
-        return {key: found[key] for key in OPTIONS if key in found} | {"skip_signature": True}
-    if {"access_key_id", "secret_access_key"} <= found.keys() or any(map(environ.get, _ELSEWHERE)):
-        return found
+        return {key: options[key] for key in OPTIONS if key in options} | {"skip_signature": True}
+    if {"access_key_id", "secret_access_key"} <= options.keys() or any(map(environ.get, _ELSEWHERE)):
+        return options
     raise RemoteError(
         "there are no credentials for it: set $AWS_ACCESS_KEY_ID and $AWS_SECRET_ACCESS_KEY, or write them "
         "into ~/.aws/credentials (and name the section in $AWS_PROFILE); a public bucket needs "
@@ -82,16 +82,16 @@ def _files(environ: Mapping[str, str]) -> dict[str, Any]:
         Path(environ.get("AWS_CONFIG_FILE") or home / "config"): ("default", f"profile {profile}"),
         Path(environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials"): (profile,),
     }
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for path, names in sections.items():
         parser = ConfigParser(interpolation=None, default_section="\0")
         try:
             parser.read(path, encoding="utf-8")
-        except (ConfigError, UnicodeDecodeError):  # its words may quote a secret
-            raise RemoteError(f"{path}: the file cannot be understood") from None
+        except (ConfigError, UnicodeDecodeError):  # the parser's message may quote a secret
+            raise RemoteError(f"{path}: the file cannot be parsed") from None
         except OSError:
             raise RemoteError(f"{path}: the file cannot be read") from None
-        wanted = names[-1] if parser.has_section(names[-1]) else names[0] if profile == "default" else ""
-        if parser.has_section(wanted):
-            found |= {_CONFIG[key]: value for key, value in parser.items(wanted) if key in _CONFIG}
-    return found
+        section = names[-1] if parser.has_section(names[-1]) else names[0] if profile == "default" else ""
+        if parser.has_section(section):
+            options |= {_CONFIG[key]: value for key, value in parser.items(section) if key in _CONFIG}
+    return options

@@ -1,4 +1,5 @@
-"""Calls in daemon threads: neither an interrupt nor the end of the process waits for one that hangs."""
+"""Runs calls in daemon threads, so that neither an interrupt nor the end of the process waits for a hung
+call."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 _JOIN = 1.0
-"""Seconds that the end of a pool waits for its threads."""
+"""Seconds that closing a pool waits for its threads."""
 Result = TypeVar("Result")
 
 
 class Background:
-    """A pool of up to `most` daemon threads. A context manager that does not wait for hung calls.
+    """A pool of up to `most` daemon threads. As a context manager, it does not wait for hung calls.
 
-    `concurrent.futures.ThreadPoolExecutor` is no alternative: the interpreter's exit joins its threads.
+    `concurrent.futures.ThreadPoolExecutor` does not suit, because the interpreter joins its threads at exit.
     """
 
     def __init__(self, most: int) -> None:
@@ -45,12 +46,13 @@ class Background:
         return future
 
     def all(self, calls: Iterable[Callable[[], Result]]) -> list[Result]:
-        """Returns the results in order, or raises what the first call that fails raises."""
+        """Runs calls in parallel and returns their results in order; raises the exception of the first that
+        fails."""
         futures = [self.submit(call) for call in calls]
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Cancels the calls that have not begun. Those that run go on."""
+        """Cancels the calls that have not started; running calls continue."""
         with self._guard:
             if self._closed:
                 return
@@ -83,9 +85,10 @@ class Background:
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Future[Result]:
-    """Runs a call that no timeout of its own bounds, such as a DNS lookup, in a daemon thread.
+    """Runs a call that has no timeout of its own, such as a DNS lookup, in a daemon thread.
 
-    Returns its future, which is done, or raises TimeoutError; the call then goes on without anyone waiting.
+    Returns the completed future, or raises AbandonedError, a TimeoutError, while the call continues
+    unobserved.
     """
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
@@ -96,7 +99,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Future[Result]:
 
 
 class AbandonedError(TimeoutError):
-    """A call took too long. `future` is what it may still become."""
+    """A call exceeded its time limit. `future` will receive its result."""
 
     def __init__(self, future: Future[Any]) -> None:
         super().__init__("it took too long")

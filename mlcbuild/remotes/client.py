@@ -1,8 +1,8 @@
-"""Requests over HTTP, by urllib3: kept connections, retries, proxies, and deadlines that no server evades.
+"""An HTTP client on urllib3: persistent connections, retries, proxies, and strict deadlines.
 
-Proxies are those of the environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`), and certificates are checked
-against the system's, or those in `SSL_CERT_FILE`. urllib3's timeouts bound each read of a socket; here each
-phase has a deadline as well, since a server may send one byte of its headers a second.
+Proxies come from the environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`); certificates are checked against
+the system's, or those in `SSL_CERT_FILE`. urllib3's timeouts limit each read of a socket; here each phase of
+a request also has a deadline, because a server could send one header byte per second.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from mlcbuild.remotes.transport import CHUNK, PAUSES, SLOWEST, TIMEOUT, Body, Pa
 _BUSY = {429, 500, 502, 503, 504}
 _FULL = {413, 507}
 _SENT = 1 << 17
-"""Bytes of a body that must go within the timeout: more would ask for a server faster than SLOWEST."""
+"""Bytes of a request body that must be sent within the timeout; more would require more than SLOWEST."""
 _SHORT = 1 << 16
-"""Bytes that are read of an answer of which only the status, or what its beginning says, matters."""
+"""Bytes that are read of a response of which only the status or the beginning matters."""
 _KEPT = 32
-"""Idle connections that are kept: as many as ask at the same time."""
+"""Idle connections that are kept: one for each concurrent request."""
 Response = BaseHTTPResponse
 _BROKEN = (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException)
 
 
 class Client:
-    """One server, https://host:port or http://host:port. Methods may be called from several threads.
+    """A client of one server, https://host:port or http://host:port. Methods are thread-safe.
 
-    Each answer must be given to `body`, `end` or `discard`: its connection is then used again, or closed.
+    Each response must be passed to `body`, `end` or `discard`, which reuse or close its connection.
     """
 
     def __init__(self, address: str, timeout: float = TIMEOUT) -> None:
@@ -77,10 +77,10 @@ class Client:
         headers: Mapping[str, str] | None = None,
         source: BinaryIO | None = None,
     ) -> Response:
-        """Returns the answer to a request. Raises RemoteError; SlowError when it does not come in time.
+        """Sends a request and returns the response. Raises RemoteError, and SlowError after the timeout.
 
-        After faults that may pass it is tried again, unless it is a PATCH, of which a part may have arrived,
-        or the timeout has passed already.
+        Transient failures are retried, except for PATCH, of which a part may have arrived, and after the
+        timeout.
         """
         began = time.monotonic()
         for pause in (*(PAUSES if method != "PATCH" else ()), None):
@@ -101,9 +101,9 @@ class Client:
         raise AssertionError("the last turn returns or raises")
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
-        """The rest of an answer to a request for what is there from `start` on. Raises RemoteError.
+        """Returns the body of a response to a request for the bytes from `start` on. Raises RemoteError.
 
-        `share`: of how many such that come at the same time, and together not slower than SLOWEST.
+        `share` is the number of concurrent transfers that together must not be slower than SLOWEST.
         """
         begin = 0
         if response.status == 206:
@@ -111,11 +111,11 @@ class Client:
             begin = int(stated[1]) if stated else -1
             if begin != start:
                 self.discard(response)
-                raise RemoteError("it answered another range than the one it was asked for")
+                raise RemoteError("it sent another range than the requested one")
         return Body(begin, partial(self._read, response, *self._pace(share)), lambda: self.discard(response))
 
     def end(self, response: Response) -> bytes:
-        """The beginning of an answer that is no content; nothing when it breaks off."""
+        """Reads the beginning of a response whose contents do not matter; returns b"" when it breaks off."""
         data = b""
         with suppress(RemoteError):
             pace, most = self._pace(1)
@@ -125,14 +125,14 @@ class Client:
         return data[:_SHORT]
 
     def is_missing(self, response: Response) -> bool:
-        """Whether there is no such name; the answer is read then."""
+        """Tells whether the response means that the name does not exist; if so, the response is consumed."""
         if response.status not in (404, 410):
             return False
         self.end(response)
         return True
 
     def discard(self, response: Response) -> None:
-        """A connection on which something is left unread is not used again: the others were released."""
+        """Closes the connection of a response that was not read to its end, which cannot be reused."""
         response.close()
         response.release_conn()
 
@@ -146,7 +146,7 @@ class Client:
         self._manager.clear()
 
     def _keep(self, connection: TimedConnection) -> None:
-        """Remembers a connection that is made, so that `close` finds it."""
+        """Registers an open connection, so that `close` can close it."""
         with self._guard:
             self._connections.add(connection)
 
@@ -184,7 +184,7 @@ class Client:
         return data
 
     def _reason(self, error: Exception) -> RemoteError:
-        """What went wrong with a request, as the end of a sentence."""
+        """Returns the error for a failed request, worded as the end of a sentence."""
         causes = list(_chain(error))
         invalid = next((cause for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)), None)
         if invalid is not None:
@@ -199,14 +199,14 @@ class Client:
 
 
 class _FinalError(RemoteError):
-    """A fault that does not pass by itself."""
+    """A failure that a retry does not fix."""
 
 
 def status_words(status: int, code: str = "") -> str:
-    """What a status that nobody wanted, and the server's own word for it, means, as the end of a sentence."""
+    """Returns words for an unexpected status and the server's error code, as the end of a sentence."""
     words = f"status {status}, {code}" if code else f"status {status}"
     if 300 <= status < 400:
-        return f"it sends clients elsewhere ({words}): write the final address into the recipe"
+        return f"it redirects clients ({words}): write the final address into the recipe"
     if status in _FULL:
         return f"it is full ({words})"
     return f"it answered with {words}"
@@ -214,9 +214,10 @@ def status_words(status: int, code: str = "") -> str:
 
 @cache
 def _context(chosen: str) -> ssl.SSLContext:
-    """Raises RemoteError when $SSL_CERT_FILE, which Python passes over when it is not there, has none."""
+    """Returns the TLS context. Raises RemoteError when $SSL_CERT_FILE, which Python ignores when missing, is
+    invalid."""
     if chosen and not Path(chosen).is_file():
-        raise RemoteError(f"$SSL_CERT_FILE names {chosen}, which is no file")
+        raise RemoteError(f"$SSL_CERT_FILE names {chosen}, which is not a file")
     try:
         return ssl.create_default_context(cafile=chosen or None)
     except ssl.SSLError:
@@ -224,12 +225,13 @@ def _context(chosen: str) -> ssl.SSLContext:
 
 
 def _proxy(parts: SplitResult) -> SplitResult | None:
-    """The proxy that the environment names for a server. Raises RemoteError for one of an unknown kind."""
-    found = urllib.request.getproxies().get(parts.scheme)
-    if not found or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+    """Returns the proxy for a server from the environment, or None. Raises RemoteError for an unsupported
+    kind."""
+    setting = urllib.request.getproxies().get(parts.scheme)
+    if not setting or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
         return None
     try:
-        proxy = urlsplit(found if "://" in found else f"http://{found}")
+        proxy = urlsplit(setting if "://" in setting else f"http://{setting}")
         usable = proxy.scheme == "http" and proxy.hostname and proxy.port != 0
     except ValueError:
         usable = False
@@ -250,7 +252,7 @@ def _login(proxy: SplitResult) -> dict[str, str]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and the errors in it: urllib3 passes the first cause on as an argument or as the cause."""
+    """Yields an error and its causes; urllib3 passes the first cause as an argument or as `__cause__`."""
     while error is not None:
         yield error
         inner = (item for item in reversed(error.args) if isinstance(item, BaseException))
@@ -259,13 +261,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_timeout(error: BaseException) -> bool:
     causes = list(_chain(error))
-    if isinstance(causes[-1], OSError):  # urllib3 calls a refused connection a timeout, too
+    if isinstance(causes[-1], OSError):  # urllib3 reports a refused connection as a timeout as well
         return isinstance(causes[-1], TimeoutError)
     return any(isinstance(cause, urllib3.exceptions.TimeoutError) for cause in causes)
 
 
 def _is_of_proxy(error: Exception, proxy: str) -> bool:
-    """Whether the proxy, and not the server behind it, is at fault."""
+    """Tells whether the proxy, and not the server behind it, caused an error."""
     refused = any(re.match("Tunnel connection failed", str(cause)) for cause in _chain(error))
     return refused or isinstance(error, urllib3.exceptions.ProxyError) or getattr(error, "url", None) == proxy
 

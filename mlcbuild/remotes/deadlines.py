@@ -1,7 +1,8 @@
-"""Connections of urllib3 that end in time: DNS and connecting, headers, and each read of a body.
+"""urllib3 connections with deadlines for DNS and connecting, for headers, and for each read of a body.
 
-A socket's timeout bounds one read, so a server that sends a byte a second never exceeds it. Here reads share
-a deadline; http.client reads status, headers, interim answers and chunks through them, for tunnels as well.
+A socket's timeout limits one read, so a server that sends a byte per second never exceeds it. Here the reads
+of one phase share a deadline; http.client reads status, headers, interim responses and chunks through them,
+also in tunnels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mlcbuild.remotes.transport import CONNECT, TIMEOUT
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a socket until a deadline, however the bytes come."""
+    """Reads a socket until a deadline, however slowly the bytes arrive."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.until = 0.0
@@ -43,8 +44,8 @@ class _TimedReader(io.RawIOBase):
         super().close()
 
 
-class Answer(http.client.HTTPResponse):
-    """An answer with a deadline for its headers, those of interim answers included, and for each read."""
+class TimedResponse(http.client.HTTPResponse):
+    """A response with a deadline for its headers, including interim responses, and for each read."""
 
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)
@@ -60,21 +61,21 @@ class Answer(http.client.HTTPResponse):
 
 
 class TimedConnection(HTTPConnection):
-    """A connection whose answers have deadlines, and whose making has one, DNS included."""
+    """A connection with deadlines for DNS and connecting, and for its responses."""
 
     def __init__(self, keep: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._answer: Answer | None = None
+        self._answer: TimedResponse | None = None
         keep(self)
 
-    def response_class(self, sock: socket.socket, **options: Any) -> Answer:  # type: ignore[override]
-        self._answer = Answer(sock, **options)
+    def response_class(self, sock: socket.socket, **options: Any) -> TimedResponse:  # type: ignore[override]
+        self._answer = TimedResponse(sock, **options)
         return self._answer
 
     def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]
         try:
             return super().getresponse()
-        except BaseException:  # urllib3 leaves an answer open whose headers it refuses
+        except BaseException:  # urllib3 does not close a response whose headers it rejects
             if self._answer is not None:
                 self._answer.close()
             raise
@@ -98,6 +99,6 @@ class TlsConnection(TimedConnection, HTTPSConnection):
 
 
 def _close_late(future: Future[object]) -> None:
-    """Closes a connection that was made after nobody waited for it any more."""
+    """Closes a connection that was established after its deadline."""
     if future.exception() is None and isinstance(late := future.result(), socket.socket):
         late.close()

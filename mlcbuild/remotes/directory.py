@@ -1,10 +1,10 @@
-"""A directory that several machines see, as over NFS.
+"""A remote in a directory that several machines share, as over NFS.
 
     ac/<key>  cas/<digest>  tmp/<random>
 
-Relies on nothing but a rename within the directory: no locks, no hard links, no synchronous clocks. The
-names are those of the HTTP protocol, so that a web server can offer the same directory. Only regular files
-are read: opening a FIFO waits for a writer, and a device may have no end.
+It relies only on renames within the directory, not on locks, hard links or synchronous clocks. The names are
+those of the HTTP protocol, so that a web server can serve the same directory. Only regular files are read:
+opening a FIFO would wait for a writer, and a device may have no end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from mlcbuild.remotes.background import Result, within
 from mlcbuild.remotes.transport import CHUNK, TIMEOUT, Body, DamagedError, SlowError
 
 _ABANDONED = 86_400
-"""Seconds after which a part that nobody finished is removed."""
+"""Seconds after which an unfinished upload is removed."""
 
 
 class Directory:
-    """A transport. The directory must exist: an empty mount point must not be taken for the cache."""
+    """Transport for a directory, which must exist: an empty mount point must not be mistaken for the
+    cache."""
 
     def __init__(self, root: Path, timeout: float = TIMEOUT) -> None:
         self._root = root
@@ -43,15 +44,15 @@ class Directory:
         def read() -> bytes:
             try:
                 return file.read(CHUNK)
-            except OSError as error:  # also a file that the server replaced meanwhile
+            except OSError as error:  # also for a file that the server replaced meanwhile
                 raise self._explain(error, "read") from None
 
         file.seek(start)
         return Body(start, read, file.close)
 
     def size(self, name: str) -> int | None:
-        found = self._in_time(lambda: _status(self._root, name))
-        return None if found is None else _regular(found).st_size
+        status = self._in_time(lambda: _status(self._root, name))
+        return None if status is None else _regular(status).st_size
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         part = self._root / "tmp" / secrets.token_hex(16)
@@ -70,7 +71,7 @@ class Directory:
         return
 
     def _in_time(self, call: Callable[[], Result], what: str = "read") -> Result:
-        """Runs a call that never returns where a file server is gone. Raises RemoteError."""
+        """Runs a call with a time limit, since calls hang when a file server is gone. Raises RemoteError."""
         try:
             return within(self._timeout, call).result()
         except TimeoutError:
@@ -79,7 +80,8 @@ class Directory:
             raise self._explain(error, what) from None
 
     def _sweep(self, part: Path) -> None:
-        """Removes, once, what killed processes left; ages are by the file server's own clock."""
+        """Removes, once, the uploads of killed processes; their age is measured by the file server's
+        clock."""
         if self._swept:
             return
         self._swept = True
@@ -128,10 +130,10 @@ def _status(root: Path, name: str) -> os.stat_result | None:
         return None
 
 
-def _regular(found: os.stat_result) -> os.stat_result:
-    if not stat.S_ISREG(found.st_mode):
-        raise DamagedError("it is no regular file")
-    return found
+def _regular(status: os.stat_result) -> os.stat_result:
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedError("it is not a regular file")
+    return status
 
 
 def _write(part: Path, source: BinaryIO, size: int) -> None:
@@ -141,7 +143,7 @@ def _write(part: Path, source: BinaryIO, size: int) -> None:
             file.write(data)
             left -= len(data)
         file.flush()
-        os.fsync(file.fileno())  # on NFS it is here that a full disk shows
+        os.fsync(file.fileno())  # NFS reports a full disk here
     if left:
         raise OSError(f"{left} of {size} bytes to send are missing")
     part.chmod(0o444)

@@ -1,4 +1,5 @@
-"""One blob from a remote into a file, resumed where an earlier attempt ended, hashed as it comes."""
+"""Downloads a blob from a remote into a file, resuming an earlier attempt and hashing the bytes as they
+arrive."""
 
 from __future__ import annotations
 
@@ -25,40 +26,40 @@ def download(
     entry: Entry,
     part: Path,
     stop: threading.Event,
-    told: Callable[[int], None],
+    on_bytes: Callable[[int], None],
 ) -> bool:
-    """Whether `part` now is the whole blob, hashed; False when the remote has none.
+    """Completes and verifies the blob in `part`; returns False when the remote does not have it.
 
-    What is there of `part` already is kept if the whole then has the right digest. `told` gets the number
-    of bytes that came. Raises DamagedError, then nothing is left of `part`; RemoteError and
-    CancelledError, then what has come stays; OSError when `part` cannot be written.
+    Bytes that are in `part` already are kept if the whole has the right digest. `on_bytes` is called with the
+    number of new bytes. Raises DamagedError, after which `part` is gone; RemoteError and CancelledError,
+    after which the downloaded bytes stay; OSError when `part` cannot be written.
     """
     name = f"cas/{entry.digest}"
     with _Part(part, entry.size) as target:
         pieces = 1 if target.have else 0
         while True:
-            if not _complete(transport, name, target, stop, told):
+            if not _complete(transport, name, target, stop, on_bytes):
                 return False
             pieces += target.requests
             if target.hexdigest() == entry.digest:
                 return True
             if pieces < 2:
                 break
-            target.restart()  # pieces of different origin: once more in one piece
+            target.restart()  # the pieces may have different origins: download it again in one piece
             pieces = 0
     part.unlink()
     raise DamagedError("its bytes are wrong")
 
 
 def _complete(
-    transport: Transport, name: str, target: _Part, stop: threading.Event, told: Callable[[int], None]
+    transport: Transport, name: str, target: _Part, stop: threading.Event, on_bytes: Callable[[int], None]
 ) -> bool:
-    """Asks until all bytes are there; False when there is no such name."""
+    """Sends requests until all bytes are there; returns False when the name does not exist."""
     target.requests, attempts = 0, Attempts()
     while target.have < target.size:
         before, began = target.have, time.monotonic()
         try:
-            if not _request(transport, name, target, stop, told):
+            if not _request(transport, name, target, stop, on_bytes):
                 return False
         except RemoteError as error:
             if stop.is_set():
@@ -68,7 +69,7 @@ def _complete(
 
 
 def _request(
-    transport: Transport, name: str, target: _Part, stop: threading.Event, told: Callable[[int], None]
+    transport: Transport, name: str, target: _Part, stop: threading.Event, on_bytes: Callable[[int], None]
 ) -> bool:
     body = transport.open(name, target.have)
     if body is None:
@@ -81,7 +82,7 @@ def _request(
             if stop.is_set():
                 raise CancelledError
             target.add(data)
-            told(len(data))
+            on_bytes(len(data))
     if target.have != target.size:
         target.discard()
         raise DamagedError(f"it has {target.have} bytes where {target.size} should be")
@@ -89,7 +90,7 @@ def _request(
 
 
 class _Part:
-    """A file that grows, and the digest of what is in it."""
+    """A growing file, and the digest of its contents."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.size = size
@@ -98,7 +99,7 @@ class _Part:
         self._path = path
         self._hasher = blake3()
         if not path.is_file() or path.is_symlink():
-            remove(path)  # damage, or a link that somebody with another account has put there
+            remove(path)  # damage, or a link that another account created
         self._file = FileIO(os.open(path, _FLAGS, 0o644), "r+")  # closed by the context
         while data := self._file.read(CHUNK):
             self._hasher.update(data)
@@ -107,7 +108,7 @@ class _Part:
             self.restart()
 
     def add(self, data: Buffer) -> None:
-        """Bytes beyond the size are counted and not written."""
+        """Writes and hashes bytes; those beyond the expected size are only counted."""
         left = memoryview(data)[: max(0, self.size - self.have)]
         self._hasher.update(left)
         while left:
@@ -136,5 +137,5 @@ class _Part:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        if self.size and not self.have:  # there is nothing to go on with
+        if self.size and not self.have:  # nothing that a later attempt could resume
             self.discard()

@@ -1,6 +1,6 @@
-"""The kinds of remotes, by URL scheme. A new kind is one module with a transport, and one line in `KINDS`.
+"""The kinds of remotes by URL scheme. A new kind needs one module with a transport, and one line in `KINDS`.
 
-The functions of a kind import what they need when they are called: a recipe's URLs are checked without
+The functions of a kind import their modules when they are called, so that a recipe's URLs are checked without
 loading any client.
 """
 
@@ -20,16 +20,16 @@ from mlcbuild.remotes.transport import TIMEOUT, Bordered, Transport, border
 
 @dataclass(frozen=True)
 class Destination:
-    """Publishing of bundles to a kind of remote."""
+    """The functions of a kind of remote to which bundles can be published."""
 
     name: str
-    """What it is, as messages explain it."""
+    """The words for this kind in messages."""
     fault: Callable[[str, bool], str]
-    """(URL, whether it is written to) -> what is wrong with it; "" if nothing."""
+    """(URL, whether it is written to) -> the problem of the URL; "" if there is none."""
     pinned: Callable[[str], bool]
-    """Whether an address can never mean anything else."""
+    """Tells whether an address is immutable, as a digest or commit is."""
     module: str
-    """The module that offers `push` and `fetch`: see mlcbuild/bundles/publish/transfer_bundle.py."""
+    """The module with `push` and `fetch`: see mlcbuild/bundles/publish/transfer_bundle.py."""
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -40,13 +40,13 @@ class Kind:
     """One kind of remote."""
 
     form: str
-    """How a URL starts, as messages show it."""
+    """The beginning of a URL, as messages show it."""
     fault: Callable[[str], str] | None = None
-    """What is wrong with a URL that has a right syntax; "" if nothing. None: no cache can be there."""
+    """Returns the problem of a syntactically valid URL, or "". None for a kind that cannot hold a cache."""
     connect: Callable[[str, float], Transport] | None = None
-    """(URL, timeout in seconds) -> the transport. Raises RemoteError."""
+    """(URL, timeout in seconds) -> transport. Raises RemoteError."""
     takes_query: bool = False
-    """Whether the URL may have options after '?'."""
+    """True when the URL may have options after '?'."""
     publishes: Destination | None = None
 
 
@@ -102,10 +102,10 @@ def _artifact_fault(url: str, writing: bool) -> str:
 
     if problem := reference.fault(url):
         return problem
-    found = reference.parse(url).reference
-    if not found:
+    tag = reference.parse(url).reference
+    if not tag:
         return f"'{url}' lacks a tag: add ':' and one"
-    if found.startswith("sha256:") and writing:
+    if tag.startswith("sha256:") and writing:
         return f"'{url}' names content by its digest: publish to a tag"
     return ""
 
@@ -150,15 +150,16 @@ def scheme(url: str) -> str:
 
 
 def fault(url: str) -> str:
-    """What is wrong with the URL of a remote, as a sentence that never repeats a password; "" if nothing."""
+    """Returns the problem of a remote's URL as a sentence that never repeats a password; "" if there is
+    none."""
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 - raises ValueError for one that is none
     except ValueError:
-        return "the URL cannot be understood"
+        return "the URL cannot be parsed"
     if parts.username is not None or parts.password is not None:
         return (
-            "a URL with a user name or password is not taken: put them into netrc or the environment "
+            "a URL must not hold a user name or password: put them into netrc or the environment "
             "(MLCBUILD_TOKEN_<HOST>, MLCBUILD_LOGIN_<HOST>)"
         )
     kind = KINDS.get(parts.scheme)
@@ -171,7 +172,7 @@ def fault(url: str) -> str:
 
 
 def connect(url: str, timeout: float = TIMEOUT) -> Transport:
-    """Returns the transport of a URL that `fault` finds nothing wrong with. Raises RemoteError."""
+    """Returns the transport of a URL that `fault` accepts. Raises RemoteError."""
     kind = KINDS[urlsplit(url).scheme]
     assert kind.connect is not None  # else `fault` refuses the URL
     with border():
@@ -179,6 +180,6 @@ def connect(url: str, timeout: float = TIMEOUT) -> Transport:
 
 
 def destination(url: str) -> Destination | None:
-    """Returns what publishes to an address; None when nothing does."""
+    """Returns the functions for publishing to an address; None when its kind accepts no bundles."""
     kind = KINDS.get(scheme(url)) if "://" in url else None
     return kind.publishes if kind is not None else None

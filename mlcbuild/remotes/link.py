@@ -1,4 +1,4 @@
-"""One remote in one run: what it cannot do is told once, and then it is not asked again."""
+"""The connection to one remote during one run: reports its failure once and stops using it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,33 @@ from mlcbuild.store.blobs import has_bytes
 from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.store import Store
 
-_LIES = 3
-"""DamagedError things after which a remote is not asked for more in this run."""
+_MAX_DAMAGED = 3
+"""Damaged items after which a remote is not used any more in this run."""
 
 
 class SpoiltError(Exception):
-    """A file of this machine that must not be given to others. The message says which."""
+    """A damaged file of this machine that must not be uploaded. The message names it."""
 
 
 class Link:
-    """Methods may be called from several threads. They raise no RemoteError: see `unread`, `unwritten`."""
+    """A remote with its state in this run. Thread-safe.
+
+    No method raises RemoteError: failures set `unread` or `unwritten` and add a warning.
+    """
 
     def __init__(self, remote: Remote, signer: Signer | None = None, timeout: float = TIMEOUT) -> None:
         self.remote = remote
         self.name = remote.url
         self.unread = "" if remote.reads else "it is not read from"
-        """Why it is not asked (any more); "" while it is."""
+        """The reason why the remote is not read; "" while it is."""
         self.unwritten = "" if remote.writes() else "it is not written to"
+        """The reason why the remote is not written; "" while it is."""
         self._signer = signer
         self._timeout = timeout
         self._guard = threading.Lock()
         self._warnings: list[str] = []
-        self._lies: set[str] = set()
-        """Names under which something was found that is not what they say."""
+        self._damaged: set[str] = set()
+        """Names whose contents were wrong."""
         self._transport: Transport | None = None
         try:
             self._transport = connect(remote.url, timeout)
@@ -49,7 +53,7 @@ class Link:
             self._fail(error, writing=False)
 
     def record(self, key: str) -> Record | None:
-        """The record of a key, checked; None when there is none that can be used."""
+        """Returns the checked record of a key; None when the remote has no usable one."""
         name = f"ac/{key}"
         if self.unread:
             return None
@@ -62,12 +66,13 @@ class Link:
             self._refuse(name, f"the record {key}", str(error))
         return None
 
-    def blob(self, entry: Entry, part: Path, stop: threading.Event, told: Callable[[int], None]) -> bool:
-        """Whether a blob was fetched into `part`, and is right. Raises CancelledError, OSError."""
+    def blob(self, entry: Entry, part: Path, stop: threading.Event, on_bytes: Callable[[int], None]) -> bool:
+        """Downloads a blob into `part` and verifies it; returns False on failure. Raises CancelledError,
+        OSError."""
         if self.unread:
             return False
         try:
-            return download(self._open(), entry, part, stop, told)
+            return download(self._open(), entry, part, stop, on_bytes)
         except RemoteError as error:
             if not stop.is_set():
                 self._fail(error, writing=False)
@@ -76,9 +81,9 @@ class Link:
         return False
 
     def send(self, record: Record, store: Store, stop: threading.Event) -> bool:
-        """Whether a record and its blobs are there now: the blobs first, the record last.
+        """Uploads a record and its blobs, the record last; returns True when the remote has them.
 
-        What is there already stays, unless it was found to be wrong. Raises CancelledError.
+        Existing files stay unless they were damaged. Raises CancelledError.
         """
         if self.unwritten:
             return False
@@ -93,7 +98,8 @@ class Link:
         return True
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Whether a blob is there now, sent from the file `place`. Raises CancelledError."""
+        """Uploads a blob from the file `place`; returns True when the remote has it. Raises
+        CancelledError."""
         if self.unwritten:
             return False
         try:
@@ -117,8 +123,8 @@ class Link:
 
     def take_warnings(self) -> list[str]:
         with self._guard:
-            found, self._warnings = self._warnings, []
-        return found
+            warnings, self._warnings = self._warnings, []
+        return warnings
 
     def close(self) -> None:
         if self._transport is not None:
@@ -167,19 +173,19 @@ class Link:
         self._open().put(name, io.BytesIO(data), len(data), new=there is None)
 
     def _size(self, name: str) -> int | None:
-        """What is there: its size, None for nothing, -1 for something that must be replaced."""
+        """Returns the size of an object; None if there is none, -1 if it must be replaced."""
         try:
-            return -1 if name in self._lies else self._open().size(name)
+            return -1 if name in self._damaged else self._open().size(name)
         except DamagedError:
             return -1
 
-    def _refuse(self, name: str, what: str, why: str) -> None:
+    def _refuse(self, name: str, subject: str, why: str) -> None:
         with self._guard:
-            self._lies.add(name)
-            self._warnings.append(f"{self.name}: {what} is refused: {why}")
-            if len(self._lies) == _LIES and not self.unread:
-                self.unread = "it holds what is damaged"
-                self._warnings.append(f"{self.name} is not asked again in this run: {self.unread}")
+            self._damaged.add(name)
+            self._warnings.append(f"{self.name}: {subject} is refused: {why}")
+            if len(self._damaged) == _MAX_DAMAGED and not self.unread:
+                self.unread = "it holds damaged files"
+                self._warnings.append(f"{self.name} is not used again in this run: {self.unread}")
 
     def _fail(self, error: RemoteError, *, writing: bool) -> None:
         with self._guard:
@@ -193,7 +199,7 @@ class Link:
 
 
 class _Watched:
-    """A file to send, as a source that ends when the run does, or when the other side takes too long."""
+    """A file that is being uploaded; reading it raises when the run ends or the upload is too slow."""
 
     def __init__(self, file: BinaryIO, stop: threading.Event, timeout: float) -> None:
         self._file = file

@@ -2,7 +2,7 @@
 
     tag ac-<key>, cas-<digest>   a manifest with one layer: the record, the file
 
-A registry has content by its SHA-256 and removes what no manifest names, so each name is a tag.
+A registry names content by SHA-256 and deletes what no manifest names, so each name is a tag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FILE = "application/octet-stream"
 
 
 class Oci:
-    """A transport. Raises RemoteError for credentials that cannot be used."""
+    """Transport for a repository of an OCI registry. Raises RemoteError for invalid credentials."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         self._registry = Registry(parse(url), timeout)
@@ -36,10 +36,10 @@ class Oci:
             return None
         if start >= layer.size:
             start = 0
-        found = self._registry.blob(layer.digest, start)
-        if found is None:
+        body = self._registry.blob(layer.digest, start)
+        if body is None:
             raise DamagedError("the registry lacks the blob that the tag names")
-        return found
+        return body
 
     def size(self, name: str) -> int | None:
         layer = self._layer(name)
@@ -61,12 +61,12 @@ class Oci:
         }
         self._registry.tag(_tag(name), json.dumps(document).encode())
         if not self._shows(name):
-            # A registry whose disk was full may keep a manifest cut short, and take the same bytes again
-            # as those that it has: it can only be given others.
+            # A registry whose disk was full may keep a truncated manifest, and treat the same bytes as
+            # already stored: only a manifest with other bytes replaces it.
             document["annotations"] = {f"{_PREFIX}.again": secrets.token_hex(8)}
             self._registry.tag(_tag(name), json.dumps(document).encode())
             if not self._shows(name):
-                raise RemoteError("it does not give back a manifest that it took")
+                raise RemoteError("it does not return a manifest that it accepted")
 
     def close(self) -> None:
         self._registry.close()
@@ -78,14 +78,14 @@ class Oci:
             return False
 
     def _layer(self, name: str) -> Descriptor | None:
-        found = self._registry.manifest(_tag(name))
-        if found is None:
+        manifest = self._registry.manifest(_tag(name))
+        if manifest is None:
             return None
         try:
-            (layer,) = layers_of(found[1])
+            (layer,) = layers_of(manifest[1])
             return layer
         except ValueError:
-            raise DamagedError("the tag stands for something else than a file of a cache") from None
+            raise DamagedError("the tag does not name a file of a cache") from None
 
 
 def _tag(name: str) -> str:

@@ -1,7 +1,7 @@
-"""An object read in ranges, by as many connections as are worth it.
+"""Reads an object in ranges, over as many connections as make it faster.
 
-Some servers give each connection only a share of what they have, and some give all of it to one; several
-connections cost such a one, and the processors here, a fifth more.
+Some servers limit the rate of each connection, others give all their bandwidth to one. With the latter,
+several connections cost the server and the local processors a fifth more.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.transport import Body, Buffer
 
 FIRST = 8 << 20
-"""Bytes of the first range: it shows how fast the server is."""
+"""Bytes of the first range, which measures the speed of the server."""
 FAST = 200_000_000
-"""Bytes per second of one connection, from which on it stays one."""
+"""Bytes per second from which a single connection is kept."""
 GROWTH = 8
-"""How many times as long as the one before the next one is."""
+"""Ratio of a range's size to that of the range before, on a fast connection."""
 PIECE = 4 << 20
-"""Bytes of a range when several are on their way."""
+"""Bytes of each range when several are requested at the same time."""
 AHEAD = 6
-"""Such ranges at once. Of each object no more are in memory, and the one that was taken."""
+"""Number of ranges that are requested at the same time; no more of an object are in memory, plus the one in
+use."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """What came for a range that was asked for: just that, or all of the object."""
+    """The response to a request for a range: exactly that range, or the whole object."""
 
     body: Body
     size: int
-    """Of the object."""
+    """Size of the whole object in bytes."""
     version: str
-    """The object's ETag; "" when the server says none."""
+    """The object's ETag; "" when the server sends none."""
 
 
 Ask = Callable[[int, int, str, int], Range]
-"""Asks for the bytes from one offset up to another, of a version, as one of so many that come at once."""
+"""Requests a range: (start, end, version, number of concurrent requests) -> response."""
 
 
 class Ranges:
-    """The bytes of an object in order.
+    """The bytes of an object, in order.
 
-    While they come fast, a range is asked for when the one before has come, and is much longer. After one
-    that comes slowly, all that follow are short and on their way at the same time.
+    As long as they arrive fast, the next range is requested after the one before, and is much longer. After a
+    slow range, all further ranges are short and requested concurrently.
     """
 
     def __init__(self, first: Range, ask: Ask, pool: Background) -> None:
@@ -59,9 +60,9 @@ class Ranges:
         self._next = min(first.body.start + FIRST, first.size)
         self._size, self._version = first.size, first.version
         self._count = 0
-        """Bytes of the range that have come."""
+        """Bytes of the current range that have arrived."""
         self._seconds = 0.0
-        """Of waiting for them."""
+        """Seconds of waiting for these bytes."""
         self._ahead: deque[Future[tuple[int, bytearray]]] = deque()
         self._free: list[bytearray] = []
         self._taken: bytearray | None = None
@@ -109,21 +110,21 @@ class Ranges:
         return start, self._next
 
     def _piece(self, start: int, end: int, buffer: bytearray) -> tuple[int, bytearray]:
-        """Fills a buffer: how far, and the buffer."""
+        """Reads a range into a buffer; returns the number of bytes and the buffer."""
         have, size = 0, end - start
         with self._exactly(start, end, AHEAD).body as body:
             while more := body.read():
                 if have + len(more) > size:
-                    raise RemoteError("it answered another range than the one it was asked for")
+                    raise RemoteError("it sent another range than the requested one")
                 buffer[have : have + len(more)] = more
                 have += len(more)
         if have != size:
-            raise RemoteError("it answered another range than the one it was asked for")
+            raise RemoteError("it sent another range than the requested one")
         return have, buffer
 
     def _exactly(self, start: int, end: int, share: int) -> Range:
-        found = self._ask(start, end, self._version, share)
-        if found.body.start != start:
-            found.body.close()
-            raise RemoteError("it does not always know ranges")
-        return found
+        response = self._ask(start, end, self._version, share)
+        if response.body.start != start:
+            response.body.close()
+            raise RemoteError("it does not support ranges in all responses")
+        return response

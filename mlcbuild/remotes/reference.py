@@ -1,4 +1,4 @@
-"""Addresses of OCI registries, `oci://host/repository:tag`, and what manifests name blobs with."""
+"""Parses addresses of OCI registries, `oci://host/repository:tag`, and the blob descriptors of manifests."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class Place:
-    """`oci://host/repository`, and what is meant in it."""
+class RegistryAddress:
+    """The address of a repository in a registry, with an optional tag or digest."""
 
     host: str
-    """With its port."""
+    """Host name and port."""
     repository: str
     reference: str = ""
-    """A tag, or sha256:<64 hex>, or nothing."""
+    """A tag, or sha256:<64 hex>, or ""."""
     plain: bool = False
-    """Whether http is spoken."""
+    """True for plain HTTP."""
 
     @property
     def address(self) -> str:
@@ -37,17 +37,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A blob, as a manifest names it."""
+    """A blob as a manifest describes it."""
 
     media: str
     digest: str
-    """sha256:<64 hex>."""
+    """The digest, written sha256:<64 hex>."""
     size: int
     annotations: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, item: object) -> Descriptor:
-        """Returns what an item of a manifest describes. Raises ValueError for one that describes no blob."""
+        """Parses a descriptor of a manifest. Raises ValueError for one without a valid blob."""
         if not isinstance(item, dict):
             raise ValueError("a descriptor is an object")
         media, digest, size = item.get("mediaType", ""), item.get("digest"), item.get("size")
@@ -66,7 +66,7 @@ class Descriptor:
 
 
 def layers_of(manifest: bytes) -> list[Descriptor]:
-    """Returns the layers of a manifest. Raises ValueError for what is no manifest of layers."""
+    """Returns the layers of a manifest. Raises ValueError for anything but a manifest with layers."""
     try:
         document = strict_json.parse(manifest)
         return [Descriptor.from_json(item) for item in document["layers"]]
@@ -75,7 +75,7 @@ def layers_of(manifest: bytes) -> list[Descriptor]:
 
 
 def fault(url: str) -> str:
-    """What is wrong with an oci:// URL; "" if nothing."""
+    """Returns the problem of an oci:// URL, or "" if there is none."""
     parts = urlsplit(url)
     repository, _ = _split(parts.path)
     if not parts.hostname or not _NAME.fullmatch(repository):
@@ -96,19 +96,19 @@ def _reference_fault(url: str) -> str:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Repository and reference."""
+    """Splits a path into repository and tag or digest."""
     repository, at, digest = path.strip("/").partition("@")
     head, slash, tail = repository.rpartition("/")
     name, _, tag = tail.partition(":")
     return f"{head}{slash}{name}", digest if at else tag
 
 
-def parse(url: str) -> Place:
-    """The place of a URL that `fault` finds nothing wrong with."""
+def parse(url: str) -> RegistryAddress:
+    """Parses a URL that `fault` accepts."""
     parts = urlsplit(url)
     repository, reference = _split(parts.path)
     local = parts.hostname in ("localhost", "::1") or bool(re.match(r"127\.", parts.hostname or ""))
     options = dict(parse_qsl(parts.query))
-    return Place(
+    return RegistryAddress(
         parts.netloc, repository, reference, options.get("plain-http", "true" if local else "") == "true"
     )

@@ -1,7 +1,7 @@
-"""The OCI distribution protocol: blobs and manifests of one repository in a registry.
+"""The OCI distribution protocol: reads and writes blobs and manifests of one repository.
 
-Speaks https, and http to this machine or with `?plain-http=true`. Credentials are those of auth.py, else
-Docker's and Podman's (config.json with its helpers). Specification:
+It uses https; for this machine, or with `?plain-http=true`, http. Credentials come from auth.py, which also
+reads Docker's and Podman's files (config.json and its helpers). Specification:
 https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md
 """
 
@@ -22,46 +22,46 @@ from mlcbuild_format import strict_json
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes import auth
 from mlcbuild.remotes.client import Client, Response, status_words
-from mlcbuild.remotes.reference import Place
+from mlcbuild.remotes.reference import RegistryAddress
 from mlcbuild.remotes.transport import TIMEOUT, Body, SlowError, quoted
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 EMPTY = b"{}"
-"""What stands where a manifest must name a config and there is none."""
+"""The config of manifests that have none."""
 EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 LARGEST = 4 << 20
-"""Bytes of a manifest: registries take no more."""
+"""Largest manifest in bytes that registries accept."""
 PIECE = 64 << 20
-"""Bytes of a blob in one request: what is sent again when a connection breaks."""
+"""Bytes of a blob in one request, which are sent again when a connection breaks."""
 _ATTEMPTS = 3
 _REDIRECTS = 5
 _ADDRESSES = 256
-"""Servers that one registry may send clients to, in one run."""
+"""Servers to which one registry may redirect clients in one run."""
 
 
-class Source(Protocol):
-    """Bytes to send."""
+class UploadSource(Protocol):
+    """A readable, seekable stream of bytes to upload."""
 
     def read(self, count: int = -1, /) -> bytes: ...
     def seek(self, offset: int, /) -> int: ...
 
 
 class Registry:
-    """One repository. Methods may be called from several threads and raise RemoteError when it fails."""
+    """A client of one repository. Thread-safe. Methods raise RemoteError on failure."""
 
-    def __init__(self, place: Place, timeout: float = TIMEOUT) -> None:
+    def __init__(self, place: RegistryAddress, timeout: float = TIMEOUT) -> None:
         self.place = place
         self._timeout = timeout
         self._clients = {place.address: Client(place.address, timeout)}
         self._guard = threading.Lock()
         self._login = auth.login(place.host)
         self._authorization: dict[str, str] = {}
-        """Scope -> what is sent with requests of it."""
+        """Authorization scope -> value of the Authorization header."""
 
     # Reading
 
     def manifest(self, reference: str) -> tuple[str, bytes] | None:
-        """Digest and bytes of a manifest, checked; None when there is none."""
+        """Returns digest and checked bytes of a manifest; None when there is none."""
         response = self._ask("GET", f"manifests/{reference}", {"Accept": MANIFEST})
         if self._home.is_missing(response):
             return None
@@ -79,10 +79,10 @@ class Registry:
         return digest, bytes(data)
 
     def blob(self, digest: str, start: int = 0) -> Body | None:
-        """The bytes of a blob, not checked; None when there is none."""
+        """Returns the unchecked bytes of a blob from `start` on; None when there is none."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         client, response = self._follow("GET", f"blobs/{digest}", headers)
-        if response.status == 416:  # shorter than it should be: what is there, from the beginning
+        if response.status == 416:  # the blob is shorter than expected: read it from the beginning
             client.end(response)
             client, response = self._follow("GET", f"blobs/{digest}", {})
         if client.is_missing(response):
@@ -101,16 +101,16 @@ class Registry:
     # Writing
 
     def mount(self, digest: str, repository: str) -> bool:
-        """Whether the registry took a blob from another of its repositories, without it being sent."""
+        """Mounts a blob of another repository of the registry; returns False when it must be uploaded."""
         query = urlencode({"mount": digest, "from": repository})
         response = self._ask("POST", f"blobs/uploads/?{query}", {"Content-Length": "0"}, mounts=repository)
         self._home.end(response)
-        if response.status == 202:  # it opened an upload instead: that is abandoned
+        if response.status == 202:  # it started an upload instead, which is cancelled
             self._home.end(self._ask("DELETE", self._location(response)))
         return response.status == 201
 
-    def send(self, source: Source, size: int) -> str:
-        """Sends a blob and returns its digest, which is computed as the bytes go."""
+    def send(self, source: UploadSource, size: int) -> str:
+        """Uploads a blob and returns its digest, which is computed while the bytes are sent."""
         response = self._ask("POST", "blobs/uploads/", {"Content-Length": "0"})
         self._home.end(response)
         self._demand(response, 202)
@@ -127,12 +127,12 @@ class Registry:
         return digest
 
     def send_bytes(self, data: bytes) -> str:
-        """As `send`, unless the registry has it."""
+        """Uploads a blob unless the registry has it; returns its digest."""
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         return digest if self.has(digest) else self.send(io.BytesIO(data), len(data))
 
     def tag(self, reference: str, manifest: bytes) -> str:
-        """Makes a tag stand for a manifest; its digest."""
+        """Uploads a manifest under a tag and returns the manifest's digest."""
         headers = {"Content-Type": MANIFEST, "Content-Length": str(len(manifest))}
         response = self._ask("PUT", f"manifests/{reference}", headers, io.BytesIO(manifest))
         self._home.end(response)
@@ -152,9 +152,9 @@ class Registry:
             client.close()
 
     def _piece(
-        self, location: str, source: Source, before: hashlib._Hash, start: int, end: int
+        self, location: str, source: UploadSource, before: hashlib._Hash, start: int, end: int
     ) -> tuple[str, hashlib._Hash]:
-        """Sends bytes `start` to `end`; the next location and the digest until there."""
+        """Uploads the bytes from `start` to `end`; returns the next upload location and the hash state."""
         begin = start
         for attempt in range(_ATTEMPTS):
             piece = _Piece(source, before.copy(), start, begin, end)
@@ -173,7 +173,7 @@ class Registry:
             except RemoteError as error:
                 if attempt + 1 == _ATTEMPTS or isinstance(error, SlowError):
                     raise
-            answer = self._ask("GET", location)  # how far it came
+            answer = self._ask("GET", location)  # asks how many bytes have arrived
             self._home.end(answer)
             self._demand(answer, 204)
             location = self._location(answer)
@@ -185,22 +185,23 @@ class Registry:
                 piece = _Piece(source, before.copy(), start, end, end)
                 piece.seek(0)
                 return location, piece.hasher
-        raise RemoteError("it does not take the bytes that it is sent")
+        raise RemoteError("it does not accept the uploaded bytes")
 
     @property
     def _home(self) -> Client:
         return self._clients[self.place.address]
 
     def _location(self, response: Response) -> str:
-        """Where an upload goes on: only on the same server, which is the one that has credentials."""
+        """Returns the path of the next upload request, which must be on the same server, because it gets
+        credentials."""
         parts = _joined(f"{self.place.address}/", response.headers.get("Location", ""))
         if parts.netloc != self.place.host or not parts.path.startswith("/v2/"):
             where = quoted(parts.netloc)
-            raise RemoteError(f"it names {where} as the place to send to, which is another server")
+            raise RemoteError(f"it redirects the upload to {where}, which is another server")
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
     def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
-        """A request that may be answered by another server, which gets no credentials."""
+        """Sends a request and follows redirects to other servers, which get no credentials."""
         client, response = self._home, self._ask(method, name, headers)
         url = f"{self.place.address}/v2/{self.place.repository}/{name}"
         until = time.monotonic() + self._timeout
@@ -213,18 +214,18 @@ class Registry:
             parts = _joined(url, response.headers.get("Location", ""))
             url = parts.geturl()
             if parts.scheme not in ("https", "http") or (parts.scheme == "http" and not self.place.plain):
-                raise RemoteError("it sends clients to an address that is not https")
+                raise RemoteError("it redirects clients to an address that is not https")
             client = self._client(parts)
             response = client.ask(method, parts.path + (f"?{parts.query}" if parts.query else ""), headers)
         return client, response
 
     def _client(self, place: SplitResult) -> Client:
-        """Returns the client of a server that the registry names."""
+        """Returns the client of a server to which the registry redirects."""
         address = f"{place.scheme}://{place.netloc}"
         with self._guard:
             if address not in self._clients:
                 if len(self._clients) > _ADDRESSES:
-                    raise RemoteError(f"it sends clients to more than {_ADDRESSES} servers")
+                    raise RemoteError(f"it redirects clients to more than {_ADDRESSES} servers")
                 self._clients[address] = Client(address, self._timeout)
             return self._clients[address]
 
@@ -239,7 +240,7 @@ class Registry:
         *,
         mounts: str = "",
     ) -> Response:
-        """A request to the registry, authorized in the way that it asks for."""
+        """Sends a request to the registry with the authorization that it requires."""
         target = name if name.startswith("/") else f"/v2/{self.place.repository}/{name}"
         scope = f"repository:{self.place.repository}:{'pull' if method in ('GET', 'HEAD') else 'pull,push'}"
         if mounts:
@@ -260,7 +261,7 @@ class Registry:
         return self._home.ask(method, target, _with(headers, granted), source)
 
     def _answer(self, challenge: str, scope: str) -> str | None:
-        """What a registry wants to see; None when that is not known."""
+        """Returns the Authorization header for a challenge; None for an unsupported challenge."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() == "basic":
             return self._login
@@ -274,7 +275,7 @@ class Registry:
     def _token(self, fields: Mapping[str, str], scope: str) -> str:
         realm = _joined(fields["realm"], "")
         if realm.scheme != "https" and not (realm.scheme == "http" and self.place.plain):
-            raise RemoteError("the service that it names for tokens is not https")
+            raise RemoteError("its token service is not https")
         pairs = [("service", fields["service"])] if "service" in fields else []
         query = urlencode([*pairs, *(("scope", item) for item in scope.split(" "))])
         client, host = self._client(realm), quoted(realm.netloc)
@@ -288,9 +289,9 @@ class Registry:
             document = strict_json.parse(data)
             token = document.get("token") or document["access_token"]
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise RemoteError(f"the service {host} that it names for tokens gives none") from None
+            raise RemoteError(f"its token service {host} returned no token") from None
         if not isinstance(token, str) or not re.fullmatch(r"[\x21-\x7e]+", token):
-            raise RemoteError(f"the service {host} that it names for tokens gives no proper one")
+            raise RemoteError(f"its token service {host} returned an invalid token")
         return f"Bearer {token}"
 
     def _demand(self, response: Response, *accepted: int, client: Client | None = None) -> None:
@@ -304,9 +305,9 @@ class Registry:
 
 
 class _Piece:
-    """Part of a source, from `begin` to `end`; what is between `start` and `begin` is only hashed."""
+    """A part of a source from `begin` to `end`; bytes between `start` and `begin` are only hashed."""
 
-    def __init__(self, source: Source, hasher: hashlib._Hash, start: int, begin: int, end: int) -> None:
+    def __init__(self, source: UploadSource, hasher: hashlib._Hash, start: int, begin: int, end: int) -> None:
         self.hasher = hasher
         self._source = source
         self._before = hasher.copy()
@@ -315,7 +316,7 @@ class _Piece:
         self._left = self._size = end - begin
 
     def seek(self, offset: int) -> int:
-        """To the beginning: requests are tried again."""
+        """Returns to the beginning, as retries of a request require."""
         self.hasher = self._before.copy()
         self._source.seek(self._start)
         self._left = self._begin - self._start
@@ -334,14 +335,14 @@ class _Piece:
 
 
 def _joined(base: str, location: str) -> SplitResult:
-    """Returns an address that a header names. Raises RemoteError for one that is none."""
+    """Resolves an address of a header. Raises RemoteError for an invalid one."""
     try:
         parts = urlsplit(urljoin(base, location))
         usable = parts.port != 0 and re.fullmatch(r"[\x21-\x7e]+", parts.geturl()) and "@" not in parts.netloc
     except ValueError:
         usable = None
     if not usable or not parts.hostname:
-        raise RemoteError(f"it names {quoted(location or base)} as an address, which is none")
+        raise RemoteError(f"it names {quoted(location or base)} as an address, which is invalid")
     return parts
 
 

@@ -1,9 +1,9 @@
-"""S3 and what speaks its protocol: `s3://bucket/prefix`, with `?endpoint=https://host&region=name`.
+"""Transport for S3 and compatible servers: `s3://bucket/prefix`, with `?endpoint=https://host&region=name`.
 
-obstore signs addresses, and writes what is large, in parts. Our own client reads, in ranges that are all of
-one version, and writes what is small, only where nothing is yet if the server can do that. Signatures hold
-for one host only, so a recipe may name the endpoint. Credentials are those of other S3 tools: environment
-variables, then the files in ~/.aws.
+obstore signs URLs and uploads large objects in parts. The project's own client reads objects, in ranges of
+one version, and uploads small ones, conditionally where the server supports it. Signatures are valid for one
+host only, so a recipe may name the endpoint. Credentials are those of other S3 tools: environment variables,
+then the files in ~/.aws.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Store
 
 PART = 8 << 20
-"""Bytes of a part of an upload; what is not larger is put in one request."""
+"""Bytes of one part of an upload; smaller objects are uploaded in one request."""
 PARTS = 4
-"""Parts of one upload on their way."""
+"""Number of parts of one upload that are sent at the same time."""
 _MOST_PARTS = 10_000
 EXPIRY = timedelta(minutes=20)
-"""Of a signature. It is not used for so long: clocks may differ."""
+"""Validity of a signature. It is used for a shorter time, because clocks may differ."""
 _SKEW = 15 * 60
-"""Seconds by which servers let clocks differ."""
+"""Seconds by which S3 servers let clocks differ."""
 Result = TypeVar("Result")
 
 
 class S3:
-    """A transport. Raises RemoteError when obstore is not installed, or no credentials are."""
+    """Transport for one bucket. Raises RemoteError when obstore or credentials are missing."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         try:
@@ -56,16 +56,17 @@ class S3:
         self._bucket = parts.netloc
         self._prefix = unquote(parts.path.strip("/"))
         self._timeout = timeout
-        self._patience = timeout + 2 * PAUSES[-1]  # obstore tries again meanwhile
+        self._patience = timeout + 2 * PAUSES[-1]  # obstore retries within this time
         self._tasks: set[Future[Any]] = set()
         self._guard = threading.Lock()
         self._closed = False
         self._creates = True
-        """Whether the server is thought to know conditional requests."""
+        """True until the server rejects a conditional request."""
         self._rate = 0.0
         """Bytes per second of the fastest upload so far."""
         chosen = settings(url)
-        # A read timeout would end long uploads: it counts from the first byte of the question.
+        # obstore's read timeout starts with the first byte of the request, so a short one would end long
+        # uploads.
         self._store = self._opened(chosen, timeout + PART * PARTS / SLOWEST)
         self._anonymous = bool(chosen.pop("skip_signature", False))
         login = {"access_key_id": "nobody", "secret_access_key": "none"} if self._anonymous else {}
@@ -96,11 +97,11 @@ class S3:
         )
 
     def open(self, name: str, start: int = 0) -> Body | None:
-        found = _Object(self, name)
-        first = found.range(start, start + FIRST)
+        item = _Object(self, name)
+        first = item.range(start, start + FIRST)
         if first is None:
             return None
-        rest = Ranges(first, found.more, self._readers)
+        rest = Ranges(first, item.more, self._readers)
         return Body(first.body.start, rest.read, rest.close)
 
     def size(self, name: str) -> int | None:
@@ -132,15 +133,15 @@ class S3:
             client.close()
 
     def sign(self, method: Literal["GET", "HEAD", "PUT"], name: str) -> str:
-        """The URL of an object, for one method and EXPIRY; a secret."""
+        """Returns a signed URL of an object for one method, valid for EXPIRY; it is a secret."""
         import obstore
 
         async def sign() -> str:
             question = obstore.sign_async(self._signing, method, self._path(name), EXPIRY)
             return await asyncio.wait_for(question, self._patience)  # credentials may come from a server
 
-        found = self._wait(self._start(sign()))
-        return found.partition("?")[0] if self._anonymous else found
+        url = self._wait(self._start(sign()))
+        return url.partition("?")[0] if self._anonymous else url
 
     def ask(
         self,
@@ -177,20 +178,20 @@ class S3:
             client, response = self.ask("PUT", self.sign("PUT", name), headers, io.BytesIO(data))
             answer = client.end(response)
             if response.status in (200, 201, 204) or (condition and response.status == 412):
-                return  # in the latter case somebody else was faster
+                return  # 412: another process was faster
             if not condition or response.status not in (405, 409, 501):
                 raise self.refused(response, answer)
-            self._creates = self._creates and response.status == 409  # somebody else is at it
+            self._creates = self._creates and response.status == 409  # 409: another process is writing it
 
     def _put_parts(self, name: str, source: BinaryIO, size: int) -> None:
         import obstore
 
         part = max(PART, -(-size // _MOST_PARTS))
-        # Seconds that the parts on their way may take. A server without any room left answers nothing.
+        # Seconds that the parts in flight may take. A server whose disk is full may not answer.
         longest = self._timeout + PARTS * part / max(SLOWEST, self._rate / 16)
         until = time.monotonic() + self._patience
 
-        def pieces() -> Iterator[bytes]:  # asked for the first when the upload has begun
+        def pieces() -> Iterator[bytes]:  # the first piece is read when the upload has begun
             nonlocal until
             for piece in _pieces(source, size, part):
                 until = time.monotonic() + longest
@@ -214,7 +215,7 @@ class S3:
         self._wait(self._start(put()))
 
     def _start(self, question: Coroutine[Any, Any, Result]) -> Future[Result]:
-        with self._guard:  # a task that is started is one that `close` finds
+        with self._guard:  # guarded, so that `close` sees every task that starts
             if not self._closed:
                 task = asyncio.run_coroutine_threadsafe(question, _loop())
                 self._tasks.add(task)
@@ -223,7 +224,8 @@ class S3:
         raise RemoteError("the run ends")
 
     def _wait(self, task: Future[Result]) -> Result:
-        """Raises RemoteError, and what a source raises as it is."""
+        """Returns the result of a task. Raises RemoteError, and exceptions of an upload's source
+        unchanged."""
         from obstore import exceptions
 
         try:
@@ -242,7 +244,7 @@ class S3:
 
 
 class _Object:
-    """One object, and an address of it that is signed anew before it expires."""
+    """One object and its signed URL, which is renewed before it expires."""
 
     def __init__(self, transport: S3, name: str) -> None:
         self._transport = transport
@@ -251,7 +253,8 @@ class _Object:
         self._until = 0.0
 
     def range(self, start: int, end: int, version: str = "", share: int = 1) -> Range | None:
-        """What it has from `start` up to `end`; all of it when it has nothing there."""
+        """Returns the bytes from `start` up to `end`, or the whole object when the range is empty; None if
+        missing."""
         headers = {"Range": f"bytes={start}-{end - 1}", **({"If-Match": version} if version else {})}
         client, response = self._ask(headers)
         if response.status == 416 and not version:
@@ -268,14 +271,14 @@ class _Object:
         stated = re.fullmatch(r"bytes [0-9]+-([0-9]{1,18})/([0-9]{1,18})", response.headers["Content-Range"])
         if stated is None or int(stated[1]) + 1 != min(end, int(stated[2])):
             body.close()
-            raise RemoteError("it answered another range than the one it was asked for")
+            raise RemoteError("it sent another range than the requested one")
         return Range(body, int(stated[2]), _version(response))
 
     def more(self, start: int, end: int, version: str, share: int) -> Range:
-        found = self.range(start, end, version, share)
-        if found is None:
+        response = self.range(start, end, version, share)
+        if response is None:
             raise RemoteError("the object was removed while it was read")
-        return found
+        return response
 
     def _ask(self, headers: Mapping[str, str]) -> tuple[Client, Response]:
         now = time.monotonic()
@@ -286,7 +289,7 @@ class _Object:
 
 
 def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
-    """Exactly `size` bytes of a source. Raises OSError when it has fewer, which ends an upload."""
+    """Yields exactly `size` bytes of a source. Raises OSError, which ends an upload, when it has fewer."""
     left = size
     while left:
         data = source.read(min(most, left))
@@ -298,16 +301,16 @@ def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Runs in a thread of its own as long as the process."""
+    """Starts an event loop in its own thread, which lives as long as the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="s3", daemon=True).start()
     return loop
 
 
 def _version(response: Response) -> str:
-    """An ETag that a request may name: a weak one stands for no bytes."""
-    found = response.headers.get("ETag", "")
-    return found if re.fullmatch(r"(?!W/)[\x21-\x7e]{1,200}", found) else ""
+    """Returns an ETag that a request may name, or "": a weak ETag identifies no bytes."""
+    tag = response.headers.get("ETag", "")
+    return tag if re.fullmatch(r"(?!W/)[\x21-\x7e]{1,200}", tag) else ""
 
 
 def _is_skewed(date: str) -> bool:
@@ -327,25 +330,26 @@ _WORDS = {
     "timed out": "it does not answer",
     "TimedOut": "it does not answer",
 }
-"""What stands in obstore's errors, and what it means."""
+"""Text in obstore's errors -> its meaning."""
 
 
 def _explained(error: Exception) -> RemoteError:
-    """obstore's errors hold pages of internals; their kinds are told by words in them."""
+    """Turns an error of obstore, which may hold pages of internals, into a RemoteError by words in its
+    text."""
     text = str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>([A-Za-z0-9]{1,60})</Code>", text)
     if status is not None:
         return _refusal(int(status[1]), code[1] if code else "")
-    if found := re.search(r"certificate[^\"\n]*|UnknownIssuer", text):
-        return RemoteError(f"its certificate is not valid: {found[0].rstrip(') ')}")
-    known = (sentence for sign, sentence in _WORDS.items() if sign in text)
-    words = re.sub(r"\?\S*", "", text.partition("\n")[0])  # no query: it may hold a secret
-    return RemoteError(next(known, words[:200]))
+    if match := re.search(r"certificate[^\"\n]*|UnknownIssuer", text):
+        return RemoteError(f"its certificate is not valid: {match[0].rstrip(') ')}")
+    meanings = (sentence for sign, sentence in _WORDS.items() if sign in text)
+    words = re.sub(r"\?\S*", "", text.partition("\n")[0])  # the query is removed: it may hold a secret
+    return RemoteError(next(meanings, words[:200]))
 
 
 def _refusal(status: int, code: str, date: str = "") -> RemoteError:
-    """What a status means that nobody wanted. `date`: when it was said, by the server's clock."""
+    """Returns the error for an unexpected status. `date` is the server's time of the response."""
     words = f"status {status}, {code}" if code else f"status {status}"
     if status == 412:
         return RemoteError(f"the object was replaced while it was read ({words})")

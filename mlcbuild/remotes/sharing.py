@@ -1,8 +1,8 @@
-"""All remotes of a run, in order, before one store: find a record, fetch blobs, send what was built.
+"""All remotes of a run in front of one store: looks up records, fetches blobs, uploads results.
 
-A record is enough to know a step's result, and so the keys of the steps behind it. Its blobs are fetched
-only when something here reads them. A record that was used without all of its blobs is kept under `known/`,
-so that the next run needs no remote to know it.
+A record suffices to know a step's result, and so the keys of the steps that depend on it. Its blobs are
+fetched only when a step on this machine reads them. A record that was used without all its blobs is kept
+under `known/`, so that the next run finds it without a remote.
 """
 
 from __future__ import annotations
@@ -30,69 +30,70 @@ from mlcbuild.store.store import Store
 if TYPE_CHECKING:
     from mlcbuild.remotes.link import Link
 
-_QUESTIONS = 16
-"""Records asked for at the same time."""
+_CONCURRENT_LOOKUPS = 16
+"""Number of records that are requested at the same time."""
 _POLL = 0.05
 _LONGEST_ORIGIN = 1 << 16
-"""Bytes of the line that names a remote."""
+"""Largest length in bytes of the line with a remote's name."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """A record that is not, or not with all of its files, in the store."""
+class RemoteRecord:
+    """A record of a remote, whose files need not be in the store."""
 
     record: Record
     origin: str
-    """The remote that has it."""
+    """Name of the remote that has it."""
 
 
 class Sharing:
-    """Safe to use from several threads, but for `look_up`."""
+    """The remotes of a run. Thread-safe except for `look_up`."""
 
     def __init__(self, store: Store, links: Sequence[Link] = ()) -> None:
         self.store = store
         self.links = tuple(links)
         self._known = store.root / "known"
         self._unsent = store.root / "unsent"
-        self._found: dict[str, Found | None] = {}
-        self._questions = Background(_QUESTIONS)
+        self._found: dict[str, RemoteRecord | None] = {}
+        self._questions = Background(_CONCURRENT_LOOKUPS)
         self._ended = False
 
     @property
     def empty(self) -> bool:
-        """Whether nothing can be found."""
+        """True when no record can be looked up."""
         return not self.links and not self._known.is_dir()
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """The remotes that results are sent to."""
+        """The names of the remotes that results are uploaded to."""
         return tuple(link.name for link in self.links if link.remote.writes())
 
     def look_up(self, keys: Iterable[str]) -> None:
-        """Finds many keys at once, for `find` to answer."""
+        """Looks up many keys at once and caches the results for `find`."""
         asked = [key for key in dict.fromkeys(keys) if key not in self._found]
         self._found |= {key: self._read(key) for key in asked}
         if self.links:
             self._ask([key for key in asked if self._found[key] is None])
 
-    def find(self, key: str) -> Found | None:
-        """The record of a key that was used before without its files, or that a remote has."""
+    def find(self, key: str) -> RemoteRecord | None:
+        """Returns the record of a key that an earlier run kept or a remote has; None if there is none."""
         if key not in self._found:
             self.look_up([key])
         return self._found[key]
 
     def interrupt(self) -> None:
-        """Has `find` and `look_up` return at once, from now on. A signal handler may call it: no locks."""
+        """Makes `find` and `look_up` return at once from now on. Safe in a signal handler, as it takes no
+        locks."""
         self._ended = True
 
     def forget(self, key: str) -> None:
-        """Its files cannot be had: a step that must be built."""
+        """Drops the record of a key whose files cannot be downloaded, so that its step is built."""
         self._found[key] = None
         with suppress(OSError):
             self._place(key).unlink()
 
-    def keep(self, found: Found) -> None:
-        """Remembers a record that was used, for runs to come."""
+    def keep(self, found: RemoteRecord) -> None:
+        """Keeps a record that was used, for later runs."""
         place = self._place(found.record.key)
         if place.exists() or self.store.record(found.record.key) is not None:
             return
@@ -102,11 +103,12 @@ class Sharing:
             part.write_bytes(found.origin.encode() + b"\n" + found.record.encode())
             part.replace(place)
 
-    def fetch(self, entry: Entry, stop: threading.Event, told: Callable[[int], None]) -> str:
-        """Brings one blob into the store, from the first remote that has it whole; "" or why it could not.
+    def fetch(self, entry: Entry, stop: threading.Event, on_bytes: Callable[[int], None]) -> str:
+        """Downloads a blob into the store from the first remote that has it; returns "" or the reason for
+        failing.
 
-        A staging area must be open. Another process that fetches the same blob is waited for.
-        Raises CancelledError.
+        `on_bytes` is called with the number of new bytes. A staging area must be open. Waits while another process
+        downloads the same blob. Raises CancelledError.
         """
         try:
             (self.store.root / "partial").mkdir(exist_ok=True)
@@ -115,32 +117,32 @@ class Sharing:
                     raise CancelledError
                 time.sleep(_POLL)
             with lock:
-                return self._fetch(entry, stop, told)
+                return self._fetch(entry, stop, on_bytes)
         except OSError as error:
             return str(self.store.explain(error))
         except StoreError as error:
             return str(error)
 
     def promise(self, key: str) -> None:
-        """Notes, before a step is built, that its result is to be sent: by a later run, if this one dies."""
+        """Records, before a step is built, that its result must be uploaded, if necessary by a later run."""
         if self.writers:
             with suppress(OSError):
                 self._unsent.mkdir(exist_ok=True)
                 (self._unsent / key).touch()
 
     def promised(self) -> frozenset[str]:
-        """Keys of results that no run has sent to all the remotes that it should have been sent to."""
+        """Returns the keys of results that were not uploaded to all remotes that should have them."""
         if not self.writers or not self._unsent.is_dir():
             return frozenset()
         return frozenset(path.name for path in self._unsent.iterdir())
 
     def kept(self, key: str) -> None:
-        """The promise is kept."""
+        """Records that the result of a key was uploaded."""
         with suppress(OSError):
             (self._unsent / key).unlink(missing_ok=True)
 
     def send(self, record: Record, stop: threading.Event) -> tuple[str, ...]:
-        """Sends a record with its blobs to every remote that is written to; those that lack it now.
+        """Uploads a record with its blobs to every writable remote; returns the names of those that lack it.
 
         Raises CancelledError.
         """
@@ -148,7 +150,7 @@ class Sharing:
         return tuple(link.name for link in chosen if not link.send(record, self.store, stop))
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Whether the file `place`, which has the entry's bytes, is now a blob of a remote that is read, too.
+        """Uploads the file `place` as a blob to a remote that is also read; returns True when one has it.
 
         Raises CancelledError.
         """
@@ -163,18 +165,18 @@ class Sharing:
         for link in self.links:
             link.close()
 
-    def _fetch(self, entry: Entry, stop: threading.Event, told: Callable[[int], None]) -> str:
+    def _fetch(self, entry: Entry, stop: threading.Event, on_bytes: Callable[[int], None]) -> str:
         if self.store.hold(entry.digest, entry.size):
             return ""
         part = self.store.root / "partial" / entry.digest
         for link in self.links:
-            if link.blob(entry, part, stop, told):
+            if link.blob(entry, part, stop, on_bytes):
                 self.store.put_blob(entry.digest, part, hashed=True)
                 return ""
         return f"no remote gives {entry.path}"
 
     def _ask(self, keys: Iterable[str]) -> None:
-        """Asks the links, in other threads: what a signal says is seen here while they wait."""
+        """Looks up keys in other threads, so that this one reacts to an interrupt while they wait."""
         questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
         for key, question in questions.items():
             while not question.done() and not self._ended:
@@ -182,19 +184,19 @@ class Sharing:
             if question.done() and not question.cancelled():
                 self._found[key] = question.result()
 
-    def _answer(self, key: str) -> Found | None:
+    def _answer(self, key: str) -> RemoteRecord | None:
         for link in self.links:
             if (record := link.record(key)) is not None:
-                return Found(record, link.name)
+                return RemoteRecord(record, link.name)
         return None
 
-    def _read(self, key: str) -> Found | None:
-        """Returns the record that `keep` has written; None also where it is damaged."""
+    def _read(self, key: str) -> RemoteRecord | None:
+        """Returns the record that `keep` wrote; None if it is missing or damaged."""
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
             line, _, data = data.partition(b"\n")
             origin = line.decode()
-            return Found(Record.checked(key, data), origin) if origin.isprintable() else None
+            return RemoteRecord(Record.checked(key, data), origin) if origin.isprintable() else None
         except (OSError, ValueError):
             return None
 

@@ -1,12 +1,12 @@
-"""Signed records, as remotes and archives hold them.
+"""Signed records in the form that remotes and archives hold.
 
-A remote holds the two lines of a record unchanged, then one line for each signature:
+The two lines of a record are followed by one line for each signature:
 
     {"key":"ed25519:<public key>","signature":"<base64>"}
 
-The signature covers the key and all bytes of the record, under a tag of its own. An older record that
-somebody puts back in the place of a newer one is still a true result of exactly this key: the key holds the
-digests of all inputs, all code and all tool versions, so that nothing newer exists under the same key.
+The signature covers the key and all bytes of the record, under its own tag. Replaying an older record is
+harmless: the key holds the digests of all inputs, code and tool versions, so both records are results of
+exactly this key.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _TAG = b"mlcbuild-record/1\0"
 
 
 class RefusedError(ValueError):
-    """A record that must not be used. The message is the reason, the end of a sentence."""
+    """A record that must not be used. The message is the reason, worded as the end of a sentence."""
 
 
 def seal(record: Record, signer: Signer | None) -> bytes:
-    """Returns a record as a remote holds it, signed if there is a signer."""
+    """Encodes a record for a remote, signed if there is a signer."""
     body = record.encode()
     if signer is None:
         return body
@@ -37,9 +37,9 @@ def seal(record: Record, signer: Signer | None) -> bytes:
 
 
 def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
-    """Returns the record of `key` from what a remote holds, after the checks of `Record.checked`.
+    """Decodes and checks the record of `key` from a remote: see `Record.checked`.
 
-    `trust`: public keys; where there are any, one of them must have signed. Raises RefusedError.
+    If there are public keys in `trust`, one of them must have signed it. Raises RefusedError.
     """
     lines = data.split(b"\n")
     body = b"\n".join(lines[:2]) + b"\n"
@@ -50,7 +50,7 @@ def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
     except ValueError as error:
         raise RefusedError(str(error)) from None
     if not record.made.shared:
-        raise RefusedError("it holds for one machine only")
+        raise RefusedError("it is valid on one machine only")
     trusted = frozenset(trust)
     if trusted and not trusted & signers(key, body, lines[2:]):
         raise RefusedError("it is not signed by a key that is trusted")
@@ -58,7 +58,7 @@ def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
 
 
 def signers(key: str, body: bytes, lines: Iterable[bytes]) -> frozenset[str]:
-    """Returns the public keys whose signatures over the record are right."""
+    """Returns the public keys with a valid signature of the record."""
     valid = set()
     for line in lines:
         try:

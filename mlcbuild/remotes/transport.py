@@ -1,8 +1,8 @@
-"""What every protocol offers: named sequences of bytes, read from any offset, and put whole.
+"""The interface of all protocols: named byte sequences, read from any offset and written whole.
 
-A remote can slow a run by its timeout, and can do nothing else. Each transport bounds the time until bytes
-come, and `Pace` the time that they take; `border` turns everything that a malformed answer may raise into
-one RemoteError, so that no parser needs to foresee every lie.
+A remote can delay a run by its timeout, but nothing more. Each transport limits the time until bytes arrive,
+and `Pace` the time that they take; `border` turns every exception that a malformed response may cause into
+one RemoteError, so that no parser must foresee every attack.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from mlcbuild.errors import MlcbuildError, RemoteError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 CHUNK = 1 << 20
-"""Bytes in memory at a time: at an eighth of it, a download takes a third more CPU time."""
+"""Bytes in memory at a time; with an eighth of it, a download takes a third more CPU time."""
 CONNECT = 10.0
-"""Seconds to reach a server."""
+"""Seconds to connect to a server."""
 TIMEOUT = 30.0
-"""Seconds without any answer."""
+"""Seconds to wait for any response."""
 SLOWEST = 16_384
-"""Bytes per second: a transfer that is slower, over TIMEOUT seconds or more, is given up."""
+"""Bytes per second below which a transfer is given up, if it lasts TIMEOUT seconds."""
 PAUSES = (0.2, 1.0)
-"""Seconds before a request is tried again."""
+"""Seconds to wait before each retry of a request."""
 
 _ATTEMPTS = 3
-"""Requests in a row that bring too little."""
+"""Consecutive requests with too few bytes after which a transfer fails."""
 
 
 class SlowError(RemoteError):
-    """A transfer is so slow that it is given up: to ask again would only bring more of the same."""
+    """A transfer was given up because it is too slow; a retry would be no faster."""
 
 
 class DamagedError(ValueError):
-    """What a remote has under a name is not what the name says. The message is the end of a sentence."""
+    """The contents of a name on a remote are wrong. The message is worded as the end of a sentence."""
 
 
 class CancelledError(Exception):
-    """A transfer was ended because the run ends."""
+    """A transfer was stopped because the run ends."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Body:
     """The bytes of one name, from `start` on. A context manager."""
 
     start: int
-    """Where it begins: what was asked for, or 0 when the other side cannot begin in the middle."""
+    """The first offset: the requested one, or 0 when the remote cannot start in the middle."""
     read: Callable[[], Buffer]
-    """The next bytes, as many as are there; none at the end. The buffer is filled anew by the next call.
+    """Returns the next bytes, b"" at the end. The next call reuses the buffer.
 
     Raises RemoteError.
     """
@@ -68,7 +68,7 @@ class Body:
 
 
 class Pace:
-    """Measures a transfer in windows of `timeout` seconds, and gives up one that comes drop by drop."""
+    """Measures a transfer in windows of `timeout` seconds and gives up one that is too slow."""
 
     def __init__(self, timeout: float, slowest: float = SLOWEST) -> None:
         self._timeout = timeout
@@ -77,7 +77,7 @@ class Pace:
         self._count = 0
 
     def add(self, count: int) -> None:
-        """Counts bytes that came or went. Raises SlowError after a window with too few."""
+        """Counts transferred bytes. Raises SlowError after a window with too few."""
         self._count += count
         elapsed = time.monotonic() - self._since
         if elapsed <= self._timeout:
@@ -87,21 +87,21 @@ class Pace:
         self._since, self._count = time.monotonic(), 0
 
     def is_slow(self) -> bool:
-        """Returns whether the current window has had fewer bytes than it should by now."""
+        """Returns whether the current window has fewer bytes than required so far."""
         return self._count < self._slowest * (time.monotonic() - self._since)
 
 
 class Attempts:
-    """Counts requests for parts of one thing that break off, and ends them when they bring too little."""
+    """Counts interrupted requests for parts of one object and gives up when they bring too few bytes."""
 
     def __init__(self) -> None:
         self._vain = 0
 
     def failed(self, error: RemoteError, count: int, began: float) -> None:
-        """Notes a request that began at `began` (time.monotonic()) and brought `count` bytes more.
+        """Records a request that began at `began` (time.monotonic()) and brought `count` new bytes.
 
-        Raises its error after a slow transfer, or when three in a row came slower than SLOWEST: a server
-        that breaks off after each byte must not be asked once for each byte.
+        Raises its error after a slow transfer, or after three in a row below SLOWEST: a server that breaks
+        off after each byte must not get one request per byte.
         """
         enough = max(1, SLOWEST * min(time.monotonic() - began, TIMEOUT))
         self._vain = 0 if count >= enough else self._vain + 1
@@ -111,10 +111,10 @@ class Attempts:
 
 @contextmanager
 def border() -> Iterator[None]:
-    """Turns every exception but those that a transport may raise into a RemoteError.
+    """Turns every exception except those that a transport may raise into a RemoteError.
 
-    Whatever a remote makes our code or a library raise is the remote's fault, and must not end a run. The
-    message names the kind of exception only: its text may quote what the remote sent.
+    A remote is to blame for whatever its data makes this code or a library raise, and that must not end a
+    run. The message names only the kind of exception, because its text may quote the remote.
     """
     try:
         yield
@@ -124,43 +124,44 @@ def border() -> Iterator[None]:
         place = f"{error.filename}: " if error.filename else ""
         raise RemoteError(f"{place}{error.strerror or type(error).__name__}") from error
     except Exception as error:
-        raise RemoteError(f"its answer cannot be understood ({type(error).__name__})") from error
+        raise RemoteError(f"its answer cannot be parsed ({type(error).__name__})") from error
 
 
 def whole_number(text: str) -> int | None:
-    """Returns a size or offset as a header states it; None for anything but 1 to 18 ASCII digits."""
+    """Parses a size or offset of a header; returns None for anything but 1 to 18 ASCII digits."""
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def quoted(text: str) -> str:
-    """Returns text of a remote as a message may show it: short, ASCII, without control characters."""
+    """Returns text of a remote in a form that messages may show: short, ASCII, without control characters."""
     return ascii(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 class Transport(Protocol):
-    """One remote. Methods may be called from several threads, and raise RemoteError when it fails.
+    """A connection to one remote. Methods are thread-safe and raise RemoteError on failure.
 
-    Those that read may raise DamagedError, too. `Bordered` holds a transport to that.
+    Those that read may also raise DamagedError. `Bordered` enforces this.
     """
 
     def open(self, name: str, start: int = 0) -> Body | None:
-        """The bytes of `ac/<key>` or `cas/<digest>`; None when there is no such name."""
+        """Returns the bytes of `ac/<key>` or `cas/<digest>` from `start` on; None when the name does not
+        exist."""
 
     def size(self, name: str) -> int | None:
-        """How many bytes it has; None when there is no such name."""
+        """Returns the size of a name's contents in bytes; None when the name does not exist."""
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
-        """Makes the name stand for `size` bytes of `source`; readers see all of them or nothing new.
+        """Writes `size` bytes of `source` under a name; readers see all of them or nothing new.
 
-        `new`: there was no such name; if there is one now, what it stands for may stay.
+        With `new`, the name did not exist before; contents that exist by now may stay.
         """
 
     def close(self) -> None:
-        """Ends what is kept open, also under threads that still use it."""
+        """Closes all connections, even those that other threads are using."""
 
 
 class Bordered:
-    """A transport behind `border`."""
+    """A transport whose exceptions pass through `border`."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner

@@ -1,11 +1,11 @@
-"""Files by their digest: the half of a store that holds bytes, below cas/.
+"""The blobs of a store: files named by their digest, below cas/.
 
     cas/d0/<digest>      blob: a file's bytes, read-only, mtime STAMP
 
-Each is hashed when its bytes are put to use: as an input of a step, in a bundle, in an archive, on its way to
-a remote (`link_out`, `read_blob`, `sound`). One that is wrong is taken out (`condemn`), so that the next run
-builds it again, and right bytes replace it (`put_blob`). `holds` is a look at a file's stat, and enough only
-to tell whether there is anything to do: see `mlcbuild.store.store`.
+A blob is hashed whenever its bytes are used: as an input of a step, in a bundle, in an archive, or in an
+upload (`link_out`, `read_blob`, `sound`). A damaged blob is removed (`condemn`), so that the next run builds
+it again, and a correct copy replaces it (`put_blob`). `holds` checks the stat only, which is enough to decide
+whether there is work to do: see `mlcbuild.store.store`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether an operation failed for want of space."""
+    """Tells whether an operation failed because no space is left."""
     return error.errno in _FULL
 
 
 class Blobs:
-    """The files of a store at `root`."""
+    """The files of a store, in the directory `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -44,7 +44,7 @@ class Blobs:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turns an OSError of the store itself into a StoreError that says what to do."""
+        """Turns an OSError of the store into a StoreError with a remedy."""
         try:
             yield
         except OSError as error:
@@ -65,15 +65,16 @@ class Blobs:
         return Path(f"{self._cas}{digest[:2]}/{digest}")
 
     def link_out(self, files: Iterable[Entry], directory: Path) -> None:
-        """Makes `files` below a directory, as hard links where possible. Raises OSError, and StoreError for
-        one that has other bytes than it should.
+        """Links files of the store into a directory, or copies them where hard links are impossible.
+
+        Raises OSError, and StoreError for a blob with the wrong bytes.
         """
-        made = set()
+        directories = set()
         for entry in files:
             place = directory / entry.path
-            if place.parent not in made:
+            if place.parent not in directories:
                 place.parent.mkdir(parents=True, exist_ok=True)
-                made.add(place.parent)
+                directories.add(place.parent)
             try:
                 link_or_copy(self.blob(entry.digest), place)
             except FileNotFoundError:
@@ -84,14 +85,14 @@ class Blobs:
                 raise self.damaged(entry)
 
     def sound(self, entry: Entry) -> bool:
-        """Whether a blob has the right bytes, all of which are read."""
+        """Reads a blob and tells whether it has the right bytes."""
         try:
             return has_bytes(self.blob(entry.digest), entry.digest, entry.size)
         except OSError:
             return False
 
     def read_blob(self, entry: Entry) -> bytes:
-        """The bytes of a small file. Raises StoreError when they are not right."""
+        """Returns the bytes of a small file. Raises StoreError when they are damaged."""
         try:
             data = regular.read(self.blob(entry.digest), entry.size, follow_link=False)
         except OSError as error:
@@ -105,19 +106,19 @@ class Blobs:
         return data
 
     def damaged(self, entry: Entry) -> StoreError:
-        """Takes a blob with wrong bytes out of the store, and returns the error that says so."""
+        """Removes a blob with the wrong bytes from the store and returns the error to raise."""
         self.condemn(entry.digest)
         blob = self.blob(entry.digest)
-        what = f"{blob}: {entry.path} is damaged in the store: it has other bytes than were written"
+        problem = f"{blob}: {entry.path} is damaged in the store: it has other bytes than were written"
         if os.path.lexists(blob):
-            return StoreError(f"{what}; it cannot be removed: make the store writable, and run again")
-        return LostBlobError(f"{what}; it was removed, run again to build it anew")
+            return StoreError(f"{problem}; it cannot be removed: make the store writable, and run again")
+        return LostBlobError(f"{problem}; it was removed, run again to build it anew")
 
     def condemn(self, digest: str) -> None:
-        """Takes a blob with wrong bytes out, if the store can be written.
+        """Removes a blob with the wrong bytes, if the store is writable.
 
-        Its hard links in bundles get the mtime SPOILT, by which store/export.py replaces them; not after a
-        write, which may be somebody's work.
+        Its hard links in bundles get the mtime SPOILT, which makes store/export.py replace them; links of a
+        blob that somebody wrote to do not, since the change may be a user's work.
         """
         blob = self.blob(digest)
         with suppress(OSError):
@@ -126,41 +127,42 @@ class Blobs:
         remove(blob)
 
     def put_blob(self, digest: str, part: Path, *, hashed: bool = False) -> None:
-        """Moves a file of the store's filesystem in as a blob. Raises StoreError when its bytes are wrong;
-        with `hashed` the caller has seen to that.
+        """Moves a file, which must be on the store's filesystem, in as a blob.
+
+        Raises StoreError when its bytes are wrong; with `hashed`, the caller has checked them.
         """
         with self.writing():
             if not hashed and file_digest(part) != digest:
                 raise StoreError(
-                    f"a file that should have the digest {digest} has other bytes: it was not taken"
+                    f"a file that should have the digest {digest} has other bytes: it was refused"
                 )
             self._place(part, digest)
 
     def hold(self, digest: str, size: int) -> bool:
-        """As `holds`, and tells gc that the blob is wanted though no record may name it."""
-        found = self.holds(digest, size)
-        if found:
+        """Like `holds`, and protects the blob from garbage collection even if no record names it."""
+        is_held = self.holds(digest, size)
+        if is_held:
             with suppress(OSError):
                 stamp(self.blob(digest))
-        return found
+        return is_held
 
     def holds(self, digest: str, size: int) -> bool:
-        """Whether a blob is there as it was written."""
+        """Tells, by its stat, whether a blob is present and unchanged."""
         try:
-            found = self.blob(digest).lstat()
+            stat_result = self.blob(digest).lstat()
         except OSError:
             return False
-        return is_as_written(found, size) or restamped(self.blob(digest), digest, size)
+        return is_as_written(stat_result, size) or restamped(self.blob(digest), digest, size)
 
     def _place(self, part: Path, digest: str) -> None:
         size = part.stat().st_size
         if self.hold(digest, size) and has_bytes(self.blob(digest), digest, size):
             return
         if os.path.lexists(self.blob(digest)):
-            self.condemn(digest)  # it rotted: these bytes are the right ones
+            self.condemn(digest)  # the old blob is damaged, `part` is right
         descriptor = os.open(part, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # a power cut must not leave a name without its bytes
+            os.fsync(descriptor)  # after a power failure, a name must not exist without its bytes
         finally:
             os.close(descriptor)
         stamp(part)
@@ -171,18 +173,18 @@ class Blobs:
 
 
 def has_bytes(path: Path, digest: str, size: int) -> bool:
-    """Whether a path is a regular file with the bytes of a digest, all of which are read. Raises OSError."""
-    found = path.lstat()
-    return stat.S_ISREG(found.st_mode) and found.st_size == size and file_digest(path) == digest
+    """Reads a path and tells whether it is a regular file with the given digest and size. Raises OSError."""
+    stat_result = path.lstat()
+    return stat.S_ISREG(stat_result.st_mode) and stat_result.st_size == size and file_digest(path) == digest
 
 
 def restamped(blob: Path, digest: str, size: int) -> bool:
-    """Hashes a blob whose mtime was lost, as by a plain copy of the store; stamps it when it is right."""
+    """Hashes a blob whose mtime was lost, as in a plain copy of the store, and restores it if it is right."""
     try:
         if not has_bytes(blob, digest, size):
             return False
         stamp(blob)
-    except OSError as error:  # another user's store, or a read-only one: right, and hashed each time
+    except OSError as error:  # another user's store, or read-only: the blob is right, but is hashed each time
         return error.errno in (errno.EPERM, errno.EACCES, errno.EROFS) and os.access(blob, os.R_OK)
     return True
 
@@ -190,12 +192,12 @@ def restamped(blob: Path, digest: str, size: int) -> bool:
 def make_shelf(directory: Path) -> None:
     try:
         directory.mkdir(exist_ok=True)
-    except FileExistsError:  # damage: nothing but directories belongs there
+    except FileExistsError:  # damage: only directories belong there
         remove(directory)
         directory.mkdir(exist_ok=True)
 
 
 def make_way(place: Path) -> None:
-    """Removes a directory that lies where a file belongs: a rename replaces everything else."""
+    """Removes a directory at a place where a file belongs, since a rename cannot replace it."""
     if place.is_dir() and not place.is_symlink():
         remove_tree(place)

@@ -1,4 +1,4 @@
-"""Writes an artifact to a place the user named."""
+"""Writes an artifact to a directory that the user named."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ _SHOWN = 3
 def materialise(
     store: Store, record: Record, destination: Path, texts: Mapping[str, bytes] = MappingProxyType({})
 ) -> bool:
-    """Makes `destination` a directory with exactly the record's files, and `texts`, path -> bytes; False when
-    it was so already.
+    """Makes `destination` a directory with exactly the record's files and `texts` (path -> bytes).
 
-    The record's files are read-only hard links to the store's blobs, or clones or copies on another
-    filesystem, and every byte of them is checked. The store is only read. The directory appears, or replaces
-    an older one, by rename. An older one is replaced only when each file in it is one that was written here:
-    `.NAME.mlcbuild.json` beside it lists those with digests, and a file that is not in the list, or was
-    changed, is the user's. Raises UsageError then, StoreError when the store's files are not intact,
-    MlcbuildError when the destination cannot be written.
+    Returns False when it already was. The record's files become read-only hard links to blobs, or clones or
+    copies on another filesystem, and every byte is checked. The store is only read. The directory appears, or
+    replaces an older one, by rename. An older one is replaced only if mlcbuild wrote each file in it:
+    `.NAME.mlcbuild.json` beside it lists them with digests, and files that are not listed or have changed
+    belong to the user. Raises UsageError for such files, StoreError when the store is damaged, MlcbuildError
+    when the destination cannot be written.
     """
     destination = destination.absolute()
     added = ((path, bytes_digest(data), len(data)) for path, data in texts.items())
@@ -54,13 +53,13 @@ def materialise(
 
 
 def _stands(rows: list[Row], destination: Path) -> bool:
-    """Whether there is nothing to do, seen without a lock: thousands of outputs are mostly as they were.
+    """Tells, without a lock, whether the destination is complete: among thousands of outputs most are.
 
-    What another process is about to replace has a list that names more, or none.
+    While another process replaces a destination, its list names other files, or there is none.
     """
     sizes = {path: size for path, _, size in rows}
     directories = {path[: at + 1] for path in sizes for at, letter in enumerate(path) if letter == "/"}
-    found, left = 0, [""]
+    file_count, left = 0, [""]
     try:
         if _read(_marker(destination)) != rows or destination.is_symlink():
             return False
@@ -73,19 +72,19 @@ def _stands(rows: list[Row], destination: Path) -> bool:
                 if f"{name}/" in directories and entry.is_dir(follow_symlinks=False):
                     left.append(f"{name}/")
                     continue
-                seen = entry.stat(follow_symlinks=False)
-                if sizes.get(name) != seen.st_size or seen.st_mtime_ns != STAMP_NS:
+                stat_result = entry.stat(follow_symlinks=False)
+                if sizes.get(name) != stat_result.st_size or stat_result.st_mtime_ns != STAMP_NS:
                     return False
-                if not stat.S_ISREG(seen.st_mode):
+                if not stat.S_ISREG(stat_result.st_mode):
                     return False
-                found += 1
+                file_count += 1
     except OSError:
         return False
-    return found == len(sizes)
+    return file_count == len(sizes)
 
 
 def _marker(destination: Path) -> Path:
-    """The file beside an output that lists what was written there."""
+    """Returns the path of the list of files that mlcbuild wrote to an output."""
     return destination.with_name(f".{destination.name}.mlcbuild.json")
 
 
@@ -105,32 +104,33 @@ def _fill(new: Path, store: Store, record: Record, texts: Mapping[str, bytes]) -
 
 
 def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -> bool:
-    known = _marker(destination)
-    new, old = known.with_suffix(".new"), known.with_suffix(".old")
-    listed = _read(known)
+    marker = _marker(destination)
+    new, old = marker.with_suffix(".new"), marker.with_suffix(".old")
+    listed = _read(marker)
     _check_ours(destination, listed)
     if _holds(destination, rows, listed):
         return False
     remove(new)
-    remove(old)  # left by a run that was killed here; its files were ours
+    remove(old)  # left by a killed run; it held only files of mlcbuild
     try:
         fill(new)
-        _write(known, [*listed, *rows])  # whichever of both a crash leaves is known as ours
+        _write(marker, [*listed, *rows])  # the list covers both states that a crash may leave
         if destination.exists():
             destination.rename(old)
         new.rename(destination)
     except BaseException:
-        remove(new)  # else it would keep a full disk full
+        remove(new)  # otherwise it would keep a full disk full
         if old.exists() and not destination.exists():
             old.rename(destination)
         raise
-    _write(known, rows)
+    _write(marker, rows)
     remove(old)
     return True
 
 
 def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
-    """What is here was checked against the list already, so that names, sizes and mtimes say enough."""
+    """Tells whether the destination has exactly these rows; names, sizes and mtimes suffice, since the files
+    were checked against the list before."""
     here = {name: path.stat() for path, name in _files(destination)}
     return here.keys() == {path for path, _, _ in rows} and all(
         row in listed and here[row[0]].st_size == row[2] and here[row[0]].st_mtime_ns == STAMP_NS
@@ -139,7 +139,7 @@ def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
 
 
 def _check_ours(destination: Path, listed: list[Row]) -> None:
-    """Raises UsageError when the destination holds anything that was not written here."""
+    """Raises UsageError when the destination holds anything that mlcbuild did not write."""
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise UsageError(f"{destination} is not a directory: move it away, or choose another output")
     foreign = [name for path, name in _files(destination) if not _is_ours(path, name, listed)]
@@ -157,17 +157,17 @@ def _is_ours(path: Path, name: str, listed: list[Row]) -> bool:
     rows = [row for row in listed if row[0] == name]
     if not rows or path.is_symlink() or not path.is_file():
         return False
-    found = path.stat()
-    sized = [row for row in rows if row[2] == found.st_size]
-    if found.st_mtime_ns == SPOILT * 10**9:  # the store's own file, which rotted to any size
+    stat_result = path.stat()
+    sized = [row for row in rows if row[2] == stat_result.st_size]
+    if stat_result.st_mtime_ns == SPOILT * 10**9:  # a link of a damaged blob, whatever its size
         return True
-    if found.st_mtime_ns == STAMP_NS:
+    if stat_result.st_mtime_ns == STAMP_NS:
         return bool(sized)
     return bool(sized) and file_digest(path) in {row[1] for row in sized}
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Everything below `root` but directories that hold something, with relative names, sorted."""
+    """Yields everything below `root` except directories that are not empty, with relative names, sorted."""
     for directory, names, files in os.walk(root):
         names.sort()
         place = Path(directory)
@@ -178,21 +178,21 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
             yield place, place.relative_to(root).as_posix()
 
 
-def _read(known: Path) -> list[Row]:
-    """What a list says; () for none, and for one that is damaged."""
+def _read(marker: Path) -> list[Row]:
+    """Returns the rows of a list of written files; empty if it is missing or damaged."""
     try:
-        listed = json.loads(regular.read(known, LARGEST, follow_link=False))["files"]
+        listed = json.loads(regular.read(marker, LARGEST, follow_link=False))["files"]
         return [(str(path), str(digest), int(size)) for path, digest, size in listed]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return []
 
 
-def _write(known: Path, rows: list[Row]) -> None:
-    part = known.with_suffix(".part")
+def _write(marker: Path, rows: list[Row]) -> None:
+    part = marker.with_suffix(".part")
     remove(part)
     try:
         part.write_bytes(canonical({"files": [list(row) for row in rows], "format": "export/1"}) + b"\n")
-        part.replace(known)
+        part.replace(marker)
     except OSError:
         remove(part)
         raise

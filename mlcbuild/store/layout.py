@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 USE_NOTED_NS = 600 * 1_000_000_000
-"""Between two notes that a record is in use: `upkeep.gc` spares what was used in the last hour."""
+"""Minimum time between two updates of a record's last use; `upkeep.gc` spares what was used in the last hour.
+"""
 KEPT_LOGS = 20
-"""Logs of runs that are kept for each recipe."""
+"""Number of run logs that are kept for each recipe."""
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> str:
@@ -37,9 +38,13 @@ def absolute(path: str) -> str:
     return os.path.join(os.getcwd(), path)
 
 
-def is_as_written(found: os.stat_result, size: int) -> bool:
-    """Whether a blob was not written to since it was placed, as far as its stat tells."""
-    return found.st_mtime_ns == STAMP_NS and found.st_size == size and stat.S_ISREG(found.st_mode)
+def is_as_written(stat_result: os.stat_result, size: int) -> bool:
+    """Tells by its stat whether a blob is unchanged since it was written."""
+    return (
+        stat_result.st_mtime_ns == STAMP_NS
+        and stat_result.st_size == size
+        and stat.S_ISREG(stat_result.st_mode)
+    )
 
 
 def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> bool:
@@ -52,17 +57,17 @@ def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> boo
 
 
 def is_use_noted(mtime_ns: int) -> bool:
-    """Whether the use of a record, whose file has this mtime, was noted in the last minutes."""
+    """Tells whether a record's last use, which is its file's mtime, was updated recently."""
     return time.time_ns() - mtime_ns <= USE_NOTED_NS
 
 
 def note_use(path: str) -> None:
-    """Notes that a record is used, unless that was noted in the last minutes."""
+    """Updates the time of a record's last use, unless that was done recently."""
     try:
         if not is_use_noted(os.stat(path).st_mtime_ns):
             os.utime(path)
     except OSError:
-        return  # gone, or another user's: nothing to note
+        return  # the record is gone, or another user's
 
 
 def write_log(directory: str, began: float, seconds: float, rest: str) -> str:
@@ -70,7 +75,7 @@ def write_log(directory: str, began: float, seconds: float, rest: str) -> str:
 
     rest: the end of its JSON document, after the two times. Returns the file's path. Raises OSError.
     """
-    # Sorted by name is sorted by time.
+    # Names sort by time.
     path = f"{directory}/{round(began * 1e6):018}-{os.getpid()}.json"
     part = f"{path}.part"
     with open(part, "w", encoding="utf-8") as file:

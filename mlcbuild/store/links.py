@@ -1,4 +1,4 @@
-"""One file at a second place without a second copy, where the filesystem allows it."""
+"""Links or copies a file, avoiding a second copy of its bytes where the filesystem allows it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _NO_RANGE = {
 
 
 def link_or_copy(source: Path, destination: Path) -> None:
-    """Makes `destination` a hard link of `source`, or else a clone, or else a copy. Raises OSError.
+    """Makes `destination` a hard link of `source`, or a clone, or else a copy. Raises OSError.
 
-    Actions use it to pass an input through into their output: a file of the store that is linked is
-    recognised when the output is published, and not hashed again.
+    Actions use it to pass an input through to their output: the hard link is recognised when the output is
+    published, and is not hashed again.
     """
     try:
         os.link(source, destination)
@@ -44,9 +44,9 @@ def link_or_copy(source: Path, destination: Path) -> None:
 
 
 def copy(source: Path, destination: Path) -> None:
-    """A copy of the bytes alone; shares blocks on filesystems that can (XFS, btrfs). Raises OSError.
+    """Copies the bytes of a file, sharing blocks on filesystems that can (XFS, btrfs). Raises OSError.
 
-    A copy of a file that carries STAMP is as read-only as the original, and carries it too.
+    A copy of a file with the mtime STAMP is read-only and gets the same mtime.
     """
     with source.open("rb") as reader, destination.open("xb") as writer:
         left = os.fstat(reader.fileno()).st_size
@@ -68,6 +68,6 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def stamp(path: Path) -> None:
-    """Makes a file what files of the store are: read-only, with the fixed mtime."""
+    """Makes a file read-only and sets the fixed mtime that all files of a store have."""
     path.chmod(0o444)
     os.utime(path, (STAMP, STAMP))

@@ -1,4 +1,4 @@
-"""Advisory file locks that the operating system drops when their holder dies."""
+"""Advisory file locks, which the operating system releases when their holder dies."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 @dataclass(frozen=True)
 class Lock:
-    """A held lock. The file is removed on release, so locks leave nothing behind."""
+    """A held lock. Releasing it removes the lock file."""
 
     path: Path
     descriptor: int
     keep: bool = False
-    """Leave the file: for a lock that is always there."""
+    """True for a lock file that stays after the release."""
 
     def release(self) -> None:
         if not self.keep:
-            # Removed while still held: whoever opened the file before sees a dead inode and tries again.
+            # The file is removed while the lock is held: a process that opened it before notices the dead
+            # inode and tries again.
             self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
 
@@ -44,9 +45,10 @@ class Lock:
 
 
 def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> Lock | None:
-    """The lock, or None when another holder has it. Writes the process id into an exclusive one.
+    """Takes a lock and returns it, or None when another process holds it.
 
-    Raises OSError, and leaves the lock free, when the file cannot be made or written.
+    An exclusive lock's file gets the process id and host. Raises OSError when the file cannot be created or
+    written.
     """
     mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     while True:
@@ -68,14 +70,14 @@ def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> Lock | 
 
 
 def wait_lock(path: Path, *, keep: bool = False, shared: bool = False) -> Lock:
-    """The lock, however long its holder takes; for locks that are held for moments."""
+    """Takes a lock, waiting as long as necessary; for locks that are held for moments."""
     while (lock := try_lock(path, shared=shared, keep=keep)) is None:
         time.sleep(0.02)
     return lock
 
 
 def holder(path: Path) -> str:
-    """Words for who holds a lock: "pid 42", or "pid 42 on host" when that is another machine."""
+    """Returns words for the holder of a lock: "pid 42", or "pid 42 on host" for another machine."""
     try:
         pid, _, host = regular.read(path, 1 << 12, follow_link=False).decode(errors="replace").partition(" ")
     except OSError:
@@ -86,7 +88,7 @@ def holder(path: Path) -> str:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a lock's file. What lies there and is no file is damage, and is removed."""
+    """Opens a lock's file and returns its descriptor. Anything else at that path is damage and is removed."""
     while True:
         try:
             descriptor = os.open(path, _FLAGS, 0o644)

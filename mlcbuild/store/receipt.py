@@ -1,24 +1,24 @@
-"""Receipts: what lets a run that would find everything built and in place end at once.
+"""Receipts, which let a run end at once when everything is built and in place.
 
-A run that ends well leaves a receipt in its store: every file that was read, with its stat; every record
-and blob that the result rests on; every directory of a bundle; and what a run says that has nothing to do.
-The same command line, in the same surroundings, later holds all of it against what is there: some ten
-thousand stats, and neither recipe nor graph is read again. Whatever is not exactly as it was, whether or not
-it matters, leads to an ordinary run, which decides. So a receipt promises what a run promises, by the same
-rules: a file is unchanged when its stat is, and was not too young when it was read (store.statcache);
-a blob is whole while it has its size and the mtime of the store's files (mlcbuild.store.store).
+A successful run leaves a receipt in its store: the stat of every file that it read, every record and blob
+that its result depends on, every directory of a bundle, and the text that a run without work prints. The same
+command line in the same environment later compares all of this with the present state: some ten thousand
+stats, and neither recipe nor graph is read. Any difference, relevant or not, leads to an ordinary run. A
+receipt therefore promises the same as a run, by the same rules: a file is unchanged when its stat is, unless
+it was too recently written when it was read (store.statcache), and a blob is intact while it has its size and
+the mtime of the store's files (mlcbuild.store.store).
 
-This module imports nothing but the rules that it shares with the store, and little of Python's: imports are
-much of what such a run costs. The
-rest is stats, so paths are relative where that is shorter, and of records only their directories are asked
-for: names come and go with the time of the directory. A directory that changed since is read again.
+This module imports only the rules that it shares with the store and little of Python's library, because
+imports take much of the time of such a run. The rest of the time goes to stats, so paths are relative where
+that is shorter, and of records only the directories are checked: a directory's mtime changes with its names.
+A directory with another mtime is read again.
 
-The file `receipts/<digest of the command line and its surroundings>` is a line with the digest of what
-follows and the length of each section, and the sections: texts between NUL, or unsigned integers of 64 bits
-of this machine. A receipt that was damaged counts as none.
+The file `receipts/<digest of the command line and its environment>` is a line with the digest of the rest and
+the length of each section, followed by the sections: texts between NUL, or unsigned 64-bit integers of this
+machine. A damaged receipt is ignored.
 
-What a run without work takes on trust is that what has the stat of then has the bytes of then. Records and
-blobs are read and hashed by runs that use them.
+A run without work trusts that a file with the same stat has the same bytes. Runs that use records and blobs
+read and hash them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 FORMAT = "mlcbuild-receipt/3"
 KEPT = 20
 _LARGEST = 1 << 30
-"""Bytes of a receipt: of ten thousand steps it has some 5 million."""
+"""Largest receipt that is read, in bytes; ten thousand steps need about 5 million."""
 _TEXTS = ("said", "watched", "absent", "records", "shelves", "blobs", "copies", "listed", "log")
 _NUMBERS = ("stats", "shelf_stats", "blob_sizes", "copy_sizes")
 _VARIABLES = (
@@ -46,14 +46,14 @@ _VARIABLES = (
     *("MLCBUILD_CORES", "MLCBUILD_KEY", "MLCBUILD_STORE", "MLCBUILD_TLS"),
     *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
 )
-"""Of the environment, all that a run without work can depend on."""
+"""Environment variables on which a run without work can depend."""
 
 
 def place(root: str, arguments: Sequence[str]) -> str:
-    """Where the receipt of a command line lies, for this directory, user, machine and interpreter."""
+    """Returns the path of the receipt of a command line for this directory, user, machine and interpreter."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read()  # what a processor can do stays the same until the machine starts again
+            boot = file.read()  # the features of a processor are the same until the machine restarts
     except OSError:
         boot = ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -73,9 +73,10 @@ def place(root: str, arguments: Sequence[str]) -> str:
 
 
 def check(arguments: Sequence[str]) -> str | None:
-    """What a run with these arguments says when there is nothing to do for it; None when there may be.
+    """Returns the text that a run with these arguments prints when there is nothing to do; None when there
+    may be.
 
-    Notes the use of the records, as a run does, and that there was a run.
+    Also marks the records as used and logs the run, as an ordinary run does.
     """
     started = time.monotonic()
     root = store(arguments)
@@ -89,7 +90,7 @@ def check(arguments: Sequence[str]) -> str | None:
     except (OSError, ValueError, ImportError):
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # gc waits, or is at work
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # fails while gc waits or runs
         same = (
             stats(_split(texts["watched"])) == numbers["stats"]
             and not any(map(os.path.lexists, filter(None, _split(texts["absent"]))))
@@ -114,18 +115,19 @@ def check(arguments: Sequence[str]) -> str | None:
 
 
 def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, Sequence[int]]) -> None:
-    """Leaves a receipt at `place`. Silent when it cannot: it is not needed for anything but speed.
+    """Writes a receipt to `place`. Ignores errors, since a receipt only saves time.
 
-    Any number of texts:
-        said     what is printed, before and behind the seconds that the run took
-        watched  paths of files and directories; stats: of each, see `stats`
-        absent   paths where there is nothing
-        records  keys; shelves: their directories in ac/; shelf_stats: of each, or three zeros for one whose
-                 time does not tell its next state
-        blobs    d0/<digest>, below cas/; copies: paths of other files that carry the store's mtime;
-                 blob_sizes, copy_sizes: of each
-        listed   for each directory whose stat says too little: path, number, names and inodes
-        log      directory of the logs of runs, and the rest of this run's: see mlcbuild.reports.runlog
+    Each section may have any number of entries:
+        said     the text printed before and after the seconds that the run took
+        watched  paths of files and directories; stats: their `stats`
+        absent   paths that must not exist
+        records  keys; shelves: their directories in ac/; shelf_stats: the stats of these, or three zeros for
+        one
+                 whose mtime is too recent to detect a later change
+        blobs    d0/<digest>, below cas/; copies: paths of other files with the store's mtime;
+                 blob_sizes, copy_sizes: their sizes in bytes
+        listed   for each directory whose stat does not suffice: path, count, names and inodes
+        log      the directory of run logs, and the rest of this run's log: see mlcbuild.reports.runlog
     """
     from array import array
 
@@ -151,23 +153,26 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
 
 
 def short(path: str) -> str:
-    """A path as the next run, in the same directory, finds it soonest."""
+    """Returns the shorter of the absolute path and the path from the current directory."""
     return path.removeprefix(os.getcwd() + "/")
 
 
 def stats(paths: Iterable[str | bytes]) -> list[int]:
-    """Inode, mtime and ctime, in nanoseconds, of each file. Raises OSError."""
+    """Returns inode, mtime and ctime (in nanoseconds) of each file. Raises OSError."""
     return [n for s in map(os.stat, paths) for n in (s.st_ino, s.st_mtime_ns, s.st_ctime_ns)]
 
 
 def inodes(directory: str) -> list[str]:
-    """Name and inode of everything in a directory, by name. Raises OSError."""
-    found = sorted((entry.name, str(entry.inode())) for entry in os.scandir(directory))
-    return [text for pair in found for text in pair]
+    """Returns name and inode of everything in a directory, alternating, sorted by name. Raises OSError."""
+    entries = sorted((entry.name, str(entry.inode())) for entry in os.scandir(directory))
+    return [text for pair in entries for text in pair]
 
 
 def store(arguments: Sequence[str]) -> str:
-    """The root of the store that a command line names, or the user's; a wrong guess finds no receipt."""
+    """Returns the root of the store that a command line names, or the user's store.
+
+    A wrong guess does no harm: no receipt is there.
+    """
     named = ""
     for number, word in enumerate(arguments):
         if word == "--store":
@@ -178,7 +183,7 @@ def store(arguments: Sequence[str]) -> str:
 
 
 def _read(path: str) -> tuple[dict[str, bytes], dict[str, list[int]]]:
-    """The sections of a receipt. Raises OSError, and ValueError for anything else."""
+    """Reads the sections of a receipt. Raises OSError, and ValueError for a damaged one."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         data = file.read(_LARGEST)
@@ -240,7 +245,7 @@ def _recorded(ac: bytes, texts: Mapping[str, bytes], before: Sequence[int]) -> b
 
 
 def _touch(path: str, ac: str, records: bytes) -> None:
-    """Notes the use of all records, unless the receipt's own time says that it was done minutes ago."""
+    """Marks all records as used, unless the receipt's own mtime says that this was done recently."""
     if not layout.is_use_noted(os.stat(path).st_mtime_ns):
         for key in map(os.fsdecode, _split(records)):
             layout.note_use(f"{ac}{key[:2]}/{key}")
@@ -248,8 +253,8 @@ def _touch(path: str, ac: str, records: bytes) -> None:
 
 
 def _log(directory: str, rest: str, seconds: float) -> None:
-    """Writes the log of this run: all but two numbers is as it was when the receipt was written."""
+    """Writes the log of this run, which differs from the receipt's in two numbers only."""
     try:
         layout.write_log(directory, time.time() - seconds, seconds, rest)
     except OSError:
-        return  # a run whose log cannot be written is none the worse
+        return  # a log that cannot be written fails no run

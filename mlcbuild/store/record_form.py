@@ -1,6 +1,6 @@
-"""The form of records: strict JSON, and a check for each kind of field.
+"""The syntax of records: strict JSON, and a check for each kind of field.
 
-Every function raises ValueError, with a message that ends a sentence beginning with "the record".
+Every function raises ValueError with a message that completes a sentence beginning with "the record".
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from mlcbuild_format.strict_json import JsonError
 from mlcbuild.canon import canonical, salt
 
 _MOST = 1 << 62
-"""Sizes and costs are below it."""
+"""Upper bound of sizes and costs."""
 _LONGEST_NAME, _LONGEST_PATH, _DEEPEST = 255, 4096, 100
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
-"""C0 and C1, line separators, and what changes the direction of text: names and steps reach terminals."""
+"""Control characters, line separators and bidirectional marks: names of files and steps are printed on
+terminals."""
 _is_digest = re.compile(r"[0-9a-f]{64}").fullmatch
 Row: TypeAlias = tuple[str, str, int]
-"""Path, digest and size of a file."""
+"""Path, digest and size in bytes of a file."""
 
 
 class Code(dict[str, str]):
-    """Source files of an action -> digest. All records of an action in one process share one object.
+    """The source files of an action: path -> digest. Immutable.
 
-    It remembers the salts of keys: a recipe has a few actions and thousands of steps. It is never changed.
+    All records of an action in one process share one object, which caches the salts of keys: a recipe has a
+    few actions and thousands of steps.
     """
 
     def __init__(self, code: Mapping[str, str]) -> None:
@@ -37,18 +39,18 @@ class Code(dict[str, str]):
         self._salts: dict[tuple[tuple[str, str], ...], str] = {}
 
     def salt(self, tools: tuple[tuple[str, str], ...]) -> str:
-        """Returns the salt of a step with this code and these tools, (name, version) each."""
+        """Returns the salt of a step with this code and these tools, each a (name, version) pair."""
         if tools not in self._salts:
             self._salts[tools] = salt(self, dict(tools))
         return self._salts[tools]
 
     def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
-        return dict, (dict(self),)  # for another process it is a plain mapping
+        return dict, (dict(self),)  # another process gets a plain dict
 
 
 @lru_cache(maxsize=4096)
 def path_fault(path: str) -> str:
-    """Why no record may name a file `path` in a tree, the end of a sentence; "" when it may."""
+    """Returns the reason why a record may not name a file `path`, as the end of a sentence; "" if it may."""
     try:
         lengths = [len(part.encode()) for part in path.split("/")]
     except UnicodeEncodeError:
@@ -63,16 +65,16 @@ def path_fault(path: str) -> str:
 
 
 _codes: dict[bytes, Code] = {}
-"""JSON text of source files -> what it says."""
+"""JSON text of source files -> parsed value."""
 _MOST_CODES = 512
 _BEFORE_ACTION, _BEFORE_CODE, _AFTER_CODE = b'{"action":"', b'","code":{', b'},"inputs":'
 
 
 def parse_about(rest: bytes) -> dict[str, Any]:
-    """Returns the second line of a record, as `parse` does.
+    """Parses the second line of a record. Raises ValueError.
 
-    Most of it are the source files of the action, which thousands of records share. Their text is parsed
-    and checked once; where the same bytes stand again, only the rest of the line is parsed.
+    Most of the line lists the source files of the action, which thousands of records share. Their text is
+    parsed once; for the same bytes in another record, only the rest of the line is parsed.
     """
     action_end = rest.find(b'"', len(_BEFORE_ACTION))
     end = rest.find(_AFTER_CODE, action_end) + 1
@@ -83,17 +85,17 @@ def parse_about(rest: bytes) -> dict[str, Any]:
         or not rest.startswith(_BEFORE_CODE, action_end)
         or b"\\" in rest[:action_end]
     ):
-        return parse(rest)  # not written by us, and perhaps right all the same
+        return parse(rest)  # another program wrote it, perhaps correctly
     text = rest[start:end]
     code = _codes.get(text)
     if code is None:
         about = parse(rest)
-        with suppress(ValueError):  # of a line with a brace in a name this may be a part, and is not noted
+        with suppress(ValueError):  # a name with a brace cuts the text short, which is then not cached
             _note_code(text)
         return about
     about = parse(rest[: action_end + 2] + rest[end + 1 :])
     if "code" in about:
-        raise JsonError("it says something twice")
+        raise JsonError("it repeats a key")
     about["code"] = code
     return about
 
@@ -111,33 +113,33 @@ def _no_float(text: str) -> NoReturn:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """A JSON object without floats, duplicate keys and text that is not UTF-8. Raises ValueError."""
+    """Parses a JSON object. Raises ValueError for floats, duplicate keys and text that is not UTF-8."""
     try:
-        found = _decode(line.decode())
+        value = _decode(line.decode())
         if b"\\u" in line:
-            canonical(found)  # a lone surrogate
+            canonical(value)  # raises for a lone surrogate
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except JsonError:
         raise
-    except ValueError:  # of the parser, UTF-8, or a number of thousands of digits
+    except ValueError:  # raised by the parser, by UTF-8, or for a number of thousands of digits
         raise ValueError("it is not JSON, or not UTF-8") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("it is not two JSON objects")
-    return found
+    return value
 
 
 _decode = strict_json.decoder(parse_float=_no_float)
 
 
 def is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST  # a bool is no number here
+    return type(value) is int and 0 <= value < _MOST  # a bool is not a number here
 
 
 def read_rows(listed: object) -> tuple[Row, ...]:
-    """Returns the files of a tree or an input, each field checked. Raises ValueError.
+    """Checks every field of a list of files and returns its rows. Raises ValueError.
 
-    Written out, because a short run checks thousands of rows.
+    The checks are inlined, because a short run checks thousands of rows.
     """
     if not isinstance(listed, list):
         raise ValueError("its files are not a list")
@@ -145,19 +147,19 @@ def read_rows(listed: object) -> tuple[Row, ...]:
         if type(row) is not list or len(row) != 3 or type(row[0]) is not str or not row[0]:
             raise ValueError("a file in it is not a path, a digest and a size")
         path, digest, size = row
-        # A bool is no size.
+        # A bool is not a size.
         if (
             type(digest) is not str
             or not _is_digest(digest)
             or type(size) is not int
             or not 0 <= size < _MOST
         ):
-            raise ValueError(f"the digest or the size of {path[:100]!r} in it is not one")
+            raise ValueError(f"the digest or the size of {path[:100]!r} in it is malformed")
     return tuple(map(tuple, listed))
 
 
 def check_tree(rows: Iterable[Row]) -> None:
-    """Raises ValueError unless the rows are a tree of files that any system can hold."""
+    """Raises ValueError unless the rows form a tree of files that every system can hold."""
     files: set[str] = set()
     directories: set[str] = set()
     for path, _, _ in rows:

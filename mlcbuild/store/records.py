@@ -1,16 +1,16 @@
-"""What a store remembers of a step: the whole pre-image of its key, and the files it made.
+"""Records: the complete pre-image of a step's key, and the files that the step wrote.
 
-A record is two lines of canonical JSON. The first says what was made, the second from what and how:
+A record is two lines of canonical JSON. The first lists the result, the second the inputs of the step:
 
     {"files":[[path,digest,size],...],"format":"record/1","tree":digest}
     {"action":...,"code":{path:digest},"inputs":{argument:[[path,digest,size],...]},...,"tree":digest}
 
-Wherever a record comes from (the local store, a remote, an archive, a worker), it passes the same checks
-before anything uses it. `Record.decode` checks the form of every field: types, ranges, lengths, paths that
-stay in their tree. `Record.consistent` checks what follows from what: the key is computed anew from the
-pre-image, the tree's digest from the files, and both lines must name the same tree (the second line of an
-older record names none). `Record.checked` does both. Every error is a ValueError whose message ends a
-sentence that begins with "the record".
+Every record passes the same checks before it is used, whether it comes from the local store, a remote, an
+archive or a worker. `Record.decode` checks the form of every field: types, ranges, lengths, and paths that
+stay in their tree. `Record.consistent` checks derived values: the key is recomputed from the pre-image and
+the tree's digest from the files, and both lines must name the same tree (the second line of an older record
+names none). `Record.checked` does both. Every error is a ValueError whose message completes a sentence that
+begins with "the record".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mlcbuild.store.record_form import (
 
 FORMAT = "record/1"
 LARGEST = 64 << 20
-"""Bytes of the longest record that is read."""
+"""Largest record that is read, in bytes."""
 _HEAD = frozenset(("files", "format", "tree"))
 _ABOUT = frozenset(("action", "code", "inputs", "measured", "params", "shared", "step", "tools"))
 _WRONG_TREE = "the digest of its tree does not follow from its files"
@@ -45,7 +45,7 @@ _WRONG_TREE = "the digest of its tree does not follow from its files"
 
 @dataclass(frozen=True)
 class Preimage:
-    """Everything that enters a step's key."""
+    """Everything that is hashed into a step's key."""
 
     action: str
     params: Mapping[str, Json]
@@ -53,13 +53,13 @@ class Preimage:
     """Source file of the action's import closure -> digest."""
     tools: Mapping[str, str]
     inputs: Mapping[str, Tree]
-    """Argument -> the files that it selects."""
+    """Argument -> the files that the input selects."""
 
     def key(self) -> str:
         return self._key(canonical(self.params))
 
     def parsed_key(self) -> str:
-        """Returns the key of a pre-image that was read from JSON without floats."""
+        """Returns the key of a pre-image that was parsed from JSON without floats."""
         return self._key(canonical_plain(self.params))
 
     def _key(self, params: bytes) -> str:
@@ -71,10 +71,10 @@ class Preimage:
 
 @dataclass(frozen=True)
 class Expected:
-    """The text of a record's second line, as far as it follows from a key whose pre-image is known.
+    """The text of a record's second line, as far as it follows from the pre-image of a key.
 
-    A planner has just computed the key from these very texts, so comparing them is the same check as
-    computing the key again from the parsed line, at a fifth of the time.
+    A planner has just computed the key from these very texts, so comparing them checks the same as
+    recomputing the key from the parsed line, in a fifth of the time.
     """
 
     before_costs: bytes
@@ -85,15 +85,16 @@ class Expected:
     def of(
         cls, action: str, code: bytes, inputs: Mapping[str, bytes], params: bytes, tools: bytes
     ) -> Expected:
-        """The text for a pre-image whose parts are canonical JSON; inputs: argument -> rows of its files."""
+        """Returns the text for a pre-image whose parts are canonical JSON. `inputs` maps an argument to its
+        rows of files."""
         listed = b",".join(canonical_plain(name) + b":" + rows for name, rows in sorted(inputs.items()))
         head = b'{"action":%s,"code":%s,"inputs":{%s},"measured":' % (canonical_plain(action), code, listed)
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
 
     def matches(self, rest: bytes, tree: str) -> bool:
-        """Whether a second line has this text, and the right form where it may differ.
+        """Tells whether a second line has this text, and the right form where it may differ.
 
-        False also for a line that is right and was written by another program: it must be parsed.
+        Returns False also for a valid line in another notation, which must be parsed.
         """
         if not rest.startswith(self.before_costs):
             return False
@@ -106,28 +107,29 @@ class Expected:
 
 _costs = re.compile(rb"\[(?:(?:0|[1-9][0-9]{0,17})(?:,|(?=\]))){3}\]").match
 _shared_and_step = re.compile(rb'(?:true|false),"step":"[ !#-\[\]-~]{1,4096}"').match
-"""The step's name in printable ASCII without quotes and backslashes: other names are parsed."""
+"""Matches the end of the line if the step's name is printable ASCII without quotes and backslashes; other
+names are parsed."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of a step cost. Whole numbers, because records are canonical JSON."""
+    """The costs of one run of a step, as whole numbers, because records are canonical JSON."""
 
     milliseconds: int = 0
     cpu_milliseconds: int = 0
     peak_bytes: int = 0
-    """The most memory the step's process held; where the system cannot tell, an upper bound of it."""
+    """Peak memory of the step's process; an upper bound of it on systems that do not measure it exactly."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """How an artifact came to be."""
+    """The origin of an artifact: its step, the pre-image of its key, and the costs."""
 
     step: str
     preimage: Preimage
     measured: Measured = field(default_factory=Measured)
     shared: bool = True
-    """False: never sent to a remote."""
+    """False for an artifact that is never sent to a remote."""
 
     def to_json(self) -> Json:
         cost, image = self.measured, self.preimage
@@ -143,39 +145,39 @@ class Made:
         }
 
     @classmethod
-    def from_json(cls, found: object) -> Made:
-        """The inverse of to_json(). Raises ValueError on anything else."""
-        if not isinstance(found, dict) or found.keys() - {"tree"} != _ABOUT:
-            raise ValueError("its second line lacks a part, or has one too many")
-        check_text("action", found["action"])
-        check_text("step", found["step"])
-        check_params(found["params"])
-        if not isinstance(found["code"], Code):  # those were checked when they were read first
-            check_texts("code", found["code"])
-        check_texts("tools", found["tools"])
-        if not isinstance(found["inputs"], dict):
+    def from_json(cls, fields: object) -> Made:
+        """Parses what to_json() returns. Raises ValueError for anything else."""
+        if not isinstance(fields, dict) or fields.keys() - {"tree"} != _ABOUT:
+            raise ValueError("its second line lacks a field, or has an unknown one")
+        check_text("action", fields["action"])
+        check_text("step", fields["step"])
+        check_params(fields["params"])
+        if not isinstance(fields["code"], Code):  # a Code object was checked when it was parsed
+            check_texts("code", fields["code"])
+        check_texts("tools", fields["tools"])
+        if not isinstance(fields["inputs"], dict):
             raise ValueError("its inputs are not a JSON object")
-        inputs = {argument: _tree(read_rows(rows)) for argument, rows in found["inputs"].items()}
-        cost = found["measured"]
+        inputs = {argument: _tree(read_rows(rows)) for argument, rows in fields["inputs"].items()}
+        cost = fields["measured"]
         if not isinstance(cost, list) or len(cost) != 3 or not all(map(is_count, cost)):
-            raise ValueError("what it says was measured is not three whole numbers")
-        if not isinstance(found["shared"], bool):
+            raise ValueError("its 'measured' is not a list of three whole numbers")
+        if not isinstance(fields["shared"], bool):
             raise ValueError("its 'shared' is neither true nor false")
-        preimage = Preimage(found["action"], found["params"], found["code"], found["tools"], inputs)
-        return cls(found["step"], preimage, Measured(*cost), found["shared"])
+        preimage = Preimage(fields["action"], fields["params"], fields["code"], fields["tools"], inputs)
+        return cls(fields["step"], preimage, Measured(*cost), fields["shared"])
 
 
 @dataclass(frozen=True)
 class Record:
-    """An artifact in a store."""
+    """The record of an artifact in a store."""
 
     key: str
     tree: str
     """Digest of the tree of files."""
     rows: tuple[Row, ...]
-    """(path, digest, size) of each file, by path."""
+    """Path, digest and size of each file, sorted by path."""
     rest: bytes = field(repr=False)
-    """The second line, read only when somebody asks."""
+    """The second line, which is parsed only on demand."""
 
     @classmethod
     def create(cls, key: str, tree: Tree, made: Made) -> Record:
@@ -185,16 +187,17 @@ class Record:
 
     @classmethod
     def decode(cls, key: str, data: bytes) -> Record:
-        """A record whose every field has the right form. Raises ValueError."""
+        """Parses a record and checks the form of every field. Raises ValueError."""
         record = _head(key, data)
         Made.from_json(parse_about(record.rest))
         return record
 
     @classmethod
     def checked(cls, key: str, data: bytes, expected: Callable[[], Expected] | None = None) -> Record:
-        """The record of `key`, and of nothing else, as it was written. Raises ValueError.
+        """Parses a record and checks that it is unaltered and belongs to `key`. Raises ValueError.
 
-        expected: computes the text that follows from the pre-image of `key`, where the caller has it.
+        `expected` computes the text that follows from the pre-image of `key`, if the caller has the
+        pre-image.
         """
         record = _head(key, data)
         if expected is not None and expected().matches(record.rest, record.tree):
@@ -210,7 +213,7 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The size of all files in bytes."""
         return sum(row[2] for row in self.rows)
 
     @cached_property
@@ -219,16 +222,16 @@ class Record:
 
     @cached_property
     def made(self) -> Made:
-        """Raises ValueError when the second line does not hold what it should."""
+        """The origin of the artifact. Raises ValueError when the second line is malformed."""
         return Made.from_json(parse_about(self.rest))
 
     def consistent(self) -> bool:
-        """Whether the key follows from the pre-image, and the tree's digest from its files."""
+        """Tells whether the key follows from the pre-image, and the tree's digest from the files."""
         return not self._fault(parse_about(self.rest))
 
     def _fault(self, about: dict[str, Any]) -> str:
         if Made.from_json(about).preimage.parsed_key() != self.key:
-            return "its key does not follow from what it says it was made of"
+            return "its key does not follow from the inputs that it lists"
         if rows_digest(self.rows) != self.tree or about.get("tree", self.tree) != self.tree:
             return _WRONG_TREE
         return ""
@@ -236,12 +239,12 @@ class Record:
 
 @lru_cache(maxsize=4096)
 def _tree(rows: tuple[Row, ...]) -> Tree:
-    """The tree of an input. The steps of a recipe share most of theirs."""
+    """Returns the tree of an input, cached, because steps of a recipe share most inputs."""
     return Tree.of(Entry(*row) for row in rows)
 
 
 def _head(key: str, data: bytes) -> Record:
-    """The record with its first line checked and its second not parsed. Raises ValueError."""
+    """Parses a record, checking its first line only. Raises ValueError."""
     if len(data) > LARGEST:
         raise ValueError(f"it has more than {LARGEST} bytes")
     first, newline, rest = data.partition(b"\n")

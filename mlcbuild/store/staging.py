@@ -1,4 +1,4 @@
-"""Where a process works inside a store before its results are published."""
+"""Working directories of processes inside a store, used before results are published."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlcbuild.store.locks import Lock, try_lock
 
 
 class StagingArea:
-    """A directory of one living process below the store's tmp/.
+    """A working directory of one live process, below the store's tmp/.
 
-    Its lock file appears before it and goes after it, so a directory whose lock is free, or has none, was
-    left by a process that died.
+    Its lock file is created before it and removed after it. A directory without a held lock was left by a
+    process that died.
     """
 
     def __init__(self, directory: Path, lock: Lock) -> None:
@@ -25,7 +25,7 @@ class StagingArea:
 
     @classmethod
     def start(cls, root: Path) -> StagingArea:
-        """Also removes what killed processes left."""
+        """Creates a staging area, and removes those of killed processes."""
         tmp = root / "tmp"
         while True:
             directory = tmp / secrets.token_hex(8)
@@ -35,13 +35,13 @@ class StagingArea:
         directory.mkdir()
         _collect(tmp)
         for path in (root / "locks").iterdir():
-            with suppress(OSError):  # another user's
+            with suppress(OSError):  # belongs to another user
                 if (stale := try_lock(path)) is not None:
                     stale.release()
         return cls(directory, lock)
 
     def subdirectory(self) -> Path:
-        """Creates an empty directory in this area, and returns it."""
+        """Creates and returns a new directory."""
         self._count += 1
         path = self.directory / str(self._count)
         path.mkdir()
@@ -59,7 +59,8 @@ class StagingArea:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory of ours, read-only parts included; what resists is left for a later session."""
+    """Removes a directory of a session with its read-only parts; what cannot be removed is left for a later
+    session."""
     shutil.rmtree(path, ignore_errors=True)
     if path.is_dir() and not path.is_symlink():
         for directory, _, _ in os.walk(path):
@@ -69,7 +70,7 @@ def remove_tree(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes whatever has this name, if that is possible; of a link, the link."""
+    """Removes the file, directory or link at a path if possible; a link's target stays."""
     with suppress(OSError):
         path.unlink()
     if os.path.lexists(path):
@@ -77,11 +78,11 @@ def remove(path: Path) -> None:
 
 
 def living(root: Path) -> bool:
-    """Whether a process works in the store: a run, a worker, an import."""
+    """Tells whether any process works in the store: a run, a worker, an import."""
     for path in (root / "tmp").glob("*.lock"):
         try:
             lock = try_lock(path)
-        except OSError:  # another user's
+        except OSError:  # belongs to another user
             return True
         if lock is None:
             return True
@@ -96,7 +97,7 @@ def _collect(tmp: Path) -> None:
             if not os.path.lexists(path.with_suffix(".lock")):
                 remove(path)
             continue
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # belongs to another user
             if (stale := try_lock(path)) is not None:
                 remove(path.with_suffix(""))
                 stale.release()

@@ -1,11 +1,16 @@
-"""The times that files of a store carry."""
+"""The mtimes of files in a store."""
 
 from __future__ import annotations
 
 STAMP = 315_532_800
-"""mtime of every file in a store, in seconds: 1980-01-01, the first that every archive format can hold.
-Any write moves a file's mtime, so a blob that still carries it was not written to."""
+"""The mtime of every file in a store, in seconds: 1980-01-01, the earliest that all archive formats can hold.
+
+Any write changes a file's mtime, so a blob with this mtime was not written to.
+"""
 STAMP_NS = STAMP * 1_000_000_000
 SPOILT = STAMP + 2
-"""mtime of what was a blob until its bytes were found to be wrong though nobody wrote to it. In a bundle it
-tells a damaged file of ours from one that a user changed. Two seconds are the coarsest clock's tick."""
+"""The mtime of the links of a blob that was found damaged although nobody wrote to it, in seconds.
+
+In a bundle it distinguishes a damaged file from one that a user changed. It differs from STAMP by two
+seconds, the coarsest resolution of a filesystem's clock.
+"""

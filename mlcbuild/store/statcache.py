@@ -1,15 +1,15 @@
-"""What is only remembered to save time: digests of unchanged files, and each step's recent keys.
+"""A cache in the store: digests of unchanged files, and the recent keys of each step.
 
-One SQLite file in the store. It survives kill -9 and any number of writers; losing it costs a re-hash and
-the reasons in a plan, so every fault of the file itself is answered by going on without it. SQLite does not
-see a flipped bit, so each row of `hashed` and `imports` has a checksum, and one that is wrong counts as none.
+It is one SQLite file, which survives kill -9 and any number of writers. Its loss costs only re-hashing and
+the reasons in a plan, so every fault of the file is handled by going on without it. SQLite does not detect a
+flipped bit, so each row of `hashed` and `imports` has a checksum, and a row with a wrong one is ignored.
 
 The imports of a source file follow from its bytes, which are hashed in every plan; the table saves parsing
-them: 110 of the 350 ms of a plan without work.
+them, which would take 110 of the 350 ms of a plan without work.
 
-A file counts as unchanged while device, inode, size, mtime and ctime are what they were when it was
-hashed. A file written less than RACY_NS before it was hashed is not remembered at all: it could be written
-again within one tick of the filesystem's clock, with nothing to show for it (git's racy-timestamp rule).
+A file counts as unchanged while its device, inode, size, mtime and ctime are those at the time of hashing. A
+file written less than RACY_NS before it was hashed is not stored: it could be written again within one tick
+of the filesystem's clock without a visible change (git's racy-timestamp rule).
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
     import sqlite3
 
 _Row: TypeAlias = tuple[int | str, int | str, int | str, str, str]
-"""Size, mtime, ctime, digest, and the checksum as it was read; "" for what was not read."""
+"""Size, mtime, ctime, digest, and the stored checksum; "" when the row was not read from the file."""
 Hashing: TypeAlias = Callable[[Path, int], None]
-"""Is told a file and its size in bytes."""
+"""Callback that is called with a file and its size in bytes before the file is hashed."""
 
 RACY_NS = 2_000_000_000
-"""Two seconds: the coarsest clock in use (FAT), and slack for a file server's clock."""
+"""Two seconds in nanoseconds: the resolution of the coarsest clock in use (FAT), or the skew of a file
+server."""
 
 KEPT_KEYS = 8
-"""Recent keys remembered for each step name."""
+"""Number of recent keys kept for each step name."""
 
 _UNUSED_DAYS = 180
 _TABLES = """
@@ -54,7 +55,8 @@ create table if not exists step (name text primary key, keys text) without rowid
 
 
 class StatCache:
-    """Not for use from two threads. Writes happen in `save`, in one transaction."""
+    """Digests of files and recent keys of steps. Not thread-safe. `save` writes all changes in one
+    transaction."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,36 +68,41 @@ class StatCache:
         self._new_keys: dict[str, list[str]] = {}
 
     def digest(self, path: Path, hashing: Hashing | None = None) -> tuple[str, os.stat_result]:
-        """BLAKE3 of a file, from memory when it is unchanged, and the stat that the digest belongs to.
+        """Returns the BLAKE3 of a file, cached if the file is unchanged, and the stat that the digest belongs
+        to.
 
-        `hashing` is called before a file is read. Raises SourceError when the file changes meanwhile;
-        OSError, also for what is no regular file.
+        `hashing` is called before a file is read. Raises SourceError when the file changes meanwhile, and
+        OSError, also for anything but a regular file.
         """
         for _ in range(3):
             before = path.stat()
             place = before.st_dev, before.st_ino
-            known = self._known_files().get(place)
-            seen = (before.st_size, before.st_mtime_ns, before.st_ctime_ns)
-            if known is not None and known[:3] == seen and known[4] in ("", _checksum(place, known)):
-                return known[3], before
+            cached = self._known_files().get(place)
+            state = (before.st_size, before.st_mtime_ns, before.st_ctime_ns)
+            if cached is not None and cached[:3] == state and cached[4] in ("", _checksum(place, cached)):
+                return cached[3], before
             if not stat.S_ISREG(before.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file")
             if hashing is not None:
                 hashing(path, before.st_size)
             started = time.time_ns()
-            found = file_digest(path)
+            digest = file_digest(path)
             after = path.stat()
-            if (after.st_size, after.st_mtime_ns, after.st_ctime_ns) != seen or after.st_ino != before.st_ino:
+            if (
+                after.st_size,
+                after.st_mtime_ns,
+                after.st_ctime_ns,
+            ) != state or after.st_ino != before.st_ino:
                 continue
             if max(before.st_mtime_ns, before.st_ctime_ns) + RACY_NS < started:
-                entry = (*seen, found, "")
+                entry = (*state, digest, "")
                 self._new_files[before.st_dev, before.st_ino] = entry
                 self._known_files()[before.st_dev, before.st_ino] = entry
-            return found, before
+            return digest, before
         raise SourceError(f"{path} changes while it is read: let its writer finish, then run again")
 
     def imports(self) -> ImportTable:
-        """Imports of source files; what a caller adds is written by `save`."""
+        """Returns the cached imports of source files; `save` writes the entries that a caller adds."""
         if self._imports is None:
             rows = self._rows("select source, package, modules, checksum from imports")
             self._imports = {
@@ -107,25 +114,25 @@ class StatCache:
         return self._imports
 
     def keys(self, name: str) -> list[str]:
-        """Keys that a step of this name had, the latest first."""
+        """Returns the recent keys of a step name, the latest first."""
         return self._known_keys().get(name, [])
 
     def remember(self, latest: Mapping[str, str]) -> None:
-        """Notes the key that each named step has now."""
-        known = self._known_keys()
+        """Stores the present key of each step (name -> key)."""
+        latest_keys = self._known_keys()
         for name, key in latest.items():
-            old = known.get(name, [])
+            old = latest_keys.get(name, [])
             if not old or old[0] != key:
-                known[name] = self._new_keys[name] = [key, *(k for k in old if k != key)][:KEPT_KEYS]
+                latest_keys[name] = self._new_keys[name] = [key, *(k for k in old if k != key)][:KEPT_KEYS]
 
     def save(self) -> None:
-        """Writes what is new. Silent when the file cannot be written: see the module's docstring."""
+        """Writes all changes to the file. Ignores errors: see the module's docstring."""
         new_imports = (self._imports or {}).keys() - self._read_imports
         if not self._new_files and not self._new_keys and not new_imports:
             return
         if (
             self._new_files
-        ):  # a plan before the first run has hashed sources already: that is worth a directory
+        ):  # a plan before the first run has hashed sources, which justifies creating the directory
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
         day = time.time_ns() // 86_400_000_000_000
@@ -155,8 +162,8 @@ class StatCache:
         if self._files is None:
             rows = self._rows("select device, inode, size, mtime, ctime, digest, checksum from hashed")
             self._files = {
-                (_unsigned(d), _unsigned(i)): (size, mtime, ctime, str(found), str(checksum) or "none")
-                for d, i, size, mtime, ctime, found, checksum in rows
+                (_unsigned(d), _unsigned(i)): (size, mtime, ctime, str(digest), str(checksum) or "none")
+                for d, i, size, mtime, ctime, digest, checksum in rows
                 if isinstance(d, int) and isinstance(i, int)
             }
         return self._files
@@ -178,9 +185,9 @@ class StatCache:
                 return database.execute(query).fetchall()
             finally:
                 database.close()
-        except sqlite3.OperationalError:  # read-only or busy
+        except sqlite3.OperationalError:  # the file is read-only or busy
             return []
-        except sqlite3.DatabaseError:  # not a database any more
+        except sqlite3.DatabaseError:  # the file is not a database any more
             self._discard()
             return []
 
@@ -229,7 +236,7 @@ def _checksum_of_imports(source: object, package: object, modules: object) -> st
 
 
 def _signed(place: tuple[int, int]) -> tuple[int, int]:
-    """Device and inode as SQLite's signed 64-bit integers."""
+    """Returns device and inode as the signed 64-bit integers that SQLite stores."""
     return place[0] - (place[0] >> 63 << 64), place[1] - (place[1] >> 63 << 64)
 
 

@@ -1,29 +1,29 @@
-"""The content store: records by key, blobs by digest, any number of processes at once.
+"""The content store: records by key and blobs by digest, shared by any number of processes.
 
     ac/k0/<key>          record (mlcbuild.store.records), written last, never changed
     cas/d0/<digest>      blob: a file's bytes, read-only, mtime STAMP
-    tmp/<id>/            where a running process works; tmp/<id>.lock is held while it lives
+    tmp/<id>/            working directory of a running process, which holds tmp/<id>.lock
     locks/<key>          held while a step is built
     logs/                the latest log of each step
     known/k0/<key>       record of a remote whose files were not all needed here (mlcbuild.remotes.sharing)
-    partial/<digest>     what has arrived of a blob; locks/<digest> is held while it grows
-    receipts/, runs/     what makes a run without work short (receipt.py); logs (reports/runlog.py)
-    index.sqlite         remembered digests and recent keys (mlcbuild.store.statcache); may be deleted
+    partial/<digest>     downloaded part of a blob; locks/<digest> is held while it grows
+    receipts/, runs/     receipts of runs (receipt.py); logs of runs (reports/runlog.py)
+    index.sqlite         cached digests and recent keys (mlcbuild.store.statcache); may be deleted
     lock                 shared by builders, exclusive for gc
 
-Files appear under their final name by an atomic rename (or link) within the store, blobs before the record
-that names them, so a process may be killed anywhere: what is visible is whole. No path of this machine is
-inside, so a store can be copied.
+Files get their final name by an atomic rename (or link) within the store, blobs before the record that names
+them, so a process may be killed at any point and every visible file is complete. The store holds no path of
+this machine, so it can be copied.
 
-What is read is checked before it is used. A record must be the one that its key was computed from: see
-records.py; any other counts as missing, with a warning. Every blob is hashed when its bytes are put to
-use: as an input of a step, in a bundle, in an archive, on its way to a remote (`link_out`, `sound`). One
-that is wrong is taken out, and the run that met it builds it again (`Session.run`).
+Everything is checked before it is used. A record must match its key: see records.py; any other counts as
+missing, with a warning. Every blob is hashed when its bytes are used: as an input of a step, in a bundle, in
+an archive, or in an upload (`link_out`, `sound`). A damaged blob is removed, and the run that met it builds
+it again (`Session.run`).
 
-Only the question whether there is anything to do is answered by a look at each blob, not by hashing it: a
-run that finds everything built and in place believes a regular file with the right size and the mtime STAMP.
-Any write, through a hard link in an exported bundle too, moves the mtime, and such a blob is hashed. Bytes
-that change without a write (bit rot) show when they are used, or in `upkeep.verify`, which hashes everything.
+Only the question whether there is any work is decided by stats instead of hashes: a run that finds everything
+in place trusts a regular file with the right size and the mtime STAMP. Any write, even through a hard link in
+an exported bundle, changes the mtime, and such a blob is hashed. Bytes that change without a write (bit rot)
+are detected when they are used, or by `upkeep.verify`, which hashes everything.
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 @dataclass(frozen=True)
 class Published:
-    """The record that now stands for a key."""
+    """The outcome of publishing a result: the record that the store now has for the key."""
 
     record: Record
     fault: str = ""
-    """Set when another result stood there already: the step is not reproducible. Says what differs."""
+    """For a step that is not reproducible, the differences from the earlier record; "" otherwise."""
 
 
 class Store(Blobs):
-    """A directory, created when first written to. Raises StoreError when it is of an unknown format."""
+    """A store directory, created by the first write. Raises StoreError for an unknown format."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root.absolute())
         self._ac = f"{self.root}/ac/"
         self._warnings: list[str] = []
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         marker = self.root / "store.json"
         if os.path.lexists(marker):
             try:
@@ -90,12 +90,12 @@ class Store(Blobs):
 
     def _check(self, marker: bytes) -> None:
         try:
-            found = json.loads(marker)["format"]
+            version_ = json.loads(marker)["format"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            found = "something unreadable"
-        if found != FORMAT:
+            version_ = "something unreadable"
+        if version_ != FORMAT:
             raise StoreError(
-                f"{self.root}/store.json: the store's format is {found}, this mlcbuild knows {FORMAT}; "
+                f"{self.root}/store.json: the store's format is {version_}, this mlcbuild knows {FORMAT}; "
                 "update mlcbuild or set MLCBUILD_STORE to another directory"
             )
 
@@ -104,18 +104,18 @@ class Store(Blobs):
         return StatCache(self.root / "index.sqlite")
 
     def take_warnings(self) -> list[str]:
-        """Sentences about damage met since the last call, each only once in the life of this object."""
-        found = [sentence for sentence in dict.fromkeys(self._warnings) if sentence not in self._told]
-        self._told.update(found)
+        """Returns the messages about damage detected since the last call; each is returned only once."""
+        sentences = [sentence for sentence in dict.fromkeys(self._warnings) if sentence not in self._reported]
+        self._reported.update(sentences)
         self._warnings = []
-        return found
+        return sentences
 
     # Reading
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
-        """The record of a key, checked, whether or not its files are all there.
+        """Returns the checked record of a key, whether or not its files are in the store.
 
-        expected: see `Record.checked`.
+        `expected` is passed to `Record.checked`.
         """
         path = f"{self._ac}{key[:2]}/{key}"
         try:
@@ -124,20 +124,20 @@ class Store(Blobs):
             return None
         except (OSError, ValueError) as error:
             if not self.root.is_dir():
-                return None  # what cannot be a store says so when it is written to
+                return None  # a path that cannot be a store is reported by the first write
             why = error.strerror if isinstance(error, OSError) else error
             self._warnings.append(f"{path}: the record is not used: {why}; its step is built again")
             return None
 
     def lost(self, record: Record) -> str:
-        """Words for the first file of a record that is not in the store as it was written; "" if none."""
+        """Returns words for the first file of a record that is not intact in the store; "" when all are."""
         for path, digest, size in record.rows:
             name = f"{self._cas}{digest[:2]}/{digest}"
             try:
-                found = os.lstat(name)  # ten thousand times in a run without work
+                stat_result = os.lstat(name)  # called ten thousand times in a run without work
             except OSError:
                 return f"{path} is missing from the store"
-            if layout.is_as_written(found, size):
+            if layout.is_as_written(stat_result, size):
                 continue
             if not restamped(Path(name), digest, size):
                 self._warnings.append(
@@ -148,7 +148,7 @@ class Store(Blobs):
         return ""
 
     def find(self, key: str) -> Record | None:
-        """The record of a key when it and all its files can be used."""
+        """Returns the record of a key if all its files are intact; None otherwise."""
         record = self.record(key)
         return record if record is not None and not self.lost(record) else None
 
@@ -160,13 +160,13 @@ class Store(Blobs):
             return record.key
 
     def touch(self, record: Record) -> None:
-        """Notes that a record is used, unless that was noted in the last minutes: see `upkeep.gc`."""
+        """Marks a record as used, unless that was done recently: see `upkeep.gc`."""
         layout.note_use(f"{self._ac}{record.key[:2]}/{record.key}")
 
     # Writing
 
     def staging(self) -> StagingArea:
-        """Returns a directory of this process to work in, which `close` removes. Raises StoreError."""
+        """Opens a staging area, which exists until it is closed. Raises StoreError."""
         with self.writing():
             for name in ("ac", "cas", "tmp", "locks", "logs"):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
@@ -175,12 +175,13 @@ class Store(Blobs):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Keeps gc from changing anything meanwhile, and waits while it does.
+        """Excludes a concurrent gc, waiting for one that runs.
 
-        For what must not be torn: finding records and noting their use, placing blobs and their record.
+        Used around operations that gc must not split: looking up records and marking them as used, and
+        placing blobs and their record.
         """
         with ExitStack() as stack:
-            with suppress(OSError):  # no store yet, or another user's
+            with suppress(OSError):  # there is no store yet, or it is another user's
                 stack.enter_context(wait_lock(self.root / "lock", shared=True, keep=True))
             yield
 
@@ -192,51 +193,53 @@ class Store(Blobs):
             part.replace(marker)
 
     def try_lock(self, key: str) -> Lock | None:
-        """The right to build a key; None while another process has it. Raises StoreError."""
+        """Takes the lock of a key; returns None while another process holds it. Raises StoreError."""
         with self.writing():
             return try_lock(self.root / "locks" / key)
 
     def log(self, step: str) -> Path:
-        """Where the latest log of a step lies."""
+        """Returns the path of the latest log of a step."""
         parts = [re.sub(r"[^A-Za-z0-9._+-]", "_", part).lstrip(".") or "_" for part in step.split("/")]
         return self.root / "logs" / ("/".join(parts) + ".log")
 
     def holder(self, key: str) -> str:
         return holder(self.root / "locks" / key)
 
-    def publish(self, key: str, made: Made, out: Path, known: Mapping[tuple[int, int], Entry]) -> Published:
-        """Takes everything below `out` into the store, blobs first, then the record; the first record wins.
+    def publish(self, key: str, made: Made, out: Path, linked: Mapping[tuple[int, int], Entry]) -> Published:
+        """Moves everything below `out` into the store, blobs first, then the record; an existing record is
+        kept.
 
-        `out` lies in a staging area. `known` maps (device, inode) of the step's inputs to what
-        they are: an output that is a hard link of an input is not hashed. Raises StepError when the tree
-        holds something else than files, StoreError.
+        `out` is inside a staging area. `linked` maps (device, inode) of the step's inputs to their
+        entries: an output that is a hard link of an input is not hashed. Raises StoreError, and StepError
+        when the tree holds anything but regular files.
         """
         with self.writing(), self.settled():
-            entries = [self._adopt(path, name, known) for path, name in _walk(out, made.step)]
+            entries = [self._adopt(path, name, linked) for path, name in _walk(out, made.step)]
             record = Record.create(key, Tree.of(entries), made)
             part = out.parent / "record"
             _write(part, record.encode())
             return self._keep(record, part)
 
     def put_record(self, record: Record, part: Path) -> Published:
-        """Takes a record from elsewhere, staged through the new file `part`; its blobs must be there."""
+        """Stores a record from elsewhere through the new file `part`; its blobs must be in the store."""
         with self.writing(), self.settled():
             if missing := self.lost(record):
-                raise StoreError(f"a record cannot be taken before its files: {missing}")
+                raise StoreError(f"a record cannot be stored before its files: {missing}")
             _write(part, record.encode())
             return self._keep(record, part)
 
-    def _adopt(self, path: Path, name: str, known: Mapping[tuple[int, int], Entry]) -> Entry:
-        found = path.stat()
-        same = known.get((found.st_dev, found.st_ino))
-        if same is not None and found.st_mtime_ns == STAMP_NS and self.hold(same.digest, same.size):
+    def _adopt(self, path: Path, name: str, linked: Mapping[tuple[int, int], Entry]) -> Entry:
+        stat_result = path.stat()
+        same = linked.get((stat_result.st_dev, stat_result.st_ino))
+        if same is not None and stat_result.st_mtime_ns == STAMP_NS and self.hold(same.digest, same.size):
             return Entry(name, same.digest, same.size)
         noted = noted_digest(path)
-        if found.st_nlink > 1:  # shares its inode with a file that is not ours to make read-only
+        # the inode is shared with a file outside the store, which must not become read-only
+        if stat_result.st_nlink > 1:
             fresh = path.with_name(f"{path.name[:100]}.{secrets.token_hex(8)}")
             copy(path, fresh)
             path = fresh
-        entry = Entry(name, noted or file_digest(path), found.st_size)
+        entry = Entry(name, noted or file_digest(path), stat_result.st_size)
         self._place(path, entry.digest)
         return entry
 
@@ -245,12 +248,12 @@ class Store(Blobs):
         make_shelf(place.parent)
         make_way(place)
         try:
-            place.hardlink_to(part)  # unlike a rename, fails when a record stands there
+            place.hardlink_to(part)  # unlike a rename, this fails when a record exists
             return Published(record)
         except FileExistsError:
             pass
         except OSError:
-            if not place.exists():  # no hard links on this filesystem
+            if not place.exists():  # this filesystem has no hard links
                 part.replace(place)
                 return Published(record)
         first = self.record(record.key)
@@ -263,8 +266,8 @@ class Store(Blobs):
 
 
 def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
-    """Each file below `out` and its name in the tree, sorted. Raises StepError for anything else."""
-    found = []
+    """Yields each file below `out` with its path in the tree, sorted. Raises StepError for other things."""
+    outputs = []
     for directory, names, files in os.walk(out):
         for name in [*files, *(n for n in names if Path(directory, n).is_symlink())]:
             path = Path(directory, name)
@@ -275,12 +278,12 @@ def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
                 )
             if fault := path_fault(relative):
                 raise StepError(f"step {step}: the name of its output {relative!r} {fault}")
-            found.append((path, relative))
-    return iter(sorted(found, key=lambda item: item[1]))
+            outputs.append((path, relative))
+    return iter(sorted(outputs, key=lambda item: item[1]))
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Not synced: a record that a power cut tore does not parse, and counts as none."""
+    """Writes without fsync: a record that a power failure truncated does not parse and is ignored."""
     with path.open("xb") as file:
         file.write(data)
     path.chmod(0o444)

@@ -1,4 +1,4 @@
-"""Looking after a store: is everything whole, what is in it, what can go."""
+"""Maintenance of a store: verification, statistics, and garbage collection."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from mlcbuild.store.stamp import STAMP
 from mlcbuild.store.store import Store
 
 KEPT_RECORDS = 3600.0
-"""Seconds since its last use that a record stays beside a build; far more than between two notes of a run."""
+"""Seconds since its last use for which gc keeps a record while a build runs; far more than the interval at
+which runs mark their records."""
 KEPT_BLOBS = 86_400.0
-"""Seconds since it was placed that a blob without a record stays beside a build."""
+"""Seconds since its creation for which gc keeps a blob without a record while a build runs."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a full check found. Sentences name the step and file wherever a record tells."""
+    """The result of a full check. Messages name the step and file wherever a record lists them."""
 
     records: int
     blobs: int
     bytes: int
     damaged: tuple[str, ...]
-    """Blobs and records whose bytes are not what their names say."""
+    """Messages for blobs and records whose bytes do not match their names."""
     missing: tuple[str, ...]
-    """Files that a record names and the store lacks: their steps run again."""
+    """Messages for files that a record names and the store lacks; their steps run again."""
     unused: int
-    """Blobs that no record names, as a killed run leaves them: `gc` removes them, or a re-run uses them."""
+    """Number of blobs that no record names, as a killed run leaves them; `gc` removes them, or a later run
+    uses them."""
     mended: tuple[str, ...] = ()
-    """What was damaged or missing and is right now."""
+    """Messages for damaged or missing files that were restored."""
 
     @property
     def ok(self) -> bool:
@@ -49,30 +51,32 @@ class Verified:
 
 @dataclass(frozen=True)
 class Kind:
-    """Steps of one kind: the first part of their names."""
+    """Statistics of the steps of one kind, which is the first part of their names."""
 
     records: int = 0
     bytes: int = 0
     last_used: float = 0.0
-    """When any of them was made or used last, in seconds since 1970."""
+    """Time of the last creation or use of any of them, in seconds since 1970."""
     oldest_use: float = 0.0
-    """When the one that gc would take first was made or used last."""
+    """Time of the last use of the one that gc would remove first, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class Status:
+    """The statistics of a store."""
+
     root: Path
     records: int
     blobs: int
     bytes: int
-    """Of all blobs, each counted once."""
+    """Bytes of all blobs, each counted once."""
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """Step kind -> its records and their bytes; a blob that two kinds share is counted in both."""
+    """Step kind -> statistics; a blob that two kinds share is counted in both."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What gc removed."""
+    """The numbers of records, blobs and bytes that gc removed."""
 
     records: int
     blobs: int
@@ -80,15 +84,14 @@ class Collected:
 
 
 Mend: TypeAlias = Callable[[Entry], str]
-"""Brings a blob that is not there into the store; "" or why it could not."""
+"""Function that restores a missing blob; returns "" or the reason why it could not."""
 
 
 def verify(store: Store, mend: Mend | None = None) -> Verified:
-    """Hashes every blob, checks every record against its key, and removes what is damaged, so that the steps
-    concerned run again. May run beside builds.
+    """Hashes every blob, checks every record against its key, and removes what is damaged.
 
-    With `mend`, files of records that are damaged or missing are fetched anew. Raises StoreError when the
-    store cannot be read.
+    The steps concerned run again. It is safe while builds run. With `mend`, damaged or missing files of
+    records are fetched again. Raises StoreError when the store cannot be read.
     """
     damaged: list[str] = []
     mended: list[str] = []
@@ -98,9 +101,9 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
         named, count = _sound_records(store, damaged)
         users = {row[1]: (f"{name}: {row[0]}", Entry(*row)) for name, record in named for row in record.rows}
         for blob in _entries(store.root / "cas"):
-            found = _check(blob)
-            if found is not None:
-                good[blob.name] = found
+            size = _check(blob)
+            if size is not None:
+                good[blob.name] = size
                 continue
             user, entry = users.get(blob.name, ("not used", None))
             gone = _condemn(store, blob)
@@ -128,16 +131,16 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
 
 
 def _condemn(store: Store, blob: Path) -> str:
-    """Removes what lies below cas/ and is no sound blob; "" or words for why it stays."""
+    """Removes anything below cas/ that is not an intact blob; returns "" or words for why it stays."""
     with _alone(store) as alone:
-        if alone and _check(blob) is None:  # else it was replaced meanwhile
+        if alone and _check(blob) is None:  # otherwise it was replaced meanwhile
             store.condemn(blob.name) if blob == store.blob(blob.name) else remove(blob)
     return "; it cannot be removed: make the store writable" if os.path.lexists(blob) else ""
 
 
 @contextmanager
 def _alone(store: Store) -> Iterator[bool]:
-    """Whether nothing is published meanwhile: not in a store that cannot be written."""
+    """Yields True while no other process publishes; False for a store that cannot be written."""
     with ExitStack() as stack:
         try:
             stack.enter_context(wait_lock(store.root / "lock", keep=True))
@@ -148,7 +151,7 @@ def _alone(store: Store) -> Iterator[bool]:
 
 
 def status(store: Store) -> Status:
-    """Counts and bytes. Raises StoreError when the store cannot be read."""
+    """Returns the statistics of a store. Raises StoreError when it cannot be read."""
     kinds: dict[str, Kind] = {}
     with store.writing():
         named, count = _sound_records(store)
@@ -167,14 +170,13 @@ def status(store: Store) -> Status:
 
 
 def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None = None) -> Collected:
-    """Removes the records not used for `unused_days`, then the least recently used ones until the rest
-    fits into `max_bytes`, then every blob that no record names, and old logs.
+    """Removes old records, then every blob that no record names, and old logs.
 
-    May run beside builds. While one works in the store, what was used lately stays whatever the limits say:
-    records by KEPT_RECORDS (a run notes what it builds on when it plans, and again and again until it ends),
-    blobs that no record names by KEPT_BLOBS (they may belong to a record that is on its way). Plans and
-    publications, which rely on what they see for a moment, wait until this is done, and this for them.
-    Raises StoreError.
+    Records not used for `unused_days` go first, then the least recently used ones until the rest fits into
+    `max_bytes`. It is safe while builds run: then, whatever the limits, records used within KEPT_RECORDS stay
+    (a run marks its records when it plans and repeatedly until it ends), and so do blobs without a record
+    that are younger than KEPT_BLOBS (their record may be about to be written). Planning and publishing wait
+    for gc, and gc waits for them. Raises StoreError.
     """
     if not store.root.exists():
         return Collected(0, 0, 0)
@@ -187,7 +189,11 @@ def gc(store: Store, *, unused_days: float | None = None, max_bytes: int | None 
 def _collect(
     store: Store, unused_days: float | None, max_bytes: int | None, young: tuple[float, float] | None
 ) -> Collected:
-    """`young`: since when records and blobs were used that stay whatever else is said; None for none."""
+    """Removes records and blobs as `gc` describes.
+
+    `young` holds the times since which records and blobs were used that stay in any case; None for no such
+    limit.
+    """
     used, placed = young or (inf, inf)
     cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
     by_use = sorted(_entries(store.root / "ac"), key=lambda path: path.lstat().st_mtime, reverse=True)
@@ -208,7 +214,7 @@ def _collect(
             kept |= fresh
             held = grown
     named = ((blob, blob.lstat()) for blob in _entries(store.root / "cas") if blob.name not in kept)
-    blobs = [(blob, found.st_size) for blob, found in named if found.st_ctime < placed]
+    blobs = [(blob, stat_result.st_size) for blob, stat_result in named if stat_result.st_ctime < placed]
     for blob, _ in blobs:
         remove(blob)
     for part in _files(store.root / "partial"):
@@ -222,17 +228,19 @@ def _collect(
 
 
 def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list[tuple[str, Record]], int]:
-    """(step name, record without its second line) of every sound record, and how many entries there are.
+    """Returns (step name, record without its second line) of every intact record, and the number of all
+    entries.
 
-    With `damaged`, the others are removed, and a sentence about each is added to it.
+    With `damaged`, the other records are removed, and a message about each is appended to it.
     """
-    found = []
+    records = []
     count = 0
     for path in _entries(store.root / "ac"):
         count += 1
         record = store.record(path.name)
         if record is not None and path.parent.name == path.name[:2]:
-            found.append((record.made.step, replace(record, rest=b"")))  # the rest is most of its memory
+            # the second line is most of its memory
+            records.append((record.made.step, replace(record, rest=b"")))
         elif damaged is not None and os.path.lexists(path):
             with _alone(store) as alone:
                 if alone and (store.record(path.name) is None or path.parent.name != path.name[:2]):
@@ -240,24 +248,25 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
             stays = "; it cannot be removed: make the store writable" if os.path.lexists(path) else ""
             damaged.append(f"record {path.name} is not what its name says{stays}")
     store.take_warnings()
-    return found, count
+    return records, count
 
 
 def _check(blob: Path) -> int | None:
-    """The size of a blob whose bytes are right, stamped if a copy of the store lost that; or None."""
+    """Returns the size of a blob with the right bytes, restoring its mtime if a copy lost it; None for
+    others."""
     try:
-        found = blob.lstat()
-        if blob.parent.name != blob.name[:2] or not has_bytes(blob, blob.name, found.st_size):
+        stat_result = blob.lstat()
+        if blob.parent.name != blob.name[:2] or not has_bytes(blob, blob.name, stat_result.st_size):
             return None
-        if found.st_mtime_ns != STAMP * 10**9 and os.access(blob.parent, os.W_OK):
+        if stat_result.st_mtime_ns != STAMP * 10**9 and os.access(blob.parent, os.W_OK):
             stamp(blob)
-        return found.st_size
+        return stat_result.st_size
     except FileNotFoundError:
         return None
 
 
 def _entries(root: Path) -> Iterator[Path]:
-    """Whatever lies where records or blobs do, sorted; their directories are looked into, and no others."""
+    """Yields the paths of all possible records or blobs below `root`, sorted."""
     for shelf in sorted(root.iterdir()) if root.is_dir() else []:
         if shelf.is_dir() and len(shelf.name) == 2:
             yield from sorted(shelf.iterdir())
@@ -266,7 +275,7 @@ def _entries(root: Path) -> Iterator[Path]:
 
 
 def _files(root: Path) -> Iterator[Path]:
-    """All files below `root`, sorted, so that two reports of one state are equal."""
+    """Yields all files below `root`, sorted, so that two reports of one state are equal."""
     for directory, names, files in os.walk(root):
         names.sort()
         yield from (Path(directory, name) for name in sorted(files))

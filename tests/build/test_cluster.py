@@ -421,7 +421,7 @@ def an_order(place: Path) -> Order:
 def test_orders_and_answers_are_text_and_come_back_whole(tmp_path: Path) -> None:
     order = an_order(tmp_path)
     assert Order.decode(order.encode()) == order
-    with pytest.raises(ValueError, match="an order of the format mlcbuild-job/0"):
+    with pytest.raises(ValueError, match="the order has the format mlcbuild-job/0"):
         Order.decode(order.encode().replace(wire.FORMAT, "mlcbuild-job/0"))
     record = Store(tmp_path / "s").record("0" * 64)
     answer = Answer("w", record, "k", error=StepError("words"), lacking=("a", "b"), unsent=("u",))
@@ -460,7 +460,8 @@ def test_a_worker_refuses_what_would_not_be_what_the_key_says(tmp_path: Path) ->
     image = replace(order.made.preimage, code={**order.made.preimage.code, "tests/actions.py": "0" * 64})
     wrong = attempt(replace(order, made=replace(order.made, preimage=image)), tmp_path)
     assert str(wrong.error) == (
-        "step step: the worker w has another mlcbuild (tests/actions.py differs): install the same mlcbuild there"
+        "step step: the worker w has another mlcbuild (tests/actions.py differs): "
+        "install the same mlcbuild there"
     )
     image = replace(order.made.preimage, action="tests.nowhere:act")
     gone = attempt(replace(order, made=replace(order.made, preimage=image)), tmp_path)

@@ -82,12 +82,12 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         ),
         [
             "7:13: 'ftp://a/b' must start with https://, http://, s3://, oci:// or file:///",
-            "8:13: a URL with a user name or password is not taken: put them into netrc or the environment "
+            "8:13: a URL must not hold a user name or password: put them into netrc or the environment "
             "(MLCBUILD_TOKEN_<HOST>, MLCBUILD_LOGIN_<HOST>)",
             "9:13: 'https:///x' names no host",
             "10:13: 'https://h/x?y=1' must be an address alone, without '?', '#' and spaces",
             "11:13: 'file://host/x' must name a directory of this machine: file:///path",
-            "12:13: the URL cannot be understood",
+            "12:13: the URL cannot be parsed",
         ],
     ),
     "remotes that contradict": (

@@ -125,7 +125,10 @@ def test_a_certificate_of_another_or_of_the_past_is_refused(
 
 def test_certificates_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.pem").write_text("nothing")
-    for name, words in (("gone.pem", "which is no file"), ("empty.pem", "holds no certificate in PEM form")):
+    for name, words in (
+        ("gone.pem", "which is not a file"),
+        ("empty.pem", "holds no certificate in PEM form"),
+    ):
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / name))
         user = User(tmp_path / f"store-{name}", "https://127.0.0.1:1")
         assert statuses(user.run()) == BUILT

@@ -117,7 +117,9 @@ def test_an_upload_that_never_comes_through_is_given_up() -> None:
     with (
         serving(Uploads(0)) as server,
         Registry(parse(f"oci://{server.url[7:]}/r")) as repository,
-        pytest.raises(RemoteError, match=r"it does not take the bytes|Connection|closed the connection"),
+        pytest.raises(
+            RemoteError, match=r"it does not accept the uploaded bytes|Connection|closed the connection"
+        ),
     ):
         repository.send(io.BytesIO(b"x" * 100), 100)
 
@@ -145,7 +147,7 @@ def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with registries.registry(tmp_path / "registry", registries.PASSWORDS) as server:
         refused = User(tmp_path / "0", server.url("cache"))
         assert statuses(refused.run()) == BUILT
-        assert "it wants credentials (status 401): set $MLCBUILD_TOKEN_127_0_0_1" in refused.warnings()[0]
+        assert "it requires credentials (status 401): set $MLCBUILD_TOKEN_127_0_0_1" in refused.warnings()[0]
         monkeypatch.setenv("MLCBUILD_LOGIN_127_0_0_1", "ann:wrong-s3")
         wrong = User(tmp_path / "1", server.url("cache"))
         assert wrong.run().ok
@@ -173,7 +175,7 @@ def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         broken = User(tmp_path / "4", server.url("cache"))
         assert broken.run().ok
         (warning,) = broken.warnings()
-        assert ".docker/config.json: the file cannot be understood" in warning and "s3cret" not in warning
+        assert ".docker/config.json: the file cannot be parsed" in warning and "s3cret" not in warning
 
 
 @needs_registry
@@ -256,8 +258,8 @@ def test_a_tag_of_something_else_is_refused(data: bytes, tmp_path: Path) -> None
         user = User(tmp_path / "one", f"oci://{server.url[7:]}/r")
         assert statuses(user.run()) == BUILT
         refused = [warning for warning in user.warnings() if " is refused: " in warning]
-        assert all("the tag stands for something else than a file of a cache" in text for text in refused)
-        assert len(refused) == 3 and "is not asked again in this run" in " ".join(user.warnings())
+        assert all("the tag does not name a file of a cache" in text for text in refused)
+        assert len(refused) == 3 and "is not used again in this run" in " ".join(user.warnings())
 
 
 def test_a_blob_that_the_registry_lost_is_sent_anew(registry_server: Server, tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_redirects_in_a_circle_and_slow_ones_end(tmp_path: Path) -> None:
             user.timeout = TIMEOUT
             assert statuses(user.run()) == BUILT
             (warning,) = user.warnings()
-            assert "it sends clients elsewhere (status 307)" in warning or "it does not answer" in warning
+            assert "it redirects clients (status 307)" in warning or "it does not answer" in warning
 
 
 # Directories
@@ -316,7 +316,7 @@ def test_only_regular_files_are_read(part: str, kind: str, tmp_path: Path) -> No
     result = user.run()
     assert result.ok and user.text(result, "c") == "C\nB\nA" and statuses(result)["c"] == "built"
     assert all(warning.startswith(root.as_uri()) for warning in user.warnings())
-    words = "it is no regular file" if kind in ("fifo", "directory", "device") else "it cannot be read"
+    words = "it is not a regular file" if kind in ("fifo", "directory", "device") else "it cannot be read"
     assert words in user.warnings()[0]
 
 

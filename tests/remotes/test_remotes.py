@@ -244,13 +244,13 @@ FAILING = {
     "down": (down, "it answered with status 500"),
     "unauthorised": (
         unauthorised,
-        r"it (wants credentials \(status 401\): set \$MLCBUILD_TOKEN_127_0_0_1 to a token"
+        r"it (requires credentials \(status 401\): set \$MLCBUILD_TOKEN_127_0_0_1 to a token"
         r"|refuses the credentials)",
     ),
     "full": (full, r"it is full \(status 507\)"),
     "elsewhere": (
         elsewhere,
-        r"it sends clients elsewhere \(status 302\): write the final address|Connection refused",
+        r"it redirects clients \(status 302\): write the final address|Connection refused",
     ),
     "silent": (silent, "it does not answer"),
     "gibberish": (gibberish, "its answer is not HTTP"),
@@ -491,7 +491,7 @@ def test_a_damaged_record_is_refused_and_its_step_runs(
             assert statuses(result) == BUILT
             assert all("is refused: " in warning for warning in second.warnings()[:3])
             assert second.warnings()[3:] == [
-                f"{address(cache)} is not asked again in this run: it holds what is damaged"
+                f"{address(cache)} is not used again in this run: it holds damaged files"
             ]
 
 
@@ -503,7 +503,7 @@ POISON: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]
     ),
     "tree": (lambda head, rest: head.update(tree="0" * 64), "the digest of its tree does not follow"),
     "pre-image": (lambda head, rest: rest.update(params={"text": "Z"}), "its key does not follow"),
-    "private": (lambda head, rest: rest.update(shared=False), "it holds for one machine only"),
+    "private": (lambda head, rest: rest.update(shared=False), "it is valid on one machine only"),
     "lacking": (lambda head, rest: rest.pop("code"), "its second line lacks a part"),
     "wrong types": (lambda head, rest: rest.update(inputs=[1]), "its inputs are not"),
     "measured": (lambda head, rest: rest.update(measured=["x", {}, []]), "what it says was measured"),
@@ -604,7 +604,7 @@ def test_credentials_come_from_the_environment_or_netrc(
     monkeypatch.setenv("HOME", str(tmp_path))
     with nginx(tmp_path / "nginx", "ann:{PLAIN}s3cret\n") as server:
         refused = User(tmp_path / "0", server.url)
-        assert refused.run().not_uploaded and "it wants credentials (status 401)" in refused.warnings()[0]
+        assert refused.run().not_uploaded and "it requires credentials (status 401)" in refused.warnings()[0]
         monkeypatch.setenv("MLCBUILD_LOGIN_127_0_0_1", "ann:wrong")
         wrong = User(tmp_path / "1", server.url)
         assert wrong.run().ok
@@ -641,7 +641,7 @@ def test_a_token_is_sent_to_its_host_alone(tmp_path: Path, monkeypatch: pytest.M
     [
         ("MLCBUILD_TOKEN_127_0_0_1", "a\r\nHost: b", "the token in $MLCBUILD_TOKEN_127_0_0_1 holds a space"),
         ("MLCBUILD_LOGIN_127_0_0_1", "secret", "$MLCBUILD_LOGIN_127_0_0_1 must be user:password"),
-        ("NETRC", "machine x login a password secret bogus", "netrc:1: the file cannot be understood"),
+        ("NETRC", "machine x login a password secret bogus", "netrc:1: the file cannot be parsed"),
     ],
 )
 def test_credentials_that_cannot_be_used_are_told_without_them(

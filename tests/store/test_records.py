@@ -85,7 +85,7 @@ def test_what_an_action_made_is_expected_by_the_next_plan(
 )
 def test_a_record_of_another_pre_image_is_refused_under_this_key(other: Preimage) -> None:
     forged = Record.create(RECORD.key, FILES, Made("step/name", other))
-    words = "refused: its key does not follow from what it says it was made of"
+    words = "refused: its key does not follow from the inputs that it lists"
     assert not expected().matches(forged.rest, forged.tree)
     assert outcome(forged.encode(), expected()) == outcome(forged.encode()) == words
 

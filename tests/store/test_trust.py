@@ -259,15 +259,15 @@ def test_archives_of_another_shape_are_refused(exported: Path, tmp_path: Path, k
     shutil.rmtree(tmp_path / "there")
     assert "comes before its files: text.txt is missing" in refused(exported, tmp_path)
     write(exported, content[1:])
-    assert refused(exported, tmp_path) == "it is no archive of format mlcbuild-archive/1"
+    assert refused(exported, tmp_path) == "it is not an archive of format mlcbuild-archive/1"
     for data in (b"", b"hello", b"\0" * 1024):
         exported.write_bytes(data)
         assert refused(exported, tmp_path) in (
-            "it is no archive of format mlcbuild-archive/1",
+            "it is not an archive of format mlcbuild-archive/1",
             "it is cut off",
         )
     exported.write_bytes(b"x" * 2000)
-    assert refused(exported, tmp_path) == "it is no tar archive, or damaged"
+    assert refused(exported, tmp_path) == "it is not a tar archive, or it is damaged"
     assert "cannot be read: No such file" in refused(tmp_path / "nowhere.tar", tmp_path)
 
 

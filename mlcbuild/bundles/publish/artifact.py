@@ -25,7 +25,7 @@ from mlcbuild.bundles.publish.names import check_names
 from mlcbuild.canon import file_digest
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.background import Background
-from mlcbuild.remotes.reference import Descriptor, Place, layers_of, parse
+from mlcbuild.remotes.reference import Descriptor, RegistryAddress, layers_of, parse
 from mlcbuild.remotes.registry import MANIFEST as MEDIA_TYPE
 from mlcbuild.remotes.registry import Registry
 from mlcbuild.remotes.transport import Attempts
@@ -107,8 +107,8 @@ def _media(name: str) -> str:
     return "application/json" if name.endswith(".json") else "application/octet-stream"
 
 
-def _address(place: Place, digest: str) -> str:
-    return str(Place(place.host, place.repository, digest, place.plain))
+def _address(place: RegistryAddress, digest: str) -> str:
+    return str(RegistryAddress(place.host, place.repository, digest, place.plain))
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
