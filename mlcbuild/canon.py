@@ -172,19 +172,20 @@ ImportTable: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
 
 
 def code_files(
-    *modules: str, known: SourceFiles | None = None, imports: ImportTable | None = None
+    *modules: str, files: SourceFiles | None = None, imports: ImportTable | None = None
 ) -> dict[str, str]:
-    """Digest of each source file in the import closures of modules, inside PACKAGES and their own packages.
+    """Returns the digest of each source file in the import closures of modules.
 
-    Imports are read from the syntax tree, those inside functions too, so that a lazy import counts. The
-    names are paths such as `mlcbuild/compiler/kernels/w4.py`, the same on every machine. A caller that
-    computes many closures at one time passes one `known`, and every file is read once. A file whose imports
-    are in `imports` is hashed but not parsed; those of the others are added to it.
+    Only modules inside PACKAGES and the packages of `modules` count. Imports are read from the syntax tree,
+    including those inside functions, so that a lazy import counts. The names are paths such as
+    `mlcbuild/compiler/kernels/w4.py`, the same on every machine. A caller that computes many closures passes
+    one `files`, so that every file is read once. A file whose imports are in `imports` is hashed but not
+    parsed; the imports of other files are added to it.
     """
-    known = {} if known is None else known
+    files = {} if files is None else files
     imports = _imported if imports is None else imports
     packages = frozenset((*PACKAGES, *(module.partition(".")[0] for module in modules)))
-    seen: dict[str, str] = {}
+    digests: dict[str, str] = {}
     pending = list(modules)
     visited: set[str] = set()
     while pending:
@@ -194,12 +195,12 @@ def code_files(
         visited.add(name)
         if "." in name:
             pending.append(name.rpartition(".")[0])
-        if name not in known:
-            known[name] = _source_file(name, imports)
-        if (file := known[name]) is not None:
-            portable, seen[portable], imported = file
+        if name not in files:
+            files[name] = _source_file(name, imports)
+        if (file := files[name]) is not None:
+            portable, digests[portable], imported = file
             pending.extend(imported)
-    return dict(sorted(seen.items()))
+    return dict(sorted(digests.items()))
 
 
 def _source_file(name: str, imports: ImportTable) -> tuple[str, str, tuple[str, ...]] | None:

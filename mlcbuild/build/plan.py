@@ -238,7 +238,7 @@ class Planner:
                         f"step {step.name}: there is no module '{module}' for its action {step.action}"
                     )
             self._code[modules] = code_files(
-                *modules, known=self._sources, imports=self.store.cache.imports()
+                *modules, files=self._sources, imports=self.store.cache.imports()
             )
         return self._code[modules]
 
