@@ -40,7 +40,7 @@ from mlcbuild.store.store import Store, default_root
 
 if TYPE_CHECKING:
     from mlcbuild.bundles.publish.delivery import Parcel, Sent
-    from mlcbuild.ci.matrix import Job, Matrix
+    from mlcbuild.ci.matrix import CiJob, Matrix
     from mlcbuild.ci.split import Split
     from mlcbuild.remotes.sharing import Sharing
     from mlcbuild.replication import CheckedStore, Pulled, Pushed
@@ -181,7 +181,7 @@ class Session:
 
     def jobs(
         self, matrix: Matrix, selection: Selection = EVERYTHING, on_event: Reporter = silent
-    ) -> list[Job]:
+    ) -> list[CiJob]:
         """Returns the jobs of a CI matrix: one for each selected variant that needs work, or shards of them.
 
         Raises UsageError for labels of targets that no variant has, and as `plan`.

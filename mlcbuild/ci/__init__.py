@@ -1,7 +1,7 @@
-"""A build on many machines of a CI system: what to build, who builds what, and what to tell.
+"""Builds on many machines of a CI system.
 
-matrix.py    variants that need work -> jobs for GitHub, GitLab or anything that reads JSON
-split.py     steps -> shards; every machine finds the same split by itself
+matrix.py    variants that need work -> jobs for GitHub, GitLab or any reader of JSON
+split.py     steps -> shards; every machine computes the same split
 affected.py  a range of Git commits -> variants whose inputs changed in it
-outputs.py   what a run did -> JUnit, a summary in Markdown, annotations
+outputs.py   results of a run -> JUnit XML, a summary in Markdown, annotations
 """

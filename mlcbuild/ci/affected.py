@@ -1,8 +1,8 @@
-"""Which variants have inputs that a range of Git commits changed.
+"""Finds the variants whose inputs a range of Git commits changed.
 
-Inputs are: the recipe's own text, the lock (for models that it pins), the files of local checkpoints and
-prompts, the target's preset, and the source of mlcbuild where it lies in the same repository. The recipe's
-text counts as a whole: a changed recipe affects all of its variants, and the plan says which need work.
+Inputs are the recipe's text, the lock (for models that it pins), the files of local checkpoints and prompts,
+the target's preset, and the source of mlcbuild if it is in the same repository. The recipe's text counts as a
+whole: a changed recipe affects all of its variants, and the plan says which need work.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from mlcbuild.pipeline import Pipeline, Product
 from mlcbuild.targets import target as targets
 
 _DEPENDENCIES = ("pyproject.toml", "runtime/pyproject.toml")
-"""Files of mlcbuild's repository that decide versions of tools."""
+"""Files of mlcbuild's repository that determine versions of tools."""
 
 
 def changed(directory: Path, revisions: str) -> frozenset[Path]:
-    """Files of the repository around `directory` that differ over a range, absolute; deleted ones too.
+    """Returns the absolute paths of files that differ over a range of commits, including deleted ones.
 
-    `revisions` is what `git diff` takes: `main...HEAD`, `HEAD~3..HEAD`, or one commit, which is compared
-    with the working tree. Raises UsageError, SetupError.
+    `directory` is inside the repository. `revisions` is an argument of `git diff`: `main...HEAD`,
+    `HEAD~3..HEAD`, or one commit, which is compared with the working tree. Raises UsageError, SetupError.
     """
     if revisions.startswith("-"):
         raise UsageError(f"--affected-by {revisions}: write a range of commits, for example main...HEAD")
     top = _git(directory, "rev-parse", "--show-toplevel").removesuffix("\n")
-    # Without renames both names of a moved file are told.
+    # Without rename detection both names of a moved file are listed.
     names = _git(directory, "diff", "--name-only", "--no-renames", "-z", revisions, "--")
-    found = [Path(top, name) for name in names.split("\0") if name]
-    return frozenset([*found, *(path.resolve() for path in found)])  # a link is a file of its own, too
+    paths = [Path(top, name) for name in names.split("\0") if name]
+    return frozenset([*paths, *(path.resolve() for path in paths)])  # a link counts as a file itself
 
 
 def affected(pipeline: Pipeline, files: frozenset[Path]) -> dict[str, str]:
-    """Name of each affected variant -> the first changed input, in words."""
-    found = {}
+    """Returns name -> first changed input, in words, for each affected variant."""
+    reasons_by_variant = {}
     search = _Search(pipeline, files)
     for product in pipeline.products:
         reason = next(search.reasons(product), None)
         if reason is not None:
-            found[product.variant.name] = reason
-    return found
+            reasons_by_variant[product.variant.name] = reason
+    return reasons_by_variant
 
 
 class _Search:
+    """The search for changed inputs of variants."""
+
     def __init__(self, pipeline: Pipeline, files: frozenset[Path]) -> None:
         self.pipeline = pipeline
         self.files = files
@@ -61,7 +63,7 @@ class _Search:
             for node in pipeline.graph.nodes.values()
             if isinstance(node, Source)
         }
-        """Source -> its files that changed or are gone."""
+        """Source -> its files that changed or were deleted."""
         self.presets = [
             (replace(target, name=""), f"the target preset {path.name} changed")
             for name, target in targets.presets().items()
@@ -78,8 +80,8 @@ class _Search:
         yield from (words for preset, words in self.presets if preset == bare)
         steps = _steps(self.pipeline.graph, product.last)
         for item in (item for step in steps for item in step.inputs.values()):
-            found = (name for name in self.changes.get(item.node, ()) if selected(name, item.select))
-            yield from (f"{item.node}/{name} changed" for name in found)
+            paths = (name for name in self.changes.get(item.node, ()) if selected(name, item.select))
+            yield from (f"{item.node}/{name} changed" for name in paths)
         root = Path(mlcbuild.__path__[0]).resolve().parent
         yield from (f"{name} changed" for name in _DEPENDENCIES if root / name in self.files)
         for module in dict.fromkeys(module for step in steps for module in step_modules(step)):
@@ -87,43 +89,45 @@ class _Search:
 
 
 def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
-    """The files of a source that changed, and those of a checkpoint that are gone."""
+    """Returns the files of a source that changed, and those of a checkpoint that were deleted."""
     root = source.root.resolve()
-    # A link is an input in two ways: where it points, and what is there.
-    found = [name for name in source.files if root / name in files or (root / name).resolve() in files]
-    # A checkpoint is a directory of its own; prompts are one file of many.
+    # A link is an input in two ways: its target path, and the contents there.
+    changed_files = [
+        name for name in source.files if root / name in files or (root / name).resolve() in files
+    ]
+    # A checkpoint owns its directory; prompts are one file among others.
     gone = (path for path in files if path.is_relative_to(root) and not path.exists())
     whole = source.name.startswith("fetch/")
-    return found + sorted(path.relative_to(root).as_posix() for path in gone if whole)
+    return changed_files + sorted(path.relative_to(root).as_posix() for path in gone if whole)
 
 
 def _preset(name: str) -> Path | None:
-    """The file of a preset in a checkout of mlcbuild."""
+    """Returns the file of a preset in a checkout of mlcbuild; None without one."""
     path = Path(targets.__file__).resolve().parent.parent.parent / "targets" / f"{name}.yaml"
     return path if path.is_file() else None
 
 
 @lru_cache(maxsize=64)
 def _code(module: str) -> tuple[Path, ...]:
-    """The source files that decide what the actions of a module do."""
-    found = []
+    """Returns the source files that determine the results of a module's actions."""
+    paths = []
     for name in code_files(module):
         path = module_path(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
         if path is not None:
-            found.append(path.resolve())
-    return tuple(found)
+            paths.append(path.resolve())
+    return tuple(paths)
 
 
 def _steps(graph: Graph, last: str) -> list[Step]:
-    """The step of this name and those that it depends on."""
-    found: dict[str, Step] = {}
+    """Returns the step of a name and all steps that it depends on."""
+    steps: dict[str, Step] = {}
     pending = [graph.resolve(last)]
     while pending:
         node = graph[pending.pop()]
-        if isinstance(node, Step) and node.name not in found:
-            found[node.name] = node
+        if isinstance(node, Step) and node.name not in steps:
+            steps[node.name] = node
             pending += graph.needs(node)
-    return list(found.values())
+    return list(steps.values())
 
 
 def _git(directory: Path, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""Jobs: one for each variant that needs work, or one for each shard, as CI systems take them."""
+"""Generates CI jobs: one for each variant that needs work, or one for each shard."""
 
 from __future__ import annotations
 
@@ -19,30 +19,34 @@ LABELS: Mapping[tuple[str, str], str] = {
     ("macos", "arm64"): "macos-latest",
     ("windows", "x86_64"): "ubuntu-latest",
 }
-"""(system, architecture) of a target -> the runner whose machine can run, and so verify, it. What no hosted
-runner can run is compiled on OTHER."""
+"""(system, architecture) of a target -> label of a runner that can run, and so verify, its bundles.
+
+Targets that no hosted runner can run are compiled on OTHER.
+"""
 OTHER = "ubuntu-latest"
 DONE = ("hit", "remote")
-"""States of a step whose result needs no work."""
+"""The states of a planned step that needs no work."""
 ANY = "*"
 
 
 @dataclass(frozen=True)
-class Job:
+class CiJob:
+    """One job of a CI system."""
+
     name: str
     runner: str
-    """Label of the machine: `runs-on` of GitHub, a tag of GitLab."""
+    """Label of the machine: `runs-on` on GitHub, a tag on GitLab."""
     key: str | None
-    """Of the variant's last step; None while an input of it is not built, and for a shard."""
+    """Key of the variant's last step; None while an input of it is not built, and for a shard."""
     reason: str
-    """Why there is work, "" if there is none."""
+    """The reason for the work; "" if there is none."""
     arguments: str
-    """What follows `mlcbuild run`, quoted for a shell."""
+    """Arguments of `mlcbuild run`, quoted for a shell."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """What every job's command line has in common."""
+    """The parts of the command line that all jobs share."""
 
     recipe: str
     settings: tuple[str, ...] = ()
@@ -57,52 +61,56 @@ class Command:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The form of a CI matrix."""
+    """The options of a CI matrix."""
 
     command: Command
-    """What the command lines of all jobs have in common."""
+    """The parts of the command line that all jobs share."""
     shards: int | None = None
-    """Number of jobs that share all the work; None: one job for each variant."""
+    """Number of jobs that share all the work; None for one job for each variant."""
     labels: tuple[str, ...] = ()
-    """TARGET=RUNNER for targets that need a runner of their own; * stands for all targets."""
+    """TARGET=RUNNER for targets with a runner of their own; * stands for all targets."""
     all: bool = False
-    """Includes variants that need no work."""
+    """True to include variants that need no work."""
 
 
 def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
-    """`--label target=runner` options; the target may be `*`. Raises UsageError with every problem."""
-    found, problems, known = {}, [], [*targets, ANY]
+    """Parses `--label target=runner` options into target -> label; the target may be `*`.
+
+    Raises UsageError with all problems.
+    """
+    labels_by_target, problems, names = {}, [], [*targets, ANY]
     for pair in pairs:
         target, equals, runner = pair.partition("=")
         if not equals or not target or not runner:
             problems.append(f"--label {pair}: write --label target=runner")
-        elif target not in known:
-            problems.append(f"--label {pair}: no variant is for '{target}'; {did_you_mean(target, known)}")
-        found[target] = runner
+        elif target not in names:
+            problems.append(f"--label {pair}: no variant is for '{target}'; {did_you_mean(target, names)}")
+        labels_by_target[target] = runner
     if problems:
         raise UsageError("\n".join(problems))
-    return found
+    return labels_by_target
 
 
-def runner(target: Target, given: Mapping[str, str]) -> str:
-    """The label for a target: what was given for it, or for all, or what LABELS says."""
+def runner(target: Target, labels: Mapping[str, str]) -> str:
+    """Returns the label for a target from `labels`, from its entry for all targets, or from LABELS."""
     usual = LABELS.get((target.system, target.architecture), OTHER)
-    return given.get(target.name) or given.get(ANY) or usual
+    return labels.get(target.name) or labels.get(ANY) or usual
 
 
 def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
-    """Why each step that is not done needs work: the reason of the first step before it that would run."""
-    found: dict[str, str] = {}
+    """Returns step -> reason for each step that needs work: that of the first step before it that will
+    run."""
+    reasons: dict[str, str] = {}
     for planned in plan.steps:
         if planned.state == "run":
-            found[planned.name] = f"{planned.name}: {planned.reason}"
+            reasons[planned.name] = f"{planned.name}: {planned.reason}"
         elif planned.state not in DONE:
-            waits = (need for need in graph.needs(graph.step(planned.name)) if need in found)
-            found[planned.name] = found[next(waits)]
-    return found
+            waits = (need for need in graph.needs(graph.step(planned.name)) if need in reasons)
+            reasons[planned.name] = reasons[next(waits)]
+    return reasons
 
 
-def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Matrix) -> list[Job]:
+def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Matrix) -> list[CiJob]:
     """Returns a job for each variant that needs work, or jobs that share all the work. Raises UsageError."""
     if matrix.shards is not None and matrix.shards < 1:
         raise UsageError(f"--shards {matrix.shards}: there must be at least one")
@@ -116,38 +124,40 @@ def jobs(products: Sequence[Product], pipeline: Pipeline, plan: Plan, matrix: Ma
 
 
 def variants(
-    products: Iterable[Product], pipeline: Pipeline, plan: Plan, given: Mapping[str, str], command: Command
-) -> list[Job]:
-    """A job for each variant, those that need no work too."""
+    products: Iterable[Product], pipeline: Pipeline, plan: Plan, labels: Mapping[str, str], command: Command
+) -> list[CiJob]:
+    """Returns a job for each variant, including those that need no work."""
     why = reasons(pipeline.graph, plan)
     jobs = []
     for product in products:
         planned = plan[pipeline.graph.resolve(product.last)]
         name, target = product.variant.name, product.variant.target
         arguments = command.arguments("--only", name)
-        jobs.append(Job(name, runner(target, given), planned.key, why.get(planned.name, ""), arguments))
+        jobs.append(CiJob(name, runner(target, labels), planned.key, why.get(planned.name, ""), arguments))
     return jobs
 
 
-def shards(products: Sequence[Product], count: int, given: Mapping[str, str], command: Command) -> list[Job]:
-    """Jobs that share the work of `products`, at most one for each of them."""
+def shards(
+    products: Sequence[Product], count: int, labels: Mapping[str, str], command: Command
+) -> list[CiJob]:
+    """Returns jobs that share the work of `products`, at most one for each of them."""
     count = min(count, len(products))
     only = [word for product in products for word in ("--only", product.variant.name)]
-    label = given.get(ANY, OTHER)
+    label = labels.get(ANY, OTHER)
     return [
-        Job(f"shard {i} of {count}", label, None, "", command.arguments("--shard", f"{i}/{count}", *only))
+        CiJob(f"shard {i} of {count}", label, None, "", command.arguments("--shard", f"{i}/{count}", *only))
         for i in range(1, count + 1)
     ]
 
 
-def github(jobs: Iterable[Job]) -> str:
-    """One line for $GITHUB_OUTPUT, to be read with fromJSON as a `matrix`."""
+def github(jobs: Iterable[CiJob]) -> str:
+    """Returns a line for $GITHUB_OUTPUT, which a workflow reads with fromJSON as a `matrix`."""
     return json.dumps({"include": [asdict(job) for job in jobs]}, ensure_ascii=False)
 
 
-def gitlab(jobs: Sequence[Job]) -> str:
-    """A child pipeline. JSON text is YAML; a pipeline must have a job, so without work it has one that
-    says so."""
+def gitlab(jobs: Sequence[CiJob]) -> str:
+    """Returns a child pipeline as JSON, which is valid YAML. A pipeline must have a job, so without work it
+    has one that says so."""
     pipeline: dict[str, object] = {"stages": ["build"]}
     for job in jobs:
         pipeline[job.name] = {
@@ -168,4 +178,4 @@ def gitlab(jobs: Sequence[Job]) -> str:
 
 
 _INSTALL = 'eval "${MLCBUILD_INSTALL:-}"'
-"""The template passes on how mlcbuild gets onto a runner."""
+"""Shell command that installs mlcbuild on a runner; the pipeline template sets the variable."""

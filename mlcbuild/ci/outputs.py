@@ -1,4 +1,4 @@
-"""What a run did, in the forms that CI systems show: JUnit XML and Markdown."""
+"""Formats the results of a run for CI systems: JUnit XML and Markdown."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mlcbuild.reports.report import duration
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog, speeds
 
 _UNPRINTABLE = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML 1.0 cannot hold, escaped or not."""
+"""Characters that XML 1.0 cannot represent, escaped or not."""
 
 
 def junit(log: RunLog) -> str:
-    """One suite of steps and one of variants; a test case for each. Reused ones passed, in no time."""
+    """Returns JUnit XML with a suite of steps and a suite of variants; reused items pass in 0 seconds."""
     root = ElementTree.Element("testsuites", name=_xml(f"mlcbuild {log.recipe}"), time=f"{log.seconds:.3f}")
     _suite(root, f"{log.recipe} steps", log.steps)
     _suite(root, f"{log.recipe} variants", log.variants)
@@ -51,7 +51,8 @@ def _xml(text: str) -> str:
 
 
 def markdown(log: RunLog) -> str:
-    """A table of variants with their figures, what failed, and a folded table of the steps that ran."""
+    """Returns Markdown: a table of variants with their figures, the failures, and a folded table of steps
+    that ran."""
     shard = f", shard {log.shard}" if log.shard else ""
     lines = [f"## mlcbuild: {_cell(log.recipe)}{shard}", "", f"{headline(log)}.", ""]
     if log.interrupted:
@@ -82,32 +83,32 @@ def markdown(log: RunLog) -> str:
 
 
 def headline(log: RunLog) -> str:
-    """What became of the steps: "4 built, 2 reused in 3.1 s"."""
+    """Returns a summary of the steps such as "4 built, 2 reused in 3.1 s"."""
     parts = [f"{log.count('built')} built", f"{log.count('reused')} reused"]
     parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := log.count(status))]
     return f"{', '.join(parts)} in {duration(log.seconds)}"
 
 
 def _variant(item: LoggedVariant, names: Iterable[str]) -> str:
-    found = item.figures
+    figures = item.figures
     cells = [
         item.name,
         f"{item.status}: {item.words}" if item.words else item.status,
         _size(item.bytes),
         _size(item.weights),
-        _number(found, "kl_mean"),
-        _number(found, "kl_max"),
-        f"{found['top1_agreement']:.1%}" if "top1_agreement" in found else "",
-        _number(found, "perplexity"),
+        _number(figures, "kl_mean"),
+        _number(figures, "kl_max"),
+        f"{figures['top1_agreement']:.1%}" if "top1_agreement" in figures else "",
+        _number(figures, "perplexity"),
     ]
-    if "reference_perplexity" in found:
-        cells[-1] += f" (exact {found['reference_perplexity']:.4g})"
-    cells += [f"{found[name]:.0f}" if name in found else "" for name in names]
+    if "reference_perplexity" in figures:
+        cells[-1] += f" (exact {figures['reference_perplexity']:.4g})"
+    cells += [f"{figures[name]:.0f}" if name in figures else "" for name in names]
     return f"| {' | '.join(map(_cell, cells))} |"
 
 
-def _number(found: Mapping[str, float], name: str) -> str:
-    return f"{found[name]:.3g}" if name in found else ""
+def _number(figures: Mapping[str, float], name: str) -> str:
+    return f"{figures[name]:.3g}" if name in figures else ""
 
 
 def _size(count: int | None) -> str:
@@ -115,13 +116,13 @@ def _size(count: int | None) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text inside a table of Markdown, with nothing of it read as Markdown or HTML."""
+    """Escapes text for a cell of a Markdown table, so that none of it is read as Markdown or HTML."""
     plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_|\[\]])", r"\\\1", plain)
 
 
 def _code(text: str) -> list[str]:
-    """A block of code whose fence is longer than any in the text."""
+    """Returns the lines of a code block whose fence is longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [fence, *text.splitlines(), fence]

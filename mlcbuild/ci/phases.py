@@ -1,4 +1,4 @@
-"""A run in turns: what needs little of other machines first, then the rest after a new look at the stores."""
+"""Runs a shard in two phases: steps that need little of other shards, then the rest with their results."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mlcbuild.signals import Cancellation
 def run(
     graph: Graph,
     options: Options,
-    turns: Sequence[tuple[str, ...] | None],
+    phases: Sequence[tuple[str, ...] | None],
     sharing: Callable[[], Sharing],
     report: Reporter,
     cancel: Cancellation | None = None,
 ) -> RunResult:
-    """Executes one turn after the other; each is the names of the steps wanted, None for all.
+    """Executes the phases in order; each holds the names of its steps, or None for all.
 
-    `sharing` opens the store with its remotes, anew for each turn, since others write to them meanwhile. The
-    result is that of one run. A turn after a failure happens only with `options.keep_going`, without
-    what needs the failed steps. Raises as `execute` does.
+    `sharing` opens the store with its remotes, once for each phase, since other machines write to them
+    meanwhile. Returns one result for all phases. After a failure, a phase runs only with
+    `options.keep_going`, and without the steps that depend on the failed ones. Raises what `execute` raises.
     """
     whole, force = RunResult((), 0.0), graph.match(options.force)
-    for turn in turns:
+    for turn in phases:
         failed = {step.name for step in whole.steps if step.status in ("failed", "skipped")}
         if whole.interrupted or (failed and not options.keep_going):
             break
@@ -38,18 +38,18 @@ def run(
             now = replace(options, only=left, force=tuple(sorted(force - done)))
             shared = sharing()
             whole = joined(whole, execute(graph, shared.store, now, report, shared, cancel))
-        known = {step.name for step in whole.steps}
+        step_names = {step.name for step in whole.steps}
         skipped = [
             StepResult(name, "skipped", reason=f"needs {min(needs)}, which failed")
             for name, needs in lost.items()
-            if needs and name not in known
+            if needs and name not in step_names
         ]
         whole = replace(whole, steps=(*whole.steps, *skipped))
     return whole
 
 
 def joined(before: RunResult, after: RunResult) -> RunResult:
-    """Returns the result of two runs, one after the other, as that of one."""
+    """Merges the results of two consecutive runs into one."""
     first = {step.name: step for step in before.steps}
     return RunResult(
         (*_later(first, after.steps), *first.values()),
@@ -61,7 +61,8 @@ def joined(before: RunResult, after: RunResult) -> RunResult:
 
 
 def _later(first: dict[str, StepResult], steps: Iterable[StepResult]) -> list[StepResult]:
-    """Returns the results of a later turn; a step that it reused has the result of the turn that built it."""
+    """Returns the results of a later phase; a step that it reused has the result of the phase that built
+    it."""
     results = []
     for step in steps:
         earlier = first.pop(step.name, None)

@@ -1,17 +1,17 @@
-"""Shards: the steps of a build, dealt out to machines that cannot talk to each other.
+"""Divides the steps of a build into shards for machines that cannot communicate.
 
-Every machine computes the split by itself, so it may depend only on what all of them see alike: the graph's
-names and edges, and the file of durations that is committed beside the recipe. It never looks at a store
-(each machine has its own, and a shard that starts late finds more in it) nor at keys (they hold versions of
-tools). `Split.identity` names all that went in: two machines that print the same one agree.
+Every machine computes the split by itself, so it may depend only on what is equal everywhere: the graph's
+names and edges, and the file of durations that is committed beside the recipe. It does not depend on a store
+(each machine has its own, and a shard that starts late finds more in it) nor on keys (they hold tool
+versions). `Split.identity` is a digest of all inputs: machines with the same identity have the same split.
 
-Machines that disagree, or a shard that fails, cost time and not correctness: a run without `--shard`
-afterwards builds whatever is missing.
+Machines with different splits, or a failing shard, cost time but not correctness: a later run without
+`--shard` builds whatever is missing.
 
-The problem is scheduling with shared set-up work: a step's cost is paid by each shard that needs it and
-does not find it done. Final steps that share a step worth at least T are kept together, for every T that
-makes a difference; the groups go, longest first, to the shard that they leave least loaded (Graham's LPT,
-1969); the T with the shortest longest shard wins, then the one with the least work in all.
+The problem is scheduling with shared set-up work: each shard that needs a step, and does not find its result,
+pays its cost. Final steps that share a step of at least T milliseconds are kept together, for every relevant
+T; the groups are assigned, longest first, to the shard that they leave least loaded (Graham's LPT, 1969). The
+T with the shortest longest shard is chosen, and among equals the one with the least total work.
 """
 
 from __future__ import annotations
@@ -38,51 +38,58 @@ WEIGHTS: Mapping[str, int] = {
     "verify": 15_000,
     "bundle": 2_000,
 }
-"""Milliseconds assumed for a step of which nothing was recorded, by the first part of its name."""
+"""First part of a step's name -> milliseconds that are assumed without a record."""
 OTHER = 1_000
 TRIFLE = 2_000
-"""Milliseconds that are not worth waiting for."""
+"""Milliseconds that are not worth waiting for another shard."""
 FORMAT = "mlcbuild-durations/1"
 _LARGEST = 64 << 20
-"""Bytes of a file of durations."""
+"""Largest file of durations in bytes."""
 _TRIED = 16
-"""Thresholds tried; evenly chosen where there are more."""
+"""Largest number of thresholds that are tried; evenly chosen if there are more."""
 
 
 @dataclass(frozen=True)
-class Shard:
+class StepShard:
+    """The share of one machine in a build."""
+
     steps: tuple[str, ...]
-    """What it owns, in the graph's order. Every step is owned by exactly one shard."""
+    """The steps that it owns, in the graph's order. Every step is owned by exactly one shard."""
     first: tuple[str, ...]
-    """Those of them that need little of what other shards own: done first, so that the others' work can
+    """The owned steps that need little of other shards. They run first, so that results of the others can
     arrive meanwhile."""
     milliseconds: int
-    """What it has to do when no store holds anything."""
+    """Its work in milliseconds when no store holds any result."""
 
 
 @dataclass(frozen=True)
 class Split:
-    shards: tuple[Shard, ...]
+    """The division of a build into shards."""
+
+    shards: tuple[StepShard, ...]
     identity: str
-    """Eight hex digits, alike on machines that agree."""
+    """Eight hex digits that are equal on machines with the same split."""
 
 
 def parse(text: str) -> tuple[int, int]:
-    """ "2/3" -> (2, 3). Raises UsageError."""
-    found = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
-    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+    """Parses a shard such as "2/3" into (2, 3). Raises UsageError."""
+    match = re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(f"--shard {text}: write i/n with 1 <= i <= n, for example 1/3")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str, int]) -> Split:
-    """Deals out the steps named in `only` (() means all) and what they need. Deterministic."""
+    """Divides the steps named in `only` (() means all) and their dependencies into `count` shards.
+
+    `durations` maps a step to milliseconds. The result is deterministic.
+    """
     chosen = [graph.resolve(name) for name in only]
-    wanted = graph.closure(chosen) if chosen else frozenset(graph.nodes)
-    steps = [step for step in graph.steps() if step.name in wanted]
+    needed = graph.closure(chosen) if chosen else frozenset(graph.nodes)
+    steps = [step for step in graph.steps() if step.name in needed]
     closures = _closures(graph, steps)
     costs = _costs(steps, durations)
-    ends = sorted(step.name for step in steps if not any(user in wanted for user in graph.users[step.name]))
+    ends = sorted(step.name for step in steps if not any(user in needed for user in graph.users[step.name]))
     best = min(
         (_deal(_groups(ends, closures, costs, least), closures, costs, count) for least in _levels(costs)),
         key=lambda dealt: (max(dealt.loads), sum(dealt.loads)),
@@ -92,11 +99,11 @@ def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str,
     for index in range(count):
         mine = [step.name for step in steps if owners[step.name] == index]
         first = [name for name in mine if _early(name, index, owners, closures, costs)]
-        shards.append(Shard(tuple(mine), tuple(first), best.loads[index]))
-    seen: list[Json] = [
+        shards.append(StepShard(tuple(mine), tuple(first), best.loads[index]))
+    inputs: list[Json] = [
         [name, cost, list[Json](sorted(closures[name]))] for name, cost in sorted(costs.items())
     ]
-    return Split(tuple(shards), digest("split/1", [count, seen])[:8])
+    return Split(tuple(shards), digest("split/1", [count, inputs])[:8])
 
 
 def _early(
@@ -106,30 +113,37 @@ def _early(
     closures: Mapping[str, frozenset[str]],
     costs: Mapping[str, int],
 ) -> bool:
-    """Whether doing what a step needs of other shards once more is a trifle, or no more than its own work."""
+    """Tells whether repeating what a step needs of other shards is quick, or no longer than the step
+    itself."""
     theirs = sum(costs[need] for need in closures[name] if owners[need] != index)
     return theirs <= max(costs[name], TRIFLE)
 
 
 @dataclass
 class _Dealt:
+    """An assignment of steps to shards."""
+
     held: list[set[str]]
-    """Shard -> the steps it would do if no store held anything."""
+    """For each shard, the steps that it would run if no store held any result."""
     loads: list[int]
 
 
+"""For each shard, its milliseconds."""
+
+
 def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
-    """Step -> it and every step it needs, directly or not."""
-    found: dict[str, frozenset[str]] = {}
+    """Returns step -> the step and all its direct and indirect dependencies."""
+    closures: dict[str, frozenset[str]] = {}
     for step in steps:
-        found[step.name] = frozenset((step.name,)).union(
-            *(found[need] for need in graph.needs(step) if need in found)
+        closures[step.name] = frozenset((step.name,)).union(
+            *(closures[need] for need in graph.needs(step) if need in closures)
         )
-    return found
+    return closures
 
 
 def _costs(steps: Iterable[Step], durations: Mapping[str, int]) -> dict[str, int]:
-    """Milliseconds of each step: as recorded, else the median of its kind, else WEIGHTS."""
+    """Returns the milliseconds of each step: the recorded ones, the median of its kind, or those of
+    WEIGHTS."""
     kinds: dict[str, list[int]] = {}
     for name, value in durations.items():
         kinds.setdefault(_kind(name), []).append(value)
@@ -142,17 +156,18 @@ def _kind(name: str) -> str:
 
 
 def _levels(costs: Mapping[str, int]) -> list[int]:
-    """Thresholds worth trying: each cost that occurs, and one that keeps nothing together."""
-    found = sorted(set(costs.values()))
-    if len(found) > _TRIED:
-        found = [found[i * (len(found) - 1) // (_TRIED - 1)] for i in range(_TRIED)]
-    return [*found, max(found, default=0) + 1]
+    """Returns the thresholds to try: each cost that occurs, and one that keeps nothing together."""
+    levels = sorted(set(costs.values()))
+    if len(levels) > _TRIED:
+        levels = [levels[i * (len(levels) - 1) // (_TRIED - 1)] for i in range(_TRIED)]
+    return [*levels, max(levels, default=0) + 1]
 
 
 def _groups(
     ends: Iterable[str], closures: Mapping[str, frozenset[str]], costs: Mapping[str, int], least: int
 ) -> list[list[str]]:
-    """Final steps that share a step worth at least `least`, directly or through others."""
+    """Returns groups of final steps that share a step of at least `least` ms, directly or through other
+    steps."""
     leader: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -190,7 +205,8 @@ def _deal(
 
 
 def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozenset[str]]) -> dict[str, int]:
-    """One owner for each step, among the shards that need it anyway: the one that needs it for the most."""
+    """Returns an owner for each step: among the shards that need it, the one that needs it for the most
+    steps."""
     uses: dict[str, list[int]] = {}
     for index, held in enumerate(dealt.held):
         for name in held:
@@ -206,19 +222,23 @@ def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozens
 
 
 def place(recipe: Path) -> Path:
-    """Where the durations of a recipe are kept, to be committed with it."""
+    """Returns the path of a recipe's durations, to be committed with it."""
     return recipe.with_suffix(".durations.json")
 
 
 def read(path: Path) -> dict[str, int]:
-    """Step -> milliseconds; {} when there is no such file. Raises InputError."""
+    """Reads step -> milliseconds; {} when there is no file. Raises InputError."""
     try:
-        found = strict_json.parse(regular.read(path, _LARGEST))
+        document = strict_json.parse(regular.read(path, _LARGEST))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise InputError([Problem(str(path), 0, 0, f"cannot be read: {error}; {_AGAIN}")]) from None
-    steps = found.get("milliseconds") if isinstance(found, dict) and found.get("format") == FORMAT else None
+    steps = (
+        document.get("milliseconds")
+        if isinstance(document, dict) and document.get("format") == FORMAT
+        else None
+    )
     if not isinstance(steps, dict) or not all(type(value) is int and value >= 0 for value in steps.values()):
         raise InputError([Problem(str(path), 0, 0, f"is not a file of durations ({FORMAT}); {_AGAIN}")])
     return steps
@@ -228,23 +248,23 @@ _AGAIN = "write it anew with `mlcbuild shard RECIPE --record`"
 
 
 def recorded(graph: Graph, store: Store) -> dict[str, int]:
-    """Milliseconds of each step of the graph as this store's latest record of it says."""
-    found = {}
+    """Returns the milliseconds of each step of the graph according to this store's latest record of it."""
+    durations = {}
     for step in graph.steps():
         for key in store.cache.keys(step.name):
             record = store.record(key)
             try:
                 spent = record.made.measured.milliseconds if record is not None else 0
-            except ValueError:  # damaged in the part that only this reads
+            except ValueError:  # the record is damaged in a part that only this function reads
                 continue
             if spent:
-                found[step.name] = spent
+                durations[step.name] = spent
                 break
-    return found
+    return durations
 
 
 def write(path: Path, durations: Mapping[str, int]) -> None:
-    """Raises UsageError."""
+    """Writes durations (step -> milliseconds) to a file. Raises UsageError."""
     document = {"format": FORMAT, "milliseconds": dict(sorted(durations.items()))}
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     try:

@@ -1,12 +1,12 @@
-"""YAML files with a place for every key and value, read strictly.
+"""Reads YAML files strictly, recording the place of every key and value.
 
 The rules, which recipes/README.md states for users:
 
-- UTF-8, one document, at most MAX_BYTES bytes and MAX_DEPTH levels. Keys are text and appear once.
-- Letters that look like a space or a line break, or like nothing, stand in quoted text only.
-- No anchors, aliases, merge keys or tags: one value has one place, and a small file stays small.
-- Plain scalars: `true` and `false`, `null`, `~` and nothing, and decimal numbers mean what they mean in
-  JSON. Whatever YAML 1.1 and 1.2 read differently (no, on, 012, 1_000, 1:30, 2024-01-01, .inf) is text.
+- UTF-8, one document, at most MAX_BYTES bytes and MAX_DEPTH levels. Keys are text and unique.
+- Characters that look like a space or a line break, or are invisible, are allowed in quoted text only.
+- No anchors, aliases, merge keys or tags, so that each value has one place and a small file stays small.
+- Plain scalars: `true`, `false`, `null`, `~`, nothing, and decimal numbers mean the same as in JSON. Whatever
+  YAML 1.1 and 1.2 read differently (no, on, 012, 1_000, 1:30, 2024-01-01, .inf) is text.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MAX_BYTES = 4 << 20
 """Bytes of a file; a recipe of 60,000 models, each with a source of its own, has three million."""
 MAX_DEPTH = 32
 MAX_DIGITS = 18
-"""Longest integer that is a number; keeps every one within 64 bits."""
+"""Most digits of an integer, so that each fits into 64 bits; longer ones are text."""
 
 Scalar: TypeAlias = bool | int | float | str | None
 Data: TypeAlias = Scalar | list["Data"] | dict[str, "Data"]
 Where: TypeAlias = tuple[str | int, ...]
-"""The keys and indices that lead from the top of a document to a value."""
+"""The path of a value: the keys and indices that lead to it from the top of a document."""
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -43,15 +43,16 @@ _WORDS: Mapping[str, bool | None] = {
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
 _CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
-"""Neither text nor, in a file, a line break: U+0085, U+2028 and U+2029 end a line in YAML 1.1 alone."""
+"""Characters that are neither text nor line breaks: U+0085, U+2028 and U+2029 end a line in YAML 1.1 only."""
 _ODD_SPACE = "[\xa0\u1680\u180e\u2000-\u200b\u202f\u205f\u2060\u3000]"
 _MISTAKEN = re.compile(rf"(?:^ *|:)(?P<a>{_ODD_SPACE})|(?P<b>{_ODD_SPACE}) *(?:#|$)", re.MULTILINE)
-"""A letter in the place of a space that YAML wants: before a key, after ':', or at the end of a line."""
+"""A character that is mistaken for a space where YAML requires one: before a key, after ':', or at a line's
+end."""
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A spot in a file. `line` and `column` count from 1."""
+    """A position in a file. `line` and `column` count from 1."""
 
     file: str
     line: int
@@ -63,44 +64,44 @@ class Place:
 
 @dataclass(frozen=True)
 class Document:
-    """One file as plain data, and where each part of it was written."""
+    """A file as plain data, with the place of each part."""
 
     file: str
     data: Data
     values: Mapping[Where, tuple[int, int]]
-    """(line, column) of every value."""
+    """Path of a value -> (line, column)."""
     keys: Mapping[Where, tuple[int, int]]
-    """(line, column) of every key of a mapping, under the path of its value."""
+    """Path of a value in a mapping -> (line, column) of its key."""
     texts: Mapping[Where, str]
-    """What was written for each plain scalar that was read as a number, true or false."""
+    """Path of a number or boolean -> the plain scalar that was written."""
     problems: tuple[Problem, ...] = ()
-    """Faults of the writing that leave the rest readable, such as a key that appears twice."""
+    """Problems that leave the rest readable, such as a duplicate key."""
 
     def place(self, where: Where) -> Place:
-        """The place of a value; of the nearest one around it when it is not in the file."""
+        """Returns the place of a value, or of the nearest enclosing one that is in the file."""
         while where and where not in self.values:
             where = where[:-1]
         return Place(self.file, *self.values.get(where, (1, 1)))
 
     def key_place(self, where: Where) -> Place:
-        """The place of the key that leads to a value; of the value where there is no key."""
+        """Returns the place of the key of a value, or of the value where there is no key."""
         return Place(self.file, *self.keys[where]) if where in self.keys else self.place(where)
 
     def get(self, where: Where) -> Data:
-        """The value at a path, None where there is none."""
-        found = self.data
+        """Returns the value at a path; None if there is none."""
+        value = self.data
         for part in where:
-            if isinstance(found, dict) and isinstance(part, str):
-                found = found.get(part)
-            elif isinstance(found, list) and isinstance(part, int):
-                found = found[part]
+            if isinstance(value, dict) and isinstance(part, str):
+                value = value.get(part)
+            elif isinstance(value, list) and isinstance(part, int):
+                value = value[part]
             else:
                 return None
-        return found
+        return value
 
 
 def read(path: Path) -> Document:
-    """Read a YAML file. Raises InputError with all problems when no data can be had from it."""
+    """Reads a YAML file. Raises InputError with all problems when it cannot be parsed."""
     try:
         data = regular.read(path, MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -112,7 +113,7 @@ def read(path: Path) -> Document:
 
 
 def parse(data: bytes, file: str) -> Document:
-    """Like read(), for the bytes of a file and the name that messages give it."""
+    """Parses the bytes of a file; messages use the name `file`. Raises InputError like read()."""
     if len(data) > MAX_BYTES:
         raise InputError([_too_large(file)])
     builder = _Builder(file)
@@ -140,7 +141,7 @@ def _too_large(file: str) -> Problem:
 
 
 def scalar(text: str) -> Scalar:
-    """What a plain scalar means; text unless every version of YAML agrees that it is something else."""
+    """Returns the value of a plain scalar; text unless all versions of YAML agree on another type."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -157,22 +158,24 @@ def _decode(data: bytes, file: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # With a byte order mark, `start` counts from behind it.
+        # With a byte order mark, `start` counts from its end.
         before = error.object[: error.start]
         line, last = before.count(b"\n") + 1, before.rpartition(b"\n")[2]
         message = f"the file is not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason})"
         raise InputError([Problem(file, line, len(last.decode()) + 1, message)]) from None
-    found = _CONTROL.search(text)
-    if found:
-        line = text.count("\n", 0, found.start()) + 1
-        column = found.start() - text.rfind("\n", 0, found.start())
-        what = _named(found.group())
-        raise InputError([Problem(file, line, column, f"{what} may not appear in a YAML file: remove it")])
+    match = _CONTROL.search(text)
+    if match:
+        line = text.count("\n", 0, match.start()) + 1
+        column = match.start() - text.rfind("\n", 0, match.start())
+        character = _named(match.group())
+        raise InputError(
+            [Problem(file, line, column, f"{character} may not appear in a YAML file: remove it")]
+        )
     return text
 
 
 def _named(character: str) -> str:
-    """A character that cannot be seen, by its number and name."""
+    """Returns words for an invisible character: its number and name."""
     number = f"U+{ord(character):04X}"
     if unicodedata.category(character) in ("Cc", "Cs", "Cn"):
         return f"the control character {number}"
@@ -182,7 +185,8 @@ def _named(character: str) -> str:
 
 
 def _events(text: str) -> Iterator[yaml.Event]:
-    """The parser's events: unlike its composer it does not recurse, so depth cannot overflow the stack."""
+    """Yields the parser's events, which, unlike its composer, does not recurse: depth cannot overflow the
+    stack."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     yield from yaml.parse(text, Loader=loader)
 
@@ -212,16 +216,17 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
 
 
 def _odd_space(text: str) -> tuple[int, str] | None:
-    """Where a text has another letter in place of a space that YAML wants, and a sentence about it."""
-    found = _MISTAKEN.search(text)
-    if found is None:
+    """Returns the offset of a character that is mistaken for a space, and a message; None if there is
+    none."""
+    match = _MISTAKEN.search(text)
+    if match is None:
         return None
-    at = max(found.span("a")[0], found.span("b")[0])
-    return at, f"{_named(text[at])} is no space to YAML: type a plain space, or put the text in quotes"
+    at = max(match.span("a")[0], match.span("b")[0])
+    return at, f"{_named(text[at])} is not a space in YAML: type a plain space, or put the text in quotes"
 
 
 def _cuts_text(written: str, column: int) -> bool:
-    """Whether a text that was meant to hold a brace or bracket ends just before, or began with one."""
+    """Tells whether the text was cut at `column` by an unquoted brace or bracket."""
     brackets = ("{", "[", "}", "]")
     return written[column : column + 1] in brackets or written[:column].rstrip()[-1:] in brackets
 
@@ -233,16 +238,16 @@ class _Frame:
     container: dict[str, Data] | list[Data]
     where: Where
     key: str | None = None
-    """The key whose value comes next."""
+    """The key of the next value."""
     drop: bool = False
-    """That value is not kept: its key appeared before."""
+    """True when the next value is discarded, because its key is a duplicate."""
     is_key: bool = False
-    """It stands where a key should: it is read only to get past it."""
+    """True for a container in the position of a key, which is read and discarded."""
 
 
 @dataclass
 class _Builder:
-    """Events to data, without recursion."""
+    """Builds data from parser events, without recursion."""
 
     file: str
     root: Data = None
@@ -252,7 +257,7 @@ class _Builder:
     texts: dict[Where, str] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
     lost: bool = False
-    """Part of the data is missing, so that checking the rest would report nonsense."""
+    """True when part of the data is missing, so that further checks would report nonsense."""
     stack: list[_Frame] = field(default_factory=list)
 
     def take(self, event: yaml.Event) -> None:
@@ -322,7 +327,7 @@ class _Builder:
         frame.key = text
 
     def _put(self, value: Data, event: yaml.Event) -> Where:
-        """Add a value where the parser stands; returns its path."""
+        """Adds a value at the parser's position and returns its path."""
         if not self.stack:
             self.root = value
             where: Where = ()

@@ -1,6 +1,6 @@
-"""The formats of recipes and targets, and checking a file against them in plain sentences.
+"""The schemas of recipes and targets, and validation with readable messages.
 
-The JSON files in mlcbuild/schema are the only definition of the formats; editors use them as they are.
+The JSON files in mlcbuild/schema are the only definition of the formats; editors use them directly.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One place of a document that does not fit its schema."""
+class SchemaError:
+    """A place of a document that does not fit its schema."""
 
     where: Where
     message: str
     on_key: bool = False
-    """The key is wrong, not its value."""
+    """True when the key is wrong, not its value."""
 
 
 def schema(name: Name) -> Schema:
-    """The published schema, complete in itself: what `mlcbuild schema <name>` prints."""
+    """Returns the published schema, without external references, as `mlcbuild schema <name>` prints it."""
     text = Path(__file__).parent.parent.joinpath("schema", f"{name}.schema.json").read_text(encoding="utf-8")
-    found = cast(Schema, json.loads(text))
-    definitions = found.get("$defs")
+    document = cast(Schema, json.loads(text))
+    definitions = document.get("$defs")
     if isinstance(definitions, dict) and "target" in definitions:
         definitions["target"] = {key: value for key, value in schema("target").items() if key != "$schema"}
-    return found
+    return document
 
 
 def typed(document: Document, name: Name) -> Document:
-    """The document with text wherever the schema wants nothing but text.
+    """Returns the document with text wherever the schema allows only text.
 
-    So a model may be called 7 or 1.10 or true without quotes: its name is what was written.
+    A model may thus be called 7 or 1.10 or true without quotes: its name is the text as written.
     """
     texts = document.texts
 
@@ -66,30 +66,30 @@ def typed(document: Document, name: Name) -> Document:
             return {key: convert(item, (*where, key), _child(rules, key)) for key, item in value.items()}
         if isinstance(value, list):
             return [convert(item, (*where, i), _child(rules, None)) for i, item in enumerate(value)]
-        wanted = {kind for rule in rules for kind in _types(rule)}
-        if where in texts and "string" in wanted and not wanted & {"integer", "number", "boolean"}:
+        types = {kind for rule in rules for kind in _types(rule)}
+        if where in texts and "string" in types and not types & {"integer", "number", "boolean"}:
             return texts[where]
         return value
 
     return replace(document, data=convert(document.data, (), _checker(name)[0]))
 
 
-def findings(document: Document, name: Name) -> Iterator[Finding]:
-    """Everything in a document that does not fit its schema, one by one: there may be many."""
+def findings(document: Document, name: Name) -> Iterator[SchemaError]:
+    """Yields everything in a document that does not fit its schema."""
     _, validator = _checker(name)
     return (item for error in validator.iter_errors(document.data) for item in _sentences(error))
 
 
-def problems(document: Document, found: Iterable[Finding]) -> list[Problem]:
-    """Findings with their places."""
+def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]:
+    """Returns the errors as problems with their places in the file."""
     return [
         (document.key_place if item.on_key else document.place)(item.where).problem(item.message)
-        for item in found
+        for item in errors
     ]
 
 
 def described(value: object) -> str:
-    """A value as a message shows it."""
+    """Returns a value in the form that messages show."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -104,7 +104,7 @@ def described(value: object) -> str:
 
 @lru_cache(maxsize=2)
 def _checker(name: Name) -> tuple[Schema, Validator]:
-    """The schema that holds once variables are replaced, and its validator."""
+    """Returns the schema that applies after substitution of variables, and its validator."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
@@ -141,7 +141,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[ValidationError]:
-    """`$` as ECMAScript has it, whereas Python's also stands before a newline that ends the text."""
+    """Checks a pattern; `$` matches as in ECMAScript, while Python's also matches before a final newline."""
     from jsonschema.exceptions import ValidationError
 
     if isinstance(value, str) and not _expression(pattern).search(value):
@@ -149,7 +149,7 @@ def _pattern(_: Validator, pattern: str, value: object, __: object) -> Iterator[
 
 
 def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[ValidationError]:
-    """In linear time, whatever the items are."""
+    """Checks in linear time that items are unique."""
     from jsonschema.exceptions import ValidationError
 
     if isinstance(items, list) and len(items) > len({repr(item) for item in items}):
@@ -157,7 +157,7 @@ def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[Vali
 
 
 def _without_variables(rule: Data) -> Data:
-    """Numbers may be written as "${name}"; after substitution they must be numbers."""
+    """Returns a schema without the form "${name}", which is allowed for numbers before substitution only."""
     if isinstance(rule, list):
         return [_without_variables(item) for item in rule]
     if not isinstance(rule, dict):
@@ -169,7 +169,7 @@ def _without_variables(rule: Data) -> Data:
 
 
 def _applicable(rule: Schema, root: Schema) -> Iterator[Schema]:
-    """A schema and those it refers to for the same value."""
+    """Yields a schema and those that it references for the same value."""
     yield rule
     target = rule.get("$ref")
     if isinstance(target, str):
@@ -187,13 +187,15 @@ def _definition(root: Schema, reference: str) -> Schema:
 
 
 def _child(rules: list[Schema], key: str | None) -> Schema:
-    """The schema of the value under a key, or of the items of a list."""
+    """Returns the schema of the value under a key, or of the items of a list."""
     for rule in rules:
-        known = rule.get("properties")
+        properties = rule.get("properties")
         child = rule.get("items") if key is None else None
         if key is not None:
             child = (
-                known[key] if isinstance(known, dict) and key in known else rule.get("additionalProperties")
+                properties[key]
+                if isinstance(properties, dict) and key in properties
+                else rule.get("additionalProperties")
             )
         if isinstance(child, dict):
             return child
@@ -212,33 +214,33 @@ def _label(where: Where) -> str:
     return f"item {last + 1} of {_label(where[:-1])}" if isinstance(last, int) else f"'{last}'"
 
 
-def _sentences(error: ValidationError) -> Iterator[Finding]:
-    """One error of the validator as findings."""
+def _sentences(error: ValidationError) -> Iterator[SchemaError]:
+    """Yields the findings for one error of the validator."""
     where: Where = tuple(error.absolute_path)
     rule = cast(Schema, error.schema)
     # The library types both as "perhaps unset": they are always set on an error that iter_errors() yields.
     value, limit = cast(Any, error.instance), cast(Any, error.validator_value)
     label, shown = _label(where), described(value)
     if "propertyNames" in error.absolute_schema_path:
-        yield Finding((*where, value), f"the name {shown} {_demand(error, rule)}", on_key=True)
+        yield SchemaError((*where, value), f"the name {shown} {_demand(error, rule)}", on_key=True)
     elif error.validator == "additionalProperties":
         yield from _unknown_keys(where, value, cast(Schema, rule["properties"]))
     elif error.validator == "required":
         for key in limit:
             if key not in value:
                 message = f"{label} lacks the key '{key}'{_purpose(rule, key)}"
-                yield Finding((*where, key), message, on_key=True)
+                yield SchemaError((*where, key), message, on_key=True)
     elif error.validator == "uniqueItems":
         yield from _repeated(where, value)
     elif error.validator in ("minLength", "minItems", "minProperties"):
-        yield Finding(where, f"{label} must not be empty")
+        yield SchemaError(where, f"{label} must not be empty")
     else:
         shown = str(len(value)) if error.validator == "maxItems" else shown
-        yield Finding(where, f"{label} {_demand(error, rule)}, not {shown}{_hint(value, rule)}")
+        yield SchemaError(where, f"{label} {_demand(error, rule)}, not {shown}{_hint(value, rule)}")
 
 
 def _demand(error: ValidationError, rule: Schema) -> str:
-    """What the schema asks of a value."""
+    """Returns what the schema requires of a value, as the end of a sentence."""
     limit = cast(Any, error.validator_value)
     kind = str(error.validator)
     if kind == "type":
@@ -258,32 +260,34 @@ def _demand(error: ValidationError, rule: Schema) -> str:
 
 
 def _purpose(rule: Schema, key: str) -> str:
-    """The first sentence about a key, to end another one with. Empty below an `if`, which only names it."""
-    known = rule.get("properties")
-    if not isinstance(known, dict):
+    """Returns the description of a key to append to a message; "" below an `if`, which has none."""
+    properties = rule.get("properties")
+    if not isinstance(properties, dict):
         return ""
-    about = str(cast(Schema, known[key])["description"]).split(". ")[0].removesuffix(".")
+    about = str(cast(Schema, properties[key])["description"]).split(". ")[0].removesuffix(".")
     return f": {about[0].lower()}{about[1:]}"
 
 
-def _unknown_keys(where: Where, value: Mapping[str, Data], known: Schema) -> Iterator[Finding]:
+def _unknown_keys(where: Where, value: Mapping[str, Data], properties: Schema) -> Iterator[SchemaError]:
     for key in value:
-        if key not in known:
-            message = f"the key {described(key)} is unknown in {_label(where)}; {did_you_mean(key, known)}"
-            yield Finding((*where, key), message, on_key=True)
+        if key not in properties:
+            message = (
+                f"the key {described(key)} is unknown in {_label(where)}; {did_you_mean(key, properties)}"
+            )
+            yield SchemaError((*where, key), message, on_key=True)
 
 
-def _repeated(where: Where, items: list[Data]) -> Iterator[Finding]:
-    seen: dict[str, int] = {}
+def _repeated(where: Where, items: list[Data]) -> Iterator[SchemaError]:
+    first_index: dict[str, int] = {}
     for i, item in enumerate(items):
-        first = seen.setdefault(repr(item), i) + 1
+        first = first_index.setdefault(repr(item), i) + 1
         if first <= i:
-            message = f"{described(item)} stands twice in {_label(where)}: it is item {first} too"
-            yield Finding((*where, i), message)
+            message = f"{described(item)} appears twice in {_label(where)}: it is item {first} too"
+            yield SchemaError((*where, i), message)
 
 
 def _hint(value: object, rule: Schema) -> str:
-    """How to write a value that was read as text but was meant otherwise, or the other way round."""
+    """Returns a hint how to write a value that was read with another type than intended; "" for none."""
     if isinstance(value, dict) and list(value.values()) == [None] and "string" in _types(rule):
         return f' (put it in quotes: "{{{next(iter(value))}}}")'
     if not isinstance(value, str):

@@ -1,14 +1,14 @@
 """Recipes: YAML -> Recipe -> Variants.
 
-load() reads and checks a recipe and reports every problem at once, each with its place; expand() lists what
-it builds. Formats, names and rules are explained for users in recipes/README.md.
+load() reads and checks a recipe and reports all problems at once, each with its place; expand() lists the
+variants that it builds. recipes/README.md explains formats, names and rules for users.
 
-    reading.py     what the readers of the sections share
+    reading.py     the state that the readers of all sections share
     variables.py   vars and ${name}
     sources.py     models
     axes.py        quantizations, targets
     cells.py       matrix
-    matrix.py      what include and exclude mean; knows names only
+    matrix.py      semantics of include and exclude, on names only
     settings.py    compile, verify
     outputs.py     bundle.output
     destinations.py  publish
@@ -58,55 +58,55 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe without faults."""
+    """A valid recipe."""
 
     path: Path
-    """As it was given to load()."""
+    """The path that was passed to load()."""
     directory: Path
-    """What paths in the recipe are relative to, absolute."""
+    """Absolute directory to which paths in the recipe are relative."""
     name: str
     models: Mapping[str, Model]
     schemes: Mapping[str, Scheme]
-    """By the names of the recipe's quantizations."""
+    """Name of a quantization in the recipe -> scheme."""
     targets: Mapping[str, Target]
     cells: tuple[Cell, ...]
     settings: Mapping[tuple[int, ...], Settings]
-    """By the include entries that a cell takes settings from."""
+    """Indices of the include entries that a cell takes settings from -> settings."""
     output: str
     """Template of a bundle's directory, relative to `directory`."""
     lock: Path
     """The lock file, absolute; it need not exist."""
     remotes: tuple[Remote, ...] = ()
-    """Where results are shared, in order."""
+    """The remotes through which results are shared, in order."""
     destinations: tuple[str, ...] = ()
     """Templates of the addresses that bundles are published to."""
     bench: Bench | None = None
-    """What the speed of bundles is measured with; None: it is not."""
+    """The workload with which the speed of bundles is measured; None for no measurement."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One bundle to build."""
+    """One bundle to build: a cell of the matrix with all its settings."""
 
     name: str
-    """model-quantization-target, unique in the recipe."""
+    """The name, model-quantization-target, unique in the recipe."""
     model: Model
     quantization: str
-    """The recipe's name of the scheme."""
+    """Name of the scheme in the recipe."""
     scheme: Scheme
     target: Target
-    """Its `name` is the recipe's."""
+    """The target; its `name` is that in the recipe."""
     limits: RequestedLimits
     verify: Verify | None
-    """None: the recipe asks for nothing in particular."""
+    """The accuracy limits; None when the recipe sets none."""
     output: Path
     """Directory of the bundle, absolute."""
     destinations: tuple[str, ...] = ()
-    """Addresses that it is published to."""
+    """Addresses to which the bundle is published."""
 
 
 Inspect: TypeAlias = Callable[[Iterable[Model]], Iterable[Problem]]
-"""What else is wrong with models, so that it is reported with all other problems."""
+"""Function that reports further problems of models, so that load() can raise them with all others."""
 
 
 def load(
@@ -115,7 +115,7 @@ def load(
     allow_outside: bool = False,
     inspect: Inspect = lambda models: (),
 ) -> Recipe:
-    """Read a recipe. `settings` replace variables; `allow_outside` lets paths leave the recipe's project.
+    """Reads a recipe. `settings` override variables; `allow_outside` lets paths leave the recipe's project.
 
     Raises InputError with all problems of the file.
     """
@@ -144,7 +144,7 @@ def load(
 
 
 def expand(recipe: Recipe) -> tuple[Variant, ...]:
-    """What a recipe builds, in the order of its matrix."""
+    """Returns the variants of a recipe, in the order of its matrix."""
     variants = []
     for cell in recipe.cells:
         model, quantization, target = cell.names
@@ -166,7 +166,8 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
 
 
 def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
-    """The recipe, and every problem beyond its shape; None when there can be none."""
+    """Returns the recipe, and reports all problems that the schema does not cover; None when it cannot be
+    built."""
     models, schemes, targets = read_models(reading), read_schemes(reading), read_targets(reading)
     reading.problems.extend(inspect(models.values()))
     cells = read_cells(reading)
@@ -209,9 +210,10 @@ def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
 
 
 MOST_OVERRIDES = 100_000
-"""Overrides of schemes, counted for each combination: every step of one holds them."""
+"""Largest number of overrides of schemes, summed over all combinations, since each step holds its overrides.
+"""
 MOST_PROMPTS = 1 << 26
-"""Letters of prompts that the recipe itself holds, counted likewise."""
+"""Largest number of characters of inline prompts, summed over all combinations."""
 
 
 def _check_sizes(
@@ -220,7 +222,7 @@ def _check_sizes(
     schemes: Mapping[str, Scheme],
     settings: Mapping[tuple[int, ...], Settings],
 ) -> None:
-    """Report what is small where it is written, and too large when every combination repeats it."""
+    """Reports values that are small in the file but too large when every combination repeats them."""
     sizes = {
         use: sum(map(len, item.verify.prompts))
         for use, item in settings.items()
@@ -240,13 +242,14 @@ def _check_sizes(
 
 
 def _lock(reading: Reading, path: Path) -> Path | None:
-    """The lock file: the one that the recipe names, or the recipe's own name with the ending .lock."""
+    """Returns the path of the lock file: the one that the recipe names, or the recipe's with the suffix
+    .lock."""
     text = reading.text("lock")
     lock = path.absolute().with_suffix(".lock") if text is None else reading.path(("lock",), text)
     if lock is not None and resolved(lock) == resolved(path):
         reading.report(("lock",), "the lock file would replace the recipe: name another one", on_key=True)
     elif lock is not None and (fault := reading.unwritable(lock.name)):
         reading.report(("lock",), f"the lock file '{lock.name}' {fault}", on_key=True)
-    elif lock is not None and (found := kind(lock)) not in ("missing", "a regular file"):
-        reading.report(("lock",), f"the lock file {lock.name} is {found}; remove it, or name another one")
+    elif lock is not None and (file_kind := kind(lock)) not in ("missing", "a regular file"):
+        reading.report(("lock",), f"the lock file {lock.name} is {file_kind}; remove it, or name another one")
     return lock

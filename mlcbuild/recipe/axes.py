@@ -1,4 +1,4 @@
-"""The `quantizations` and `targets` sections: names to schemes and targets."""
+"""Reads the `quantizations` and `targets` sections: names of schemes and targets."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mlcbuild.targets.target import Target
 
 
 def read_schemes(reading: Reading) -> dict[str, Scheme]:
-    """The quantizations that are right; the others are reported."""
-    found: dict[str, Scheme] = {}
+    """Returns the valid quantizations by name; others are reported."""
+    schemes: dict[str, Scheme] = {}
     for i in range(len(reading.items("quantizations"))):
         name = reading.text("quantizations", i)
         scheme = _builtin(reading, ("quantizations", i), name)
         if name and scheme:
-            found[name] = scheme
+            schemes[name] = scheme
     for name, value in reading.mapping("quantizations").items():
         where: Where = ("quantizations", name)
         short = isinstance(value, str)
@@ -30,8 +30,8 @@ def read_schemes(reading: Reading) -> dict[str, Scheme]:
             reading.report(where, message, on_key=True)
         scheme = _builtin(reading, where, reading.text(*where)) if short else _read_scheme(reading, where)
         if scheme:
-            found[name] = scheme
-    return found
+            schemes[name] = scheme
+    return schemes
 
 
 def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
@@ -43,9 +43,9 @@ def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
 
 
 def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
-    """A built-in scheme with overrides.
+    """Reads a scheme with overrides.
 
-    Its name is made from what it holds, so that it is the same under whatever name a recipe gives it.
+    Its name is derived from its contents, so that it is the same under any name in a recipe.
     """
     base = _builtin(reading, (*where, "scheme"), reading.text(*where, "scheme"))
     overrides: list[tuple[str, Scheme]] = []
@@ -56,9 +56,9 @@ def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
         if match is None or scheme is None:
             continue
         if not all(match.split("|")):
-            reading.report((*entry, "match"), f"'{match}' holds an empty pattern beside a '|'")
+            reading.report((*entry, "match"), f"'{match}' has an empty pattern next to a '|'")
         if match in [pattern for pattern, _ in overrides]:
-            reading.report((*entry, "match"), f"'{match}' stands in an earlier override, which decides")
+            reading.report((*entry, "match"), f"'{match}' is in an earlier override, which has precedence")
         overrides.append((match, scheme))
     if base is None or not overrides:
         return base
@@ -67,12 +67,12 @@ def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
 
 
 def read_targets(reading: Reading) -> dict[str, Target]:
-    """The targets that are right, under the recipe's names; the others are reported."""
-    found: dict[str, Target | None] = {}
+    """Returns the valid targets by their names in the recipe; others are reported."""
+    resolved: dict[str, Target | None] = {}
     for i in range(len(reading.items("targets"))):
         name = reading.text("targets", i)
         if name:
-            found[name] = _resolve(reading, ("targets", i), name)
+            resolved[name] = _resolve(reading, ("targets", i), name)
     for name in reading.mapping("targets"):
         where: Where = ("targets", name)
         text = reading.text(*where)
@@ -80,10 +80,10 @@ def read_targets(reading: Reading) -> dict[str, Target]:
             kind = "this machine" if name == targets.HOST else "a preset"
             reading.report(where, f"'{name}' is {kind}: give your own target another name", on_key=True)
         if text is not None:
-            found[name] = _resolve(reading, where, text)
+            resolved[name] = _resolve(reading, where, text)
         else:
-            found[name] = targets.parse(reading.document, where, name, reading.problems)
-    return {name: replace(target, name=name) for name, target in found.items() if target}
+            resolved[name] = targets.parse(reading.document, where, name, reading.problems)
+    return {name: replace(target, name=name) for name, target in resolved.items() if target}
 
 
 def _resolve(reading: Reading, where: Where, name: str) -> Target | None:

@@ -1,4 +1,4 @@
-"""The `cache` section: remotes to share results through."""
+"""Reads the `cache` section: the remotes through which results are shared."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mlcbuild.remotes import Mode, Remote, fault
 
 
 def read_remotes(reading: Reading) -> tuple[Remote, ...]:
-    """The remotes, in order; wrong ones are reported."""
-    found: list[Remote] = []
+    """Returns the valid remotes, in order; others are reported."""
+    remotes: list[Remote] = []
     for index in range(len(reading.items("cache", "remotes"))):
         where: Where = ("cache", "remotes", index)
         remote = _read(reading, where)
         if remote is None:
             continue
-        if remote.url in (other.url for other in found):
+        if remote.url in (other.url for other in remotes):
             reading.report((*where, "url"), f"{remote.url} is named twice")
-        found.append(remote)
-    return tuple(found)
+        remotes.append(remote)
+    return tuple(remotes)
 
 
 def _read(reading: Reading, where: Where) -> Remote | None:

@@ -1,4 +1,4 @@
-"""The `matrix` section: what a recipe builds, and that everything in it is of use."""
+"""Reads the `matrix` section: the combinations to build, and entries without any effect."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from math import prod
 
 from mlcbuild.documents.document import Where
 from mlcbuild.errors import did_you_mean
-from mlcbuild.recipe.matrix import AXES, MOST_SETTINGS, Cell, Entry, Expansion, Names, expand
+from mlcbuild.recipe.matrix import AXES, MOST_SETTINGS, Cell, Expansion, MatrixEntry, Names, expand
 from mlcbuild.recipe.reading import Reading
 
 LARGEST = 100_000
-"""Combinations of a product: more are a mistake, and would take minutes to plan."""
+"""Largest number of combinations; more are a mistake and would take minutes to plan."""
 
 _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targets"}
 
 
 def read_cells(reading: Reading) -> tuple[Cell, ...]:
-    """The combinations to build. Reports names that are unknown, of no use or not distinct.
+    """Returns the combinations to build. Reports names that are unknown, unused or ambiguous.
 
-    There are none when a section is so wrong that its names cannot be told.
+    Returns () when a section is too malformed to list its names.
     """
     places = {axis: _places(reading, section) for axis, section in _SECTIONS.items()}
     axes = [_axis(reading, axis, places[axis]) for axis in AXES]
@@ -51,32 +51,32 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
 
 
 def _places(reading: Reading, section: str) -> dict[str, Where]:
-    """The names that a section defines, and where."""
-    found: dict[str, Where] = {}
+    """Returns the names that a section defines, with their places."""
+    places: dict[str, Where] = {}
     for i in range(len(reading.items(section))):
         name = reading.text(section, i)
         if name is not None:
-            found[name] = (section, i)
+            places[name] = (section, i)
     for name in reading.mapping(section):
         if (section, name) not in reading.bad_keys:
-            found[name] = (section, name)
-    return found
+            places[name] = (section, name)
+    return places
 
 
 def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]:
-    """The names of one axis of the product: those that `matrix` lists, or all."""
+    """Returns the names of one axis of the product: those that `matrix` lists, or all."""
     if not isinstance(reading.get("matrix", axis), list):
         return list(places)
-    found = []
+    names = []
     for i in range(len(reading.items("matrix", axis))):
-        name = _known(reading, axis, ("matrix", axis, i), places)
+        name = _defined_name(reading, axis, ("matrix", axis, i), places)
         if name is not None:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
-def _known(reading: Reading, axis: str, where: Where, places: Mapping[str, Where]) -> str | None:
-    """The name at a place, None when it is none of this recipe's, which is reported where those are known."""
+def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str, Where]) -> str | None:
+    """Returns the name at a place; None for an unknown name, which is reported if the section is valid."""
     name = reading.text(*where)
     if name is None or name in places or not places:
         return name
@@ -84,17 +84,19 @@ def _known(reading: Reading, axis: str, where: Where, places: Mapping[str, Where
     return None
 
 
-def _entries(reading: Reading, key: str, places: Mapping[str, Mapping[str, Where]]) -> list[Entry]:
-    """The entries of exclude or include whose names are all known."""
-    found = []
+def _entries(reading: Reading, key: str, places: Mapping[str, Mapping[str, Where]]) -> list[MatrixEntry]:
+    """Returns the entries of exclude or include whose names are all defined."""
+    entries = []
     for i in range(len(reading.items("matrix", key))):
         where: Where = ("matrix", key, i)
-        given = [axis for axis in AXES if axis in reading.mapping(*where)]
-        names = {axis: _known(reading, axis, (*where, axis), places[axis]) for axis in given}
+        axes = [axis for axis in AXES if axis in reading.mapping(*where)]
+        names = {axis: _defined_name(reading, axis, (*where, axis), places[axis]) for axis in axes}
         # An exclude entry without names would match everything; the schema reports it.
-        if (given or key == "include") and None not in names.values():
-            found.append(Entry(i, (names.get("model"), names.get("quantization"), names.get("target"))))
-    return found
+        if (axes or key == "include") and None not in names.values():
+            entries.append(
+                MatrixEntry(i, (names.get("model"), names.get("quantization"), names.get("target")))
+            )
+    return entries
 
 
 def _report_entries(reading: Reading, expansion: Expansion) -> None:
@@ -118,16 +120,16 @@ def _report_unused(reading: Reading, expansion: Expansion, places: Mapping[str, 
 
 
 def _distinct(reading: Reading, cells: tuple[Cell, ...], models: Mapping[str, Where]) -> tuple[Cell, ...]:
-    """The cells whose variants have names of their own; `a-b` with `c` and `a` with `b-c` do not."""
+    """Returns the cells whose variants have unique names; `a-b` with `c` and `a` with `b-c` collide."""
     owners: dict[str, Names] = {}
-    found = []
+    unique_cells = []
     for cell in cells:
         name = "-".join(cell.names)
         other = owners.setdefault(name, cell.names)
         if other == cell.names:
-            found.append(cell)
+            unique_cells.append(cell)
             continue
         both = f"{'/'.join(other)} and {'/'.join(cell.names)}"
         message = f"{both} would both be called '{name}': rename a model, a quantization or a target"
         reading.report(models[cell.names[0]], message, on_key=True)
-    return tuple(found)
+    return tuple(unique_cells)

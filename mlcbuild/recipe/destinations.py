@@ -1,4 +1,4 @@
-"""The `publish` section: where finished bundles are sent by `mlcbuild publish`."""
+"""Reads the `publish` section: the destinations of `mlcbuild publish`."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from mlcbuild.recipe.reading import Reading
 
 
 def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ...]:
-    """The templates, in order; wrong ones, and those that give two bundles one place, are reported."""
-    found: list[str] = []
+    """Returns the valid templates, in order; invalid ones, and those that give two bundles one address, are
+    reported."""
+    templates: list[str] = []
     listed: Sequence[Names] = list(cells)
     for index in range(len(reading.items("publish"))):
         where: Where = ("publish", index, "to")
         text = reading.text(*where)
         if text is None or not check_placeholders(reading, where, text):
             continue
-        if text in found:
+        if text in templates:
             reading.report(where, f"'{text}' is named twice")
         elif _check(reading, where, text, listed):
-            found.append(text)
-    return tuple(found)
+            templates.append(text)
+    return tuple(templates)
 
 
 def _check(reading: Reading, where: Where, template: str, cells: Sequence[Names]) -> bool:
-    """Whether each combination has a place of its own, of a form that can be published to."""
+    """Tells whether a template gives each combination its own address, of a form that supports publishing."""
     taken: dict[str, Names] = {}
     for names in cells:
         place = render(template, names)

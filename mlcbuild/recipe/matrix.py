@@ -1,9 +1,9 @@
-"""Which combinations of model, quantization and target a recipe builds. Knows names only.
+"""The combinations of model, quantization and target that a recipe builds, computed on names only.
 
 The rules are those of a GitHub Actions matrix ("Running variations of jobs in a workflow", include and
-exclude): exclusions apply to the product of the axes; then every include entry, in order, is added to each
-combination of the product that it does not contradict, and where there is none it makes a combination of
-its own, to which no other entry is added.
+exclude): exclusions apply to the product of the axes. Then each include entry, in order, is merged into every
+combination of the product that it does not contradict; if there is none, it adds a combination of its own,
+which later entries do not extend.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Names: TypeAlias = tuple[str, str, str]
 """One name for each of AXES."""
 
 MOST_SETTINGS = 1_000_000
-"""How often cells may take the settings of include entries, over all of both."""
+"""Largest number of pairs of a cell and an include entry whose settings it takes."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One entry of include or exclude: a name, or None, for each of AXES."""
+class MatrixEntry:
+    """One entry of include or exclude, with a name or None for each of AXES."""
 
     index: int
     names: tuple[str | None, str | None, str | None]
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination, and the indices of the include entries whose settings it takes, in order."""
+    """One combination, with the indices of the include entries whose settings it takes, in order."""
 
     names: Names
     includes: tuple[int, ...] = ()
@@ -45,21 +45,26 @@ class Cell:
 
 @dataclass(frozen=True)
 class Expansion:
+    """The cells of a matrix, and the indices of entries that have no proper effect."""
+
     cells: tuple[Cell, ...]
     idle: tuple[int, ...]
     """Exclude entries that match no combination of the product."""
     loose: tuple[int, ...]
-    """Include entries that match no combination and do not name all axes, so that they cannot make one."""
+    """Include entries that match no combination and cannot add one, because they do not name all axes."""
     repeated: tuple[int, ...]
-    """Include entries that make a combination which an earlier one made."""
+    """Include entries that add a combination which an earlier entry added."""
     crowded: int | None = None
-    """The include entry with which the cells take settings from entries too often; nothing else is told."""
+    """The include entry that exceeds MOST_SETTINGS; the other fields are then empty."""
 
 
-def expand(axes: Sequence[Sequence[str]], exclude: Sequence[Entry], include: Sequence[Entry]) -> Expansion:
-    """The cells in the order of the axes, then those of include entries.
+def expand(
+    axes: Sequence[Sequence[str]], exclude: Sequence[MatrixEntry], include: Sequence[MatrixEntry]
+) -> Expansion:
+    """Returns the cells of the product in the order of the axes, followed by those that include entries add.
 
-    Time is linear in the product, the entries, and how often a cell takes the settings of an entry.
+    The time is linear in the product, the entries, and the pairs of a cell and an entry whose settings it
+    takes.
     """
     excludes, includes = _Index(exclude), _Index(include)
     excluding: set[int] = set()
@@ -71,7 +76,7 @@ def expand(axes: Sequence[Sequence[str]], exclude: Sequence[Entry], include: Seq
         if hits:
             for bucket in hits:
                 excluding.update(bucket)
-                bucket.clear()  # these need not be found again, but the bucket goes on to match
+                bucket.clear()  # excluded combinations are final, but the bucket goes on to match
             continue
         added = tuple(sorted(index for bucket in includes.matching(names) for index in bucket))
         taken += len(added)
@@ -98,15 +103,17 @@ def expand(axes: Sequence[Sequence[str]], exclude: Sequence[Entry], include: Seq
 
 
 class _Index:
-    """Entries by which axes they name and how: a combination is looked up once for each set of axes."""
+    """An index of entries by the axes that they name: a combination is looked up once for each set of
+    axes."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[MatrixEntry]) -> None:
         self.tables: dict[tuple[bool, ...], dict[tuple[str, ...], list[int]]] = {}
         for entry in entries:
             table = self.tables.setdefault(entry.mask, defaultdict(list))
             table[tuple(name for name in entry.names if name is not None)].append(entry.index)
 
     def matching(self, names: Sequence[str]) -> list[list[int]]:
-        """The entries that agree with a combination: one list for each set of axes that some name."""
+        """Returns the entries that agree with a combination, as one list for each set of axes that entries
+        name."""
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

@@ -1,4 +1,4 @@
-"""Where bundles go: the output template, and that no bundle overwrites another or anything else."""
+"""Computes the output directories of bundles and checks that none overwrites another or any other file."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ DEFAULT = "dist/{model}-{quantization}-{target}"
 _WHERE: Where = ("bundle", "output")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _SHOWN = 3
-"""Collisions that are reported one by one; a template that lacks an axis makes thousands."""
+"""Number of collisions that are reported in full; a template without an axis causes thousands."""
 
 
 def read_template(reading: Reading) -> str | None:
-    """The output template, normalised; None when it is wrong, which is reported."""
+    """Returns the normalised output template; None for an invalid one, which is reported."""
     text = reading.text(*_WHERE) if "output" in reading.mapping("bundle") else DEFAULT
     if text is None:
         return None
     before = len(reading.problems)
     check_placeholders(reading, _WHERE, text)
-    # Names hold no '/' and do not start with '.', so a placeholder cannot lead anywhere else.
+    # Names hold no '/' and do not start with '.', so a placeholder cannot leave the directory.
     reading.path(_WHERE, _PLACEHOLDER.sub("x", text))
     return posixpath.normpath(text) if len(reading.problems) == before else None
 
 
 def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
-    """Whether a template names nothing but the axes; what is wrong is reported."""
+    """Tells whether a template uses no placeholders but the axes; problems are reported."""
     before = len(reading.problems)
     for name in _PLACEHOLDER.findall(text):
         if name not in AXES:
@@ -44,16 +44,15 @@ def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
 
 
 def render(template: str, names: Names) -> str:
-    """The output of one combination, relative to the recipe."""
-    return _PLACEHOLDER.sub(lambda found: names[AXES.index(found[1])], template)
+    """Returns the output of one combination, relative to the recipe."""
+    return _PLACEHOLDER.sub(lambda match: names[AXES.index(match[1])], template)
 
 
 def check(reading: Reading, template: str, cells: Iterable[Names], protected: Mapping[str, Path]) -> None:
-    """Report outputs that are one directory, and those that hold or lie in something protected.
+    """Reports outputs that are equal, and those that contain or lie in a protected path.
 
-    Names are compared without case, because the disks of many machines do so. No output lies in another:
-    names hold no '/', so all have the same depth. `protected` are paths that the recipe uses, by what a
-    message calls them.
+    Names are compared without case, because many filesystems do so. No output contains another: names hold no
+    '/', so all have the same depth. `protected` maps the words that a message uses to a path of the recipe.
     """
     owners: dict[str, tuple[str, Names]] = {}
     clashes: list[str] = []
@@ -83,42 +82,42 @@ def _check_protected(
     for path in dict.fromkeys(real.values()):
         for parent in (path, *path.parents):
             holding.setdefault(str(parent), first[path])
-    # Only the directory of an output can be shared between many of them: look through its links once.
+    # Many outputs share one parent directory, whose links are resolved once.
     bases: dict[str, tuple[str, list[str]]] = {}
-    found: list[str] = []
+    messages: list[str] = []
     for output, _ in owners.values():
         head, tail = posixpath.split(output)
         if head not in bases:
             base = resolved(reading.directory / head) or reading.directory / head
             bases[head] = str(base), [inside[p] for p in (base, *base.parents) if p in inside]
             if blocked := _file_above(base):
-                found.append(f"the output '{output}' lies below {blocked[0]}, which is {blocked[1]}")
+                messages.append(f"the output '{output}' lies below {blocked[0]}, which is {blocked[1]}")
         place, around = bases[head]
         held = holding.get(place if tail == "." else f"{place.rstrip('/')}/{tail}")
         if held is not None:
-            found.append(f"the output '{output}' would replace {held}")
+            messages.append(f"the output '{output}' would replace {held}")
         else:
-            found.extend(f"the output '{output}' lies in {what}; choose one outside" for what in around)
+            messages.extend(f"the output '{output}' lies in {what}; choose one outside" for what in around)
             if not around and (other := _no_directory(Path(place, tail))):
-                found.append(f"the output '{output}' is {other}; move it away, or choose another output")
-    _report(reading, found, "")
+                messages.append(f"the output '{output}' is {other}; move it away, or choose another output")
+    _report(reading, messages, "")
 
 
 def _file_above(directory: Path) -> tuple[Path, str] | None:
-    """What stands where a directory would have to be made, and what it is."""
+    """Returns the path above an output that is not a directory, and its kind; None if there is none."""
     for path in (directory, *directory.parents):
-        found = kind(path)
-        if found != "missing":
-            return None if found == "a directory" else (path, found)
+        file_kind = kind(path)
+        if file_kind != "missing":
+            return None if file_kind == "a directory" else (path, file_kind)
     return None
 
 
 def _no_directory(path: Path) -> str:
-    """What stands where a bundle's directory must be, in words; "" where that is a directory or nothing."""
+    """Returns the kind of the file that occupies a bundle's directory; "" for a directory or nothing."""
     if path.is_symlink():
         return "a symbolic link"
-    found = kind(path)
-    return "" if found in ("missing", "a directory") else found
+    file_kind = kind(path)
+    return "" if file_kind in ("missing", "a directory") else file_kind
 
 
 def _report(reading: Reading, messages: list[str], advice: str) -> None:

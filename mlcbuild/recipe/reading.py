@@ -1,4 +1,4 @@
-"""What the readers of a recipe's sections share: the data, the places, the project, the problems."""
+"""The state that the readers of a recipe's sections share: data, places, the project, and problems."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ from mlcbuild.documents.document import Data, Document, Where
 from mlcbuild.errors import Problems
 
 LONGEST_NAME = 240
-"""Bytes of one part of a path: file systems take 255, and files beside an output have longer names."""
+"""Longest part of a path in bytes: filesystems allow 255, and files beside an output have longer names."""
 LONGEST_PATH = 3840
-"""Bytes of a whole path: systems take 4095, and an output holds files."""
+"""Longest path in bytes: systems allow 4095, and an output contains further files."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One recipe being read. Values that the schema refuses are absent here, so that every other check can
-    still run and says nothing about them."""
+    """A recipe that is being read.
+
+    Values that the schema rejects are absent, so that all other checks can run without reporting them again.
+    """
 
     document: Document
     directory: Path
-    """Of the recipe, absolute: what paths in it are relative to."""
+    """Absolute directory of the recipe, to which its paths are relative."""
     project: Path
-    """What paths may not leave, with symbolic links resolved."""
+    """The directory that paths may not leave, with symbolic links resolved."""
     allow_outside: bool
     bad: frozenset[Where]
-    """Values that are absent."""
+    """Places of the values that are absent."""
     bad_keys: frozenset[Where]
-    """Keys that are not names."""
+    """Places of the keys that are not valid names."""
     origins: Mapping[Where, str]
     problems: Problems
 
     def report(self, where: Where, message: str, on_key: bool = False) -> None:
-        """Add a problem at a value, or at its key."""
+        """Adds a problem at a value, or at its key."""
         place = self.document.key_place(where) if on_key else self.document.place(where)
         if where in self.origins and not on_key:
             message = f"{message} (from {self.origins[where]})"
@@ -60,7 +62,8 @@ class Reading:
         return value if isinstance(value, list) else []
 
     def path(self, where: Where, text: str) -> Path | None:
-        """A path of the recipe, absolute; None, with a problem, where it cannot be or leaves the project."""
+        """Returns an absolute path of the recipe; None, with a problem, for one that is invalid or leaves the
+        project."""
         path = self.directory / text
         if text.startswith("~"):
             message = f"'{text}': '~' does not stand for a home directory here; write the path out"
@@ -76,9 +79,9 @@ class Reading:
         return None
 
     def unwritable(self, text: str) -> str | None:
-        """Why no file system of a supported machine has such a path; None when it may."""
+        """Returns the reason why a supported filesystem cannot hold a path; None if all can."""
         if not text.isprintable():
-            return "holds a character that cannot be seen; a path has visible letters and spaces only"
+            return "holds an invisible character; a path has visible letters and spaces only"
         if "\\" in text:
             return "holds a '\\': write '/' between the parts of a path"
         name = max(text.split("/"), key=lambda part: len(part.encode()))
@@ -92,7 +95,8 @@ class Reading:
 
 
 def project_of(directory: Path) -> Path:
-    """The nearest directory at or above that a Git checkout starts at; without one the directory itself."""
+    """Returns the nearest directory, at or above this one, that is the root of a Git checkout; else this
+    one."""
     real = directory.resolve()
     for candidate in (real, *real.parents):
         if kind(candidate / ".git") != "missing":
@@ -101,7 +105,7 @@ def project_of(directory: Path) -> Path:
 
 
 def resolved(path: Path) -> Path | None:
-    """The path without symbolic links; None where they form a loop or the system refuses the path."""
+    """Returns a path without symbolic links; None when they form a loop or the system rejects the path."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):
@@ -109,7 +113,7 @@ def resolved(path: Path) -> Path | None:
 
 
 def loops(path: Path) -> bool:
-    """Whether symbolic links on the way to a path form a loop."""
+    """Tells whether symbolic links in a path form a loop."""
     try:
         path.stat()
     except OSError as error:
@@ -118,7 +122,8 @@ def loops(path: Path) -> bool:
 
 
 def kind(path: Path) -> str:
-    """What is there, in words: "a regular file", "a directory" ... What cannot be looked at is "missing"."""
+    """Returns the kind of a file in words, such as "a regular file" or "a directory"; "missing" if
+    unreadable."""
     try:
         return regular.kind(path)
     except OSError:

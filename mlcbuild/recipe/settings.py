@@ -1,4 +1,4 @@
-"""The `compile` and `verify` sections, with what include entries replace in them, and `bench`."""
+"""Reads the `compile` and `verify` sections, their replacements in include entries, and `bench`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlcbuild.documents.document import Place, Where
 from mlcbuild.recipe.reading import Reading
 
 LARGEST_PROMPTS = 1 << 20
-"""Bytes of a file of prompts: the reference computes each of its lines in float64, which takes seconds."""
+"""Largest file of prompts in bytes: the reference computes each line in float64, which takes seconds."""
 
 _PREFILL_CHUNK = 512
 _MAX_BATCH = 8
@@ -25,36 +25,36 @@ _FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
 
 @dataclass(frozen=True)
 class RequestedLimits:
-    """The `compile` section: the limits of libraries, before a model completes them."""
+    """The limits of a library as the recipe states them, before defaults of a model are filled in."""
 
     context_window: int | None = None
-    """Tokens of one sequence, prompt and answer together; None: what the model was made for, at most
+    """Tokens of one sequence, prompt and answer together. None means the model's own limit, at most
     models.LARGEST_DEFAULT."""
     prefill_chunk: int = _PREFILL_CHUNK
     """Prompt tokens of one call, at most context_window."""
     max_batch: int = _MAX_BATCH
-    """Sequences processed together."""
+    """Largest number of sequences in one batch."""
 
 
 @dataclass(frozen=True)
 class Verify:
-    """How far a bundle may be from the float32 model; None: any distance."""
+    """Limits on a bundle's deviation from the float32 model; None stands for no limit."""
 
     prompts: Path | tuple[str, ...]
-    """A text file, absolute, with one prompt on each line; or the prompts."""
+    """Absolute path of a text file with one prompt on each line, or the prompts."""
     max_kl: float | None = None
     """Mean Kullback-Leibler divergence per token, in nats."""
     min_top1: float | None = None
-    """Share of tokens, 0 to 1, with the same most likely successor."""
+    """Smallest share of tokens, 0 to 1, for which both models agree on the most likely next token."""
     max_perplexity_increase: float | None = None
-    """Relative: 0.02 allows 2 %."""
+    """Relative increase: 0.02 allows 2 %."""
     place: Place | None = None
-    """Where the recipe asks for it."""
+    """Place of the section in the recipe."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What the speed of every bundle is measured with."""
+    """The workload with which the speed of every bundle is measured."""
 
     prompt_tokens: int
     generate_tokens: int
@@ -63,48 +63,51 @@ class Bench:
 
 @dataclass(frozen=True)
 class Settings:
+    """The settings of one combination."""
+
     limits: RequestedLimits
     verify: Verify | None
 
 
 _Value: TypeAlias = int | float | Path | tuple[str, ...]
-_Given: TypeAlias = Mapping[str, tuple[_Value, Where]]
-"""Settings as written: the value of each key and where it stands."""
+_Written: TypeAlias = Mapping[str, tuple[_Value, Where]]
+"""Settings as written: key -> (value, place)."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """The settings of the recipe, or those of one include entry."""
+    """The settings of the recipe itself, or of one include entry."""
 
     where: Where
-    compile: _Given
-    verify: _Given | None
-    """None: it has no such section."""
+    compile: _Written
+    verify: _Written | None
+    """The `verify` section; None without one."""
 
 
 def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:
-    """The settings for each way in which combinations use include entries; wrong ones are reported.
+    """Returns the settings for each combination of include entries that a cell uses; invalid ones are
+    reported.
 
-    `uses` holds indices of include entries, in order; () is the recipe's own settings.
+    `uses` holds tuples of indices of include entries, in order; () stands for the recipe's own settings.
     """
-    look = cache(_prompts_fault)  # many entries may name one file
+    look = cache(_prompts_fault)  # many entries may name the same file
     base = _read_layer(reading, (), look)
     count = len(reading.items("matrix", "include"))
     entries = [_read_layer(reading, ("matrix", "include", index), look) for index in range(count)]
-    found: dict[tuple[int, ...], Settings] = {}
+    settings: dict[tuple[int, ...], Settings] = {}
     for use in sorted(uses):
         layers = [base, *(entries[index] for index in use)]
         limits, verify = _limits(reading, layers), _verify(reading, layers)
-        found[use] = Settings(limits, verify)
-    return found
+        settings[use] = Settings(limits, verify)
+    return settings
 
 
 def read_bench(reading: Reading) -> Bench | None:
-    """The `bench` section; None without one."""
+    """Returns the `bench` section; None without one."""
     if not isinstance(reading.get("bench"), dict):
         return None
-    given = {key: reading.get("bench", key) for key in ("prompt_tokens", "generate_tokens")}
-    prompt, answer = (value if isinstance(value, int) else None for value in given.values())
+    values = {key: reading.get("bench", key) for key in ("prompt_tokens", "generate_tokens")}
+    prompt, answer = (value if isinstance(value, int) else None for value in values.values())
     return Bench(prompt or _BENCH_PROMPT, answer or _BENCH_ANSWER, reading.document.place(("bench",)))
 
 
@@ -129,7 +132,7 @@ def _read_layer(reading: Reading, where: Where, look: Callable[[Path], str]) -> 
 
 
 def _prompts(reading: Reading, where: Where, look: Callable[[Path], str]) -> Path | tuple[str, ...] | None:
-    """The prompts of a section. An empty tuple stands for ones that are reported as wrong."""
+    """Returns the prompts of a section; an empty tuple for invalid ones, which are reported."""
     if where in reading.bad:
         return ()
     listed = tuple(item for item in reading.items(*where) if isinstance(item, str))
@@ -149,7 +152,7 @@ def _prompts(reading: Reading, where: Where, look: Callable[[Path], str]) -> Pat
 
 
 def _prompts_fault(path: Path) -> str:
-    """What is wrong with a file of prompts, to end a sentence with; "" if nothing."""
+    """Returns the problem of a file of prompts, as the end of a sentence; "" if there is none."""
     try:
         data = regular.read(path, LARGEST_PROMPTS)
     except FileNotFoundError:
@@ -165,18 +168,18 @@ def _prompts_fault(path: Path) -> str:
 
 
 def _limits(reading: Reading, layers: list[_Layer]) -> RequestedLimits:
-    given: dict[str, tuple[_Value, Where]] = {}
+    written: dict[str, tuple[_Value, Where]] = {}
     for layer in layers:
-        given |= layer.compile
-    numbers = {key: value for key, (value, _) in given.items() if isinstance(value, int)}
+        written |= layer.compile
+    numbers = {key: value for key, (value, _) in written.items() if isinstance(value, int)}
     context = numbers.get("context_window")
     chunk = numbers.get("prefill_chunk", _PREFILL_CHUNK if context is None else min(_PREFILL_CHUNK, context))
     pair = ("context_window", "prefill_chunk")
     unsure = any((*layer.where, "compile", key) in reading.bad for layer in layers for key in pair)
     if context is not None and chunk > context and not unsure:
-        # The one that came last is the one that broke it.
+        # The value that was set last caused the conflict.
         order = [layer.where for layer in layers]
-        spots = [given[key][1] for key in pair if key in given]
+        spots = [written[key][1] for key in pair if key in written]
         where = max(spots, key=lambda spot: (order.index(spot[:-2]), spot))
         reading.report(
             where, f"prefill_chunk is {chunk} and must be at most context_window, which is {context}"
@@ -188,17 +191,19 @@ def _verify(reading: Reading, layers: list[_Layer]) -> Verify | None:
     sections = [layer for layer in layers if layer.verify is not None]
     if not sections:
         return None
-    given: dict[str, tuple[_Value, Where]] = {}
+    written: dict[str, tuple[_Value, Where]] = {}
     for layer in sections:
-        given |= layer.verify or {}
+        written |= layer.verify or {}
     where: Where = (*sections[-1].where, "verify")
-    if "prompts" not in given:
+    if "prompts" not in written:
         reading.report(
             where, "'verify' lacks the key 'prompts': a text file, or a list of prompts", on_key=True
         )
-    prompts = given["prompts"][0] if "prompts" in given else ()
+    prompts = written["prompts"][0] if "prompts" in written else ()
     figures = {
-        key: float(value) for key in _FIGURES if isinstance(value := given.get(key, (None,))[0], int | float)
+        key: float(value)
+        for key in _FIGURES
+        if isinstance(value := written.get(key, (None,))[0], int | float)
     }
     return Verify(
         prompts if isinstance(prompts, Path | tuple) else (),

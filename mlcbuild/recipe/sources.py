@@ -1,4 +1,4 @@
-"""Models of a recipe and where their checkpoints come from."""
+"""Reads the models of a recipe and the sources of their checkpoints."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _HUB_PAGE = re.compile(rf"https?://(?:www\.)?huggingface\.co/({_PART}/{_PART})(?
 
 @dataclass(frozen=True)
 class LocalSource:
+    """A checkpoint on this machine."""
+
     path: Path
-    """An existing directory or GGUF file, absolute."""
+    """Absolute path of an existing directory or GGUF file."""
 
 
 Source: TypeAlias = LocalSource | HubSource
@@ -31,15 +33,17 @@ Source: TypeAlias = LocalSource | HubSource
 
 @dataclass(frozen=True)
 class Model:
+    """A model of a recipe."""
+
     name: str
     source: Source
     place: Place
-    """Where the recipe gives the source."""
+    """Place of the source in the recipe."""
 
 
 def read_models(reading: Reading) -> dict[str, Model]:
-    """The models whose source is right; the others are reported."""
-    siblings = cache(_directories)  # many models may lie beside each other
+    """Returns the models with a valid source by name; others are reported."""
+    siblings = cache(_directories)  # cached, since many models may be in one directory
     models: dict[str, Model] = {}
     sources: dict[str, Source] = {}
     for name in reading.mapping("models"):
@@ -73,13 +77,13 @@ def _read_source(
     path = reading.path(where, text)
     if path is None:
         return None
-    found = kind(path)
-    if found == "a directory" or (found == "a regular file" and path.suffix == ".gguf"):
+    file_kind = kind(path)
+    if file_kind == "a directory" or (file_kind == "a regular file" and path.suffix == ".gguf"):
         return LocalSource(path)
-    if found == "missing":
+    if file_kind == "missing":
         reading.report(where, _absent(path, text, siblings))
     else:
-        what = "a file" if found == "a regular file" else found
+        what = "a file" if file_kind == "a regular file" else file_kind
         reading.report(
             where, f"'{text}' is {what}; a source is the directory of a checkpoint, or a GGUF file"
         )

@@ -1,4 +1,4 @@
-"""${name} in a recipe."""
+"""Substitutes ${name} in a recipe."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from mlcbuild.errors import Problems, close_names, did_you_mean
 
 SECTION = "vars"
 LARGEST = MAX_BYTES
-"""Letters of all texts that variables stand in, once they are replaced: as many as a whole file may have."""
+"""Largest number of characters of all substituted texts together, as many as a whole file may have."""
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
 
 @dataclass(frozen=True)
 class Variable:
+    """A variable of a recipe."""
+
     value: Scalar
     text: str
-    """As written, for use inside a longer text."""
+    """The value as written, for use inside a longer text."""
 
 
 @dataclass
 class Substitution:
-    """What replacing the variables of a document came to."""
+    """The result of substituting the variables of a document."""
 
     document: Document
     origins: dict[Where, str] = field(default_factory=dict)
-    """For each value that used variables what was written there."""
+    """Place of a value with variables -> the text that was written there."""
     failed: set[Where] = field(default_factory=set)
-    """Values that could not be replaced: what is said about them elsewhere would mislead."""
+    """Places whose substitution failed; other checks skip them, since their messages would mislead."""
     problems: Problems = field(default_factory=Problems)
     used: set[str] = field(default_factory=set)
     size: int = 0
-    """Letters of the replaced texts so far."""
+    """Number of characters of the substituted texts so far."""
 
 
 def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
-    """Replace every ${name} outside of `vars`. `settings` are values from the command line.
+    """Substitutes every ${name} outside of `vars`. `settings` are values from the command line.
 
-    A text that is one reference and nothing else becomes the variable's value with its type; `$${` becomes
-    `${`. Unknown and unused variables are problems, and so are more than LARGEST letters of replaced texts.
+    A text that is exactly one reference becomes the variable's value with its type; `$${` becomes `${`.
+    Reports unknown and unused variables, and more than LARGEST characters of substituted texts.
     """
     done = Substitution(document)
     if not isinstance(document.data, dict):
@@ -63,7 +65,7 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
             if not isinstance(variable.value, str):
                 texts[where] = variable.text
             return variable.value
-        return _REFERENCE.sub(lambda found: variables[found[1]].text if found[2] else "${", value)
+        return _REFERENCE.sub(lambda match: variables[match[1]].text if match[2] else "${", value)
 
     data = {key: value if key == SECTION else convert(value, (key,)) for key, value in document.data.items()}
     for name in variables:
@@ -77,8 +79,8 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
 
 def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], done: Substitution) -> bool:
-    """Whether the references of a text can be replaced; where not, the value is noted as failed."""
-    names = [found[1] for found in _REFERENCE.finditer(text) if found[0] != "$${"]
+    """Tells whether all references of a text can be substituted; if not, the place is added to `failed`."""
+    names = [match[1] for match in _REFERENCE.finditer(text) if match[0] != "$${"]
     if not names:
         return True
     done.used.update(names)
@@ -88,7 +90,7 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
         done.problems.append(place.problem(message))
     if len(done.problems) == before and done.size <= LARGEST:
         done.size += len(text) + sum(len(variables[name].text) for name in names)
-        if done.size > LARGEST:  # said once: what comes after is left as it is
+        if done.size > LARGEST:  # reported once: texts after this one stay unsubstituted
             longest = max(names, key=lambda name: len(variables[name].text))
             done.problems.append(
                 place.problem(
@@ -103,34 +105,34 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
 
 
 def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
-    """The variables that hold a scalar; the schema reports the others."""
+    """Returns the variables with a scalar value by name; the schema reports the others."""
     section = document.get((SECTION,))
-    found: dict[str, Variable] = {}
+    variables: dict[str, Variable] = {}
     for name, value in (section if isinstance(section, dict) else {}).items():
         where = (SECTION, name)
         if isinstance(value, str) and "${" in value:
             message = f"variable '{name}' holds a ${{: a variable cannot use another"
             done.problems.append(document.place(where).problem(message))
         if value is not None and not isinstance(value, dict | list):
-            found[name] = Variable(value, document.texts.get(where, str(value)))
+            variables[name] = Variable(value, document.texts.get(where, str(value)))
     for name, text in settings.items():
-        if name not in found:
-            known = did_you_mean(name, found)
-            message = f"--set {name}={text}: this recipe has no variable '{name}'; {known}"
+        if name not in variables:
+            suggestion = did_you_mean(name, variables)
+            message = f"--set {name}={text}: this recipe has no variable '{name}'; {suggestion}"
             done.problems.append(document.key_place((SECTION,)).problem(message))
             continue
-        value = _like(found[name].value, text)
+        value = _like(variables[name].value, text)
         if value is None:
-            kind = "true or false" if isinstance(found[name].value, bool) else "a number"
+            kind = "true or false" if isinstance(variables[name].value, bool) else "a number"
             message = f"--set {name}={text}: variable '{name}' is {kind} here, and '{text}' is not"
             done.problems.append(document.place((SECTION, name)).problem(message))
             continue
-        found[name] = Variable(value, text)
-    return found
+        variables[name] = Variable(value, text)
+    return variables
 
 
 def _like(old: Scalar, text: str) -> Scalar:
-    """The text as a value of the same kind as the old one, None when it is none."""
+    """Parses a text as the type of `old`; returns None if that is impossible."""
     if isinstance(old, str):
         return text
     new = scalar(text)
@@ -140,10 +142,10 @@ def _like(old: Scalar, text: str) -> Scalar:
 
 
 def _faults(text: str, variables: Mapping[str, Variable], used: set[str]) -> Iterator[str]:
-    """Sentences about wrong references. A name that a misspelt one is close to counts as used."""
-    for found in _REFERENCE.finditer(text):
-        name, closed = found[1], found[2]
-        if found[0] == "$${":
+    """Yields messages about invalid references. A name that a misspelt one is close to counts as used."""
+    for match in _REFERENCE.finditer(text):
+        name, closed = match[1], match[2]
+        if match[0] == "$${":
             continue
         if not closed:
             yield "'${' has no '}': write $${ for a literal ${"

@@ -22,7 +22,7 @@ from mlcbuild.documents.document import (
 )
 from mlcbuild.errors import InputError
 
-NO_SPACE = "is no space to YAML: type a plain space, or put the text in quotes"
+NO_SPACE = "is not a space in YAML: type a plain space, or put the text in quotes"
 QUOTE = 'a text with a brace or bracket must be in quotes: "dist/{model}", "${name}"'
 
 

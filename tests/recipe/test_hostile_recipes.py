@@ -179,11 +179,11 @@ PATHS = {
     ),
     "a line break": (
         '"dist/a\\nb"',
-        "'dist/a\\nb' holds a character that cannot be seen; a path has visible letters and spaces only",
+        "'dist/a\\nb' holds an invisible character; a path has visible letters and spaces only",
     ),
     "an escape": (
         '"dist/\\xa0{model}"',
-        "'dist/\\xa0x' holds a character that cannot be seen; a path has visible letters and spaces only",
+        "'dist/\\xa0x' holds an invisible character; a path has visible letters and spaces only",
     ),
     "backslashes": (
         "dist\\..\\x",

@@ -238,7 +238,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     ),
     "quantization twice": (
         changed(quantizations="[q4f16_1, q0f32, q4f16_1]"),
-        ["3:33: 'q4f16_1' stands twice in 'quantizations': it is item 1 too"],
+        ["3:33: 'q4f16_1' appears twice in 'quantizations': it is item 1 too"],
     ),
     "unknown scheme under a name": (
         changed(quantizations="{a: q5, b: {scheme: q4f16}}"),
@@ -271,8 +271,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
             "{match: y, scheme: q8f32_1}, {match: y, scheme: q0f32}]}}"
         ),
         [
-            "3:58: 'x|' holds an empty pattern beside a '|'",
-            "3:117: 'y' stands in an earlier override, which decides",
+            "3:58: 'x|' has an empty pattern next to a '|'",
+            "3:117: 'y' is in an earlier override, which has precedence",
         ],
     ),
     # targets
@@ -346,7 +346,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     ),
     "name twice on an axis": (
         HEAD + "matrix: {model: [tiny, tiny]}\n",
-        ["5:24: 'tiny' stands twice in 'model': it is item 1 too"],
+        ["5:24: 'tiny' appears twice in 'model': it is item 1 too"],
     ),
     "matrix of a million": (
         changed(

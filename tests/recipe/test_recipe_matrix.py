@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlcbuild.recipe.matrix import AXES, Cell, Entry, expand
+from mlcbuild.recipe.matrix import AXES, Cell, MatrixEntry, expand
 
 Combination = dict[str, str]
 
@@ -44,9 +44,9 @@ def documented(
     return grown, made
 
 
-def entries(given: list[Combination]) -> list[Entry]:
+def entries(given: list[Combination]) -> list[MatrixEntry]:
     return [
-        Entry(i, (entry.get("model"), entry.get("quantization"), entry.get("target")))
+        MatrixEntry(i, (entry.get("model"), entry.get("quantization"), entry.get("target")))
         for i, entry in enumerate(given)
     ]
 

@@ -228,7 +228,7 @@ def test_preset_files_are_checked(tmp_path: Path) -> None:
         f"triple: x86\ncpu: generic\nfeatures: [avx, +fma, +fma]\nextend: {LINUX}": [
             "1:9: 'triple' must be architecture-vendor-system or architecture-vendor-system-environment, not",
             "3:12: item 1 of 'features' must be '+' or '-' and the name of a feature, such as",
-            "3:23: '+fma' stands twice in 'features': it is item 2 too",
+            "3:23: '+fma' appears twice in 'features': it is item 2 too",
             "4:1: the key 'extend' is unknown in the file; did you mean 'extends'?",
         ],
     }  # fmt: skip
