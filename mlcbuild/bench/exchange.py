@@ -1,7 +1,7 @@
-"""One HTTP exchange over a connection of its own, and when which bytes of the answer came.
+"""Performs one HTTP exchange on its own connection and records the arrival time of each piece of the answer.
 
-While answers come, reading and looking at the clock is all that happens; what the bytes mean is worked out
-afterwards. So the generator takes little from a machine that it may share with the server.
+While answers arrive, only reading and taking the time are done; the bytes are parsed afterwards. The
+generator thus takes little from a machine that it may share with the server.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import MlcbuildError, UsageError
 
 LONGEST_HEAD = 1 << 16
-"""Bytes of a response's status line and headers."""
+"""Largest size of a response's status line and headers in bytes."""
 
 
 class ExchangeError(MlcbuildError):
-    """No whole answer came. `kind` is one word, for counting."""
+    """An exchange failed. `kind` is one word, under which errors are counted."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -32,16 +32,18 @@ class ExchangeError(MlcbuildError):
 
 @dataclass(frozen=True)
 class Server:
+    """The address of a server."""
+
     host: str
     port: int
     tls: bool
     path: str
-    """What stands before /v1."""
+    """The path before /v1."""
     key: str | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, url: str, key: str | None = None) -> Server:
-        """From http://HOST[:PORT][/PATH][/v1]. Raises UsageError."""
+        """Parses http://HOST[:PORT][/PATH][/v1]. Raises UsageError."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -61,7 +63,7 @@ class Server:
         return f"{host}:{self.port}"
 
     def head(self, path: str, body: bytes | None) -> bytes:
-        """The request up to its body."""
+        """Returns the bytes of a request up to its body."""
         lines = [
             f"{'GET' if body is None else 'POST'} {self.path}{path} HTTP/1.1",
             f"Host: {self.name}",
@@ -76,17 +78,19 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Reply:
+class TimedReply:
+    """A complete answer with arrival times."""
+
     status: int
     pieces: tuple[tuple[float, bytes], ...]
-    """(seconds of time.perf_counter, bytes) of the body, in order."""
+    """Pieces of the body in order, as (seconds of time.perf_counter, bytes)."""
 
     @property
     def body(self) -> bytes:
         return b"".join(data for _, data in self.pieces)
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """(when its last byte came, data) of each server-sent event."""
+        """Yields (arrival time of its last byte, data) of each server-sent event."""
         left, data = b"", list[bytes]()
         for moment, piece in self.pieces:
             *lines, left = (left + piece).split(b"\n")
@@ -99,19 +103,20 @@ class Reply:
                     data = []
 
 
-async def exchange(server: Server, path: str, document: Mapping[str, Json] | None = None) -> Reply:
-    """GET, or POST of a document. Raises ExchangeError when no whole answer comes."""
+async def exchange(server: Server, path: str, document: Mapping[str, Json] | None = None) -> TimedReply:
+    """Sends GET, or POST of a document, and returns the answer. Raises ExchangeError for an incomplete
+    answer."""
     async with answering(server, path, document) as (status, pieces):
-        return Reply(status, tuple([piece async for piece in pieces]))
+        return TimedReply(status, tuple([piece async for piece in pieces]))
 
 
 @asynccontextmanager
 async def answering(
     server: Server, path: str, document: Mapping[str, Json] | None = None
 ) -> AsyncIterator[tuple[int, AsyncIterator[tuple[float, bytes]]]]:
-    """The status of an answer, and its body as it comes; leaving early closes the connection.
+    """Yields the status of an answer and its body as it arrives; leaving early closes the connection.
 
-    Raises ExchangeError when no whole answer comes.
+    Raises ExchangeError for an incomplete answer.
     """
     body = None if document is None else json.dumps(document, ensure_ascii=False).encode()
     context = ssl.create_default_context() if server.tls else None
@@ -136,7 +141,7 @@ async def answering(
 
 
 def _parse(head: bytes) -> tuple[int, dict[str, str]]:
-    """Status and headers. Raises ValueError."""
+    """Parses status and headers. Raises ValueError."""
     first, *lines = head.decode("latin-1").split("\r\n")
     version, status, *_ = first.split(" ", 2)
     if not version.startswith("HTTP/1."):
@@ -148,7 +153,7 @@ def _parse(head: bytes) -> tuple[int, dict[str, str]]:
 async def _pieces(
     reader: asyncio.StreamReader, headers: Mapping[str, str]
 ) -> AsyncGenerator[tuple[float, bytes], None]:
-    """The body as it comes. Raises asyncio.IncompleteReadError when it ends early."""
+    """Yields the body as it arrives. Raises asyncio.IncompleteReadError when it ends early."""
     if headers.get("transfer-encoding") == "chunked":
         while size := int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16):
             data = await reader.readexactly(size + 2)

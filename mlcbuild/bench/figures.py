@@ -1,12 +1,12 @@
-"""From what came when to figures: percentiles, throughput, goodput.
+"""Computes percentiles, throughput and goodput from arrival times.
 
     ttft   seconds to the first piece of text (time to first token)
     tpot   seconds for each later token: (last - first) / (tokens - 1)
     itl    seconds between two pieces of text (inter-token latency); the sample is the gap, not the request
     e2e    seconds to the end of the answer
 
-All of them count from the moment at which a request was due: in an open loop a generator that is late does
-not make the server look faster than it was.
+All of them count from the time at which a request was due, so that in an open loop a late generator does not
+make the server look faster than it was.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from mlcbuild_format import strict_json
 
-from mlcbuild.bench.exchange import Reply
+from mlcbuild.bench.exchange import TimedReply
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
 PERCENTILES = (50, 90, 99)
@@ -26,33 +26,33 @@ SLO_METRICS = ("ttft", "tpot", "e2e")
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. Moments are seconds of one clock."""
+    """The measurements of one request. Times are seconds of one clock."""
 
     due: float
     sent: float
     end: float
     texts: tuple[float, ...] = ()
-    """When each piece of text came."""
+    """Arrival time of each piece of text."""
     prompt_tokens: int | None = None
-    """None: the server does not say."""
+    """Tokens of the prompt; None when the server does not report them."""
     answer_tokens: int | None = None
     error: str | None = None
-    """One word, for counting."""
+    """One word, under which errors are counted; None for success."""
     message: str = ""
 
     @property
     def tokens(self) -> int:
-        """Of the answer; pieces of text where the server does not count."""
+        """The number of tokens of the answer; of its pieces of text if the server reports no tokens."""
         return len(self.texts) if self.answer_tokens is None else self.answer_tokens
 
     def values(self) -> dict[str, float]:
-        """Of each metric that this request has."""
-        found = {"e2e": self.end - self.due}
+        """Returns metric -> seconds, for each metric that the request has."""
+        seconds = {"e2e": self.end - self.due}
         if self.texts:
-            found["ttft"] = self.texts[0] - self.due
+            seconds["ttft"] = self.texts[0] - self.due
             if self.tokens > 1:
-                found["tpot"] = (self.texts[-1] - self.texts[0]) / (self.tokens - 1)
-        return found
+                seconds["tpot"] = (self.texts[-1] - self.texts[0]) / (self.tokens - 1)
+        return seconds
 
     def gaps(self) -> list[float]:
         return [late - soon for soon, late in zip(self.texts, self.texts[1:], strict=False)]
@@ -62,8 +62,8 @@ class Sample:
         return self.error is None and all(values.get(name, 0.0) <= most for name, most in slo.items())
 
 
-def sample(due: float, sent: float, end: float, reply: Reply) -> Sample:
-    """What a reply to a streamed request says. Raises nothing: what is wrong is the sample's error."""
+def sample(due: float, sent: float, end: float, reply: TimedReply) -> Sample:
+    """Evaluates the reply to a streamed request. Raises nothing: problems become the sample's error."""
     if reply.status != 200:
         return Sample(due, sent, end, error=f"http {reply.status}", message=_reason(reply.body))
     texts, usage, done = list[float](), Usage(), False
@@ -88,14 +88,16 @@ def sample(due: float, sent: float, end: float, reply: Reply) -> Sample:
 
 @dataclass(frozen=True)
 class Usage:
+    """The token counts that a server reports."""
+
     prompt: int | None = None
     answer: int | None = None
 
     @classmethod
-    def of(cls, found: object) -> Usage | None:
-        if not isinstance(found, dict):
+    def of(cls, usage: object) -> Usage | None:
+        if not isinstance(usage, dict):
             return None
-        numbers = (found.get("prompt_tokens"), found.get("completion_tokens"))
+        numbers = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
         prompt, answer = (number if isinstance(number, int) else None for number in numbers)
         return cls(prompt, answer)
 
@@ -114,28 +116,28 @@ def _has_text(document: Mapping[str, object]) -> bool:
 
 
 def _reason(body: bytes) -> str:
-    """The message in an error's document, or its first line."""
+    """Returns the message of an error document, or its first line."""
     try:
-        found = strict_json.parse(body)
+        document = strict_json.parse(body)
     except ValueError:
         lines = body.decode(errors="replace").strip().splitlines()
         return lines[0][:200] if lines else ""
-    inner = found.get("error", found) if isinstance(found, dict) else found
+    inner = document.get("error", document) if isinstance(document, dict) else document
     return str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:300]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Everything about one load."""
+class LoadResult:
+    """All measurements of one load."""
 
     load: str
     samples: tuple[Sample, ...]
     wall: float
-    """Seconds from the first request to the last answer."""
+    """Seconds from the first request to the end of the last answer."""
     cpu: float
-    """CPU seconds of the generator itself."""
+    """CPU seconds of the load generator itself."""
     late: float | None = None
-    """Open loop: seconds by which a request was sent late at worst."""
+    """For an open loop, the largest delay in seconds with which a request was sent."""
 
     @property
     def good(self) -> list[Sample]:
@@ -145,7 +147,7 @@ class Outcome:
         return dict(Counter(sample.error for sample in self.samples if sample.error is not None))
 
     def values(self, metric: str) -> list[float]:
-        """Sorted, of the requests that succeeded."""
+        """Returns the sorted values of a metric, for the requests that succeeded."""
         if metric == "itl":
             return sorted(gap for sample in self.good for gap in sample.gaps())
         listed = (sample.values() for sample in self.good)
@@ -180,12 +182,12 @@ class Outcome:
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
-    found = {f"p{p}": round(percentile(values, p), 6) for p in PERCENTILES}
-    return found | {"mean": round(sum(values) / len(values), 6), "max": round(values[-1], 6)}
+    statistics = {f"p{p}": round(percentile(values, p), 6) for p in PERCENTILES}
+    return statistics | {"mean": round(sum(values) / len(values), 6), "max": round(values[-1], 6)}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted values, between two of them by linear interpolation."""
+    """Returns a percentile of sorted values, interpolated linearly between two of them."""
     place = (len(values) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -203,11 +205,11 @@ _ROWS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("generator, cores", ("generator", "cpu_share")),
     ("generator late, s", ("generator", "late_seconds")),
 )
-"""Label of a row -> where its figure is in a document."""
+"""Label of a row -> path of its figure in a document."""
 
 
 def rows(documents: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """A table for people, a column for each load; rows that would be empty are left out."""
+    """Returns a table with a column for each load; rows without any figure are left out."""
     lines = [["", *(str(document["load"]) for document in documents)]]
     for label, path in _ROWS:
         figures = [_at(document, path) for document in documents]
@@ -216,10 +218,10 @@ def rows(documents: Sequence[Mapping[str, object]]) -> list[list[str]]:
     return lines
 
 
-def _at(found: object, path: Sequence[str]) -> object:
+def _at(value: object, path: Sequence[str]) -> object:
     for key in path:
-        found = found[key] if isinstance(found, dict) else None
-    return found
+        value = value[key] if isinstance(value, dict) else None
+    return value
 
 
 def _number(value: object) -> str:

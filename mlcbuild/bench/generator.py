@@ -11,14 +11,14 @@ from random import Random
 
 from mlcbuild_format import strict_json
 
-from mlcbuild.bench.exchange import ExchangeError, Reply, Server, exchange
-from mlcbuild.bench.figures import Outcome, Sample, Usage, sample
+from mlcbuild.bench.exchange import ExchangeError, Server, TimedReply, exchange
+from mlcbuild.bench.figures import LoadResult, Sample, Usage, sample
 from mlcbuild.bench.workload import Demand, Load, Workload, words
 from mlcbuild.canon import Json
 from mlcbuild.errors import MlcbuildError
 
 TRIAL_WORDS = (8, 40)
-"""Lengths of the two prompts that tell how many tokens a word has."""
+"""Lengths in words of the two trial prompts that determine the number of tokens per word."""
 
 
 class BenchError(MlcbuildError):
@@ -27,17 +27,17 @@ class BenchError(MlcbuildError):
 
 @dataclass(frozen=True)
 class Style:
-    """How a demand becomes a body."""
+    """Settings for turning a demand into a request body."""
 
     model: str | None = None
     chat: bool = False
     vocabulary: int | None = None
-    """Prompts are random token ids below this; None: they are words."""
+    """Prompts are random token ids below this number; None for prompts of words."""
     ignore_eos: bool = True
-    """Answers go on to their length: an extension that local servers know."""
+    """Makes answers reach their full length, by an extension that local servers support."""
     tokens_per_word: float = 1.0
     extra_tokens: float = 0.0
-    """What every prompt has besides its words."""
+    """Tokens that every prompt has in addition to its words."""
 
     @property
     def path(self) -> str:
@@ -48,15 +48,15 @@ class Style:
         if self.vocabulary is not None:
             prompt: Json = [random.randrange(self.vocabulary) for _ in range(demand.prompt_tokens)]
         else:
-            wanted = (demand.prompt_tokens - self.extra_tokens) / self.tokens_per_word
-            prompt = words(random, max(1, round(wanted)))
+            word_count = (demand.prompt_tokens - self.extra_tokens) / self.tokens_per_word
+            prompt = words(random, max(1, round(word_count)))
         return self._around(prompt, demand.answer_tokens) | {
             "stream": True,
             "stream_options": {"include_usage": True},
         }
 
     def trial(self, count: int) -> dict[str, Json]:
-        """A prompt of so many words, and the shortest answer, not streamed."""
+        """Returns the body of a request with `count` words and the shortest answer, not streamed."""
         return self._around(words(Random(count), count), 1)
 
     def _around(self, prompt: Json, answer_tokens: int) -> dict[str, Json]:
@@ -73,10 +73,10 @@ class Style:
 
 
 async def prepare(server: Server, style: Style, timeout: float) -> Style:
-    """Asks the server for its model and for the tokens of a word. Raises BenchError."""
+    """Asks the server for its model and determines the tokens per word. Raises BenchError."""
     if style.model is None:
-        found = await _asked(server, "/v1/models", None, timeout)
-        listed = found.get("data")
+        document = await _asked(server, "/v1/models", None, timeout)
+        listed = document.get("data")
         first = listed[0] if isinstance(listed, list) and listed else None
         name = first.get("id") if isinstance(first, dict) else None
         style = replace(style, model=name if isinstance(name, str) else None)
@@ -86,7 +86,7 @@ async def prepare(server: Server, style: Style, timeout: float) -> Style:
     for count in TRIAL_WORDS:
         usage = Usage.of((await _asked(server, style.path, style.trial(count), timeout)).get("usage"))
         if usage is None or usage.prompt is None:
-            return style  # a word for a token: the report shows what there was
+            return style  # assumes one token per word; the report shows the actual counts
         counts.append(usage.prompt)
     per_word = max(0.1, (counts[1] - counts[0]) / (TRIAL_WORDS[1] - TRIAL_WORDS[0]))
     return replace(style, tokens_per_word=per_word, extra_tokens=counts[0] - per_word * TRIAL_WORDS[0])
@@ -95,7 +95,7 @@ async def prepare(server: Server, style: Style, timeout: float) -> Style:
 async def _asked(
     server: Server, path: str, document: Mapping[str, Json] | None, timeout: float
 ) -> Mapping[str, object]:
-    """The document of an answer. Raises BenchError."""
+    """Returns the JSON document of an answer. Raises BenchError."""
     where = f"{server.name}{server.path}{path}"
     try:
         async with asyncio.timeout(timeout):
@@ -108,18 +108,18 @@ async def _asked(
     if reply.status != 200:
         raise BenchError(f"{where} answers {reply.status}: {text[:400]}")
     try:
-        found = strict_json.parse(text)
+        parsed = strict_json.parse(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        parsed = None
+    if not isinstance(parsed, dict):
         raise BenchError(f"{where} does not answer with a JSON object: {text[:200]}")
-    return found
+    return parsed
 
 
-async def run(server: Server, style: Style, load: Load, workload: Workload, timeout: float) -> Outcome:
-    """One load, to the end of its last request."""
+async def run(server: Server, style: Style, load: Load, workload: Workload, timeout: float) -> LoadResult:
+    """Runs one load until its last request has ended."""
     start, cpu = time.perf_counter(), time.process_time()
-    replies: list[tuple[Sample, Reply | None]] = []
+    replies: list[tuple[Sample, TimedReply | None]] = []
 
     async def ask(demand: Demand, due: float | None = None) -> None:
         body = style.body(demand)
@@ -144,16 +144,15 @@ async def run(server: Server, style: Style, load: Load, workload: Workload, time
                 group.create_task(ask(demand, start + moment))
     spent = time.process_time() - cpu
     samples = tuple(
-        found if reply is None else sample(found.due, found.sent, found.end, reply)
-        for found, reply in replies
+        item if reply is None else sample(item.due, item.sent, item.end, reply) for item, reply in replies
     )
-    end = max((found.end for found in samples), default=start)
-    late = None if load.rate is None else max((found.sent - found.due for found in samples), default=0.0)
-    return Outcome(load.name, samples, end - start, spent, late)
+    end = max((item.end for item in samples), default=start)
+    late = None if load.rate is None else max((item.sent - item.due for item in samples), default=0.0)
+    return LoadResult(load.name, samples, end - start, spent, late)
 
 
 def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
-    """As many as the workload has; with `start`, only until its seconds are over."""
+    """Yields the demands of a workload; with `start`, only until its seconds are over."""
     most = workload.requests
     demands = (
         (demand for _, demand in zip(range(most), workload.demands(), strict=False))
@@ -166,8 +165,11 @@ def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
 
 async def _ask(
     server: Server, path: str, body: Mapping[str, Json], moments: tuple[float, float, float]
-) -> tuple[Sample, Reply | None]:
-    """A reply to look at later, or the sample of a failure. `moments`: due, sent, longest wait."""
+) -> tuple[Sample, TimedReply | None]:
+    """Sends a request; returns its sample and the reply, which is None after a failure.
+
+    `moments` are the due time, the time of sending, and the longest wait, in seconds.
+    """
     due, sent, timeout = moments
     try:
         async with asyncio.timeout(timeout):

@@ -1,10 +1,10 @@
-"""A load's figures as pictures."""
+"""Draws the figures of loads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlcbuild.bench.figures import Outcome, percentile
+from mlcbuild.bench.figures import LoadResult, percentile
 from mlcbuild.reports.chart import Curve, Panel, panels
 
 _TITLES = {
@@ -16,8 +16,9 @@ _TITLES = {
 _STEPS = 100
 
 
-def plot(outcomes: Sequence[Outcome]) -> str:
-    """SVG: the distribution of each metric, a curve for each load; with several, throughput and latency."""
+def plot(outcomes: Sequence[LoadResult]) -> str:
+    """Returns an SVG with the distribution of each metric; for several loads also latency against
+    throughput."""
     listed = [_distribution(metric, title, outcomes) for metric, title in _TITLES.items()]
     listed = [panel for panel in listed if panel.curves]
     if len(outcomes) > 1:
@@ -25,7 +26,7 @@ def plot(outcomes: Sequence[Outcome]) -> str:
     return panels(listed)
 
 
-def _distribution(metric: str, title: str, outcomes: Sequence[Outcome]) -> Panel:
+def _distribution(metric: str, title: str, outcomes: Sequence[LoadResult]) -> Panel:
     curves = []
     for outcome in outcomes:
         if values := outcome.values(metric):
@@ -34,9 +35,9 @@ def _distribution(metric: str, title: str, outcomes: Sequence[Outcome]) -> Panel
     return Panel(title, "seconds", "percentile", curves)
 
 
-def _by_load(outcomes: Sequence[Outcome]) -> list[Panel]:
-    """A point for each load, in their order: throughput across, latency up."""
-    found = []
+def _by_load(outcomes: Sequence[LoadResult]) -> list[Panel]:
+    """Returns panels with a point for each load in their order: throughput across, latency up."""
+    panels = []
     for metric in ("ttft", "tpot"):
         curves = []
         for part in (50, 99):
@@ -48,5 +49,5 @@ def _by_load(outcomes: Sequence[Outcome]) -> list[Panel]:
             curves.append(Curve(f"p{part}", points))
         if curves[0].points:
             title = f"{_TITLES[metric]} against throughput"
-            found.append(Panel(title, "output tokens per second", "seconds", curves))
-    return found
+            panels.append(Panel(title, "output tokens per second", "seconds", curves))
+    return panels

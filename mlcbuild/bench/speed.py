@@ -1,6 +1,7 @@
-"""The speed of one bundle without a server: prefill, and decoding with one sequence and with a full batch.
+"""Measures the speed of one bundle without a server: prefill, and decoding of one sequence and of a full
+batch.
 
-Measured in a process of its own, which loads the bundle first; every figure is the median of some rounds.
+The bundle is loaded in a separate process; every figure is the median of several rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ SPEED = "speed.json"
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpeedPlan:
+    """The workload of a speed measurement."""
+
     prompt_tokens: int = 128
     answer_tokens: int = 32
     rounds: int = 5
@@ -34,18 +37,20 @@ class Plan:
 
 
 def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action. speed.json: what measure() found. inputs["bundle"] is a bundle; params["machine"] names the
-    kind of machine that it holds for."""
+    """Action: writes the result of measure() to speed.json.
+
+    inputs["bundle"] is a bundle; params["machine"] names the kind of machine for which the figures hold.
+    """
     prompt, answer = (int(str(params[name])) for name in ("prompt_tokens", "generate_tokens"))
-    found = measure(inputs["bundle"], Plan(prompt, answer))
-    (out / SPEED).write_text(json.dumps({"machine": params["machine"], **found}, indent=2) + "\n")
+    figures = measure(inputs["bundle"], SpeedPlan(prompt, answer))
+    (out / SPEED).write_text(json.dumps({"machine": params["machine"], **figures}, indent=2) + "\n")
 
 
-def measure(bundle: Path, plan: Plan) -> dict[str, object]:
+def measure(bundle: Path, plan: SpeedPlan) -> dict[str, object]:
     """Returns the threads, load_seconds, and figures of tokens per second for prefill and decoding.
 
-    Raises UsageError when the plan does not fit the bundle, VerificationError with the runtime's own sentence
-    when the bundle cannot be run.
+    Raises UsageError when the plan does not fit the bundle, and VerificationError with the runtime's own
+    message when the bundle cannot be run.
     """
     from mlcbuild_format import bundle as form
 
@@ -64,7 +69,7 @@ def measure(bundle: Path, plan: Plan) -> dict[str, object]:
 def _work(path: str, plan_json: str) -> dict[str, object]:
     from mlcbuild_runtime.executor import loading
 
-    plan = Plan(**json.loads(plan_json))
+    plan = SpeedPlan(**json.loads(plan_json))
     start = time.perf_counter()
     model = loading.load(path, plan.threads)
     loaded = time.perf_counter() - start
@@ -97,14 +102,14 @@ def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, fl
     }
 
 
-def _pages(model: Executor, plan: Plan, number: int) -> range:
-    """Of one sequence."""
+def _pages(model: Executor, plan: SpeedPlan, number: int) -> range:
+    """Returns the pages of one sequence."""
     each = -(-(plan.prompt_tokens + plan.answer_tokens) // model.manifest.limits.page_size)
     return range(number * each, (number + 1) * each)
 
 
-def _prefill(model: Executor, plan: Plan, number: int) -> float:
-    """Seconds for the prompt of one sequence, chunk by chunk."""
+def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
+    """Returns the seconds for the prompt of one sequence, processed chunk by chunk."""
     from mlcbuild_runtime.executor.batch import Step
     from mlcbuild_runtime.executor.executor import forward
 
@@ -118,8 +123,8 @@ def _prefill(model: Executor, plan: Plan, number: int) -> float:
     return time.perf_counter() - begun
 
 
-def _decode(model: Executor, plan: Plan, count: int, steps: int | None = None) -> float:
-    """Seconds for the answers of `count` sequences that have their prompts behind them."""
+def _decode(model: Executor, plan: SpeedPlan, count: int, steps: int | None = None) -> float:
+    """Returns the seconds for the answers of `count` sequences whose prompts are in the cache."""
     from mlcbuild_runtime.executor.batch import Step
     from mlcbuild_runtime.executor.executor import forward
 

@@ -1,6 +1,6 @@
-"""What a load generator asks for: how many requests, when, and how long prompts and answers are.
+"""Workloads of the load generator: number and times of requests, and lengths of prompts and answers.
 
-Everything random comes from one seed: a workload is the same against every server and in every run.
+All random numbers come from one seed, so a workload is the same against every server and in every run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _TEXT = (
     "them then there these they thing think this time to two up us use want was way we well what when which "
     "who will with work would year you your river stone garden window number letter morning summer paper"
 )
-"""Common English, for which a tokenizer of any model has short tokens."""
+"""Common English words, which are short in the vocabulary of any model."""
 WORDS = _TEXT.split()
-"""Of which prompts are made."""
+"""The words of which prompts are made."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of numbers of tokens, each at least 1."""
+    """A distribution of token counts, each at least 1."""
 
     kind: Kind
     a: float
@@ -37,20 +37,22 @@ class Lengths:
 
     @classmethod
     def of(cls, text: str) -> Lengths:
-        """Raises UsageError."""
+        """Parses a length option. Raises UsageError."""
         name, colon, rest = text.partition(":")
         kinds: dict[str, Kind] = {"uniform": "uniform", "normal": "normal", "lognormal": "lognormal"}
         try:
             if not colon:
-                found = cls("constant", int(text))
+                lengths = cls("constant", int(text))
             else:
                 a, b = (float(part) for part in rest.split(","))
-                found = cls(kinds[name], a, b)
+                lengths = cls(kinds[name], a, b)
         except (ValueError, KeyError):
             raise UsageError(f"mlcbuild bench: '{text}' is not a length: write {_FORMS}") from None
-        if not (1 <= found.a < 1e7 and 0 <= found.b < 1e7) or (found.kind == "uniform" and found.b < found.a):
+        if not (1 <= lengths.a < 1e7 and 0 <= lengths.b < 1e7) or (
+            lengths.kind == "uniform" and lengths.b < lengths.a
+        ):
             raise UsageError(f"mlcbuild bench: '{text}' is not a length of at least 1 token: write {_FORMS}")
-        return found
+        return lengths
 
     def draw(self, random: Random) -> int:
         match self.kind:
@@ -67,7 +69,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Demand:
-    """One request, before it is a body."""
+    """The content of one request."""
 
     prompt_tokens: int
     answer_tokens: int
@@ -76,13 +78,16 @@ class Demand:
 
 @dataclass(frozen=True)
 class Load:
-    """Closed loop: `clients`, each of which asks again when it has its answer. Open loop: `rate` requests a
-    second, whether answers come or not."""
+    """The timing of requests.
+
+    In a closed loop, each of `clients` sends its next request when it has its answer. In an open loop, `rate`
+    requests are sent per second, independent of answers.
+    """
 
     clients: int | None = None
     rate: float | None = None
     even: bool = False
-    """Open loop: the same time between two requests, where it is random else (a Poisson process)."""
+    """For an open loop, sends at equal intervals instead of random ones (a Poisson process)."""
 
     @property
     def name(self) -> str:
@@ -91,7 +96,7 @@ class Load:
         return f"{self.clients} client{'s' if self.clients != 1 else ''}"
 
     def arrivals(self, random: Random) -> Iterator[float]:
-        """Open loop: seconds after the start, without end."""
+        """Yields, for an open loop, the times of requests in seconds after the start, endlessly."""
         assert self.rate is not None
         moment = 0.0
         while True:
@@ -101,15 +106,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Workload:
+    """The requests of a measurement."""
+
     prompts: Lengths
     answers: Lengths
     requests: int | None
-    """In all; None: until `seconds` are over."""
+    """Total number of requests; None for as many as fit into `seconds`."""
     seconds: float | None = None
     seed: int = 0
 
     def demands(self) -> Iterator[Demand]:
-        """Without end, the same every time."""
+        """Yields demands endlessly, the same in every run."""
         random = Random(f"demands {self.seed}")
         while True:
             yield Demand(self.prompts.draw(random), self.answers.draw(random), random.getrandbits(48))

@@ -1,8 +1,8 @@
-"""The command line: one parser, and verbs that are functions returning an exit code.
+"""The command line: one parser, and verbs implemented as functions that return an exit code.
 
-0 ok, 1 a step failed, 2 bad usage or recipe, 3 this machine lacks something, 130 interrupted. Nothing
-heavy is imported here: `--help` and error messages are instant. A verb's module is imported when the verb
-is called.
+Exit codes: 0 ok, 1 a step failed, 2 bad usage or recipe, 3 this machine lacks something, 130 interrupted.
+This module imports nothing slow, so `--help` and error messages appear at once. A verb's module is imported
+when the verb is called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Configure = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True)
 class Verb:
-    """`function` of `mlcbuild.cli.<module>` takes the parsed arguments and returns an exit code."""
+    """A verb of the command line: `function` of `mlcbuild.cli.<module>` maps parsed arguments to an exit
+    code."""
 
     module: str
     function: str
@@ -51,7 +52,7 @@ def _store(parser: argparse.ArgumentParser) -> None:
 
 
 def _remote(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--no-remote", action="store_true", help="ask and tell no shared cache")
+    parser.add_argument("--no-remote", action="store_true", help="use no shared cache")
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +66,7 @@ def _choice(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="STEP",
-        help="run these steps even when their results are known; shell patterns",
+        help="run these steps even if the store has their results; shell patterns",
     )
 
 
@@ -73,8 +74,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=options.positive, metavar="N", help="steps at a time (default: by cores)"
     )
-    parser.add_argument("--keep-going", action="store_true", help="after a failure, do what does not need it")
-    parser.add_argument("--dry-run", action="store_true", help="say what would run; the same as `plan`")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="after a failure, run the steps that do not depend on it"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, like `plan`")
     parser.add_argument(
         "--executor",
         default="processes",
@@ -126,7 +129,10 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 
 def _threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--threads", type=options.positive, metavar="N", help="for the model (default: every physical core)"
+        "--threads",
+        type=options.positive,
+        metavar="N",
+        help="threads of the model (default: one per physical core)",
     )
 
 
@@ -147,7 +153,7 @@ VERBS: dict[str, Verb] = {
     "plan": Verb(
         "build",
         "plan",
-        "say what would run, and why",
+        "print what would run, and why",
         "mlcbuild plan recipe.yaml",
         (_recipe, _choice, options.affected, _store, _remote, _json),
     ),
@@ -196,21 +202,21 @@ VERBS: dict[str, Verb] = {
     "worker": Verb(
         "cluster",
         "worker",
-        "do steps for runs on other machines",
+        "run steps for builds on other machines",
         "mlcbuild worker dask://10.0.0.5:8786 --labels gpu=1",
         (options.worker, _store),
     ),
     "cache": Verb(
         "sharing",
         "cache",
-        "look after the store, and share it",
+        "maintain the store, and share it",
         "mlcbuild cache push recipe.yaml https://cache.example/mlc",
         (options.cache, _store, _json),
     ),
     "keys": Verb(
         "sharing",
         "keys",
-        "make and show the key that signs records",
+        "create and show the key that signs records",
         "mlcbuild keys new",
         (options.keys, _json),
     ),
@@ -220,7 +226,7 @@ VERBS: dict[str, Verb] = {
     "inspect": Verb(
         "bundles",
         "inspect",
-        "say what a bundle is",
+        "describe a bundle",
         "mlcbuild inspect dist/tiny-q4f16_1-host",
         (_bundle, _inspect, _json),
     ),
@@ -270,7 +276,7 @@ VERBS: dict[str, Verb] = {
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The whole command line, or that of one verb: making all of them takes milliseconds."""
+    """Returns the parser of the whole command line, or of one verb, since building all takes milliseconds."""
     top = argparse.ArgumentParser(
         prog="mlcbuild",
         description="Builds LLM artifacts from a recipe: models x quantizations x targets.",
@@ -293,7 +299,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; never lets an expected failure show a traceback."""
+    """Runs one command and returns its exit code. Expected failures never print a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_streams()
     try:
@@ -305,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("mlcbuild: interrupted", INTERRUPTED)
     except BrokenPipeError:
         _silence()
-        # The reader of our output left, as `head` does. That is its right, but it ends a run early.
+        # The reader of standard output has gone, as `head` does. That is no error, but it ends a run early.
         return 1 if arguments[:1] == ["run"] else 0
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -313,9 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _fail(f"mlcbuild: {where}nothing more can be written: {error.strerror}", 1)
         if os.environ.get("MLCBUILD_DEBUG"):
             traceback.print_exc()
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        message = " ".join(f"{type(error).__name__}: {error}".split())
         return _fail(
-            f"mlcbuild: a defect of mlcbuild, please report it: {what} (MLCBUILD_DEBUG=1 shows where)", 1
+            f"mlcbuild: a defect of mlcbuild, please report it: {message} (MLCBUILD_DEBUG=1 shows where)", 1
         )
     return code if _flushed() else 1
 
@@ -329,7 +335,7 @@ def _command(arguments: Sequence[str]) -> int:
         parsed, rest = parser(arguments[0] if arguments[0] in VERBS else None).parse_known_args(arguments)
     except SystemExit as stop:  # argparse: --help, --version, bad usage
         return stop.code if isinstance(stop.code, int) else 2
-    if hasattr(parsed, "operands"):  # argparse takes none that stand behind an option
+    if hasattr(parsed, "operands"):  # argparse accepts no operands after an option
         parsed.operands += [item for item in rest if not item.startswith("-")]
         rest = [item for item in rest if item.startswith("-")]
     if rest:
@@ -352,28 +358,28 @@ def _check_verb(arguments: Sequence[str]) -> None:
 
 
 def _unknown(name: str, rest: Sequence[str]) -> str:
-    """A sentence about the first argument that a verb does not take."""
-    found = rest[0].partition("=")[0]
-    if not found.startswith("-"):
-        return f"mlcbuild {name}: '{found}' is one argument too many; see mlcbuild {name} --help"
+    """Returns a message about the first argument that a verb does not accept."""
+    argument = rest[0].partition("=")[0]
+    if not argument.startswith("-"):
+        return f"mlcbuild {name}: '{argument}' is one argument too many; see mlcbuild {name} --help"
     alone = argparse.ArgumentParser()
     for configure in VERBS[name].configure:
         configure(alone)
     options = set(re.findall(r"--[a-z-]+", alone.format_help()))
-    return f"mlcbuild {name}: '{found}' is not an option; {did_you_mean(found, options)}"
+    return f"mlcbuild {name}: '{argument}' is not an option; {did_you_mean(argument, options)}"
 
 
 def _open_streams() -> None:
-    """A stream that was closed by the caller is None; what is said to it is dropped."""
+    """Replaces standard streams that the caller closed by ones that discard their output."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            # Open until the interpreter ends.
+            # It stays open until the interpreter ends.
             nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
             setattr(sys, name, nowhere)
 
 
 def _flushed() -> bool:
-    """Whether everything that was printed has arrived; says so where it has not."""
+    """Flushes standard output; reports a failure and returns False if it cannot be written."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -385,13 +391,13 @@ def _flushed() -> bool:
 
 
 def _silence() -> None:
-    """Nothing more can be said to stdout, also not by the interpreter when it ends."""
+    """Discards all further standard output, including what the interpreter writes when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> int:
-    """Prints an error message; whatever a file or a server has put into it, its lines are printable."""
+    """Prints an error message with unprintable characters escaped; returns `code`."""
     _flushed()
-    # A message quotes what others wrote: no escape sequence of theirs reaches the terminal.
+    # A message quotes files and servers, whose escape sequences must not reach the terminal.
     print(safe_lines(message), file=sys.stderr)
     return code

@@ -1,4 +1,4 @@
-"""Tells GitHub where in a file a problem is, when this process runs in its Actions."""
+"""Writes annotations that GitHub Actions shows beside a problem's place in a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from mlcbuild.errors import Problem, one_line
 
 
 def annotate(problems: Iterable[Problem]) -> None:
-    """To standard error, which GitHub reads as well: standard output may be one JSON document."""
+    """Prints annotations to standard error, which GitHub also reads: standard output may be a JSON
+    document."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
     workspace = os.environ.get("GITHUB_WORKSPACE")
@@ -20,7 +21,8 @@ def annotate(problems: Iterable[Problem]) -> None:
 
 
 def annotation(problem: Problem, workspace: Path | None = None) -> str:
-    """A line that GitHub shows beside the place in the file; its path is relative to the repository."""
+    """Returns the annotation for a problem. The path is relative to `workspace`, the root of the
+    repository."""
     path = Path(problem.file).absolute()
     if workspace is not None and path.is_relative_to(workspace.absolute()):
         path = path.relative_to(workspace.absolute())

@@ -1,4 +1,4 @@
-"""The verb bench: load on a server, and the speed of a bundle."""
+"""The verb bench: measures a server under load, or the speed of a bundle."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlcbuild.bench.exchange import Server
-from mlcbuild.bench.figures import SLO_METRICS, Outcome, rows
+from mlcbuild.bench.figures import SLO_METRICS, LoadResult, rows
 from mlcbuild.bench.generator import Style, prepare, run
 from mlcbuild.bench.workload import Lengths, Load, Workload
 from mlcbuild.cli.listing import show, table
@@ -18,7 +18,7 @@ from mlcbuild.errors import UsageError
 
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 PER_CLIENT, OPEN_REQUESTS = 8, 100
-"""Requests by default: of each client, and of an open loop."""
+"""Default numbers of requests: for each client of a closed loop, and for an open loop."""
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -45,13 +45,13 @@ def _serve(arguments: argparse.Namespace) -> int:
     shown = {"url": arguments.url, "seed": arguments.seed, "slo": slo, "loads": documents}
     show(arguments.json, shown, table(rows(documents)))
     for outcome in outcomes:
-        _tell_errors(outcome)
+        _print_errors(outcome)
     return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
 async def _measure(
     arguments: argparse.Namespace, server: Server, style: Style, loads: Sequence[Load]
-) -> list[Outcome]:
+) -> list[LoadResult]:
     style = await prepare(server, style, arguments.timeout)
     outcomes = []
     for load in loads:
@@ -74,9 +74,11 @@ def _workload(arguments: argparse.Namespace, load: Load) -> Workload:
 
 
 def _loads(arguments: argparse.Namespace) -> list[Load]:
-    """Raises UsageError."""
+    """Returns the loads that the options name. Raises UsageError."""
     if arguments.rate is not None and arguments.clients is not None:
-        raise UsageError("mlcbuild bench serve: --clients is a closed loop, --rate an open one: choose")
+        raise UsageError(
+            "mlcbuild bench serve: --clients is a closed loop, --rate an open one: choose one of them"
+        )
     if arguments.rate is not None:
         even = arguments.arrivals == "constant"
         return [Load(rate=rate, even=even) for rate in _numbers("--rate", arguments.rate, 1e-3, 1e5)]
@@ -88,21 +90,21 @@ def _loads(arguments: argparse.Namespace) -> list[Load]:
 
 def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
     try:
-        found = [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    whole = low < 1 or all(number == int(number) for number in found if low <= number <= high)
-    if not found or not whole or not all(low <= number <= high for number in found):
+        numbers = []
+    whole = low < 1 or all(number == int(number) for number in numbers if low <= number <= high)
+    if not numbers or not whole or not all(low <= number <= high for number in numbers):
         kind = "numbers" if low < 1 else "whole numbers"
         raise UsageError(
             f"mlcbuild bench serve: {option} takes {kind} from {low:g} to {high:g}, such as 1,4,16"
         )
-    return found
+    return numbers
 
 
 def _slo(listed: Sequence[str]) -> dict[str, float]:
-    """Raises UsageError."""
-    found = {}
+    """Parses --slo options into metric -> seconds. Raises UsageError."""
+    limits = {}
     for text in listed:
         name, _, value = text.partition("=")
         try:
@@ -110,14 +112,14 @@ def _slo(listed: Sequence[str]) -> dict[str, float]:
         except ValueError:
             seconds = -1.0
         if name not in SLO_METRICS or not 0 < seconds < 1e9:
-            known = ", ".join(SLO_METRICS)
-            raise UsageError(f"mlcbuild bench serve: --slo {text}: write NAME=SECONDS, with one of {known}")
-        found[name] = seconds
-    return found
+            metrics = ", ".join(SLO_METRICS)
+            raise UsageError(f"mlcbuild bench serve: --slo {text}: write NAME=SECONDS, with one of {metrics}")
+        limits[name] = seconds
+    return limits
 
 
 def _writable(name: str | None) -> None:
-    """A place that cannot be written is found before the work is done. Raises UsageError."""
+    """Raises UsageError, before any work is done, when an output cannot be written."""
     if name is not None:
         try:
             with Path(name).open("a"):
@@ -126,8 +128,8 @@ def _writable(name: str | None) -> None:
             raise UsageError(f"{name}: cannot be written: {error.strerror}") from None
 
 
-def _tell_errors(outcome: Outcome) -> None:
-    """Each kind once, with what the server said first."""
+def _print_errors(outcome: LoadResult) -> None:
+    """Prints each kind of error once, with the server's first message."""
     for kind, count in outcome.errors().items():
         message = next((s.message for s in outcome.samples if s.error == kind and s.message), "")
         said = f": {message}" if message else ""
@@ -135,18 +137,20 @@ def _tell_errors(outcome: Outcome) -> None:
 
 
 def _bundle(arguments: argparse.Namespace) -> int:
-    from mlcbuild.bench.speed import Plan, measure
+    from mlcbuild.bench.speed import SpeedPlan, measure
 
     lengths = [Lengths.of(text) for text in (arguments.prompt_tokens, arguments.tokens)]
     if any(length.kind != "constant" for length in lengths):
-        raise UsageError("mlcbuild bench: of a bundle, --prompt-tokens and --tokens are numbers")
+        raise UsageError(
+            "mlcbuild bench: --prompt-tokens and --tokens must be single numbers when a bundle is measured"
+        )
     prompt, answer = (int(length.a) for length in lengths)
-    found = measure(Path(arguments.what), Plan(prompt, answer, threads=arguments.threads))
+    figures = measure(Path(arguments.what), SpeedPlan(prompt, answer, threads=arguments.threads))
     lines: list[tuple[str, ...]] = [("", "tok/s", "slowest", "fastest")]
-    for name, figure in found.items():
+    for name, figure in figures.items():
         if isinstance(figure, dict):
             each = (f"{figure[key]:.1f}" for key in ("tokens_per_second", "slowest", "fastest"))
             lines.append((name, *each))
-    head = f"{arguments.what}: {found['threads']} threads, loaded in {found['load_seconds']} s"
-    show(arguments.json, {"bundle": arguments.what, **found}, [head, *table(lines)])
+    head = f"{arguments.what}: {figures['threads']} threads, loaded in {figures['load_seconds']} s"
+    show(arguments.json, {"bundle": arguments.what, **figures}, [head, *table(lines)])
     return 0

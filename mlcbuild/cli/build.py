@@ -1,4 +1,4 @@
-"""Verbs about a recipe's steps: plan, run, explain, graph."""
+"""The verbs for a recipe's steps: plan, run, explain, graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORDS = {"hit": "reuse", "remote": "fetch", "run": "run", "pending": "wait"}
 
 
 def print_warnings(event: Event) -> None:
-    """The event handler of verbs without a live view."""
+    """Prints warnings; the event handler of verbs without a live view."""
     if isinstance(event, Warned):
         print(f"warning {safe_lines(event.message)}", file=sys.stderr)
     if isinstance(event, Noted):
@@ -32,7 +32,7 @@ def print_warnings(event: Event) -> None:
 
 
 def selection(arguments: argparse.Namespace) -> Selection:
-    """Returns what --only, --affected-by, --shard and --force select, as far as a verb has them."""
+    """Returns the selection by --only, --affected-by, --shard and --force, as far as a verb has them."""
     return Selection(
         tuple(getattr(arguments, "only", ())),
         getattr(arguments, "affected_by", None),
@@ -42,34 +42,38 @@ def selection(arguments: argparse.Namespace) -> Selection:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    found = open_session(arguments).plan(selection(arguments), print_warnings)
+    recipe_plan = open_session(arguments).plan(selection(arguments), print_warnings)
     document = {
         "steps": [
             {"name": step.name, "key": step.key, "status": step.state, "reason": step.reason}
-            for step in found.steps
+            for step in recipe_plan.steps
         ],
         "variants": [
             {
                 "name": item.variant.name,
                 "bundle": str(item.variant.output),
-                "memory": found.memory[item.variant.name],
+                "memory": recipe_plan.memory[item.variant.name],
             }
-            for item in found.products
+            for item in recipe_plan.products
         ],
     }
-    show(arguments.json, document, [*_steps(found), "", *_memories(found.memory), "", _count(found)])
+    show(
+        arguments.json,
+        document,
+        [*_steps(recipe_plan), "", *_memories(recipe_plan.memory), "", _count(recipe_plan)],
+    )
     return 0
 
 
-def _steps(found: RecipePlan) -> list[str]:
+def _steps(recipe_plan: RecipePlan) -> list[str]:
     return [
         f"{WORDS[step.state]:<6} {step.name}" + (f"  ({step.reason})" if step.reason else "")
-        for step in found.steps
+        for step in recipe_plan.steps
     ]
 
 
-def _count(found: RecipePlan) -> str:
-    count = found.plan.count
+def _count(recipe_plan: RecipePlan) -> str:
+    count = recipe_plan.plan.count
     return (
         f"{count('run')} to run, {count('pending')} wait for those (and may be reused), "
         f"{count('hit')} to reuse"
@@ -91,7 +95,7 @@ def _memories(estimates: Mapping[str, Mapping[str, int] | None]) -> list[str]:
 
 
 def execution(arguments: argparse.Namespace) -> Execution:
-    """Returns how --jobs, --keep-going, --executor and --tls have steps run."""
+    """Returns the execution options from --jobs, --keep-going, --executor and --tls."""
     return Execution(
         jobs=arguments.jobs or 0,
         keep_going=arguments.keep_going,
@@ -115,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build(arguments: argparse.Namespace) -> tuple[Session, Result]:
-    """Runs what a command line selects, with a live view, and writes the outputs that CI systems read."""
+    """Runs the selection of a command line with a live view, and writes the outputs that CI systems read."""
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import reporting
 
@@ -131,14 +135,15 @@ def _to_reporter(report: Reporter) -> Reporter:
     def handle(event: Event) -> None:
         if isinstance(event, Noted):
             print_warnings(event)
-        elif not isinstance(event, RunFinished):  # the verb prints the last line: it names the bundles
+        # the verb prints the last line itself, since it names the bundles
+        elif not isinstance(event, RunFinished):
             report(event)
 
     return handle
 
 
 def document(result: Result) -> dict[str, object]:
-    """What `run --json` prints."""
+    """Returns the document that `run --json` prints."""
     from mlcbuild.reports import report
 
     variants = [
@@ -154,7 +159,7 @@ def document(result: Result) -> dict[str, object]:
 
 
 def _end(result: Result) -> list[str]:
-    """The last lines of a run: speeds, counts, and where the bundles are."""
+    """Returns the last lines of a run: speeds, counts, and the places of the bundles."""
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import summary
 
@@ -174,20 +179,20 @@ def _line(item: VariantResult, here: str) -> str:
 
 
 def _near(path: Path, here: str) -> str:
-    """Returns a path as a person would type it in the directory `here`."""
+    """Returns a path relative to the directory `here` where that is shorter."""
     text = str(path)
     return "." if text == here else text.removeprefix(here.rstrip("/") + "/")
 
 
 def _places(result: Result) -> str:
-    """The end of the last line: how many bundles there are, and where."""
+    """Returns the end of the last line: the number of bundles and their directories."""
     count, here = len(result.bundles), str(Path.cwd())
     places = sorted({_near(path.parent, here) for path in result.bundles.values()})
     return f"; {count} bundle{'s' if count != 1 else ''} in {', '.join(places)}" if places else ""
 
 
 def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Result, began: int) -> None:
-    """Has the same command line end at once next time, if it leaves nothing to do."""
+    """Writes a receipt, so that the same command line ends at once next time if there is nothing to do."""
     from mlcbuild.cli import receipts, summaries
 
     outputs = (arguments.junit, arguments.summary, os.environ.get("GITHUB_STEP_SUMMARY"))
@@ -201,8 +206,8 @@ def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Resu
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    found = open_session(arguments).explain(arguments.step)
-    planned, changes = found.planned, found.changes
+    explanation = open_session(arguments).explain(arguments.step)
+    planned, changes = explanation.planned, explanation.changes
     lines = [f"{planned.name}: {WORDS[planned.state]}" + (f", {planned.reason}" if planned.reason else "")]
     lines += [f"key {planned.key}" if planned.key else "the key is not known before its inputs are built"]
     for change in changes:

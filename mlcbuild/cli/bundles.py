@@ -1,4 +1,4 @@
-"""Verbs about a bundle: inspect, verify, serve, chat."""
+"""The verbs for a bundle: inspect, verify, serve, chat."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlcbuild.errors import UsageError
 from mlcbuild.keyfile import is_public
 
 _LARGEST_LIBRARY_JSON = 16 << 20
-"""Bytes."""
+"""Largest size of a library's JSON file in bytes."""
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -85,16 +85,16 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
 
 
 def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:
-    """Use -> kernel that does it, or use -> why a slow one does. Raises BundleError."""
+    """Reads use -> kernel, or use -> reason for a slow kernel, from a library's JSON. Raises BundleError."""
     try:
-        found = Fields(library.get(key, {}), key)
-        return {printable(use): found.text(use) for use in found.value}
+        section = Fields(library.get(key, {}), key)
+        return {printable(use): section.text(use) for use in section.value}
     except FieldError as error:
         raise BundleError(f"{path}: {error}; build the bundle again") from None
 
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
-    """A row for each kernel, with all that it is used for."""
+    """Returns a row for each kernel, listing its uses."""
     rows = []
     for name in sorted(set(kernels.values())):
         uses = sorted(use.removesuffix(".weight") for use, chosen in kernels.items() if chosen == name)
@@ -117,9 +117,9 @@ def verify(arguments: argparse.Namespace) -> int:
         for key in arguments.trust:
             if not is_public(key):
                 raise UsageError(f"mlcbuild verify: --trust {key}: a key is ed25519: and 43 characters")
-        found = check(path, arguments.trust)
-        document |= {"signers": found.signers, "statement": found.statement}
-        lines.append(f"{path}: its provenance is {_signed(found.signers)}")
+        provenance = check(path, arguments.trust)
+        document |= {"signers": provenance.signers, "statement": provenance.statement}
+        lines.append(f"{path}: its provenance is {_signed(provenance.signers)}")
     show(arguments.json, document, lines)
     return 0
 
@@ -135,10 +135,10 @@ def serve(arguments: argparse.Namespace) -> int:
     from mlcbuild_runtime.http.serve import serve as run
 
     try:
-        found = options(arguments)
+        serve_options = options(arguments)
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"mlcbuild serve: {error}") from None
-    return run(arguments.bundles, found)
+    return run(arguments.bundles, serve_options)
 
 
 def chat(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Verbs for CI systems: matrix, shard, report."""
+"""The verbs for CI systems: matrix, shard, report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 
 def shard(arguments: argparse.Namespace) -> int:
-    """Shows the split that `run --shard` uses; with --record, of the durations that it writes first."""
+    """Prints the split that `run --shard` uses; with --record, after writing new durations."""
     session = open_session(arguments)
     if arguments.record:
         session.record_durations()
@@ -53,7 +53,7 @@ def _basis(name: str) -> str:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """The page of the recipe's last run, compared with the one before. Does not read the recipe."""
+    """Writes the page of the recipe's last run, compared with the one before. The recipe is not read."""
     from mlcbuild.reports import page, runlog
 
     recipe, store = Path(arguments.recipe), open_store(arguments)

@@ -1,4 +1,4 @@
-"""The verb of machines that do steps for others: worker."""
+"""The verb worker, which runs steps for builds on other machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from mlcbuild.targets.backends import backend
 
 
 def worker(arguments: argparse.Namespace) -> int:
-    """Works until it is told to stop: 0 after SIGTERM, 130 after SIGINT, 1 when the scheduler ends."""
+    """Runs a worker until it is stopped; returns 0 after SIGTERM, 130 after SIGINT, 1 when the scheduler
+    ends."""
     from mlcbuild.build.cluster import serve
 
     address = cluster.address(arguments.scheduler, arguments.tls or os.environ.get("MLCBUILD_TLS"))
@@ -35,7 +36,7 @@ def worker(arguments: argparse.Namespace) -> int:
 
 
 def found_labels() -> Iterator[str]:
-    """What this machine has, as far as it can tell: its processor, compiler, linkers, CUDA."""
+    """Yields the labels that this machine detects: its processor, compiler, linkers, CUDA."""
     yield machine.label(machine.kind())
     host: list[targets.Target] = []
     with suppress(SetupError):

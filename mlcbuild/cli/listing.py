@@ -1,4 +1,4 @@
-"""Verbs that print what this mlcbuild knows: targets, families, schemes, schemas, this machine."""
+"""Verbs that list targets, families, schemes and schemas, and that check this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlcbuild.errors import MlcbuildError, StoreError, safe_lines
 
 
 def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
-    """Prints one JSON document, or the lines for people. What a terminal might obey is escaped in both."""
+    """Prints one JSON document, or lines of text. Control characters are escaped in both."""
     if not as_json:
         print(safe_lines("\n".join(lines)))
         return
@@ -27,12 +27,12 @@ def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
 
 
 def _escaped(line: str) -> str:
-    """A line of JSON, where only strings can hold what is not printable."""
+    """Escapes a line of JSON, where only strings can hold unprintable characters."""
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in line)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with their columns aligned; the last column is left as it is."""
+    """Aligns the columns of rows; the last column is not padded."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -46,10 +46,10 @@ def targets(arguments: argparse.Namespace) -> int:
     from mlcbuild.targets.target import HOST, presets, resolve, to_json
 
     host = resolve(HOST)
-    known = {**presets(), HOST: host}
+    all_targets = {**presets(), HOST: host}
     rows = [("name", "triple", "cpu", "features")]
-    rows += [(name, t.triple, t.cpu, " ".join(t.features)) for name, t in known.items()]
-    show(arguments.json, {name: to_json(target) for name, target in known.items()}, table(rows))
+    rows += [(name, t.triple, t.cpu, " ".join(t.features)) for name, t in all_targets.items()]
+    show(arguments.json, {name: to_json(target) for name, target in all_targets.items()}, table(rows))
     return 0
 
 
@@ -98,27 +98,28 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of `doctor`."""
+class Check:
+    """The result of one check of `doctor`."""
 
     name: str
     ok: bool
-    found: str
+    message: str
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Exit code 3 when something needed is missing."""
-    findings = [_attempt(name, check, arguments) for name, check in CHECKS.items()]
-    rows = [("ok  " if finding.ok else "FAIL", finding.name, finding.found) for finding in findings]
-    show(arguments.json, [vars(finding) for finding in findings], table(rows))
-    return 0 if all(finding.ok for finding in findings) else 3
+    """Checks this machine; the exit code is 3 when a requirement is missing."""
+    checks = [_attempt(name, function, arguments) for name, function in CHECKS.items()]
+    document = [{"name": check.name, "ok": check.ok, "found": check.message} for check in checks]
+    rows = [("ok  " if check.ok else "FAIL", check.name, check.message) for check in checks]
+    show(arguments.json, document, table(rows))
+    return 0 if all(check.ok for check in checks) else 3
 
 
-def _attempt(name: str, check: Callable[[argparse.Namespace], str], arguments: argparse.Namespace) -> Finding:
+def _attempt(name: str, check: Callable[[argparse.Namespace], str], arguments: argparse.Namespace) -> Check:
     try:
-        return Finding(name, True, check(arguments))
+        return Check(name, True, check(arguments))
     except (MlcbuildError, OSError, PackageNotFoundError) as error:
-        return Finding(name, False, str(error))
+        return Check(name, False, str(error))
 
 
 def _python(_: argparse.Namespace) -> str:
@@ -148,7 +149,7 @@ def _linker(_: argparse.Namespace) -> str:
 
 
 def _crosses(_: argparse.Namespace) -> str:
-    """Which presets can be linked here; none of them is needed."""
+    """Returns words for the presets that can be linked here; none of them is required."""
     from mlcbuild.compiler.cpu.toolchain import linker_identity
     from mlcbuild.errors import SetupError
     from mlcbuild.targets.target import presets
@@ -175,7 +176,7 @@ def _store(arguments: argparse.Namespace) -> str:
     while not place.exists():
         place = place.parent
     try:
-        # Tried and not asked: a file system may refuse what permissions allow.
+        # Permissions do not suffice: a filesystem may still refuse to write.
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Options of the verbs about CI and shared caches, and some that several verbs take."""
+"""Options of the verbs for CI and shared caches, and options that several verbs share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def affected(parser: argparse.ArgumentParser) -> None:
 
 
 def outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shard", metavar="I/N", help="do one of N parts, the same on every machine")
+    parser.add_argument(
+        "--shard", metavar="I/N", help="run part I of N; every machine computes the same parts"
+    )
     parser.add_argument("--junit", metavar="FILE", help="write steps and variants as JUnit XML")
     parser.add_argument(
         "--summary", metavar="FILE", help="write a summary in Markdown; also to $GITHUB_STEP_SUMMARY"
@@ -74,7 +76,7 @@ def settings(parser: argparse.ArgumentParser) -> None:
 
 
 def size(text: str) -> int:
-    """Returns the bytes of a size such as 20GB or 20GiB."""
+    """Parses a size such as 20GB or 20GiB into bytes."""
     try:
         return sizes.parse(text)
     except ValueError as error:
@@ -97,20 +99,22 @@ def tls(parser: argparse.ArgumentParser) -> None:
 
 def worker(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("scheduler", help="a scheduler of dask.distributed: dask://HOST:PORT")
-    parser.add_argument("--name", help="what it is called (default: the machine and the process)")
-    parser.add_argument("--cores", type=positive, metavar="N", help="to share among steps (default: all)")
+    parser.add_argument("--name", help="name of the worker (default: machine and process id)")
+    parser.add_argument(
+        "--cores", type=positive, metavar="N", help="cores to divide among steps (default: all)"
+    )
     parser.add_argument(
         "--memory",
         type=size,
         metavar="SIZE",
-        help="to share among steps, such as 48GB or 48GiB (default: nine tenths)",
+        help="memory to divide among steps, such as 48GB or 48GiB (default: nine tenths)",
     )
     parser.add_argument(
         "--labels",
         action="append",
         default=[],
         metavar="NAME[=COUNT],...",
-        help="what else it has, for COUNT steps at a time; tools and the processor are found by themselves",
+        help="further labels, for COUNT steps at a time; tools and processor are detected",
     )
     tls(parser)
 
@@ -119,8 +123,8 @@ def cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("status", "verify", "gc", "push", "pull", "export", "import"),
-        help="status: say what is in it; verify: hash all of it again, and fetch what is damaged from "
-        "shared caches, if any are named; gc: remove what is old or too much; "
+        help="status: show its contents; verify: hash everything again, and fetch damaged files from "
+        "shared caches, if any are named; gc: remove old or excess records; "
         "push, pull: send to, or fetch from, shared caches; export, import: one file for machines without "
         "a network",
     )
@@ -133,17 +137,17 @@ def cache(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--all", action="store_true", help="push: everything in the store")
     parser.add_argument(
-        "--max-size", type=size, metavar="SIZE", help="gc: keep at most so much, such as 50GB or 50GiB"
+        "--max-size", type=size, metavar="SIZE", help="gc: largest total size to keep, such as 50GB or 50GiB"
     )
     parser.add_argument(
-        "--unused-days", type=positive, metavar="N", help="gc: remove what was not used for N days"
+        "--unused-days", type=positive, metavar="N", help="gc: remove records not used for N days"
     )
     parser.add_argument(
         "--trust",
         action="append",
         default=[],
         metavar="KEY",
-        help="import, pull: take only what this key signed",
+        help="import, pull: accept only records that this key signed",
     )
     only(parser)
     settings(parser)
@@ -153,14 +157,14 @@ def provenance(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--provenance",
         action="store_true",
-        help="check what it says it was made from, and who signed",
+        help="check the provenance and its signatures",
     )
     parser.add_argument(
         "--trust",
         action="append",
         default=[],
         metavar="KEY",
-        help="demand provenance that is signed by this key, or by another that is given so",
+        help="require provenance signed by this key; repeat it to allow several",
     )
 
 
@@ -179,7 +183,7 @@ def publish(parser: argparse.ArgumentParser) -> None:
 
 def pull(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="oci://host/repository:tag (or @sha256:...), hf://org/name@revision")
-    parser.add_argument("directory", nargs="?", help="where to (default: the last part of the name)")
+    parser.add_argument("directory", nargs="?", help="destination (default: the last part of the name)")
 
 
 def keys(parser: argparse.ArgumentParser) -> None:
@@ -192,23 +196,30 @@ def bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", help="serve: the server, any that speaks OpenAI's API")
     lengths = "a number, uniform:LOW,HIGH, normal:MEAN,DEVIATION or lognormal:MEDIAN,SIGMA"
     parser.add_argument(
-        "--prompt-tokens", default="128", metavar="LENGTH", help=f"of prompts: {lengths} (default 128)"
+        "--prompt-tokens", default="128", metavar="LENGTH", help=f"tokens of prompts: {lengths} (default 128)"
     )
-    parser.add_argument("--tokens", default="32", metavar="LENGTH", help="of answers, likewise (default 32)")
+    parser.add_argument(
+        "--tokens", default="32", metavar="LENGTH", help="tokens of answers, likewise (default 32)"
+    )
     serve = parser.add_argument_group("serve")
     serve.add_argument(
-        "--clients", metavar="N,...", help="closed loop: each asks again when it has its answer (default 1)"
+        "--clients",
+        metavar="N,...",
+        help="closed loop: each client sends its next request after its answer (default 1)",
     )
     serve.add_argument(
-        "--rate", metavar="R,...", help="open loop: requests a second, whether answers come or not"
+        "--rate", metavar="R,...", help="open loop: requests per second, independent of answers"
     )
     serve.add_argument(
-        "--arrivals", choices=("poisson", "constant"), help="of --rate: random (default), or all alike"
+        "--arrivals", choices=("poisson", "constant"), help="intervals of --rate: random (default) or equal"
     )
     serve.add_argument(
-        "--requests", type=positive, metavar="N", help="of each load (default: 8 a client; open loop: 100)"
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="requests of each load (default: 8 per client; open loop: 100)",
     )
-    serve.add_argument("--seconds", type=seconds, metavar="S", help="new requests only so long")
+    serve.add_argument("--seconds", type=seconds, metavar="S", help="send new requests for S seconds")
     serve.add_argument(
         "--warmup", type=natural, default=2, metavar="N", help="requests before each load (default 2)"
     )
@@ -220,21 +231,21 @@ def bench(parser: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--no-ignore-eos",
         action="store_true",
-        help="answers may end early; for servers that do not know the field ignore_eos",
+        help="answers may end early; for servers that reject the field ignore_eos",
     )
     serve.add_argument(
         "--slo",
         action="append",
         default=[],
         metavar="NAME=S",
-        help="ttft, tpot or e2e within S seconds: goodput counts requests that keep all",
+        help="ttft, tpot or e2e within S seconds: goodput counts requests that meet all limits",
     )
     serve.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="S", help="of a request (default 300)"
+        "--timeout", type=seconds, default=300.0, metavar="S", help="limit for one request (default 300)"
     )
     serve.add_argument("--api-key", metavar="KEY", help="default: $MLCBUILD_API_KEY")
     serve.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="of everything random (default 0)"
+        "--seed", type=natural, default=0, metavar="N", help="seed of all random choices (default 0)"
     )
     serve.add_argument("--plot", metavar="FILE", help="write distributions as SVG")
 
@@ -247,9 +258,9 @@ def natural(text: str) -> int:
 
 def seconds(text: str) -> float:
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found < 1e9:
+        value = 0.0
+    if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"must be a number of seconds, found '{text}'")
-    return found
+    return value

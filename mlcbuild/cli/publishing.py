@@ -1,4 +1,4 @@
-"""Verbs about bundles elsewhere: publish, pull."""
+"""The verbs for remote bundles: publish, pull."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from mlcbuild.session import Session
 
 
 def publish(arguments: argparse.Namespace) -> int:
-    """`publish RECIPE` builds and sends what the recipe lists; `publish BUNDLE --to URL` sends one bundle.
+    """Publishes bundles: `publish RECIPE` builds and sends those of a recipe, `publish BUNDLE --to URL` sends
+    one.
 
-    Exit code 1 when a bundle that should have been sent was not; the others are sent all the same.
+    Returns exit code 1 when a bundle could not be sent; the others are sent nevertheless.
     """
     for url in arguments.to:
         if problem := fault(url, writing=True):
@@ -31,7 +32,9 @@ def publish(arguments: argparse.Namespace) -> int:
     if Path(arguments.recipe).is_dir():
         return _publish_bundle(arguments)
     if arguments.to:
-        raise UsageError("mlcbuild publish: --to is for a bundle; a recipe says it in 'publish'")
+        raise UsageError(
+            "mlcbuild publish: --to applies to a bundle; a recipe lists destinations under 'publish'"
+        )
     open_session(arguments).require_destinations()
     if arguments.dry_run:
         return build.plan(arguments)
@@ -45,17 +48,19 @@ def publish(arguments: argparse.Namespace) -> int:
 
 def _publish_bundle(arguments: argparse.Namespace) -> int:
     if not arguments.to:
-        raise UsageError("mlcbuild publish: say where to: mlcbuild publish BUNDLE --to oci://host/name:tag")
+        raise UsageError(
+            "mlcbuild publish: the destination is missing: mlcbuild publish BUNDLE --to oci://host/name:tag"
+        )
     return _conclude(arguments, publish_bundle(arguments.recipe, arguments.to, _printing(arguments)), {})
 
 
 def _build(arguments: argparse.Namespace) -> tuple[Session, Result]:
-    """Runs the recipe; what is for people goes to stderr."""
+    """Runs the recipe, printing messages to stderr."""
     return build.build(argparse.Namespace(**{**vars(arguments), "json": True}))
 
 
 def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
-    """Returns a function that prints what became of a bundle, as soon as that is known."""
+    """Returns a function that prints the outcome of sending a bundle as soon as it is known."""
 
     def show_one(sent: Sent) -> None:
         if sent.status == "skipped":
@@ -71,7 +76,7 @@ def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
 
 
 def _conclude(arguments: argparse.Namespace, sent: Iterable[Sent], more: Mapping[str, object]) -> int:
-    """Prints the document of --json, and returns the exit code."""
+    """Prints the document of --json and returns the exit code."""
     rows = [_row(item) for item in sent if item.status != "skipped"]
     if arguments.json:
         show(True, {"published": rows, **more}, [])
@@ -86,7 +91,7 @@ def _row(sent: Sent) -> dict[str, str | int]:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Fetches a published bundle into a directory and prints where it is and what pins it."""
+    """Downloads a published bundle into a directory; prints its path and an immutable address."""
     if problem := fault(arguments.source, writing=False):
         raise UsageError(f"mlcbuild pull: {problem}")
     directory = Path(arguments.directory or _name(arguments.source))
@@ -100,5 +105,5 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def _name(source: str) -> str:
-    """A directory's name for an address: its last part, without tag, digest and revision."""
+    """Returns a directory name for an address: its last part without tag, digest and revision."""
     return source.partition("://")[2].partition("?")[0].partition("@")[0].rpartition("/")[2].partition(":")[0]

@@ -1,4 +1,5 @@
-"""Leaves a receipt of a run that ended well: all that it read, and all that its result stands on."""
+"""Writes the receipt of a successful run: everything that it read, and everything that its result depends
+on."""
 
 from __future__ import annotations
 
@@ -32,40 +33,43 @@ from mlcbuild.targets import target as targets
 
 @dataclass(frozen=True)
 class Printed:
-    """What a run without work prints."""
+    """The text that a run without work prints."""
 
     lines: tuple[str, ...]
     places: str
-    """The end of its last line."""
+    """The end of the last line."""
 
 
 class _DoubtError(Exception):
-    """Something is too young to be told from its next state, or not as it should be: no receipt this time."""
+    """Raised when an input's mtime is too recent to detect a later change, or its state is unexpected.
+
+    No receipt is written then.
+    """
 
 
 def leave(session: Session, result: Result, printed: Printed, words: Sequence[str], began: int) -> None:
-    """Writes the receipt of the command line `words`, unless an input is too recent to detect a change.
+    """Writes the receipt of the command line `words`, unless an input is too recent to detect a later change.
 
-    The run that gave `result` left nothing to do. It read nothing before `began`, in nanoseconds since 1970.
+    The run with this `result` left nothing to do. It read nothing before `began`, in nanoseconds since 1970.
     """
     if sys.platform == "darwin":
-        return  # its `clang` is a stub: which linker it starts shows in no file of ours
+        return  # its `clang` is a wrapper, and no file that we know of shows which linker it starts
     looked, store = time.time_ns(), session.store
     with suppress(OSError, _DoubtError):
         read = list(dict.fromkeys(_read(session.pipeline, store)))
         watched = [path for path in read if os.path.lexists(path)]
         absent = [path for path in read if not os.path.lexists(path)]
         if _latest(receipt.stats(watched)) >= began - RACY_NS:
-            raise _DoubtError("what was read is too young")
-        found = _Blobs(store)
+            raise _DoubtError("an input is too recent")
+        blobs = _Blobs(store)
         records = {step.record.key: step.record for step in result.steps if step.record is not None}
         for record in records.values():
             for _, digest, size in record.rows:
-                found.add(digest, size)
+                blobs.add(digest, size)
         listed: list[str] = []
         for output in result.bundles.values():
-            watched += _output(output, found, listed, looked)
-        # Beside bundles lie the lists of what was written into them: new ones replace old ones by name.
+            watched += _output(output, blobs, listed, looked)
+        # The lists of written files beside bundles are replaced by rename, which changes the directory.
         for parent in {str(output.parent) for output in result.bundles.values()}:
             watched += _directory(parent, listed, looked)
         if _latest(receipt.stats(watched)) >= max(looked, began) - RACY_NS:
@@ -79,22 +83,22 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
             "absent": absent,
             "records": records,
             "shelves": shelves,
-            "blobs": found.blobs,
-            "copies": map(receipt.short, found.copies),
+            "blobs": blobs.blobs,
+            "copies": map(receipt.short, blobs.copies),
             "listed": listed,
             "log": [str(kept.parent), rest],
         }
         numbers = {
             "stats": receipt.stats(watched),
             "shelf_stats": [number for stat in shelves.values() for number in stat],
-            "blob_sizes": list(found.blobs.values()),
-            "copy_sizes": list(found.copies.values()),
+            "blob_sizes": list(blobs.blobs.values()),
+            "copy_sizes": list(blobs.copies.values()),
         }
         receipt.write(receipt.place(str(store.root), words), texts, numbers)
 
 
 def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
-    """Every path whose content, or absence, decided what the run was to do."""
+    """Yields every path whose contents, or absence, determine what a run does."""
     recipe = pipeline.recipe
     yield from map(
         str, (recipe.path.absolute(), recipe.lock, keyfile.default_path(), store.root / "store.json")
@@ -108,7 +112,7 @@ def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
     packages = (mlcbuild, mlcbuild_format, mlcbuild_runtime)
     for place in (*(path for package in packages for path in package.__path__), str(targets.directory())):
         yield from _files(place)
-    # What is installed: names of directories in there hold versions.
+    # Installed packages: directory names there include versions.
     yield from (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
     linkers = {name for target in recipe.targets.values() for name in programs(target)}
     for directory in os.get_exec_path():
@@ -122,21 +126,21 @@ def _files(place: str) -> Iterator[str]:
 
 
 def _latest(stats: Sequence[int]) -> int:
-    """The last of all mtimes and ctimes."""
+    """Returns the latest of all mtimes and ctimes, in nanoseconds."""
     return max(max(stats[1::3], default=0), max(stats[2::3], default=0))
 
 
 @dataclass
 class _Blobs:
-    """Files with the store's mtime, and their sizes."""
+    """Collects files with the store's mtime, and their sizes."""
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
-    """By path below cas/."""
+    """Path below cas/ -> size in bytes."""
     copies: dict[str, int] = field(default_factory=dict)
-    """By absolute path: files that are in bundles and no blobs of records."""
+    """Absolute path -> size in bytes, for files in bundles that are not blobs of records."""
     places: set[tuple[int, int]] = field(default_factory=set)
-    """(device, inode) of each."""
+    """(device, inode) of each file."""
 
     def add(self, digest: str, size: int) -> None:
         name = f"{digest[:2]}/{digest}"
@@ -149,34 +153,30 @@ class _Blobs:
         self.copies[path] = self._look(path)
 
     def _look(self, path: str) -> int:
-        found = os.stat(path)
-        if not is_as_written(found, found.st_size):
+        stat_result = os.stat(path)
+        if not is_as_written(stat_result, stat_result.st_size):
             raise _DoubtError(path)
-        self.places.add((found.st_dev, found.st_ino))
-        return found.st_size
+        self.places.add((stat_result.st_dev, stat_result.st_ino))
+        return stat_result.st_size
 
 
-def _output(output: Path, found: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """The directories of a bundle that was just put in place, or found there: those to watch.
-
-    Their files are blobs of the store already, or are added to them.
-    """
+def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
+    """Yields the directories of a bundle that must be watched; its files are added to `blobs`."""
     if output.is_symlink():
         raise _DoubtError(output)
     for directory, _, _ in os.walk(output):
         device = os.stat(directory).st_dev
         yield from _directory(directory, listed, looked)
         for entry in os.scandir(directory):
-            if not entry.is_dir(follow_symlinks=False) and (device, entry.inode()) not in found.places:
-                found.copy(entry.path)
+            if not entry.is_dir(follow_symlinks=False) and (device, entry.inode()) not in blobs.places:
+                blobs.copy(entry.path)
 
 
 def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
-    """The directory, if its stat says whether a name in it comes, goes or changes; one that is too young for
-    that is listed instead.
-    """
-    found = os.stat(directory)
-    if max(found.st_mtime_ns, found.st_ctime_ns) + RACY_NS < looked:
+    """Yields the directory if its stat shows later changes of its names; otherwise adds its names to
+    `listed`."""
+    stat_result = os.stat(directory)
+    if max(stat_result.st_mtime_ns, stat_result.st_ctime_ns) + RACY_NS < looked:
         yield directory
     else:
         names = receipt.inodes(directory)
@@ -184,15 +184,13 @@ def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
 
 
 def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, list[int]]:
-    """The directories of records, and the stat of each while it tells whether a record went: zeros for one
-    that is too young for that.
-    """
+    """Returns the directories of records and their stats, with zeros for one whose mtime is too recent."""
     stats = {}
     there: set[str] = set()
     for shelf in sorted({key[:2] for key in records}):
         place = f"{store.root}/ac/{shelf}"
-        found = receipt.stats([place])
-        stats[shelf] = found if _latest(found) + RACY_NS < looked else [0, 0, 0]
+        stats_of_shelf = receipt.stats([place])
+        stats[shelf] = stats_of_shelf if _latest(stats_of_shelf) + RACY_NS < looked else [0, 0, 0]
         there.update(os.listdir(place))
     if not there.issuperset(records):
         raise _DoubtError("a record went meanwhile")
@@ -200,7 +198,7 @@ def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, lis
 
 
 def _without_work(log: RunLog) -> RunLog:
-    """The log of a run that finds everything done."""
+    """Returns the log of a run that reuses every step."""
 
     def reused(step: LoggedStep) -> LoggedStep:
         return replace(step, status="reused", words="", start=None, seconds=0.0, tail="", worker="")
@@ -210,5 +208,5 @@ def _without_work(log: RunLog) -> RunLog:
 
 
 def _texts(printed: Printed, steps: int) -> list[str]:
-    """Returns the text before and after the seconds that a run took."""
+    """Returns the printed text before and after the seconds that a run took."""
     return ["\n".join([*printed.lines, f"0 built, {steps} reused in "]), printed.places]

@@ -1,4 +1,4 @@
-"""Verbs about a recipe's text: init, validate, lock."""
+"""The verbs for the text of a recipe: init, validate, lock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ bundle: {output: "dist/{model}-{quantization}-{target}"}
 
 
 def settings(pairs: list[str]) -> dict[str, str]:
-    """Returns the values of `--set` options by name. Raises UsageError."""
+    """Parses `--set` options into name -> value. Raises UsageError."""
     values = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -41,10 +41,11 @@ def settings(pairs: list[str]) -> dict[str, str]:
 
 
 def open_session(arguments: argparse.Namespace, remotes: Sequence[Remote] | None = None) -> Session:
-    """Opens the recipe that a command line names; `remotes` take the place of those of the recipe."""
+    """Opens the recipe that a command line names; `remotes` replace those of the recipe."""
     from mlcbuild import session
 
-    gc.set_threshold(200_000, 10, 10)  # variants and steps live to the end: little of them is ever garbage
+    # variants and steps live until the process ends, so frequent garbage collection finds little
+    gc.set_threshold(200_000, 10, 10)
     none = getattr(arguments, "no_remote", False)
     return session.open(
         arguments.recipe,
@@ -70,7 +71,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """With --json, problems are facts: they go to stdout as a document."""
+    """Validates a recipe; with --json, problems are part of the document on stdout."""
     from mlcbuild.locking import check
 
     try:

@@ -54,7 +54,7 @@ def cache(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Sends records of a recipe, or of the whole store, to remotes; exit code 1 when any did not arrive."""
+    """Sends records of a recipe or a whole store to remotes; exit code 1 when any could not be sent."""
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
     if recipe is None:
@@ -68,7 +68,7 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Brings everything that remotes have of a recipe into the store, for runs without a network.
+    """Downloads everything that remotes have of a recipe, for runs without a network.
 
     Exit code 1 when a remote failed, or what it holds is not right, and something is lacking.
     """

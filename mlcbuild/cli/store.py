@@ -1,4 +1,4 @@
-"""Opens the store that a command line names, and shows what it holds: cache status."""
+"""Opens the store of a command line, and implements `cache status`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mlcbuild.store.store import Store, default_root
 
 
 def open_store(arguments: argparse.Namespace) -> Store:
-    """Returns the store of --store, or the user's. Raises StoreError for one of another format."""
+    """Returns the store of --store, or the user's. Raises StoreError for another format."""
     return Store(Path(arguments.store) if arguments.store else default_root())
 
 
 def no_operands(arguments: argparse.Namespace) -> None:
-    """Raises UsageError when an action that takes none has any."""
+    """Raises UsageError if an action without operands was passed any."""
     if arguments.operands:
         raise UsageError(
             f"mlcbuild cache {arguments.action}: '{arguments.operands[0]}' is one argument too many"
@@ -29,7 +29,7 @@ def no_operands(arguments: argparse.Namespace) -> None:
 
 def status(arguments: argparse.Namespace) -> int:
     no_operands(arguments)
-    found = upkeep.status(open_store(arguments))
+    state = upkeep.status(open_store(arguments))
     now = time.time()
     rows = [("step", "records", "bytes", "last used", "oldest use")]
     rows += [
@@ -40,16 +40,16 @@ def status(arguments: argparse.Namespace) -> int:
             _ago(now - kind.last_used),
             _ago(now - kind.oldest_use),
         )
-        for name, kind in sorted(found.kinds.items())
+        for name, kind in sorted(state.kinds.items())
     ]
     document = {
-        "root": str(found.root),
-        "records": found.records,
-        "blobs": found.blobs,
-        "bytes": found.bytes,
-        "kinds": {name: vars(kind) for name, kind in sorted(found.kinds.items())},
+        "root": str(state.root),
+        "records": state.records,
+        "blobs": state.blobs,
+        "bytes": state.bytes,
+        "kinds": {name: vars(kind) for name, kind in sorted(state.kinds.items())},
     }
-    last = f"{found.root}: {found.records} records, {found.blobs} files, {sizes.show(found.bytes)}"
+    last = f"{state.root}: {state.records} records, {state.blobs} files, {sizes.show(state.bytes)}"
     show(arguments.json, document, [*table(rows), last])
     return 0
 

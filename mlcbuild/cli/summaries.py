@@ -1,4 +1,4 @@
-"""What `run` writes for CI systems: JUnit, a summary, annotations."""
+"""Writes a run's outputs for CI systems: JUnit XML, a summary, annotations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def speeds(log: RunLog) -> list[str]:
 
 
 def write(arguments: argparse.Namespace, log: RunLog) -> None:
-    """Writes the files that options name, and what the CI system around this process reads."""
+    """Writes the files that options name, and those that the surrounding CI system reads."""
     from mlcbuild.ci.outputs import junit, markdown
 
     if arguments.junit is not None:
@@ -41,7 +41,7 @@ def write(arguments: argparse.Namespace, log: RunLog) -> None:
 
 
 def check_writable(arguments: argparse.Namespace) -> None:
-    """Raises UsageError for an output that cannot be written, before hours of work and not after."""
+    """Raises UsageError for an output that cannot be written, before hours of work are done."""
     for path in (arguments.junit, arguments.summary):
         if path is not None:
             _write(path, "", append=True)

@@ -1,4 +1,4 @@
-"""Charts as SVG that needs nothing else: a timeline of a run, loss against size, curves."""
+"""Draws charts as self-contained SVG: the timeline of a run, loss against size, curves."""
 
 from __future__ import annotations
 
@@ -28,36 +28,41 @@ _PALETTE = ("#3f6fb5", "#d9893b", "#4f9d5b", "#8a6fc0", "#c8453b", "#3f8f8a", "#
 _WIDTH, _ROW, _LEFT, _RIGHT = 1040.0, 24.0, 12.0, 28.0
 _CHAR = 6.4
 LEAST = 1e-7
-"""Loss below which differences are rounding, and a model is as good as exact."""
+"""Loss below which differences are rounding errors; such a model is drawn as exact."""
 _DOTS = 12
-"""Points of a curve up to which each is shown."""
+"""Largest number of points of a curve that are drawn as dots."""
 _GREY = 'fill="#5d6877"'
 
 
 @dataclass(frozen=True)
 class Bar:
+    """A bar of a timeline: one step."""
+
     name: str
     start: float
-    """Seconds."""
+    """Start in seconds after the start of the run."""
     seconds: float
     failed: bool = False
     tip: str = ""
     worker: str = ""
-    """The machine that ran it; steps of two machines never share a row."""
+    """The machine that ran the step; steps of two machines never share a row."""
 
 
 @dataclass(frozen=True)
 class Point:
+    """A point of a scatter plot: one variant."""
+
     label: str
     bytes: int
     loss: float
-    """Mean KL divergence, nats; less than LEAST is drawn at the lower edge."""
+    """Mean KL divergence in nats; values below LEAST are drawn at the lower edge."""
     group: str
-    """What gives it its colour."""
+    """The group, which determines the colour."""
 
 
 def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Bars in as few rows as possible, none overlapping another: what ran side by side."""
+    """Assigns bars to as few rows as possible so that none overlap; a row shows steps that ran in
+    sequence."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, -bar.seconds, bar.name)):
         free = next((row for row in rows if _follows(row[-1], bar)), None)
@@ -73,7 +78,7 @@ def _follows(last: Bar, bar: Bar) -> bool:
 
 
 def timeline(bars: Sequence[Bar], total: float) -> str:
-    """Steps over time, a row for each worker that was needed."""
+    """Draws steps over time, with a row for each worker that was needed."""
     rows = lanes(bars)
     total = max([total, *(bar.start + bar.seconds for bar in bars)]) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / total
@@ -110,7 +115,7 @@ def _bar(bar: Bar, row: int, scale: float) -> str:
 
 
 def ticks(total: float, most: int = 8) -> list[float]:
-    """Round numbers from 0 to `total`, at most `most` + 1."""
+    """Returns round numbers from 0 to `total`, at most `most` + 1."""
     steps = [base * 10.0**power for power in range(-3, 2) for base in (1, 2, 5)]
     steps += [60.0 * n for n in (1, 2, 5, 10, 15, 30)] + [3600.0 * n for n in (1, 2, 4, 8, 24)]
     step = next((step for step in sorted(steps) if total / step <= most), total / most)
@@ -124,7 +129,7 @@ def _short(seconds: float) -> str:
 
 
 def scatter(points: Sequence[Point]) -> str:
-    """Loss (logarithmic) against size, a dot for each point with its label beside it."""
+    """Draws loss (logarithmic) against size, with a labelled dot for each point."""
     width, height, left, bottom, top = 520.0, 300.0, 64.0, 40.0, 14.0
     largest = max(point.bytes for point in points) * 1.15
     shown = [point.loss for point in points if point.loss > LEAST]
@@ -168,7 +173,8 @@ def scatter(points: Sequence[Point]) -> str:
 def _dot(
     point: Point, place: tuple[float, float], fill: str, taken: list[tuple[float, float]], width: float
 ) -> str:
-    """A dot and its label, lower when another label is there already; to the left near the right edge."""
+    """Draws a dot and its label, which moves down to avoid another label, and to the left near the right
+    edge."""
     x, y = place
     long = len(point.label) * _CHAR
     end = x + 10 + long > width
@@ -186,13 +192,15 @@ def _dot(
 
 @dataclass(frozen=True)
 class Curve:
+    """A named curve of (x, y) points."""
+
     name: str
     points: Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: curves over two axes that both begin at 0."""
+    """One diagram: curves over two axes that both start at 0."""
 
     title: str
     across: str
@@ -201,7 +209,7 @@ class Panel:
 
 
 def panels(listed: Sequence[Panel]) -> str:
-    """Diagrams beside each other, two in a row, with one legend: a name has the same colour in all."""
+    """Draws diagrams two in a row with one legend; a curve's name has the same colour in all."""
     width, height, columns = 520.0, 300.0, min(2, max(1, len(listed)))
     names = list(dict.fromkeys(curve.name for panel in listed for curve in panel.curves))
     colours = {name: _PALETTE[index % len(_PALETTE)] for index, name in enumerate(names)}
@@ -245,7 +253,7 @@ def _panel(panel: Panel, extent: tuple[float, float], colours: Mapping[str, str]
 
 
 def _rounds(largest: float) -> list[float]:
-    """Round numbers from 0 to `largest`."""
+    """Returns round numbers from 0 to `largest`."""
     power = 10.0 ** math.floor(math.log10(largest))
     step = next(n * power for n in (0.1, 0.2, 0.25, 0.5, 1, 2) if largest / (n * power) <= 5)
     return [i * step for i in range(int(largest / step) + 1)]

@@ -1,8 +1,8 @@
-"""Pictures of a plan: Mermaid, Graphviz, and SVG or HTML that need nothing else to be shown.
+"""Draws a plan as Mermaid, Graphviz, or self-contained SVG or HTML.
 
-The layout is the classical one for layered graphs (Sugiyama, Tagawa, Toda 1981): each node one layer after
-the last of what it needs, order within layers by repeated barycentre sweeps to avoid crossings, then
-positions pulled towards neighbours while nothing overlaps. Layers are columns, read from left to right.
+The layout is the classical one for layered graphs (Sugiyama, Tagawa, Toda 1981): each node is one layer after
+its last dependency, repeated barycentre sweeps order the layers to avoid crossings, and positions are then
+pulled towards neighbours without overlaps. Layers are columns, read from left to right.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SWEEPS = 12
 
 @dataclass(frozen=True)
 class Box:
-    """A node's place, in pixels from the upper left."""
+    """The position and width of a node, in pixels from the upper left corner."""
 
     x: float
     y: float
@@ -53,7 +53,7 @@ class Box:
 
 
 def mermaid(graph: Graph, plan: Plan | None = None) -> str:
-    """Text that GitHub and GitLab show as a diagram."""
+    """Returns Mermaid text, which GitHub and GitLab show as a diagram."""
     number = {name: f"n{index}" for index, name in enumerate(graph.nodes)}
     states = _states(graph, plan)
     lines = ["flowchart LR"]
@@ -61,7 +61,7 @@ def mermaid(graph: Graph, plan: Plan | None = None) -> str:
     lines += [f"  {number[name]} --> {number[user]}" for name, users in graph.users.items() for user in users]
     for state in sorted(set(states.values()) - {""}):
         fill, border = _COLOURS[state]
-        members = ",".join(number[name] for name, found in states.items() if found == state)
+        members = ",".join(number[name] for name, step_state in states.items() if step_state == state)
         lines += [
             f"  classDef {state} fill:{fill},stroke:{border},color:#1c2330",
             f"  class {members} {state}",
@@ -74,7 +74,7 @@ def _mermaid_text(name: str) -> str:
 
 
 def dot(graph: Graph, plan: Plan | None = None) -> str:
-    """Text for Graphviz."""
+    """Returns text for Graphviz."""
     states = _states(graph, plan)
     lines = [
         "digraph plan {",
@@ -94,7 +94,7 @@ def _dot_text(name: str) -> str:
 
 
 def svg(graph: Graph, plan: Plan | None = None) -> str:
-    """A complete SVG document of a plan, or of a graph alone."""
+    """Returns a complete SVG document of a plan, or of a graph alone."""
     reasons = {step.name: step.reason for step in plan.steps} if plan is not None else {}
     return drawing(graph, _states(graph, plan), reasons, legend=plan is not None)
 
@@ -102,8 +102,10 @@ def svg(graph: Graph, plan: Plan | None = None) -> str:
 def drawing(
     graph: Graph, states: Mapping[str, str], reasons: Mapping[str, str], *, legend: bool = True
 ) -> str:
-    """A complete SVG document; `states` are of a plan or of a run. An edge that follows from others is left
-    out: fetch -> bundle when there is fetch -> weights -> bundle."""
+    """Returns a complete SVG document. `states` and `reasons` map a step of a plan or run to its words.
+
+    Transitive edges are left out: fetch -> bundle when there is fetch -> weights -> bundle.
+    """
     import networkx
 
     boxes = layout(graph)
@@ -124,7 +126,8 @@ def drawing(
 
 
 def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -> str:
-    """A page with the SVG and, for a plan, a table of the steps that are not hits and why."""
+    """Returns a page with the SVG and, for a plan, a table of the steps that are not hits with their
+    reasons."""
     rows = "".join(
         f"<tr><td>{escape(step.name)}</td><td>{_WORDS[step.state]}</td><td>{escape(step.reason)}</td></tr>\n"
         for step in (plan.steps if plan is not None else ())
@@ -141,7 +144,7 @@ def html(graph: Graph, plan: Plan | None = None, title: str = "mlcbuild plan") -
 
 
 def layout(graph: Graph) -> dict[str, Box]:
-    """A place for every node such that none overlap and every edge goes to the right."""
+    """Returns a position for each node such that no two overlap and every edge leads to the right."""
     layers = _layers(graph)
     _untangle(layers, graph)
     rows = _straighten(layers, graph)
@@ -156,7 +159,8 @@ def layout(graph: Graph) -> dict[str, Box]:
 
 
 def _layers(graph: Graph) -> list[list[str]]:
-    """Each node as far right as its users allow, so that an input stands beside what reads it."""
+    """Returns layers with each node as far right as its users allow, so that an input is next to its
+    reader."""
     depth: dict[str, int] = {}
     for step in graph.nodes.values():
         needs = [] if isinstance(step, Source) else graph.needs(step)
@@ -171,15 +175,15 @@ def _layers(graph: Graph) -> list[list[str]]:
 
 
 def _neighbours(graph: Graph) -> dict[str, list[str]]:
-    found = {name: list(users) for name, users in graph.users.items()}
+    neighbours = {name: list(users) for name, users in graph.users.items()}
     for name, users in graph.users.items():
         for user in users:
-            found[user].append(name)
-    return found
+            neighbours[user].append(name)
+    return neighbours
 
 
 def _untangle(layers: list[list[str]], graph: Graph) -> None:
-    """Barycentre sweeps, to the right and back, over the neighbours on the side that is already placed."""
+    """Orders each layer by barycentre sweeps in both directions, using the neighbours already placed."""
     near = _neighbours(graph)
     layer_of = {name: index for index, layer in enumerate(layers) for name in layer}
     place = {name: index / len(layer) for layer in layers for index, name in enumerate(layer)}
@@ -196,7 +200,7 @@ def _untangle(layers: list[list[str]], graph: Graph) -> None:
 
 
 def _straighten(layers: list[list[str]], graph: Graph) -> dict[str, float]:
-    """Vertical places: each node towards the mean of its neighbours, as far as its layer's order allows."""
+    """Returns the vertical position of each node: near the mean of its neighbours, in its layer's order."""
     pitch = _HEIGHT + _GAP_Y
     tallest = max((len(layer) for layer in layers), default=0)
     rows = {
@@ -217,9 +221,9 @@ def _straighten(layers: list[list[str]], graph: Graph) -> dict[str, float]:
 
 
 def _spread(wish: list[float], pitch: float) -> list[float]:
-    """The places nearest to `wish`, in its order, at least `pitch` apart.
+    """Returns the positions nearest to `wish`, in its order, at least `pitch` apart.
 
-    With the pitch taken off this is isotonic least squares, solved by pooling adjacent violators.
+    With the pitch subtracted this is isotonic least squares, solved by pooling adjacent violators.
     """
     blocks: list[tuple[float, int]] = []  # mean, count
     for index, value in enumerate(wish):
@@ -233,9 +237,9 @@ def _spread(wish: list[float], pitch: float) -> list[float]:
 
 
 def _states(graph: Graph, plan: Plan | None) -> Mapping[str, str]:
-    found = {step.name: step.state for step in plan.steps} if plan is not None else {}
+    plan_states = {step.name: step.state for step in plan.steps} if plan is not None else {}
     return {
-        name: "source" if isinstance(node, Source) else str(found.get(name, ""))
+        name: "source" if isinstance(node, Source) else str(plan_states.get(name, ""))
         for name, node in graph.nodes.items()
     }
 

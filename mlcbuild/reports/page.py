@@ -1,7 +1,7 @@
-"""One HTML page about a run: what became of it, when, how large, how exact, and what is new since the last.
+"""Writes an HTML page about a run: results, times, sizes, accuracy, and changes since the last run.
 
-The page needs nothing else: no script, no font, no other file. It is made from logs of runs alone, so it
-shows what happened even when the recipe has changed since.
+The page is self-contained: no script, no font, no other file. It is generated from logs of runs alone, so it
+shows what happened even if the recipe has changed since.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mlcbuild.reports.report import duration
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog
 
 MOST_DRAWN = 300
-"""Nodes of a graph that can still be read as a picture."""
+"""Largest number of nodes of a graph that is drawn."""
 FITTING = 60
-"""Nodes of a picture that is shrunk to the width of the page; a larger one is scrolled."""
+"""Largest number of nodes of a picture that is shrunk to the page's width; a larger one is scrolled."""
 MOST_ROWS = 500
-"""Of a table, and failures that are shown; what a page leaves out it counts."""
+"""Largest number of rows of a table, and of failures; the page states how many it leaves out."""
 MOST_PLOTS = 30
 MOST_BARS = 1500
-"""Steps of a timeline: the longest."""
+"""Largest number of steps of a timeline, which then shows the longest."""
 
 _STYLE = """
 :root{color-scheme:light}
@@ -57,7 +57,7 @@ overflow-wrap:anywhere;margin:6px 0}
 
 
 def html(log: RunLog, before: RunLog | None) -> str:
-    """The page of a run; `before` is the run that it is compared with."""
+    """Returns the page of a run; `before` is the run with which it is compared."""
     title = f"mlcbuild: {log.recipe}"
     parts = [
         f"<h1>{escape(title)}</h1>\n<div class=meta>{escape(_meta(log))}</div>",
@@ -88,11 +88,11 @@ def _tiles(log: RunLog) -> str:
     tiles = [(duration(log.seconds), "in all")]
     tiles += [(str(log.count(status)), status) for status in ("built", "reused")]
     tiles += [(str(n), status) for status in ("failed", "skipped") if (n := log.count(status))]
-    known = log.count("built") + log.count("reused")
-    if known:
-        tiles.append((f"{log.count('reused') / known:.0%}", "cache hits"))
-    made = sum(step.bytes or 0 for step in log.steps if step.status == "built")
-    tiles.append((sizes.show(made), "written"))
+    finished_steps = log.count("built") + log.count("reused")
+    if finished_steps:
+        tiles.append((f"{log.count('reused') / finished_steps:.0%}", "cache hits"))
+    written_bytes = sum(step.bytes or 0 for step in log.steps if step.status == "built")
+    tiles.append((sizes.show(written_bytes), "written"))
     shown = "".join(f"<div class=tile><b>{escape(a)}</b><span>{escape(b)}</span></div>" for a, b in tiles)
     return f"<div class=tiles>{shown}</div>"
 
@@ -102,7 +102,7 @@ def _section(title: str, body: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells are HTML; a column whose title ends in "#" holds numbers."""
+    """Returns an HTML table. Cells are HTML; a column whose title ends in "#" holds numbers."""
     kinds = [" class=n" if name.endswith("#") else "" for name in head]
     top = "".join(f"<th{kind}>{escape(n.rstrip('#'))}</th>" for n, kind in zip(head, kinds, strict=True))
     body = "".join(
@@ -132,28 +132,29 @@ def _variants(log: RunLog, before: RunLog | None) -> str:
     old = {item.name: item for item in before.variants} if before is not None else {}
     head = ("variant", "", "bundle#", "weights#", "KL mean#", "KL max#", "top-1#", "perplexity#", "exact#")
     speeds = runlog.speeds(log)
-    found = list(log.variants)
-    if len(found) > MOST_ROWS:  # what is news comes first
+    variants = list(log.variants)
+    if len(variants) > MOST_ROWS:  # changes come first
         order = ("failed", "skipped", "built", "reused")
-        found.sort(key=lambda item: order.index(item.status))
+        variants.sort(key=lambda item: order.index(item.status))
     rows = [
         [*_row(item, old.get(item.name)), *(_figure(item, name, ".0f") for name in speeds)]
-        for item in found[:MOST_ROWS]
+        for item in variants[:MOST_ROWS]
     ]
     table = _table((*head, *(f"{words} tok/s#" for words in speeds.values())), rows)
-    return _section("Variants", table + _more(len(found)))
+    return _section("Variants", table + _more(len(variants)))
 
 
 def _row(item: LoggedVariant, old: LoggedVariant | None) -> list[str]:
-    found = item.figures
-    top = f"{found['top1_agreement']:.1%}" if "top1_agreement" in found else ""
+    figures = item.figures
+    top = f"{figures['top1_agreement']:.1%}" if "top1_agreement" in figures else ""
     note = f"<br><span class=reused>{escape(item.words)}</span>" if item.words else ""
     return [
         escape(item.name) + note,
         _status(item.status),
         _bytes(item.bytes) + _moved(item.bytes, old.bytes if old else None),
         _bytes(item.weights),
-        _figure(item, "kl_mean") + _moved(found.get("kl_mean"), old.figures.get("kl_mean") if old else None),
+        _figure(item, "kl_mean")
+        + _moved(figures.get("kl_mean"), old.figures.get("kl_mean") if old else None),
         _figure(item, "kl_max"),
         top,
         _figure(item, "perplexity", ".5g"),
@@ -170,7 +171,8 @@ def _figure(item: LoggedVariant, name: str, form: str = ".3g") -> str:
 
 
 def _moved(now: float | None, before: float | None) -> str:
-    """By how much a number has changed, when that can be seen; more is worse for all that this shows."""
+    """Returns the relative change of a number in words, "" if it is invisible; an increase is marked as
+    worse."""
     if now is None or not before or abs(now / before - 1) < 0.0005:
         return ""
     change = now / before - 1
@@ -179,7 +181,7 @@ def _moved(now: float | None, before: float | None) -> str:
 
 
 def _plots(log: RunLog) -> str:
-    """A plot for each model with figures: mean KL against the size of the weights."""
+    """Returns a plot of mean KL against the size of the weights for each model with figures."""
     models: dict[str, list[LoggedVariant]] = {}
     for item in log.variants:
         models.setdefault(item.model, []).append(item)
@@ -204,7 +206,7 @@ def _points(variants: Sequence[LoggedVariant]) -> list[Point]:
 
 
 def _changes(log: RunLog, before: RunLog | None) -> str:
-    """What is not as it was in the run before."""
+    """Returns the differences from the run before."""
     if before is None:
         return ""
     old, new = {step.name: step for step in before.steps}, {step.name: step for step in log.steps}

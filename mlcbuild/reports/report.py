@@ -1,4 +1,4 @@
-"""Tells a run's events to people and programs: a live view, plain lines, one JSON document."""
+"""Presents a run's events: a live view, plain lines, one JSON document."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 _STYLES = {"built": "green", "failed": "red", "reused": "dim", "skipped": "yellow"}
 _ETA_FROM = 3.0
-"""Seconds a step must be expected to take before a guess of what is left helps."""
+"""Expected seconds of a step from which an estimate of the remaining time is shown."""
 
 
 @contextmanager
 def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter]:
-    """The reporter for a stream: the live view on a terminal, lines elsewhere and in CI."""
+    """Yields the reporter for a stream: the live view on a terminal, lines elsewhere and in CI."""
     if plain is None:
         plain = not stream.isatty() or bool(os.environ.get("CI")) or os.environ.get("TERM") == "dumb"
     if plain:
@@ -58,7 +58,7 @@ def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter
 
 @dataclass
 class Tally:
-    """What has become of a run's steps so far."""
+    """The state of a run's steps so far."""
 
     total: int = 0
     done: int = 0
@@ -67,11 +67,12 @@ class Tally:
     progress: dict[str, StepProgress] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
     chains: dict[str, float] = field(default_factory=dict)
-    """Step without a result -> seconds from its start to the end of the longest chain after it."""
+    """Unfinished step -> seconds from its start to the end of the longest chain after it."""
     places: dict[str, str] = field(default_factory=dict)
-    """Running step -> the worker of a cluster that has begun it."""
+    """Running step -> the cluster worker that runs it."""
 
     def note(self, event: Event) -> None:
+        """Updates the state with an event."""
         match event:
             case RunStarted():
                 self.total, self.done = event.steps, event.reused
@@ -101,7 +102,8 @@ class Tally:
             table.pop(name, None)
 
     def critical(self) -> tuple[str, float]:
-        """The step on which the end of the run hangs, and the seconds until then at the least; ("", 0)."""
+        """Returns the step on the critical path and the least seconds until the run ends; ("", 0) if
+        unknown."""
         now = time.monotonic()
         ends = {
             name: seconds - (now - self.started.get(name, now) if name in self.running else 0.0)
@@ -110,7 +112,8 @@ class Tally:
         return max(ends.items(), key=lambda item: item[1], default=("", 0.0))
 
     def left(self, name: str) -> float | None:
-        """Seconds a running step still needs, where progress or its last run allows a guess."""
+        """Returns the estimated remaining seconds of a running step; None without progress or an earlier
+        run."""
         step = self.running.get(name)
         if step is None:
             return None
@@ -127,7 +130,7 @@ class Tally:
 
 
 class Lines:
-    """One line per event, for logs. Steps that were hits from the start are only counted."""
+    """Prints one line per event, for logs. Steps that were hits from the start are only counted."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -168,15 +171,15 @@ def _lines(event: Event, tally: Tally) -> list[str]:
 
 
 def finished(event: StepFinished, count: str = "") -> list[str]:
-    """The lines that say how a step ended, a failed one with its log's tail."""
+    """Returns the lines for a step's end, with the tail of the log for a failed one."""
     result = event.result
     head = f"{result.status:<7} {count}{result.name}"
     if result.status == "built":
-        made = f", {sizes.show(result.record.size)}" if result.record is not None else ""
-        return [f"{head} in {duration(result.seconds)}{made}"]
+        size_words = f", {sizes.show(result.record.size)}" if result.record is not None else ""
+        return [f"{head} in {duration(result.seconds)}{size_words}"]
     if result.status == "failed":
         lines = [f"{head} after {duration(result.seconds)}: {result.error}"]
-        # The log ends with the error itself, which the first line has said already.
+        # The log ends with the error itself, which the first line shows already.
         tail = event.tail.replace(f"{type(result.error).__name__}: {result.error}", "").rstrip()
         lines += ["  " + line for line in tail.splitlines()]
         return [*lines, f"  log: {result.log}"] if result.log is not None else lines
@@ -184,7 +187,7 @@ def finished(event: StepFinished, count: str = "") -> list[str]:
 
 
 def summary(result: RunResult) -> str:
-    """The last line: what was built, what was reused, what was not, how long, and why it ended."""
+    """Returns the last line: numbers of built, reused and other steps, the time, and why the run ended."""
     parts = [f"{result.count('built')} built", f"{result.count('reused')} reused"]
     parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := result.count(status))]
     if result.not_uploaded:
@@ -197,7 +200,7 @@ def summary(result: RunResult) -> str:
 
 
 class View:
-    """The live view: finished steps scroll by, running ones stay at the bottom with time, bytes, ETA."""
+    """The live view: finished steps scroll by; running ones stay at the bottom with time, bytes and ETA."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -245,10 +248,10 @@ class View:
         return table
 
     def _cells(self, name: str) -> tuple[str, str, str]:
-        """Time so far, progress, time left."""
+        """Returns the elapsed time, the progress and the remaining time of a step."""
         tally = self._tally
         started = tally.started.get(name)
-        if started is None:  # it ended while this was drawn: the view has its own thread
+        if started is None:  # the step ended while the view's own thread draws it
             return "", "", ""
         shown = ""
         if (progress := tally.progress.get(name)) is not None:
@@ -258,7 +261,7 @@ class View:
 
 
 def document(result: RunResult, variants: Sequence[object] = ()) -> dict[str, object]:
-    """What `run --json` prints. `variants` comes from the caller, who knows what a variant is."""
+    """Returns the document of `run --json`. `variants` are opaque to this module."""
     return {
         "variants": list(variants),
         "steps": [_step_json(step) for step in result.steps],
@@ -277,7 +280,7 @@ def _step_json(step: StepResult) -> dict[str, object]:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 0.12 s, 8.1 s, 3 min 04 s, 2 h 05 min."""
+    """Formats seconds: 0.12 s, 8.1 s, 3 min 04 s, 2 h 05 min."""
     if seconds < 1:
         return f"{seconds:.2f} s"
     if seconds < 60:
@@ -289,7 +292,7 @@ def duration(seconds: float) -> str:
 
 
 def amount(progress: StepProgress) -> str:
-    """Progress for people: "1.2 GB of 4.0 GB", "3 of 12 layers"."""
+    """Formats progress: "1.2 GB of 4.0 GB", "3 of 12 layers"."""
     if progress.unit == "B":
         done, total, unit = sizes.show(progress.done), sizes.show(progress.total), ""
     else:

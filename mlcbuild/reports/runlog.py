@@ -1,8 +1,8 @@
-"""What a run did, kept in the store so that it can be shown and compared later.
+"""Logs of runs, kept in the store to be shown and compared later.
 
-Two JSON files below the store's root for each run, `runs/<recipe>/<time>.json` and what of it is the same
-for runs without work, `runs/<recipe>/<digest>.rest`; the newest KEPT runs stay. It is for people: nothing
-that is built depends on it.
+Each run has two JSON files below the store's root: `runs/<recipe>/<time>.json`, and
+`runs/<recipe>/<digest>.rest` with the part that all runs without work share. The newest KEPT runs stay. No
+step depends on a log.
 """
 
 from __future__ import annotations
@@ -28,74 +28,80 @@ from mlcbuild.store.store import Store
 FORMAT = "mlcbuild-run/2"
 KEPT = layout.KEPT_LOGS
 _LARGEST = 256 << 20
-"""Bytes of a file of a log."""
+"""Largest file of a log in bytes."""
 _LAST = 1e11
-"""Seconds since 1970 of a log's time are below it: dates end with the year 9999, not far above."""
+"""Upper bound of a log's time, in seconds since 1970: dates end with the year 9999."""
 
 
 @dataclass(frozen=True)
 class LoggedStep:
+    """A step in the log of a run."""
+
     name: str
     needs: tuple[str, ...]
-    """Steps and sources it reads."""
+    """Names of the steps and sources that it reads."""
     key: str | None
     status: str
-    """built, reused, failed or skipped."""
+    """One of built, reused, failed and skipped."""
     words: str
-    """Why it ran or was skipped; the message of a failure."""
+    """The reason why it ran or was skipped; for a failure, the error message."""
     start: float | None
     """Seconds from the start of the run; None when it did not run."""
     seconds: float
     bytes: int | None
-    """Of its artifact."""
+    """Bytes of its artifact."""
     tail: str = ""
-    """The end of a failed step's log."""
+    """The end of the log of a failed step."""
     worker: str = ""
-    """The machine of a cluster that ran it."""
+    """The cluster machine that ran it; "" for this machine."""
 
 
 @dataclass(frozen=True)
 class LoggedVariant:
+    """A variant in the log of a run."""
+
     name: str
     model: str
     quantization: str
     target: str
     status: str
     words: str
-    """Why it failed, or why it was not verified."""
+    """The reason why it failed, or why it was not verified."""
     line: int
     column: int
-    """Where the recipe gives its model."""
+    """Position of the model's source in the recipe."""
     bytes: int | None
-    """Of the bundle's files."""
+    """Bytes of all files of the bundle."""
     weights: int | None
-    """Bytes of its weights alone."""
+    """Bytes of the weights."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """What verification found, and the speed where it was measured."""
+    """Name -> value of the figures of verification, and of the speed where it was measured."""
 
 
 @dataclass(frozen=True)
 class RunLog:
+    """The log of one run."""
+
     recipe: str
-    """Its name."""
+    """Name of the recipe."""
     path: str
-    """Of its file, as it was given."""
+    """Path of the recipe, as the command line had it."""
     time: float
-    """Seconds since 1970 at the start."""
+    """Start of the run in seconds since 1970."""
     seconds: float
     machine: str
     steps: tuple[LoggedStep, ...]
     variants: tuple[LoggedVariant, ...]
     interrupted: str = ""
     shard: str = ""
-    """ "1/3", or "" for a whole run."""
+    """The shard, such as "1/3"; "" for a whole run."""
 
     def count(self, status: str) -> int:
         return sum(step.status == status for step in self.steps)
 
 
 class Clock:
-    """A reporter that notes when steps start, and passes every event on."""
+    """A reporter that records when steps start, and forwards every event."""
 
     def __init__(self, report: Reporter) -> None:
         self._report = report
@@ -122,12 +128,12 @@ class Clock:
 
 
 def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ...]:
-    """A run's results with their times, in an order in which each step follows what it needs."""
+    """Returns the logged steps of a run, each after the steps on which it depends."""
     place = {name: index for index, name in enumerate(graph.nodes)}
-    found = []
+    logged = []
     for step in sorted(result.steps, key=lambda step: place[step.name]):
         node = graph[step.name]
-        found.append(
+        logged.append(
             LoggedStep(
                 step.name,
                 tuple(graph.needs(node)) if isinstance(node, Step) else (),
@@ -141,11 +147,12 @@ def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ..
                 step.worker,
             )
         )
-    return tuple(found)
+    return tuple(logged)
 
 
 def speeds(log: RunLog) -> dict[str, str]:
-    """The figures of speed that any variant has, with words for them: speed_decode_8 is "decode 8"."""
+    """Returns figure of speed -> words, for the figures that any variant has: speed_decode_8 is "decode
+    8"."""
     names = dict.fromkeys(name for item in log.variants for name in item.figures)
     return {name: words.replace("_", " ") for name in names if (words := name.removeprefix("speed_")) != name}
 
@@ -155,8 +162,9 @@ def machine() -> str:
 
 
 def save(store: Store, recipe: Path, log: RunLog) -> None:
-    """Keeps a log; a store that cannot be written keeps none, which fails nothing."""
-    with suppress(OSError, ValueError, AttributeError, RecursionError):  # the latter: damaged older logs
+    """Saves a log. Errors are ignored, since no step depends on it."""
+    # the latter three: damaged older logs
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
         kept, rest = keep_rest(store, recipe, log)
         directory = kept.parent
         layout.write_log(str(directory), log.time, log.seconds, rest)
@@ -167,13 +175,13 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
 
 
 def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
-    """Writes what a log says besides its times to a file; its path, and the end of a JSON that names it.
+    """Writes the part of a log without its times to a file.
 
-    Raises OSError.
+    Returns the path, and the end of a JSON document that names it. Raises OSError.
     """
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
-    text = json.dumps(fields)  # ASCII: a path may hold bytes that are no UTF-8
+    text = json.dumps(fields)  # ASCII, because a path may hold bytes that are not UTF-8
     name = bytes_digest(text.encode())
     directory = _directory(store, recipe)
     directory.mkdir(parents=True, exist_ok=True)
@@ -189,18 +197,18 @@ def _write(path: Path, text: str) -> None:
 
 
 def latest(store: Store, recipe: Path, count: int = KEPT) -> list[RunLog]:
-    """The logs of a recipe's last runs, the newest first. Those that cannot be read are left out."""
-    found: list[RunLog] = []
+    """Returns the logs of a recipe's last runs, the newest first, without unreadable ones."""
+    logs: list[RunLog] = []
     for path in sorted(_directory(store, recipe).glob("*.json"), reverse=True):
-        if len(found) == count:
+        if len(logs) == count:
             break
         with suppress(OSError, ValueError, TypeError, KeyError):
             head = _parse(_read(path))
             name = head.pop("rest")
             rest = _read(path.with_name(f"{name}.rest"))
             if bytes_digest(rest) == name:
-                found.append(_from_json(head, _parse(rest)))
-    return found
+                logs.append(_from_json(head, _parse(rest)))
+    return logs
 
 
 def _read(path: Path) -> bytes:
@@ -208,7 +216,7 @@ def _read(path: Path) -> bytes:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Returns a JSON object. Raises ValueError."""
+    """Parses a JSON object. Raises ValueError."""
     try:
         document = json.loads(data)
     except RecursionError:
@@ -223,19 +231,20 @@ def _directory(store: Store, recipe: Path) -> Path:
 
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
-    """Returns the log of a file with times and one, whose digest was checked, with everything else."""
+    """Returns the log of two documents: one with the times, and one, whose digest was checked, with the
+    rest."""
     if head["format"] != FORMAT:
         raise ValueError("a log of another format")
     begun, seconds = float(head["time"]), float(head["seconds"])
     if not (0 <= begun < _LAST and 0 <= seconds < _LAST):
-        raise ValueError("a time that cannot be")
+        raise ValueError("an impossible time")
     rows: Iterable[dict[str, Any]] = data.pop("steps")
     variants: Iterable[dict[str, Any]] = data.pop("variants")
-    found = tuple(LoggedStep(**{**row, "needs": tuple(row["needs"])}) for row in rows)
+    logged_steps = tuple(LoggedStep(**{**row, "needs": tuple(row["needs"])}) for row in rows)
     return RunLog(
         **data,
         time=begun,
         seconds=seconds,
-        steps=found,
+        steps=logged_steps,
         variants=tuple(LoggedVariant(**row) for row in variants),
     )

@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlcbuild.bench.exchange import Reply, Server
-from mlcbuild.bench.figures import Outcome, Sample, percentile, sample
+from mlcbuild.bench.exchange import Server, TimedReply
+from mlcbuild.bench.figures import LoadResult, Sample, percentile, sample
 from mlcbuild.bench.plot import plot
 from mlcbuild.bench.workload import Lengths, Load, Workload
 from mlcbuild.cli import main
@@ -224,7 +224,10 @@ def test_nobody_there(capsys: Out) -> None:
         ("serve http://h --clients 0", "--clients takes whole numbers from 1 to 10000, such as 1,4,16"),
         ("serve http://h --clients 1.5", "--clients takes whole numbers"),
         ("serve http://h --rate x", "--rate takes numbers from 0.001 to 100000"),
-        ("serve http://h --rate 1 --clients 1", "--clients is a closed loop, --rate an open one: choose"),
+        (
+            "serve http://h --rate 1 --clients 1",
+            "--clients is a closed loop, --rate an open one: choose one of them",
+        ),
         ("serve http://h --arrivals constant", "--arrivals belongs to --rate"),
         ("serve http://h --slo ttft", "--slo ttft: write NAME=SECONDS, with one of ttft, tpot, e2e"),
         ("serve http://h --slo itl=1", "--slo itl=1: write NAME=SECONDS"),
@@ -233,7 +236,10 @@ def test_nobody_there(capsys: Out) -> None:
         ("serve http://h --warmup x", "--warmup: must be a whole number of at least 0, found 'x'"),
         ("serve http://h --api-key a\x07", "the key has characters that no header can have"),
         ("bundle http://h", "write mlcbuild bench serve URL, or mlcbuild bench BUNDLE"),
-        ("bundle --tokens uniform:1,2", "of a bundle, --prompt-tokens and --tokens are numbers"),
+        (
+            "bundle --tokens uniform:1,2",
+            "--prompt-tokens and --tokens must be single numbers when a bundle is measured",
+        ),
     ],
 )
 def test_wrong_usage(command: str, sentence: str, capsys: Out) -> None:
@@ -264,12 +270,12 @@ def test_events_may_come_in_any_pieces() -> None:
     data = body.partition(b"\r\n\r\n")[2]
     for size in (1, 2, 3, 17, 1000):
         pieces = [(float(i), data[i : i + size]) for i in range(0, len(data), size)]
-        found = sample(0.0, 0.0, 99.0, Reply(200, tuple(pieces)))
+        found = sample(0.0, 0.0, 99.0, TimedReply(200, tuple(pieces)))
         assert (found.error, found.prompt_tokens, found.answer_tokens, len(found.texts)) == (None, 7, 2, 1)
 
 
 def test_a_plot_of_failures_only_is_still_a_picture() -> None:
-    failed = Outcome("1 client", (Sample(0.0, 0.0, 1.0, error="cut"),), 1.0, 0.0)
+    failed = LoadResult("1 client", (Sample(0.0, 0.0, 1.0, error="cut"),), 1.0, 0.0)
     ET.fromstring(plot([failed, failed]))
 
 

@@ -257,7 +257,7 @@ def test_the_command_line_says_what_is_missing(tiny_bundles: Path, tmp_path: Pat
 
     recipe, bundle = tiny_bundles / "recipe.yaml", tiny_bundles / "dist" / VARIANT
     assert "it says nowhere to publish to: add `publish: [{to: " in stderr(2, "publish", recipe)
-    assert "--to is for a bundle; a recipe" in stderr(2, "publish", recipe, "--to", "hf://a/b")
-    assert "say where to: mlcbuild publish BUNDLE --to" in stderr(2, "publish", bundle)
+    assert "--to applies to a bundle; a recipe" in stderr(2, "publish", recipe, "--to", "hf://a/b")
+    assert "the destination is missing: mlcbuild publish BUNDLE --to" in stderr(2, "publish", bundle)
     assert "--to 'x' must start with oci://" in stderr(2, "publish", bundle, "--to", "x")
     assert "mlcbuild pull: 'x' must start with oci://" in stderr(2, "pull", "x")

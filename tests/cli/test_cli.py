@@ -121,7 +121,10 @@ def test_the_top_lists_all_verbs(capsys: Out) -> None:
         ("--json plan recipe.yaml", "mlcbuild: '--json' stands before the verb"),
         ("rnu recipe.yaml", "mlcbuild: 'rnu' is not a verb; did you mean 'run'?"),
         ("make", "mlcbuild: 'make' is not a verb; known: bench, cache, chat, doctor, "),
-        ("publish .", "mlcbuild publish: say where to: mlcbuild publish BUNDLE --to oci://host/name:tag"),
+        (
+            "publish .",
+            "mlcbuild publish: the destination is missing: mlcbuild publish BUNDLE --to oci://host/name:tag",
+        ),
         ("run", "mlcbuild run: error: the following arguments are required: recipe"),
         ("run recipe.yaml other.yaml", "mlcbuild run: 'other.yaml' is one argument too many; see"),
         ("run recipe.yaml --jobs 0", "--jobs: must be a whole number of at least 1, found '0'"),

@@ -156,7 +156,7 @@ def test_keys_are_made_once_and_shown(tmp_path: Path) -> None:
     assert broken.returncode == 2 and "it holds no ed25519 key in PEM form" in broken.stderr
     path.unlink()
     missing = run("show")
-    assert "there is no key; `mlcbuild keys new` makes one" in missing.stderr
+    assert "there is no key; `mlcbuild keys new` creates one" in missing.stderr
 
 
 # Archives
