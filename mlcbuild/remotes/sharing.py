@@ -107,8 +107,8 @@ class Sharing:
         """Downloads a blob into the store from the first remote that has it; returns "" or the reason for
         failing.
 
-        `on_bytes` is called with the number of new bytes. A staging area must be open. Waits while another process
-        downloads the same blob. Raises CancelledError.
+        `on_bytes` is called with the number of new bytes. A staging area must be open. Waits while another
+        process downloads the same blob. Raises CancelledError.
         """
         try:
             (self.store.root / "partial").mkdir(exist_ok=True)
