@@ -1,4 +1,4 @@
-"""The program: a receipt that says it all, or the command line."""
+"""The program: ends at once with a valid receipt, or else runs the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> int:
     ):
         try:
             print(said, flush=True)
-        except OSError:  # nobody listens: for the command line to answer
+        except OSError:  # standard output is closed: the command line handles it
             pass
         else:
             return 0

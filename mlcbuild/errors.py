@@ -27,7 +27,7 @@ from typing import ClassVar
 
 
 class MlcbuildError(Exception):
-    """Base of the tree. `exit_code` is what the command line returns."""
+    """Base class of all errors. `exit_code` is the exit code of the command line."""
 
     exit_code: ClassVar[int] = 1
 
@@ -38,7 +38,7 @@ class UsageError(MlcbuildError):
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One finding in a file a user wrote. `line` and `column` count from 1; 0 means the whole file."""
+    """A problem in a file that a user wrote. `line` and `column` count from 1; 0 means the whole file."""
 
     file: str
     line: int
@@ -51,7 +51,7 @@ class Problem:
 
 
 class InputError(UsageError):
-    """All problems of one reading, sorted by place; the message is one line for each."""
+    """All problems of a file, sorted by place; the message has one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(sorted(set(problems)))
@@ -62,11 +62,12 @@ class InputError(UsageError):
 
 
 MOST_PROBLEMS = 1000
-"""Problems of one file that are listed. A machine wrote a file that has more, and one fault explains most."""
+"""Largest number of problems that are listed for one file; a program wrote a file with more, and one fault
+explains most."""
 
 
 class Problems(list[Problem]):
-    """The problems of one file as they are found. Adding one more than MOST_PROBLEMS raises InputError."""
+    """The problems of one file. Adding more than MOST_PROBLEMS raises InputError."""
 
     def append(self, problem: Problem) -> None:
         if len(self) >= MOST_PROBLEMS:
@@ -108,8 +109,8 @@ class StoreError(MlcbuildError):
 
 
 class LostBlobError(StoreError):
-    """A file is no longer in the store, or was removed because its bytes were wrong: a new plan has its step
-    built again."""
+    """A file of a store is missing, or was removed because its bytes were wrong; a new plan builds its step
+    again."""
 
 
 class RemoteError(MlcbuildError):
@@ -125,47 +126,51 @@ class SetupError(MlcbuildError):
 
 
 _LISTED = 30
-"""Known names that a message lists; presets of targets and schemes are fewer."""
+"""Largest number of valid names that a message lists; all presets and schemes fit."""
 _COMPARED = 500
-"""Known names that a name is compared with: 2 ms for each problem at most."""
+"""Largest number of valid names that a name is compared with, which takes up to 2 ms."""
 _LONGEST = 100
-"""Letters of a name that is compared: the time grows with their square."""
+"""Largest length of a name that is compared, since the time grows with its square."""
 
 
-def did_you_mean(found: str, known: Iterable[str]) -> str:
-    """The end of an "unknown name" message: a close name, or the list of known ones."""
-    names = sorted(known)
-    close = close_names(found, names)
+def did_you_mean(word: str, valid: Iterable[str]) -> str:
+    """Returns the end of an "unknown name" message: a similar valid name, or the list of all valid ones."""
+    names = sorted(valid)
+    close = close_names(word, names)
     if close:
-        return f"did you mean '{max(close, key=lambda name: _likeness(found, name))}'?"
+        return f"did you mean '{max(close, key=lambda name: _likeness(word, name))}'?"
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     listed = ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:_LISTED])
     return f"known: {listed}{more}" if names else "none is defined"
 
 
-def close_names(found: str, known: Iterable[str]) -> list[str]:
-    """The known names that `found` may be a slip of. Of many names, those that begin alike are compared."""
-    names = [name for name in known if abs(len(name) - len(found)) < _LONGEST > len(name)]
-    if len(found) > _LONGEST:
+def close_names(word: str, valid: Iterable[str]) -> list[str]:
+    """Returns the valid names that `word` may be a misspelling of. Of many, only those with its first letter
+    count."""
+    names = [name for name in valid if abs(len(name) - len(word)) < _LONGEST > len(name)]
+    if len(word) > _LONGEST:
         return []
     if len(names) > _COMPARED:
-        names = [name for name in names if name[:1] == found[:1]][:_COMPARED]
-    return get_close_matches(found, names, n=10, cutoff=0.6)
+        names = [name for name in names if name[:1] == word[:1]][:_COMPARED]
+    return get_close_matches(word, names, n=10, cutoff=0.6)
 
 
 def one_line(text: str) -> str:
-    """The text with what is no visible letter or space written as an escape: line breaks, colours, NBSP."""
+    """Returns the text on one line, with escapes for everything but visible characters and spaces."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def safe_lines(text: str) -> str:
-    """The text with each of its lines as by `one_line`: what is printed may quote a stranger."""
+    """Returns the text with `one_line` applied to each line, since printed text may quote untrusted input."""
     return text if text.isprintable() else "\n".join(map(one_line, text.expandtabs().split("\n")))
 
 
 def _likeness(one: str, other: str) -> float:
-    """0 to 1. A matcher takes the first of equally long runs of its first text: swapped letters are seen from
-    one side only."""
+    """Returns the similarity of two texts, 0 to 1, computed in both directions.
+
+    Among equally long matches SequenceMatcher prefers the first in its first text, so swapped letters are
+    recognised in one direction only.
+    """
     return max(SequenceMatcher(None, *pair).ratio() for pair in ((one, other), (other, one)))

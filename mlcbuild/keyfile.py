@@ -1,4 +1,4 @@
-"""Keys that vouch for what mlcbuild made: ed25519, in PEM files, named by their public half."""
+"""The ed25519 keys that sign records and provenance, stored in PEM files and named by their public half."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _PUBLIC = re.compile(r"ed25519:[A-Za-z0-9_-]{43}")
 
 @dataclass(frozen=True)
 class Signer:
-    """A private key."""
+    """A private key and the name of its public half."""
 
     public: str
     private: Ed25519PrivateKey = field(repr=False)
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes, always the same for the same message."""
+        """Returns the 64-byte signature of a message; it is deterministic."""
         return self.private.sign(message)
 
 
 def is_public(text: str) -> bool:
-    """Whether a text has the form of a public key."""
+    """Tells whether a text has the form of a public key."""
     return bool(_PUBLIC.fullmatch(text)) and len(_decoded(text)) == 32
 
 
 def is_right(public: str, signature: bytes, message: bytes) -> bool:
-    """Whether the owner of a public key signed this message."""
+    """Tells whether a signature of a message by the owner of a public key is valid."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -49,7 +49,7 @@ def is_right(public: str, signature: bytes, message: bytes) -> bool:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """$MLCBUILD_KEY, or the user's configuration directory on this system."""
+    """Returns $MLCBUILD_KEY, or the path in the user's configuration directory on this system."""
     if chosen := environ.get("MLCBUILD_KEY"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
@@ -59,7 +59,8 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def create(path: Path) -> Signer:
-    """A new key in a new file that only its owner can read. Raises UsageError when it cannot be written."""
+    """Creates a key in a new file that only its owner can read. Raises UsageError when it cannot be
+    written."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -80,7 +81,8 @@ def create(path: Path) -> Signer:
 
 
 def load(path: Path) -> Signer | None:
-    """The key of a file; None when there is none. Raises UsageError when it is no ed25519 key."""
+    """Returns the key of a file; None when there is no file. Raises UsageError for anything but an ed25519
+    key."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -93,7 +95,7 @@ def load(path: Path) -> Signer | None:
     except (ValueError, TypeError):  # TypeError: it is encrypted
         private = None
     if not isinstance(private, Ed25519PrivateKey):
-        raise UsageError(f"{path}: it holds no ed25519 key in PEM form; `mlcbuild keys new` makes one")
+        raise UsageError(f"{path}: it holds no ed25519 key in PEM form; `mlcbuild keys new` creates one")
     return _signer(private)
 
 

@@ -1,4 +1,4 @@
-"""What this machine has to share out among steps."""
+"""The cores and memory of this machine that steps can use."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from mlcbuild_format import memory as memory_of_machine
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory() -> int:
-    """Bytes that steps may hold in all: nine tenths of the machine's, or of the container's."""
+    """Returns the bytes of memory for all steps: nine tenths of the machine's, or of the container's."""
     return memory_of_machine.available() * 9 // 10
 
 
 def kind() -> str:
-    """Machines that print the same are taken to be equally fast: "Some Processor, 8 cores"."""
+    """Returns processor and cores, such as "Some Processor, 8 cores". Machines with equal text count as
+    equally fast."""
     return f"{_processor()}, {cores()} cores"
 
 
-def label(found: str) -> str:
-    """What a worker on such a machine says that it has."""
-    return f"machine {found}"
+def label(machine_kind: str) -> str:
+    """Returns the label of workers on machines of a kind."""
+    return f"machine {machine_kind}"
 
 
 def _processor() -> str:

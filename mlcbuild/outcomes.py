@@ -29,7 +29,7 @@ class RecipePlan:
     products: tuple[Product, ...]
     """The selected variants."""
     memory: Mapping[str, dict[str, int] | None]
-    """Variant -> bytes that its bundle takes when it is served, by part; None for a model that is not
+    """Variant -> part of its bundle -> bytes of memory while it is served; None for a model that is not
     downloaded yet."""
 
     @property
@@ -39,23 +39,23 @@ class RecipePlan:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a step would run, or not."""
+    """The reason why a step would run or be reused."""
 
     planned: Planned
     changes: tuple[Change, ...]
-    """Every difference to the closest earlier record of this step; () while an input is not built."""
+    """The differences from the most similar earlier record of this step; () while an input is not built."""
 
 
 @dataclass(frozen=True)
 class VariantResult:
-    """How one variant of a recipe ended."""
+    """The result of one variant of a recipe."""
 
     product: Product
     status: Status
     error: MlcbuildError | None = None
-    """Why the bundle could not be put into its output directory."""
+    """The error when the bundle could not be put into its output directory."""
     note: str = ""
-    """Why there is no bundle, or why it was not verified."""
+    """The reason why there is no bundle, or why it was not verified."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures of verification (kl_mean, top1_agreement, perplexity ...) and of speed (speed_decode_8, tokens
     per second), as far as they were computed."""
@@ -82,7 +82,7 @@ class VariantResult:
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """The result of a run."""
 
     variants: tuple[VariantResult, ...]
     run: RunResult
@@ -181,7 +181,7 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
     entries = {entry.path: entry for entry in verified.record.files}
     try:
         manifest = json.loads(store.read_blob(entries["bundle.json"]))
-    except StoreError:  # its record came from a remote, and its files were not needed here; or it is damaged
+    except StoreError:  # the record came from a remote and its files are not here, or the store is damaged
         return {}
     return {
         name: value
@@ -191,7 +191,7 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
 
 
 def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
-    """Tokens per second: speed_prefill, speed_decode_1 and speed_decode_<largest batch>."""
+    """Returns tokens per second as speed_prefill, speed_decode_1 and speed_decode_<largest batch>."""
     if measured is None or measured.record is None:
         return {}
     (entry,) = measured.record.files
@@ -207,7 +207,7 @@ def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
 
 
 def run_log(pipeline: Pipeline, result: RunResult, clock: Clock, variants: Sequence[VariantResult]) -> RunLog:
-    """The log of a run, as `mlcbuild report` and CI systems show it."""
+    """Returns the log of a run in the form that `mlcbuild report` and CI systems show."""
     steps = {step.name: step for step in result.steps}
     return RunLog(
         pipeline.recipe.name,
@@ -245,9 +245,10 @@ def _logged(pipeline: Pipeline, steps: Mapping[str, StepResult], item: VariantRe
 
 
 def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Store) -> dict[str, int] | None:
-    """Bytes that a bundle takes when it is served, by part; None for a model that is not downloaded yet.
+    """Returns part -> bytes of memory that a bundle takes while it is served; None for a model that is not
+    downloaded.
 
-    A compiled library states all parts. Before that, weights and KV cache follow from the recipe, and
+    A compiled library states all parts. Before that, weights and KV cache are computed from the recipe, and
     the workspace is missing.
     """
     from mlcbuild.models import cached_values, context_window, parameters

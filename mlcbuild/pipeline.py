@@ -1,13 +1,14 @@
-"""The meaning of a recipe: its variants as steps. The only module that knows both steps and models.
+"""Translates the variants of a recipe into steps. No other module knows both steps and models.
 
 fetch/<model>                              the checkpoint: a directory of the user, or a download
 config/<model>                             config.json, normalised
 tokenizer/<model>                          tokenizer, template, serving defaults
 reference/<model>                          logits of the prompts, in NumPy
 weights/<model>/<scheme>/<layout>          packed weights
-library/<config>/<scheme>/<target>         compiled code; no weights and no model's name enter it
-bundle/<variant>                           all of it together
-verify/<variant>                           the bundle against the reference
+library/<config>/<scheme>/<target>         compiled code; it depends neither on weights nor on the model's
+name
+bundle/<variant>                           all of these together
+verify/<variant>                           the bundle compared with the reference
 bench/<variant>                            the speed of the bundle on this kind of machine
 """
 
@@ -38,25 +39,25 @@ from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
 
 MANY_CORES = 64
-"""For steps that use whatever the machine gives."""
+"""Cores requested by steps that can use all of a machine."""
 COMPILER_MEMORY = 600 << 20
-"""Bytes of a compiling process: 0.27 GB were measured for 30 layers, whatever the scheme."""
+"""Bytes of memory of a compiling process: 0.27 GB were measured for 30 layers, with any scheme."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """What a variant becomes."""
+    """The steps of one variant."""
 
     variant: Variant
     steps: tuple[str, ...]
-    """Every step of its own or shared, without the source."""
+    """Every step of the variant, shared ones included, without the source."""
     library: str
     bundle: str
     verify: str | None
     unverified: str = ""
-    """Why there is no verification, in words."""
+    """The reason why there is no verification, in words."""
     bench: str | None = None
-    """Measures it; no part of what makes the bundle."""
+    """The step that measures the bundle's speed; the bundle does not depend on it."""
 
     @property
     def last(self) -> str:
@@ -64,31 +65,33 @@ class Product:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Steps of it that no other step needs."""
+        """The steps of the variant that no other step reads."""
         return (self.last,) if self.bench is None else (self.last, self.bench)
 
 
 @dataclass(frozen=True)
 class Pipeline:
+    """A recipe translated into steps."""
+
     recipe: Recipe
     graph: Graph
     products: tuple[Product, ...]
     configs: Mapping[str, ModelConfig]
-    """By model, of those whose config.json is here already."""
+    """Model -> config, for models whose config.json is on this machine already."""
 
     def choose(self, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Steps that names or globs of variants and steps mean. Raises UsageError."""
+        """Returns the steps that names or globs of variants and steps match. Raises UsageError."""
         chosen: list[str] = []
         for pattern in patterns:
-            found = [item for item in self.products if fnmatchcase(item.variant.name, pattern)]
-            chosen += [end for item in found for end in item.ends] or sorted(self.graph.match([pattern]))
+            matching = [item for item in self.products if fnmatchcase(item.variant.name, pattern)]
+            chosen += [end for item in matching for end in item.ends] or sorted(self.graph.match([pattern]))
         return tuple(dict.fromkeys(chosen))
 
 
 def build(recipe: Recipe, lock: Lock) -> Pipeline:
-    """The steps of every variant. Reads config.json of local models, and nothing else of checkpoints.
+    """Returns the steps of every variant. Of local checkpoints it reads only the configs.
 
-    Raises InputError for models that cannot be built, naming their places in the recipe.
+    Raises InputError, with places in the recipe, for models that cannot be built.
     """
     variants = expand(recipe)
     checkpoints = examined(recipe, variants, lock)
@@ -99,7 +102,7 @@ def build(recipe: Recipe, lock: Lock) -> Pipeline:
 
 
 def hub_sources(recipe: Recipe) -> tuple[HubSource, ...]:
-    """What a lock must pin."""
+    """Returns the sources that a lock must pin."""
     sources = (model.source for model in recipe.models.values())
     return tuple(source for source in sources if isinstance(source, HubSource))
 
@@ -109,12 +112,12 @@ class _Assembly:
     """Collects nodes by name, each once."""
 
     directory: Path
-    """The recipe's."""
+    """Directory of the recipe."""
     checkpoints: Mapping[str, Checkpoint]
     bench: Bench | None
     nodes: dict[str, Node] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
-    """Label of a config -> the step that first made it."""
+    """Label of a config -> the first step that produces it."""
     tools: dict[targets.Target, Mapping[str, str]] = field(default_factory=dict)
 
     def add(self, variant: Variant) -> Product:
@@ -140,24 +143,24 @@ class _Assembly:
         )
         weights = self._keep_apart(_weights(variant, checkpoint, config))
         library = self._library(variant, checkpoint, config)
-        made = self._bundle(variant, {"library": library, "weights": weights, "tokenizer": tokenizer})
-        steps = (config, tokenizer, weights, library, made)
+        bundle = self._bundle(variant, {"library": library, "weights": weights, "tokenizer": tokenizer})
+        steps = (config, tokenizer, weights, library, bundle)
         why_not = backend(variant.target).can_run(variant.target, targets.resolve(targets.HOST))
         if why_not is not None:
-            return Product(variant, steps, library, made, None, why_not)
+            return Product(variant, steps, library, bundle, None, why_not)
         reference = self._reference(variant, checkpoint, config, tokenizer)
-        verify = self._keep(_verify(variant, checkpoint, made, reference))
-        bench = None if self.bench is None else self._keep(_bench(variant, self.bench, made))
-        return Product(variant, (*steps, reference, verify), library, made, verify, bench=bench)
+        verify = self._keep(_verify(variant, checkpoint, bundle, reference))
+        bench = None if self.bench is None else self._keep(_bench(variant, self.bench, bundle))
+        return Product(variant, (*steps, reference, verify), library, bundle, verify, bench=bench)
 
     def _keep(self, node: Node) -> str:
         self.nodes.setdefault(node.name, node)
         return node.name
 
     def _keep_apart(self, step: Step) -> str:
-        """As _keep; a step that differs from the one which has its name gets a longer name.
+        """Adds a step like _keep; one that differs from the step with its name gets a longer name.
 
-        The plain name stays with what is usual, so that a change is told as a change and not as new.
+        The first step keeps the plain name, so that a later change shows as a change and not as a new step.
         """
         if self.nodes.get(step.name, step) == step:
             return self._keep(step)
@@ -176,7 +179,7 @@ class _Assembly:
                     "target": targets.to_json(variant.target),
                     "limits": limits,
                 },
-                # Models that are alike share the node too, so that one library is one step.
+                # Models with equal configs share the node, so that they share one library step.
                 {"config": Input(self.configs.setdefault(checkpoint.label, config), ("config.json",))},
                 tools=self._tools(variant.target),
                 code=tuple(map(format_module, scheme.formats)),
@@ -186,12 +189,13 @@ class _Assembly:
         )
 
     def _tools(self, target: targets.Target) -> Mapping[str, str]:
-        """Asks programs for their versions, so once for each target."""
+        """Returns the tool versions for a target, cached because it runs the tools."""
         if target not in self.tools:
             try:
                 self.tools[target] = backend(target).tool_versions(target)
             except SetupError:
-                # Told by the step itself, if it comes to run: what else the recipe declares can be built.
+                # The step itself reports the missing linker when it runs, so that the rest of the recipe can
+                # be built.
                 self.tools[target] = {"linker": "none"}
         return self.tools[target]
 
@@ -221,16 +225,16 @@ class _Assembly:
             "tokenizer": Input(tokenizer),
             "checkpoint": Input(checkpoint.node.name, checkpoint.kind.weights_files),
         }
-        wanted = variant.verify.prompts if variant.verify is not None else PROMPTS
-        if isinstance(wanted, Path):
-            name = f"prompts/{Path(os.path.relpath(wanted, self.directory)).as_posix()}"
-            inputs["prompts"] = Input(self._keep(Source(name, wanted.parent, (wanted.name,))))
+        prompts = variant.verify.prompts if variant.verify is not None else PROMPTS
+        if isinstance(prompts, Path):
+            name = f"prompts/{Path(os.path.relpath(prompts, self.directory)).as_posix()}"
+            inputs["prompts"] = Input(self._keep(Source(name, prompts.parent, (prompts.name,))))
         return self._keep_apart(
             Step(
                 f"reference/{checkpoint.name}",
                 "mlcbuild.bundles.reference_logits:reference",
                 {
-                    "prompts": wanted.name if isinstance(wanted, Path) else list(wanted),
+                    "prompts": prompts.name if isinstance(prompts, Path) else list(prompts),
                     "context_window": variant.limits.context_window,
                     **checkpoint.params,
                 },
@@ -249,7 +253,7 @@ def _storage(variant: Variant) -> quant.Storage:
 
 @lru_cache(maxsize=4096)
 def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
-    """Thousands of variants share few targets and schemes."""
+    """Returns a scheme's storage on a target, cached because thousands of variants share few of both."""
     return backend(target).storage(scheme)
 
 
@@ -267,7 +271,7 @@ def _weights(variant: Variant, checkpoint: Checkpoint, config: str) -> Step:
     )
 
 
-def _verify(variant: Variant, checkpoint: Checkpoint, made: str, reference: str) -> Step:
+def _verify(variant: Variant, checkpoint: Checkpoint, bundle: str, reference: str) -> Step:
     limits = variant.verify or Verify(())
     config = checkpoint.config
     size = checkpoint.most if config is None else stored_bytes(_storage(variant), config)
@@ -275,7 +279,7 @@ def _verify(variant: Variant, checkpoint: Checkpoint, made: str, reference: str)
         f"verify/{variant.name}",
         "mlcbuild.bundles.verify:verify",
         {name: None if (value := getattr(limits, name)) is None else repr(value) for name in THRESHOLDS},
-        {"bundle": Input(made), "reference": Input(reference)},
+        {"bundle": Input(bundle), "reference": Input(reference)},
         code=backend(variant.target).executor,
         cores=MANY_CORES,
         memory=size + PROCESS_MEMORY,
@@ -283,8 +287,9 @@ def _verify(variant: Variant, checkpoint: Checkpoint, made: str, reference: str)
     )
 
 
-def _bench(variant: Variant, bench: Bench, made: str) -> Step:
-    """Its result says something about machines of one kind only, so that kind is part of the key."""
+def _bench(variant: Variant, bench: Bench, bundle: str) -> Step:
+    """Returns the step that measures speed. Its result depends on the kind of machine, which is therefore in
+    the key."""
     here = machine.kind()
     return Step(
         f"bench/{variant.name}",
@@ -294,7 +299,7 @@ def _bench(variant: Variant, bench: Bench, made: str) -> Step:
             "generate_tokens": bench.generate_tokens,
             "machine": here,
         },
-        {"bundle": Input(made)},
+        {"bundle": Input(bundle)},
         code=backend(variant.target).executor,
         cores=MANY_CORES,
         needs=(*backend(variant.target).labels(variant.target), machine.label(here)),
@@ -309,7 +314,7 @@ def _labels(variant: Variant) -> dict[str, str]:
 
 @cache
 def _runtime_library(target: targets.Target) -> Source | None:
-    """What a library needs to run, for the bundle, where this machine's files are the target's."""
+    """Returns the runtime libraries for a bundle, if this machine's files suit the target; None otherwise."""
     host = targets.resolve(targets.HOST)
     stems = backend(target).runtime_files
     files = [path for stem in stems if (path := bundle.tvm_runtime(stem)) is not None]

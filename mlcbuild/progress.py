@@ -1,4 +1,4 @@
-"""How an action says how far it is. Outside a worker nobody listens, and nothing happens."""
+"""Progress reports of actions. Without a listener, as outside of workers, they are ignored."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import TypeAlias
 Listener: TypeAlias = Callable[[int, int, str], None]
 
 _PERIOD = 0.2
-"""Seconds between two reports that are passed on."""
+"""Minimum seconds between two reports that reach the listener."""
 
 _listener: Listener | None = None
 _last = 0.0
 
 
 def report(done: int, total: int = 0, unit: str = "") -> None:
-    """`done` of `total` (0: not known) of something, such as "B" for bytes. Cheap: call it in a loop."""
+    """Reports `done` of `total` (0 if unknown) in a unit such as "B" for bytes. Cheap enough for inner
+    loops."""
     global _last  # noqa: PLW0603 - one listener per process, as there is one standard output
     now = time.monotonic()
     if _listener is not None and (now - _last >= _PERIOD or done == total):
@@ -25,6 +26,6 @@ def report(done: int, total: int = 0, unit: str = "") -> None:
 
 
 def listen(listener: Listener | None) -> None:
-    """Sets who hears reports of this process."""
+    """Sets the listener for the progress reports of this process; None removes it."""
     global _listener  # noqa: PLW0603
     _listener = listener

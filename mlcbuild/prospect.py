@@ -1,6 +1,6 @@
-"""What is known of a recipe's checkpoints before anything runs, and whether its variants fit them.
+"""Examines the checkpoints of a recipe before anything runs, and checks that its variants fit them.
 
-A local checkpoint's config.json is read; of a pinned one the lock's file list is all there is.
+Of a local checkpoint the config is read; of a pinned one only the lock's list of files is known.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from mlcbuild.recipe import Bench, LocalSource, Model, Recipe, Variant, expand
 from mlcbuild.targets.backends import Backend, backend
 
 UNKNOWN_MEMORY = 4 << 30
-"""Bytes assumed for a step on a model whose config is not known before it is fetched, at most."""
+"""Assumed upper bound in bytes for a step on a model whose config is not downloaded yet."""
 PROCESS_MEMORY = 300 << 20
-"""Bytes of a process that has NumPy loaded, with room."""
+"""Bytes of memory of a process with NumPy, including a reserve."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One model of the recipe, as far as it is known before anything runs."""
+    """What is known about a model of the recipe before anything runs."""
 
     model: Model
     node: Node
     label: str
-    """What stands for the config in names: a digest, shortened."""
+    """Shortened digest of the config, used in the names of steps."""
     config: ModelConfig | None
-    """None: it is not here yet."""
+    """The config; None while it is not downloaded."""
     file: str | None = None
-    """The GGUF file, in the directory of `node`, that is the checkpoint; None: the directory is."""
+    """Name of the GGUF file in the directory of `node`; None for a checkpoint that is a directory."""
     most: int = UNKNOWN_MEMORY
-    """Bytes that its weights have in float32, at most, when the config is not known."""
+    """Upper bound of the bytes of its float32 weights, for an unknown config."""
 
     @property
     def name(self) -> str:
@@ -57,17 +57,18 @@ class Checkpoint:
 
     @property
     def params(self) -> dict[str, Json]:
-        """Parameters of every step that reads the checkpoint."""
+        """The parameters of every step that reads the checkpoint."""
         return {} if self.file is None else {"file": self.file}
 
     @property
     def families(self) -> tuple[str, ...]:
-        """The families whose code its config step may run: all while config.json is not here yet."""
+        """The families whose code its config step may run; all of them while config.json is not
+        downloaded."""
         return family_names() if self.config is None else (self.config.family,)
 
     @cached_property
     def parameters(self) -> tuple[Param, ...]:
-        """Of the config, where it is known."""
+        """The parameters of the model, if its config is known."""
         return _parameters(self.config) if self.config is not None else ()
 
     @cached_property
@@ -79,22 +80,22 @@ class Checkpoint:
 
 
 def check(recipe: Recipe) -> None:
-    """Raises InputError, as `build` does, for what is wrong with variants of local models."""
+    """Raises InputError, as `build` does, for invalid variants of local models."""
     examined(recipe, expand(recipe), None)
 
 
 def faults(models: Iterable[Model]) -> Iterator[Problem]:
-    """What makes local models none that can be built; for `recipe.load`, which reports it with all else."""
-    read = cache(_read_local)  # many models may share a directory
+    """Yields the problems of local models; `recipe.load` reports them with all others."""
+    read = cache(_read_local)  # cached, since many models may share a directory
     for model in models:
         if isinstance(model.source, LocalSource):
-            found = read(model.source.path)
-            lines = found if isinstance(found, list) else []
+            checkpoint = read(model.source.path)
+            lines = checkpoint if isinstance(checkpoint, list) else []
             yield from (model.place.problem(f"model '{model.name}': {line}") for line in lines)
 
 
 def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
-    """The checkpoints of the variants; without a lock those of local models. Raises InputError."""
+    """Returns model -> checkpoint for the variants; without a lock only local models. Raises InputError."""
     variants = list(variants)
     models = {variant.model.name: variant.model for variant in variants}
     problems = Problems(faults(models.values()))
@@ -132,28 +133,28 @@ def _pinned(model: Model, source: HubSource, lock: Lock) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Local:
-    """A checkpoint of the user, read."""
+    """A local checkpoint whose config was read."""
 
     root: Path
     files: tuple[str, ...]
-    """Those that matter, relative to root."""
+    """Names of the relevant files, relative to `root`."""
     config: ModelConfig
     digest: str
-    """The config's."""
+    """Digest of the config."""
     file: str | None = None
-    """The GGUF file, where it is one."""
+    """Name of the GGUF file, for a checkpoint that is one."""
 
 
 def _local(model: Model, root: Path, read: Callable[[Path], _Local | list[str]]) -> Checkpoint:
-    found = read(root)
-    if isinstance(found, list):  # it was right a moment ago
-        raise InputError(model.place.problem(f"model '{model.name}': {line}") for line in found)
-    source = Source(f"fetch/{model.name}", found.root, found.files)
-    return Checkpoint(model, source, found.digest[:12], found.config, found.file)
+    checkpoint = read(root)
+    if isinstance(checkpoint, list):  # the files changed since the last check
+        raise InputError(model.place.problem(f"model '{model.name}': {line}") for line in checkpoint)
+    source = Source(f"fetch/{model.name}", checkpoint.root, checkpoint.files)
+    return Checkpoint(model, source, checkpoint.digest[:12], checkpoint.config, checkpoint.file)
 
 
 def _read_local(root: Path) -> _Local | list[str]:
-    """A local checkpoint, or sentences about what is wrong with it."""
+    """Reads a local checkpoint; returns error messages for an invalid one."""
     try:
         if root.suffix == ".gguf":
             return _read_gguf(root)
@@ -165,7 +166,7 @@ def _read_local(root: Path) -> _Local | list[str]:
 
 
 def _read_gguf(path: Path) -> _Local:
-    """Raises CheckpointError."""
+    """Reads a GGUF file. Raises CheckpointError."""
     from mlcbuild.checkpoints.gguf_config import read_config  # loads NumPy
     from mlcbuild.checkpoints.gguf_file import parts
 
@@ -185,7 +186,7 @@ def _unreadable(variant: Variant) -> Iterator[Problem]:
 
 
 def _misfits(variant: Variant, checkpoint: Checkpoint, bench: Bench | None) -> Iterator[Problem]:
-    """What a variant asks of a known model that the model cannot give."""
+    """Yields the requirements of a variant that a known model cannot meet."""
     if checkpoint.config is None:
         return
     place, config = variant.model.place, checkpoint.config

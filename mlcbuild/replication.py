@@ -23,19 +23,19 @@ from mlcbuild.store.records import Record
 from mlcbuild.store.store import Store
 
 _TRANSFERS = 4
-"""Records of a push, or files of a pull, at the same time."""
+"""Number of records (push) or files (pull) that are transferred at the same time."""
 _WAITING = 256
-"""Records of a push that are in memory."""
+"""Number of records that a push holds in memory."""
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """Where the records of a store are now."""
+    """The result of a push."""
 
     records: int
-    """Records that were to be sent."""
+    """Number of records to send."""
     missing: Mapping[str, int]
-    """Remote -> how many of them it lacks."""
+    """Remote -> number of records that it lacks."""
 
     @property
     def ok(self) -> bool:
@@ -44,21 +44,21 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Pulled:
-    """Steps of a recipe in a store after a pull."""
+    """The result of a pull."""
 
     fetched: int
     present: int
-    """Steps that the store had before."""
+    """Number of steps that the store had before."""
     absent: int
-    """Steps that no remote has."""
+    """Number of steps that no remote has."""
     warnings: tuple[str, ...]
-    """Faults of remotes that did no harm."""
+    """Problems of remotes that caused no loss."""
 
 
 def shareable(records: Iterable[Record]) -> Iterator[Record]:
     """Leaves out records that hold for this machine only, and damaged ones."""
     for record in records:
-        with suppress(ValueError):  # damaged in the part that says where it holds
+        with suppress(ValueError):  # the record is damaged in the part that says so
             if record.made.shared:
                 yield record
 
@@ -83,7 +83,7 @@ def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], sig
                 count += len(some)
                 for lacking in pool.all(partial(sharing.send, record, stop) for record in some):
                     missing.update(lacking)
-        finally:  # an interrupt must not wait for what is on its way
+        finally:  # an interrupt must not wait for transfers in flight
             stop.set()
             sharing.close()
     if warnings := sharing.take_warnings():
@@ -92,10 +92,10 @@ def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], sig
 
 
 def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence[str] = ()) -> Pulled:
-    """Brings every step that remotes have, by a plan that was made with them, into a store.
+    """Downloads every step that remotes have into a store, by a plan that was computed with these remotes.
 
-    warnings: those of the plan. Raises RemoteError with all warnings when a file that a remote claims to
-    have did not come, or when there are warnings and a step is absent.
+    `warnings` are those of the plan. Raises RemoteError with all warnings when a download failed, or when
+    there are warnings and a step is absent.
     """
     remote = [(step, step.record) for step in plan.steps if step.state == "remote" and step.record]
     sharing = Sharing(store, [Link(remote) for remote in remotes])
@@ -114,7 +114,7 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
 
 
 def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
-    """Brings files into the store, some at the same time; digest -> why it could not be had, or ""."""
+    """Downloads files in parallel; returns digest -> the reason for a failure, or ""."""
     stop = threading.Event()
     distinct = {entry.digest: entry for entry in entries}
     with Background(_TRANSFERS) as pool:
@@ -123,22 +123,23 @@ def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
                 partial(sharing.fetch, entry, stop, lambda _: None) for entry in distinct.values()
             )
             return dict(zip(distinct, reasons, strict=True))
-        finally:  # an interrupt must not wait for what is on its way
+        finally:  # an interrupt must not wait for transfers in flight
             stop.set()
             sharing.close()
 
 
 @dataclass(frozen=True)
 class CheckedStore:
-    """A store after a check."""
+    """The result of a check of a store."""
 
     check: upkeep.Verified
     warnings: tuple[str, ...] = ()
-    """Faults of remotes."""
+    """Problems of remotes."""
 
 
 def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:
-    """Checks all bytes of a store, removes what is damaged, and fetches that and what is missing.
+    """Checks all bytes of a store, removes damaged files, and downloads damaged and missing ones from
+    remotes.
 
     Raises StoreError when the store cannot be read.
     """

@@ -29,35 +29,35 @@ EVERYTHING = Selection()
 
 @dataclass(frozen=True)
 class Selected:
-    """What a selection leaves of a recipe."""
+    """The part of a recipe that a selection leaves."""
 
     products: tuple[Product, ...]
-    """The variants to finish."""
+    """The selected variants."""
     only: tuple[str, ...] | None
-    """Steps to look at, with what they need: None for all, () when nothing is left."""
-    turns: tuple[tuple[str, ...] | None, ...]
-    """The steps of each turn of a run, one turn after the other; None for all steps."""
+    """Names of the selected steps, whose dependencies are included; None for all, () for none."""
+    phases: tuple[tuple[str, ...] | None, ...]
+    """The steps of each phase of a run, executed one after the other; None for all steps."""
     outputs: tuple[str, ...]
-    """Steps whose files a run needs here: parts of bundles, and steps that were named."""
+    """Steps whose files must be on this machine after a run: parts of bundles, and steps that were named."""
 
 
 def select(pipeline: Pipeline, selection: Selection, on_event: Reporter = silent) -> Selected:
     """Applies a selection to a recipe.
 
-    on_event receives a `Noted` for each variant that `affected_by` leaves, and for the shard. Raises
-    UsageError for names that mean nothing, and for a range that Git does not know.
+    `on_event` receives a `Noted` for each variant that `affected_by` selects, and for the shard. Raises
+    UsageError for unknown names, and for a range that Git does not know.
     """
     only = _only(pipeline, selection, on_event)
     products = [item for item in pipeline.products if only is None or item.last in only]
-    turns: Sequence[tuple[str, ...] | None] = () if only == () else (only,)
+    phases: Sequence[tuple[str, ...] | None] = () if only == () else (only,)
     named = selection.only
     if selection.shard is not None:
         named = ()
-        if turns:
-            turns, products = _shard(pipeline, selection.shard, only or (), products, on_event)
+        if phases:
+            phases, products = _shard(pipeline, selection.shard, only or (), products, on_event)
     files = [step for item in products for step in (item.bundle, item.verify, item.bench) if step is not None]
     outputs = tuple(dict.fromkeys([*pipeline.choose(named), *files]))
-    return Selected(tuple(products), only, tuple(turns), outputs)
+    return Selected(tuple(products), only, tuple(phases), outputs)
 
 
 def _only(pipeline: Pipeline, selection: Selection, on_event: Reporter) -> tuple[str, ...] | None:
@@ -77,7 +77,7 @@ def _only(pipeline: Pipeline, selection: Selection, on_event: Reporter) -> tuple
 def _shard(
     pipeline: Pipeline, text: str, only: Sequence[str], products: Sequence[Product], on_event: Reporter
 ) -> tuple[list[tuple[str, ...] | None], list[Product]]:
-    """Returns the turns of one shard, and the variants that it finishes."""
+    """Returns the phases of one shard, and the variants that it completes."""
     from mlcbuild.ci import split as splits
 
     graph = pipeline.graph
@@ -85,12 +85,12 @@ def _shard(
     dealt = splits.split(graph, only, count, splits.read(durations(pipeline)))
     own = dealt.shards[index - 1]
     on_event(Noted(f"shard {text} of split {dealt.identity}: {len(own.steps)} steps"))
-    turns: list[tuple[str, ...] | None] = [turn for turn in dict.fromkeys((own.first, own.steps)) if turn]
-    return turns, [item for item in products if graph.resolve(item.last) in own.steps]
+    phases: list[tuple[str, ...] | None] = [phase for phase in dict.fromkeys((own.first, own.steps)) if phase]
+    return phases, [item for item in products if graph.resolve(item.last) in own.steps]
 
 
 def durations(pipeline: Pipeline) -> Path:
-    """Returns the path of the measured durations beside the recipe, by which steps are dealt out."""
+    """Returns the path of the file of durations beside the recipe, by which steps are divided into shards."""
     from mlcbuild.ci import split as splits
 
     return splits.place(pipeline.recipe.path)

@@ -66,7 +66,7 @@ GraphFormat: TypeAlias = Literal["mermaid", "dot", "svg", "html"]
 
 
 _ATTEMPTS = 5
-"""Times that a run goes on with damaged files of the store removed; each attempt may meet others."""
+"""Largest number of attempts of a run that removes damaged files from the store; each may meet others."""
 
 
 def open(
@@ -97,7 +97,7 @@ def open(
 
 
 def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, ...]:
-    """Whom the recipe trusts for an address holds for that address here, too."""
+    """Returns remotes with the keys that the recipe trusts for their addresses. Raises UsageError."""
     trust = {remote.url: remote.trust for remote in recipe.remotes}
     remotes = []
     for item in listed:
@@ -112,20 +112,21 @@ def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, .
 
 @dataclass(frozen=True)
 class Session:
-    """A recipe and a store. Made by `open`."""
+    """A recipe with a store, as returned by `open`."""
 
     pipeline: Pipeline
     store: Store
-    """For reading: every call opens the store anew, so that calls in several threads share no state."""
+    """The store, for reading. Every call opens the store again, so that calls in several threads share no
+    state."""
     key: Path | None = None
-    """File with the key that signs; None: the user's, if there is one."""
+    """File with the signing key; None for the user's key, if there is one."""
 
     @property
     def recipe(self) -> Recipe:
         return self.pipeline.recipe
 
     def over(self, remotes: Iterable[str | Remote]) -> Session:
-        """Returns a session with other remotes, as `open` takes them. Raises UsageError."""
+        """Returns a session with other remotes, which are passed as to `open`. Raises UsageError."""
         recipe = replace(self.recipe, remotes=_resolved(remotes, self.recipe))
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 
@@ -246,7 +247,7 @@ class Session:
         sharing = partial(self._sharing, store)
         graph, result, variants = self.pipeline.graph, RunResult((), 0.0), tuple[VariantResult, ...]()
         for left in reversed(range(_ATTEMPTS)):
-            attempt = phases.run(graph, settings, selected.turns, sharing, clock, cancel)
+            attempt = phases.run(graph, settings, selected.phases, sharing, clock, cancel)
             result = phases.joined(result, attempt)
             ends = outcomes.finish(self.pipeline, selected.products, result, store, signer)
             variants = outcomes.joined(variants, ends)
@@ -376,7 +377,7 @@ def _lost_blob(run: RunResult, variants: Iterable[VariantResult]) -> LostBlobErr
 
 
 def _forward(on_event: Reporter, event: Event) -> None:
-    """Drops the ends of a run's turns: the end of the whole run is reported once."""
+    """Forwards events except RunFinished of each phase, since the end of the whole run is reported once."""
     if not isinstance(event, RunFinished):
         on_event(event)
 
