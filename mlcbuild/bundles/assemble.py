@@ -1,4 +1,4 @@
-"""Lays out a bundle: library, weights, tokenizer, manifest. The runtime owns the format."""
+"""Assembles a bundle from library, weights, tokenizer and manifest. mlcbuild_format defines the format."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from mlcbuild_format.fields import Json as FreeJson
 
 _LARGEST_CONFIG = 16 << 20
-"""Bytes of a JSON file of a checkpoint."""
+"""Largest JSON file of a checkpoint that is read, in bytes."""
 _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 SERVING = "serving.json"
 LIBRARY = "library.json"
-"""What the library says of itself, readable where its code cannot run."""
+"""File with the library's metadata, readable where its code cannot run."""
 
 
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: the tokenizer's files, and the serving defaults that the checkpoint states.
+    """Action: copies the tokenizer's files and derives the serving defaults from the checkpoint.
 
     `inputs["checkpoint"]` holds TOKENIZER_FILES, POOLING and config.json. Raises CheckpointError.
     """
     checkpoint = inputs["checkpoint"]
-    found = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
-    if not {"tokenizer.json", "tokenizer.model"} & set(found):
+    names = [name for name in TOKENIZER_FILES if (checkpoint / name).is_file()]
+    if not {"tokenizer.json", "tokenizer.model"} & set(names):
         raise CheckpointError(
             f"{checkpoint}: it has neither tokenizer.json nor tokenizer.model, so no text can be read or "
             "written; add one of them to the checkpoint"
         )
-    for name in found:
+    for name in names:
         # Copied, not linked: the checkpoint may be the user's own directory, where files change in place.
         shutil.copyfile(checkpoint / name, out / name)
     (out / SERVING).write_text(
@@ -71,18 +71,18 @@ def serving_document(checkpoint: Path) -> dict[str, object]:
 
 
 def _pooling(path: Path) -> str | None:
-    """None where the checkpoint says nothing. The older form has a truth value for each way."""
+    """Returns the pooling that the checkpoint states, or None. The older form has a boolean for each kind."""
     prefix, document = "pooling_mode_", _object(path)
     named = document.get("pooling_mode")
     ways = [key.removeprefix(prefix) for key, value in document.items() if key.startswith(prefix) and value]
     ways += [named] if isinstance(named, str) else []
-    found = {_POOLINGS.get(way, way) for way in ways}
-    if found - {"mean", "last"} or len(found) > 1:
+    poolings = {_POOLINGS.get(way, way) for way in ways}
+    if poolings - {"mean", "last"} or len(poolings) > 1:
         raise CheckpointError(
             f"{path}: embeddings can be the mean over all tokens or the last token's state, not"
-            f" {' and '.join(sorted(found))}; without the file they are the last token's"
+            f" {' and '.join(sorted(poolings))}; without the file they are the last token's"
         )
-    return found.pop() if found else None
+    return poolings.pop() if poolings else None
 
 
 def _object(path: Path) -> dict[str, object]:
@@ -100,10 +100,10 @@ def _object(path: Path) -> dict[str, object]:
 
 
 def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: the bundle without provenance and verification figures.
+    """Action: assembles the bundle without provenance and verification figures.
 
-    params: name, model, scheme and target as they are shown, context_window to max_batch in `limits`.
-    inputs: library, weights, tokenizer, and `runtime` (libtvm_runtime) where the target is this system.
+    `params` hold name, model, scheme and target for display, and `limits` from context_window to max_batch.
+    `inputs` are library, weights, tokenizer, and `runtime` (libtvm_runtime) if the target is this system.
     """
     from mlcbuild_format import bundle as form
 
@@ -153,7 +153,8 @@ def _serving_defaults(path: Path) -> Serving:
 
 
 def _check_serving(manifest: Manifest) -> None:
-    """The manifest as a reader would see it: a checkpoint's odd token ids are found here, not on serving."""
+    """Validates the manifest as a reader would, so that invalid token ids of a checkpoint fail here and not
+    when served."""
     from mlcbuild_format.bundle import parse
     from mlcbuild_format.fields import FieldError
 
@@ -171,16 +172,16 @@ def _files(root: Path) -> dict[str, File]:
     paths = sorted(path for path in root.rglob("*") if path.is_file())
     files = {}
     for path in paths:
-        found = noted_digest(path)
-        if found is None:
-            found = file_digest(path)
-            note_digest(path, found)  # the store takes it as it is
-        files[path.relative_to(root).as_posix()] = File(found, path.stat().st_size)
+        digest = noted_digest(path)
+        if digest is None:
+            digest = file_digest(path)
+            note_digest(path, digest)  # lets the store skip hashing
+        files[path.relative_to(root).as_posix()] = File(digest, path.stat().st_size)
     return files
 
 
 def _place(source: Path, destination: Path) -> None:
-    """A hard link to a file of the store, or a copy where links are impossible: weights exist once."""
+    """Links a file of the store, or copies it where links are impossible, so that weights exist once."""
     try:
         os.link(source, destination)
     except OSError:
@@ -188,15 +189,16 @@ def _place(source: Path, destination: Path) -> None:
 
 
 def tvm_runtime(stem: str = "libtvm_runtime") -> Path | None:
-    """A runtime library of the installed compiler, found without importing it."""
+    """Returns the path of a runtime library of the installed compiler, without importing it; None if
+    missing."""
     spec = find_spec("tvm")
     if spec is None or not spec.submodule_search_locations:
         return None
     root = Path(spec.submodule_search_locations[0])
-    found = sorted(
+    paths = sorted(
         path
         for folder in (root, root / "lib")
         for path in folder.glob(f"{stem}.*")
         if path.suffix in (".so", ".dylib")
     )
-    return found[0] if found else None
+    return paths[0] if paths else None

@@ -1,4 +1,4 @@
-"""The memory a bundle really takes, measured in a process of its own with every sequence full."""
+"""Measures the memory of a bundle in a separate process in which every sequence is full."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from mlcbuild.bundles import fresh_process
 
 
 def measure(bundle: Path) -> int:
-    """Bytes by which the peak of a process with the bundle loaded grows when it fills its limits.
+    """Returns the bytes by which the peak memory of a process grows when a loaded bundle fills its limits.
 
-    max_batch sequences of context_window tokens are run, so this takes as long as that takes. Raises
-    VerificationError with the runtime's own sentence when the bundle cannot be run.
+    It runs max_batch sequences of context_window tokens, and takes as long as that takes. Raises
+    VerificationError with the runtime's message when the bundle cannot be run.
     """
     return int(fresh_process.run("mlcbuild.bundles.footprint", str(bundle)))
 
 
 def _peak() -> int:
-    """Bytes. Linux keeps a figure for the program; its ru_maxrss would include that of the parent."""
+    """Returns the peak memory in bytes. Linux's ru_maxrss would include the parent's, so VmHWM is read
+    there."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))

@@ -1,4 +1,4 @@
-"""Runs a bundle in a process of its own, as a server does, where nothing of the compiler is loaded."""
+"""Runs a bundle in a separate process in which, as in a server, nothing of the compiler is loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mlcbuild.errors import VerificationError
 
 
 def run(module: str, *arguments: str) -> Any:
-    """Runs `main` of a module with these arguments in a new process, and returns its result.
+    """Runs `main` of a module with these arguments in a new process and returns its result.
 
-    What the process prints goes to this one's standard output, which is a step's log. Raises
+    The output of the process goes to this one's standard output, which is a step's log. Raises
     VerificationError with the last line that the process wrote to standard error.
     """
     with TemporaryDirectory() as directory:
@@ -41,7 +41,7 @@ def run(module: str, *arguments: str) -> Any:
 
 
 def main(work: Callable[..., object]) -> None:
-    """The other end of `run`: calls `work` with the process's arguments and writes what it returns."""
+    """Runs in the new process: calls `work` with the process's arguments and writes its result for `run`."""
     from mlcbuild_format.errors import ServingError
 
     *arguments, result = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""The step `tokenizer/<model>` of a GGUF file: its tokenizer and chat template as the runtime reads them."""
+"""The step `tokenizer/<model>` of a GGUF file: extracts its tokenizer and chat template for the runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mlcbuild.checkpoints.gguf_tokenizer import write_tokenizer
 
 
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: tokenizer files and serving defaults of the GGUF file params["file"] in inputs["checkpoint"].
+    """Action: writes tokenizer files and serving defaults of the GGUF file params["file"] in
+    inputs["checkpoint"].
 
     Raises CheckpointError.
     """

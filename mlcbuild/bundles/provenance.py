@@ -1,7 +1,7 @@
-"""What a bundle was made from, and who says so.
+"""The provenance of bundles: a signed statement of what a bundle was made from.
 
-A bundle holds an in-toto statement with an SLSA predicate, and, where the builder has a key, the same
-statement in a DSSE envelope, one on a line, which is what other tools for attestations read:
+A bundle holds an in-toto statement with an SLSA predicate and, if the builder has a key, the same statement
+in a DSSE envelope on one line, which other attestation tools read:
 
     provenance.json            the statement
     provenance.intoto.jsonl    {"payload": base64, "payloadType": ..., "signatures": [{"keyid", "sig"}]}
@@ -36,11 +36,11 @@ _LARGEST = 64 << 20
 
 @dataclass(frozen=True)
 class Provenance:
-    """A statement that was checked."""
+    """A statement whose subject and signatures were checked."""
 
     statement: Mapping[str, Json]
     signers: tuple[str, ...]
-    """Public keys whose signatures are right, sorted. Who they are is for the reader to know."""
+    """Sorted public keys with valid signatures; the caller decides whom to trust."""
 
 
 def statement(
@@ -50,11 +50,11 @@ def statement(
     dependencies: Iterable[Mapping[str, Json]],
     tools: Mapping[str, str],
 ) -> bytes:
-    """An in-toto statement with an SLSA v1 predicate about one bundle.
+    """Returns an in-toto statement with an SLSA v1 predicate about one bundle.
 
-    The subject is bundle.json, which names every other file by BLAKE3 and so vouches for them all: no byte
-    of the weights is read again. `keys` are the steps' keys by name; `dependencies` are the sources, each a
-    resource descriptor. There are no times in it: the same build gives the same statement.
+    The subject is bundle.json, which names every other file by BLAKE3 and so covers them all: no byte of the
+    weights is read again. `keys` maps step names to keys; `dependencies` are the sources, each a resource
+    descriptor. The statement holds no times, so the same build gives the same statement.
     """
     document = {
         "_type": _TYPE,
@@ -74,35 +74,35 @@ def statement(
 
 
 def envelope(payload: bytes, signer: Signer) -> bytes:
-    """A statement in a DSSE envelope with one signature, as one line."""
-    found = base64.b64encode(signer.sign(_encoded(payload))).decode()
+    """Returns a statement in a DSSE envelope with one signature, as one line."""
+    signature = base64.b64encode(signer.sign(_encoded(payload))).decode()
     document: dict[str, Json] = {
         "payload": base64.b64encode(payload).decode(),
         "payloadType": _PAYLOAD,
-        "signatures": [{"keyid": signer.public, "sig": found}],
+        "signatures": [{"keyid": signer.public, "sig": signature}],
     }
     return canonical(document) + b"\n"
 
 
 def _encoded(payload: bytes) -> bytes:
-    """What is signed: type and payload, each after its length."""
+    """Returns the signed bytes: payload type and payload, each after its length."""
     return b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
 
 
 def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
-    """The statement of the bundle in a directory, which is about this bundle and, where `trust` has keys, is
-    signed by one of them. The bundle's other files are not read: bundle.json vouches for them.
+    """Returns the checked provenance of the bundle in a directory.
 
-    Raises ProvenanceError with one sentence.
+    The statement must be about this bundle and, if `trust` holds keys, signed by one of them. Only
+    bundle.json is read of the bundle, since it covers the other files. Raises ProvenanceError.
     """
     payload = _bytes(bundle / STATEMENT)
     document = _document(bundle / STATEMENT, payload)
-    found = sha256(_bytes(bundle / _MANIFEST)).hexdigest()
+    actual = sha256(_bytes(bundle / _MANIFEST)).hexdigest()
     named = _subject(document)
-    if named != found:
+    if named != actual:
         raise ProvenanceError(
             f"{bundle / STATEMENT}: it is about a {_MANIFEST} with sha256 {str(named)[:12]}, but this one "
-            f"has {found[:12]}: the bundle was changed after it was built, or the statement is another's"
+            f"has {actual[:12]}: the bundle was changed after it was built, or the statement is another's"
         )
     path = bundle / ENVELOPE
     signers = tuple(sorted(set(_signers(path, payload)))) if path.exists() else ()
@@ -124,16 +124,16 @@ def _bytes(path: Path) -> bytes:
 def _document(path: Path, payload: bytes) -> Mapping[str, Json]:
     try:
         document = strict_json.parse(payload)
-        json.dumps(document, indent=1)  # what is nested too deeply to be written is none of ours
+        json.dumps(document, indent=1)  # raises for a document that is nested too deeply
         if document["_type"] == _TYPE and document["predicateType"] == _PREDICATE:
             return cast("Mapping[str, Json]", document)
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise ProvenanceError(f"{path}: it is no in-toto statement with an SLSA v1 predicate")
+    raise ProvenanceError(f"{path}: it is not an in-toto statement with an SLSA v1 predicate")
 
 
 def _subject(document: Mapping[str, Json]) -> object:
-    """The digest of the manifest that a statement is about."""
+    """Returns the digest of the manifest that a statement is about."""
     try:
         subjects = cast("list[dict[str, dict[str, str]]]", document["subject"])
         return next(item["digest"]["sha256"] for item in subjects if item["name"] == cast(object, _MANIFEST))
@@ -142,8 +142,11 @@ def _subject(document: Mapping[str, Json]) -> object:
 
 
 def _signers(path: Path, payload: bytes) -> Iterator[str]:
-    """The public keys that signed exactly this statement. Raises ProvenanceError when the file is no list of
-    envelopes, is about another statement, or has a signature that is wrong: nobody writes such a file."""
+    """Yields the public keys that signed exactly this statement.
+
+    Raises ProvenanceError when the file is not a list of envelopes, is about another statement, or has an
+    invalid signature.
+    """
     for line in _bytes(path).splitlines():
         try:
             document = strict_json.parse(line)
@@ -154,12 +157,12 @@ def _signers(path: Path, payload: bytes) -> Iterator[str]:
                 for item in document["signatures"]
             ]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ProvenanceError(f"{path}: it holds a line that is no DSSE envelope") from None
+            raise ProvenanceError(f"{path}: it holds a line that is not a DSSE envelope") from None
         if not typed or inside != payload:
             raise ProvenanceError(f"{path}: it is about another statement than {STATEMENT}")
         for public, signature in signatures:
             if not is_public(public):
-                continue  # of a kind that this version does not know; it counts for nothing
+                continue  # ignores signatures of kinds that this version does not know
             if not is_right(public, signature, _encoded(payload)):
-                raise ProvenanceError(f"{path}: the signature by {public} is wrong")
+                raise ProvenanceError(f"{path}: the signature by {public} is invalid")
             yield public

@@ -27,7 +27,7 @@ stack of matrices only single ones are read, so that it may be a quant.stack.Sta
 
 @dataclass(frozen=True)
 class Past:
-    """The positions so far."""
+    """The state of a sequence after its past positions."""
 
     length: int
     """Number of positions."""
@@ -40,15 +40,15 @@ EMPTY = Past(0, ())
 
 @dataclass(frozen=True)
 class Reference:
-    """A model to evaluate."""
+    """A model with its weights, and the type and context window of its evaluation."""
 
     config: ModelConfig
     weights: Weights
     dtype: type[np.float32] | type[np.float64] = np.float32
     """The type of all arithmetic."""
     context_window: int | None = None
-    """Chooses LongRoPE's frequencies, as it does for a library that is compiled for that window; None: the
-    model's own maximum."""
+    """Selects LongRoPE's frequencies as for a library compiled for that window; None for the model's maximum.
+    """
 
 
 def logits(
@@ -125,7 +125,7 @@ def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterab
 
 @dataclass(frozen=True)
 class _Checked:
-    """Weights by name, checked against their shape and cast."""
+    """Checks weights against their shape when they are read, and casts them."""
 
     reference: Reference
     shapes: Mapping[str, tuple[int, ...]]

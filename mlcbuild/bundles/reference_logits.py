@@ -1,4 +1,4 @@
-"""The step that computes a model's reference logits: the original weights in NumPy."""
+"""The step that computes a model's reference logits from the original weights in NumPy."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ PROMPTS = (
     "Once upon a time there was a small village at the edge of a great forest. Every morning",
     "Question: what is 12 + 30?\nAnswer: 42\nQuestion: what is 7 + 8?\nAnswer:",
 )
-"""What a recipe without prompts is verified on."""
+"""The prompts with which bundles are verified if the recipe names none."""
 MAX_TOKENS = 512
-"""Tokens of one prompt that are compared: the reference is exact, not fast."""
+"""Largest number of tokens of a prompt that are compared, since the reference is slow."""
 
 
 def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: tokens and reference logits of every prompt.
+    """Action: computes tokens and reference logits of every prompt.
 
-    params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]`, one a line), and
-    `context_window` of the libraries it is for (LongRoPE depends on it). Prompts are cut at MAX_TOKENS.
-    out: tokens.json, and logits-<i>.npy float32 [n, vocab].
-    Raises UsageError when no prompt is left.
+    `params` hold `prompts` (a list of strings, or the name of a file in `inputs["prompts"]`, one per line)
+    and the libraries' `context_window`, on which LongRoPE depends. Prompts are truncated to MAX_TOKENS.
+    Writes tokens.json, and logits-<i>.npy as float32 [n, vocab]. Raises UsageError when no prompt is left.
     """
     import numpy as np
     from mlcbuild_runtime.text.tokenizer import Tokenizer
@@ -56,7 +55,7 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
         i, tokens = item
         np.save(out / f"logits-{i:04}.npy", logits(config, parameters, tokens, context_window=window))
 
-    # Prompts side by side, each on one core: so no figure depends on how many cores there are.
+    # Prompts run in parallel, each on one core, so that no figure depends on the number of cores.
     with ThreadPoolExecutor(_cores()) as pool:
         list(pool.map(compute, enumerate(sequences)))
     (out / "tokens.json").write_text(json.dumps(sequences) + "\n", encoding="utf-8")
@@ -70,5 +69,5 @@ def _prompts(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Sequence
     inline = params["prompts"]
     if isinstance(inline, list):
         return [str(prompt) for prompt in inline]
-    path = inputs["prompts"] / str(inline)  # the directory is the user's, and may hold other files
+    path = inputs["prompts"] / str(inline)  # the directory is the user's and may hold other files
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

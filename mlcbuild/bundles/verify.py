@@ -1,7 +1,7 @@
-"""Proves a bundle against its model: the NumPy reference's logits against the bundle's own.
+"""Verifies a bundle: compares its logits with those of the NumPy reference.
 
-Two steps share the work. `reference` runs once for a model and its prompts; `verify` runs for each bundle,
-loading it through the runtime in a fresh process, as a server would.
+Two steps share the work. `reference` runs once for a model and its prompts. `verify` runs for each bundle and
+loads it through the runtime in a fresh process, as a server does.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 DECODED = 16
-"""Tokens of each prompt that are also run one at a time, so that decoding is proven and not only prefill."""
+"""Tokens of each prompt that are also decoded one at a time, to verify decoding and not only prefill."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """One line that a recipe may draw."""
+    """A limit that a recipe may set on a figure of verification."""
 
     words: str
     is_maximum: bool
@@ -40,20 +40,20 @@ class Threshold:
 
 
 THRESHOLDS: Mapping[str, Threshold] = {
-    "max_kl": Threshold("the mean KL divergence", True, lambda found: found["kl_mean"]),
-    "min_top1": Threshold("top-1 agreement", False, lambda found: found["top1_agreement"]),
+    "max_kl": Threshold("the mean KL divergence", True, lambda figures: figures["kl_mean"]),
+    "min_top1": Threshold("top-1 agreement", False, lambda figures: figures["top1_agreement"]),
     "max_perplexity_increase": Threshold(
         "the relative increase of perplexity",
         True,
-        lambda found: found["perplexity"] / found["reference_perplexity"] - 1,
+        lambda figures: figures["perplexity"] / figures["reference_perplexity"] - 1,
     ),
 }
 
 
 def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: bundle.json with its verification figures. Raises VerificationError beyond a threshold.
+    """Action: writes bundle.json with verification figures. Raises VerificationError beyond a threshold.
 
-    params: for each of THRESHOLDS a number as a string, or null. inputs: bundle, reference.
+    `params` hold a number as a string, or null, for each of THRESHOLDS. `inputs` are bundle and reference.
     """
     from mlcbuild_format.bundle import MANIFEST
 
@@ -73,22 +73,22 @@ def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) ->
 def _faults(figures: Mapping[str, float], params: Mapping[str, Json]) -> list[str]:
     faults = []
     for name, threshold in THRESHOLDS.items():
-        given = params[name]
-        if given is None:
+        limit = params[name]
+        if limit is None:
             continue
-        value, allowed = threshold.value(figures), float(cast(str, given))
-        # Written so that a value that is not a number is a fault.
+        value, allowed = threshold.value(figures), float(cast(str, limit))
+        # A NaN fails this comparison and is therefore reported.
         if not (value <= allowed if threshold.is_maximum else value >= allowed):
             faults.append(f"{threshold.words} is {value:.4g}, {name} is {allowed:g}")
     return faults
 
 
 def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
-    """Figures of a bundle against reference logits, computed in a fresh process.
+    """Returns the figures of a bundle against reference logits, computed in a fresh process.
 
     kl_mean and kl_max: KL(reference || bundle) of the next-token distributions, in nats, mean and maximum
     over positions. top1_agreement: share of positions with the same most likely token. perplexity and
-    reference_perplexity of the prompts. decode_error: largest difference, in logits, between running
+    reference_perplexity: those of the prompts. decode_error: largest difference, in logits, between decoding
     tokens one at a time and all at once. Raises VerificationError when the process fails.
     """
     figures: dict[str, float] = fresh_process.run("mlcbuild.bundles.verify", str(bundle), str(reference_dir))
@@ -108,11 +108,11 @@ class _Sums:
     reference_loss: float = 0.0
     decode_errors: list[float] = field(default_factory=list)
 
-    def add(self, tokens: Sequence[int], expected: Logits, found: Logits) -> None:
-        """Positions of one prompt: logits [n, vocab] each."""
+    def add(self, tokens: Sequence[int], expected: Logits, actual: Logits) -> None:
+        """Adds the positions of one prompt; both logits have the shape [n, vocab]."""
         import numpy as np
 
-        p, q = _log_softmax(expected), _log_softmax(found)
+        p, q = _log_softmax(expected), _log_softmax(actual)
         kl = np.maximum((np.exp(p) * (p - q)).sum(axis=-1), 0.0)
         self.tokens += len(tokens)
         self.kl += float(kl.sum())
@@ -125,7 +125,7 @@ class _Sums:
         self.reference_loss -= float(p[rows, following].sum())
 
     def figures(self) -> dict[str, float]:
-        found = {
+        values = {
             "kl_mean": self.kl / self.tokens,
             "kl_max": self.kl_max,
             "top1_agreement": self.agree / self.tokens,
@@ -133,8 +133,8 @@ class _Sums:
             "reference_perplexity": _exp(self.reference_loss / self.predicted),
             "decode_error": max(self.decode_errors),
         }
-        # Four digits: the last ones depend on the order of sums in the machine's linear algebra.
-        return {**{key: float(f"{value:.4g}") for key, value in found.items()}, "tokens": self.tokens}
+        # Four digits: further ones depend on the order of sums in the machine's linear algebra.
+        return {**{key: float(f"{value:.4g}") for key, value in values.items()}, "tokens": self.tokens}
 
 
 def _exp(value: float) -> float:

@@ -1,7 +1,7 @@
-"""What a build needs to know of each kind of device, as a table that imports no backend and no TVM.
+"""The properties of each kind of device that a build needs, as a table that imports no backend and no TVM.
 
-Functions of backends are named by "module:function" and imported where they run, so the key of a step holds
-the sources of its own backend only.
+Functions of backends are named by "module:function" and imported when they run, so that the key of a step
+holds the sources of its own backend only.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from mlcbuild.targets.target import Target
 
 @dataclass(frozen=True)
 class Backend:
+    """The properties of one kind of device."""
+
     action: str
-    """The step that compiles a library: its import closure enters the library's key."""
+    """The action that compiles a library; its import closure enters the library's key."""
     tools: str
-    """Target -> name and version of each program that decides the library's bytes. Raises SetupError."""
+    """Function that maps a target to name -> version of each program that determines the library's bytes.
+    Raises SetupError."""
     layout: Callable[[Scheme], str]
-    """Scheme -> the physical layout of its format that the device's kernels read. It is called for
-    each override, too. Raises UsageError for a format without kernels."""
+    """Maps a scheme to the physical layout that the device's kernels read; also called for each override.
+
+    Raises UsageError for a format without kernels.
+    """
     runtime_files: tuple[str, ...]
-    """Shared libraries, without their ending, that a bundle brings along for its library to run."""
+    """Shared libraries, without suffix, that a bundle includes to run its library."""
     can_run: Callable[[Target, Target], str | None]
-    """(target, host) -> None, or why the machine `host` cannot run what is compiled for `target`."""
+    """Maps (target, host) to the reason why the machine `host` cannot run code for `target`, or None."""
     labels: Callable[[Target], tuple[str, ...]]
-    """What a worker must have to run what is compiled for a target."""
+    """Maps a target to the labels that a worker needs to run code for it."""
     executor: tuple[str, ...] = ()
-    """Modules of the runtime that run what is compiled; they are in the keys of steps that do."""
+    """Modules of the runtime that run compiled code; they enter the keys of steps that run it."""
     faults: str = ""
     """"module:function" of model config -> a sentence for each block of its layers that the device cannot
     compute; "": it computes every block."""
@@ -68,7 +73,7 @@ CPU_LAYOUTS: Mapping[str, str] = {
     "q5s": "x16",
     "q8s": "x16",
 }
-"""Format -> the layout that the kernels of CPUs read: the keys of KERNELS in the CPU's compiler."""
+"""Format -> layout that CPU kernels read; its keys are those of KERNELS in the CPU's compiler."""
 
 
 def _cpu_layout(scheme: Scheme) -> str:

@@ -1,4 +1,4 @@
-"""Targets: the machine a library is compiled for, spelled out."""
+"""Targets: complete descriptions of the machines that libraries are compiled for."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ Output = Literal["shared", "object", "program"]
 PROGRAM_DEVICES = frozenset({"webgpu"})
 """Devices for which a library is a GPU program."""
 HOST = "host"
-"""The name that stands for the machine it is read on."""
+"""The name of the target that stands for the machine that reads it."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Nothing here depends on the machine that reads it: `host` is resolved before a Target exists."""
+    """A machine for which libraries are compiled. It does not depend on the machine that reads it: `host` is
+    resolved before."""
 
     name: str
     """Display name; never part of a key."""
@@ -40,7 +41,7 @@ class Target:
     device: str = "cpu"
     """The kind of device, a key of backends.BACKENDS."""
     output: Output = "shared"
-    """A shared library, an object file to be linked elsewhere, or a GPU program."""
+    """Kind of the compiled file: a shared library, an object file to be linked elsewhere, or a GPU program."""
 
     @property
     def architecture(self) -> str:
@@ -53,7 +54,7 @@ class Target:
 
 
 def to_json(target: Target) -> dict[str, Json]:
-    """The target without its name, as it enters keys and bundles."""
+    """Returns the target without its name, as it enters keys and bundles."""
     return {
         "triple": target.triple,
         "cpu": target.cpu,
@@ -64,7 +65,7 @@ def to_json(target: Target) -> dict[str, Json]:
 
 
 def from_json(data: Mapping[str, Json], name: str = "") -> Target:
-    """The inverse of to_json(). Raises KeyError or TypeError on anything else."""
+    """Parses what to_json() returns. Raises KeyError or TypeError for anything else."""
     features = data["features"]
     if not isinstance(features, list):
         raise TypeError(f"features must be a list, not {features!r}")
@@ -80,16 +81,16 @@ def from_json(data: Mapping[str, Json], name: str = "") -> Target:
 
 @lru_cache(maxsize=1)
 def presets() -> Mapping[str, Target]:
-    """The targets that come with mlcbuild, by name. Raises InputError on a fault in one, SetupError
-    when they are missing."""
+    """Returns name -> target for the presets of mlcbuild. Raises InputError for an invalid one, SetupError
+    without any."""
     files = sorted(directory().glob("*.yaml"), key=lambda path: path.stem)
     return {path.stem: read_preset(path) for path in files}
 
 
 def directory() -> Path:
-    """Where the presets are. Raises SetupError when they are missing."""
+    """Returns the directory of the presets. Raises SetupError when they are missing."""
     package = Path(__file__).parent.parent
-    # A wheel carries them inside the package; a checkout has them at its top.
+    # A wheel holds them inside the package; a checkout has them at its top.
     for place in (package / "presets", package.parent / "targets"):
         if any(place.glob("*.yaml")):
             return place
@@ -97,7 +98,7 @@ def directory() -> Path:
 
 
 def resolve(name: str) -> Target:
-    """The preset of this name, or this machine for `host`. Raises UsageError when there is none."""
+    """Returns the preset of a name, or this machine for `host`. Raises UsageError for other names."""
     if name == HOST:
         return Target(HOST, *this_machine.host())
     if name not in presets():
@@ -106,12 +107,12 @@ def resolve(name: str) -> Target:
 
 
 def unknown(name: str) -> str:
-    """The sentence about a name that is neither a preset nor `host`."""
+    """Returns the error message for a name that is neither a preset nor `host`."""
     return f"target '{name}' is unknown; {did_you_mean(name, [*presets(), HOST])}"
 
 
 def read_preset(path: Path) -> Target:
-    """A target from a file of its own, which spells everything out. Raises InputError."""
+    """Reads a preset, whose file must be complete in itself. Raises InputError."""
     document = read(path)
     document = schema.typed(document, "target")
     problems = Problems([*document.problems, *schema.problems(document, schema.findings(document, "target"))])
@@ -126,9 +127,9 @@ def read_preset(path: Path) -> Target:
 
 
 def parse(document: Document, where: Where, name: str, problems: Problems) -> Target | None:
-    """The target that a mapping in a document spells out, and None when it cannot be told.
+    """Parses the target in a mapping of a document; returns None when it is invalid.
 
-    The schema reports what has the wrong shape; this adds to `problems` what is wrong beyond that.
+    The schema reports malformed values; this function adds all further problems to `problems`.
     """
     data = document.get(where)
     if not isinstance(data, dict):
@@ -140,8 +141,8 @@ def parse(document: Document, where: Where, name: str, problems: Problems) -> Ta
     )
     if ("extends" in data and base is None) or not (isinstance(triple, str) and isinstance(cpu, str)):
         return None
-    found = data.get("features", [])
-    features = [item for item in found if isinstance(item, str)] if isinstance(found, list) else []
+    listed = data.get("features", [])
+    features = [item for item in listed if isinstance(item, str)] if isinstance(listed, list) else []
     target = Target(
         name,
         triple,
@@ -156,18 +157,18 @@ def parse(document: Document, where: Where, name: str, problems: Problems) -> Ta
 
 
 def missing_features(target: Target, host: Target) -> tuple[str, ...]:
-    """What code for `target` may use and `host` lacks, of the features that mlcbuild can check."""
+    """Returns the checkable features that code for `target` may use and `host` lacks."""
     needed, present = _checkable(target), _checkable(host)
     return tuple(sorted(needed - present))
 
 
 def labels(target: Target) -> tuple[str, ...]:
-    """What a machine must have to run what is compiled for a target, and what a machine of that kind has."""
+    """Returns the labels that a machine needs to run code for a target."""
     return (f"{target.system} {_family(target)}", *sorted(_checkable(target)))
 
 
 def why_not(target: Target, host: Target) -> str | None:
-    """Why the machine `host` cannot run what is compiled for `target`; None when it can."""
+    """Returns the reason why the machine `host` cannot run code for `target`; None when it can."""
     if target.output == "object":
         return "an object file must be linked into a program before it can run"
     theirs, ours = (f"{item.system} {_family(item)}" for item in (target, host))
@@ -191,13 +192,13 @@ def _base(document: Document, where: Where, data: dict[str, Data], problems: Pro
 
 
 def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
-    """The features of both, sorted; of two that differ in their sign the added one counts."""
+    """Returns the sorted features of both; an added feature replaces one with the other sign."""
     by_name = {feature[1:]: feature for feature in (*base, *added)}
     return tuple(sorted(by_name.values()))
 
 
 def _check(document: Document, where: Where, target: Target, problems: Problems) -> None:
-    """Report names that LLVM does not know: it would ignore them, and build for another machine."""
+    """Reports names that LLVM does not know: it would ignore them and compile for another machine."""
 
     def report(message: str, *part: str | int) -> None:
         problems.append(document.place((*where, *part)).problem(message))
@@ -211,8 +212,8 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
         return  # LLVM compiles nothing for it
     table = processors.names().get(_family(target))
     if table is None:
-        known = did_you_mean(target.architecture, ["x86_64", "aarch64", "arm64"])
-        report(f"architecture '{target.architecture}' is unknown; {known}", "triple")
+        suggestion = did_you_mean(target.architecture, ["x86_64", "aarch64", "arm64"])
+        report(f"architecture '{target.architecture}' is unknown; {suggestion}", "triple")
         return
     if target.output == "shared" and target.system not in ("linux", "macos"):
         report("a shared library can be made for linux and macosx only; set output: object", "triple")
@@ -222,23 +223,23 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
         others = {name: family for family, names in processors.names().items() for name in names.cpus}
         hint = f"it is one of {others[target.cpu]}" if target.cpu in others else _near(target.cpu, table.cpus)
         report(f"LLVM knows no {_family(target)} processor '{target.cpu}'; {hint}", "cpu")
-    given = cast(list[Data], document.get((*where, "features")) or [])
-    seen: set[str] = set()
-    for i, feature in enumerate(given if isinstance(given, list) else []):
+    listed = cast(list[Data], document.get((*where, "features")) or [])
+    earlier: set[str] = set()
+    for i, feature in enumerate(listed if isinstance(listed, list) else []):
         if not isinstance(feature, str) or feature[:1] not in ("+", "-"):
             continue
         if feature[1:] not in table.features:
             hint = _near(feature[1:], table.features)
             report(f"LLVM knows no {_family(target)} feature '{feature[1:]}'; {hint}", "features", i)
-        elif feature[1:] in seen and feature not in given[:i]:
+        elif feature[1:] in earlier and feature not in listed[:i]:
             report(f"'{feature[1:]}' is both added and taken away", "features", i)
-        seen.add(feature[1:])
+        earlier.add(feature[1:])
 
 
-def _near(name: str, known: Collection[str]) -> str:
-    """Like did_you_mean(), for lists too long to be shown."""
-    if get_close_matches(name, known, n=1):
-        return did_you_mean(name, known)
+def _near(name: str, valid_names: Collection[str]) -> str:
+    """Returns the end of an "unknown name" message, for lists that are too long to be shown."""
+    if get_close_matches(name, valid_names, n=1):
+        return did_you_mean(name, valid_names)
     return "mlcbuild_format/cpus.json lists those it knows"
 
 

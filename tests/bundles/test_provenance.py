@@ -103,10 +103,13 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"it is about a bundle.json with sha256 44136fa355b3, but this one has",
     ),
     "no statement": (lambda b: (b / "provenance.json").unlink(), "missing, so nothing says what"),
-    "not JSON": (lambda b: (b / "provenance.json").write_bytes(b"[" * 100_000), "it is no in-toto statement"),
+    "not JSON": (
+        lambda b: (b / "provenance.json").write_bytes(b"[" * 100_000),
+        "it is not an in-toto statement",
+    ),
     "another kind": (
         lambda b: (b / "provenance.json").write_text('{"_type": "x"}'),
-        "it is no in-toto statement with an SLSA v1 predicate",
+        "it is not an in-toto statement with an SLSA v1 predicate",
     ),
     "no subject": (
         lambda b: (b / "provenance.json").write_bytes(made().replace(b'"bundle.json"', b'"other.json"')),
@@ -122,12 +125,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a line that is none": (
         lambda b: (b / "provenance.intoto.jsonl").write_text("nothing\n"),
-        "it holds a line that is no DSSE envelope",
+        "it holds a line that is not a DSSE envelope",
     ),
-    "a changed signature": (lambda b: change(b, flipped), "the signature by ed25519:[^ ]+ is wrong"),
+    "a changed signature": (lambda b: change(b, flipped), "the signature by ed25519:[^ ]+ is invalid"),
     "a signature of no length": (
         lambda b: change(b, lambda d: d["signatures"][0].update(sig="")),
-        "the signature by ed25519:[^ ]+ is wrong",
+        "the signature by ed25519:[^ ]+ is invalid",
     ),
     "another type": (
         lambda b: change(b, lambda d: d.update(payloadType="text/plain")),

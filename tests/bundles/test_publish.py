@@ -147,7 +147,7 @@ def test_a_pull_goes_on_where_it_broke_off(
     assert pull(found.url, tmp_path / "pulled")[0] == found.url, "again, over what is there"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("x")
-    with pytest.raises(PublishError, match="it exists and is no bundle: name another directory"):
+    with pytest.raises(PublishError, match="it exists and is not a bundle: name another directory"):
         pull(found.url, tmp_path / "mine")
 
 
@@ -185,8 +185,8 @@ WRONG: Mapping[str, tuple[Callable[[bytes], bytes], str]] = {
     "swapped": (swapped, "what was fetched is refused: "),
     "escaping": (escaping, "the file name '../escaped' is no plain path inside the repository"),
     "lacking": (lacking, "what was fetched is refused: "),
-    "bare": (bare, "it is no bundle: it holds no bundle.json"),
-    "nonsense": (lambda data: b'{"layers": [1]}', "its manifest cannot be understood"),
+    "bare": (bare, "it is not a bundle: it holds no bundle.json"),
+    "nonsense": (lambda data: b'{"layers": [1]}', "its manifest cannot be parsed"),
 }
 
 

@@ -107,7 +107,7 @@ def test_a_bundle_that_is_wrong_is_refused(tiny_bundles: Path, hub: Hub, run: Ru
             {k: v for k, v in good.items() if "weights" not in k},
             "what was fetched is refused",
         ),
-        "team/none": ({"config.json": b"{}"}, "it is no bundle: it holds no bundle.json"),
+        "team/none": ({"config.json": b"{}"}, "it is not a bundle: it holds no bundle.json"),
         "team/more": ({**good, "chat_template.json": b"{}"}, "the manifest does not list this file"),
         "team/device": ({**good, "con": b""}, "the manifest does not list this file"),
         "team/escape": ({**good, "../x": b"{}"}, "is no plain path inside the repository"),

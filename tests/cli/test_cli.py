@@ -499,7 +499,7 @@ def test_a_strangers_provenance_is_shown_escaped(bundle_copy: Callable[[str], Pa
     assert stdout.replace("\n", "").isprintable()
     path.write_text(json.dumps(document)[:-2] + ',"x":' + "[" * 900 + "]" * 900 + "}")
     _, stderr = said(capsys, 1, "verify", str(bundle), "--provenance", "--json")
-    assert "provenance.json: it is no in-toto statement" in stderr
+    assert "provenance.json: it is not an in-toto statement" in stderr
     document["subject"][0]["digest"]["sha256"] = "\x1b[2J"
     path.write_text(json.dumps(document))
     _, stderr = said(capsys, 1, "verify", str(bundle), "--provenance")

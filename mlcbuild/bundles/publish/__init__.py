@@ -1,10 +1,10 @@
-"""Bundles in registries and on model hubs: sent there once they are verified, and fetched again.
+"""Publishes verified bundles to registries and model hubs, and fetches them.
 
     oci://host/repository:tag        an artifact of an OCI registry    (publish/artifact.py)
     hf://organisation/name@branch    a model repository of a hub       (publish/repository.py)
 
-What was sent is named by its content: a digest, a commit. What is fetched is checked file by file against
-its bundle.json before it has its name.
+A published bundle is named by its contents: a digest or a commit. Every file of a fetched bundle is checked
+against its bundle.json before the directory gets its name.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mlcbuild.remotes.kinds import KINDS, destination
 
 
 def pinned(url: str) -> bool:
-    """Whether an address can never mean anything else."""
+    """Tells whether an address is immutable."""
     place = destination(url)
     return place is not None and place.pinned(url)
 
 
 def fault(url: str, *, writing: bool) -> str:
-    """What is wrong with an address to publish to, or to pull from; "" if nothing."""
+    """Returns the problem of an address for publishing (`writing`) or pulling; "" if there is none."""
     if re.search(r"[\x00-\x20\x7f#]", url):
         return f"'{url}' must be an address alone, without '#' and spaces"
     try:
         urlsplit(url).port  # noqa: B018 - raises ValueError for one that is none
     except ValueError:
-        return "the URL cannot be understood"
+        return "the URL cannot be parsed"
     place = destination(url)
     if place is not None:
         return place.fault(url, writing)

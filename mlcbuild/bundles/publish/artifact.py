@@ -35,24 +35,27 @@ CONFIG_TYPE = "application/vnd.mlcbuild.bundles.assemble.config.v1+json"
 TITLE = "org.opencontainers.image.title"
 BLAKE3 = "dev.mlcbuild.blake3"
 _AT_ONCE = 4
-"""Files on their way."""
+"""Number of files that are transferred at the same time."""
 
-Seen = dict[tuple[str, str], tuple[str, str]]
+Uploaded = dict[tuple[str, str], tuple[str, str]]
 """(registry, BLAKE3) -> (SHA-256, a repository that has it)."""
 
 
-def push(bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, seen: Seen) -> tuple[str, int]:
-    """The artifact's address by digest, and the bytes that were sent. Raises RemoteError."""
+def push(
+    bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
+) -> tuple[str, int]:
+    """Publishes a bundle; returns the artifact's address by digest, and the number of bytes sent. Raises
+    RemoteError."""
     place = parse(to)
     with Background(_AT_ONCE) as pool, Registry(place) as target:
         before = target.manifest(place.reference)
-        known = _known(before[1]) if before is not None else {}
+        present_layers = _present_layers(before[1]) if before is not None else {}
         digests = {name: file.blake3 for name, file in manifest.files.items()}
         digests |= {name: file_digest(bundle / name) for name in files if name not in digests}
-        for layer in known.values():
+        for layer in present_layers.values():
             if BLAKE3 in layer.annotations:
-                seen.setdefault((place.host, layer.annotations[BLAKE3]), (layer.digest, place.repository))
-        send = partial(_send, target, bundle, digests, seen)
+                uploaded.setdefault((place.host, layer.annotations[BLAKE3]), (layer.digest, place.repository))
+        send = partial(_send, target, bundle, digests, uploaded)
         # Each content once: two files may be alike.
         first = {digests[name]: name for name in reversed(list(files))}
         sent = dict(zip(first, pool.all(partial(send, name) for name in first.values()), strict=True))
@@ -69,18 +72,18 @@ def push(bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, se
 
 
 def _send(
-    target: Registry, bundle: Path, digests: Mapping[str, str], seen: Seen, name: str
+    target: Registry, bundle: Path, digests: Mapping[str, str], uploaded: Uploaded, name: str
 ) -> tuple[str, int]:
-    """SHA-256 of a file that the repository now has, and how many bytes that took."""
+    """Ensures that the repository has a file; returns its SHA-256 and the number of bytes sent."""
     place, key = target.place, (target.place.host, digests[name])
-    if key in seen:
-        digest, repository = seen[key]
+    if key in uploaded:
+        digest, repository = uploaded[key]
         if target.has(digest) or (repository != place.repository and target.mount(digest, repository)):
             return digest, 0
     path = bundle / name
     with path.open("rb") as file:
         digest = target.send(file, path.stat().st_size)
-    seen[key] = (digest, place.repository)
+    uploaded[key] = (digest, place.repository)
     return digest, path.stat().st_size
 
 
@@ -112,39 +115,40 @@ def _address(place: RegistryAddress, digest: str) -> str:
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
-    """Brings an artifact's files into a directory, each right by its SHA-256; its address by digest, and
-    the paths. Raises RemoteError, OSError.
+    """Downloads an artifact's files into a directory and checks their SHA-256.
+
+    Returns the address by digest, and the paths. Raises RemoteError, OSError.
     """
     place = parse(source)
     with Background(_AT_ONCE) as pool, Registry(place) as origin:
-        found = origin.manifest(place.reference)
-        if found is None:
+        manifest = origin.manifest(place.reference)
+        if manifest is None:
             raise RemoteError("there is nothing under this name")
-        layers = _layers(found[1])
+        layers = _layers(manifest[1])
         if MANIFEST not in layers:
-            raise RemoteError(f"it is no bundle: it holds no {MANIFEST}")
+            raise RemoteError(f"it is not a bundle: it holds no {MANIFEST}")
         check_names(layers)
         size, free = sum(layer.size for layer in layers.values()), shutil.disk_usage(directory).free
         if size > free + sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()):
             raise RemoteError(f"its manifest states {size} bytes, and {directory.parent} has room for {free}")
         pool.all(partial(_fetch, origin, layer, directory / name) for name, layer in layers.items())
-        return _address(place, found[0]), frozenset(layers)
+        return _address(place, manifest[0]), frozenset(layers)
 
 
 def _layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns the layers with a title, by it. Raises RemoteError for what is no manifest of files."""
+    """Returns the layers by title. Raises RemoteError for anything but a manifest of files."""
     try:
         layers = [layer for layer in layers_of(data) if TITLE in layer.annotations]
     except ValueError:
-        raise RemoteError("its manifest cannot be understood") from None
-    found = {layer.annotations[TITLE]: layer for layer in layers}
-    if len(found) < len(layers):
+        raise RemoteError("its manifest cannot be parsed") from None
+    layers_by_title = {layer.annotations[TITLE]: layer for layer in layers}
+    if len(layers_by_title) < len(layers):
         raise RemoteError("its manifest names a file twice")
-    return found
+    return layers_by_title
 
 
-def _known(data: bytes) -> dict[str, Descriptor]:
-    """Returns the layers of what a tag stands for now; none of what is no manifest of files."""
+def _present_layers(data: bytes) -> dict[str, Descriptor]:
+    """Returns the layers of the tag's present manifest by title; {} for anything but a manifest of files."""
     try:
         return _layers(data)
     except RemoteError:
@@ -152,14 +156,14 @@ def _known(data: bytes) -> dict[str, Descriptor]:
 
 
 def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
-    """Goes on where an earlier transfer broke off; a whole that is wrong is fetched once more."""
+    """Downloads a layer, resuming an earlier transfer; a damaged file is downloaded once more."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     for _ in range(2):
         _append(origin, layer, path)
         with path.open("rb") as file:
-            found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-        if found == layer.digest:
+            actual = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        if actual == layer.digest:
             break
         path.write_bytes(b"")
     else:
@@ -185,4 +189,4 @@ def _append(origin: Registry, layer: Descriptor, path: Path) -> None:
             attempts.failed(error, path.stat().st_size - have, began)
         else:
             if path.stat().st_size < layer.size:
-                return  # shorter than it should be: its digest will tell
+                return  # too short; the digest check reports it

@@ -1,4 +1,4 @@
-"""The page of a published bundle on a model hub: facts of its manifest, and nothing that is not in it."""
+"""The model card of a published bundle, derived from its manifest alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _FIGURES = {
 
 
 def card(manifest: Manifest, sources: Sequence[str], place: str) -> str:
-    """Markdown with the front matter that hubs read. `sources` are hf:// addresses of the original model."""
+    """Returns Markdown with the front matter that hubs read. `sources` are hf:// addresses of the original
+    model."""
     machine, limits, memory = manifest.machine, manifest.limits, manifest.memory
     front = ["---", "library_name: mlcbuild", "tags:", "- mlcbuild", f"- {manifest.model.family}"]
     if sources:
@@ -57,8 +58,8 @@ def card(manifest: Manifest, sources: Sequence[str], place: str) -> str:
 
 
 def _figures(manifest: Manifest) -> list[str]:
-    found = manifest.verification
-    if found is None:
+    figures = manifest.verification
+    if figures is None:
         return ["Not compared: it was built for another machine than the one that built it."]
-    rows = [f"| {words} | {found[key]} |" for key, words in _FIGURES.items() if key in found]
+    rows = [f"| {words} | {figures[key]} |" for key, words in _FIGURES.items() if key in figures]
     return ["| | |", "|---|---|", *rows]

@@ -1,4 +1,4 @@
-"""Sends bundles to their destinations, one after the other, whatever becomes of each."""
+"""Sends bundles to their destinations, one after the other, independent of failures."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from mlcbuild.bundles.publish.transfer_bundle import publish
 from mlcbuild.errors import PublishError, UsageError
 
 Parcel: TypeAlias = tuple[str, Path, str]
-"""Name, bundle and destination."""
+"""Name, bundle directory and destination."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What became of one bundle at one destination."""
+    """The result of sending one bundle to one destination."""
 
     name: str
-    """The variant, or the name of the bundle's directory."""
+    """Name of the variant, or of the bundle's directory."""
     to: str
-    """The address as the recipe or the caller states it; "" for a variant that is not sent."""
+    """Address as the recipe or the caller states it; "" for a variant that is not sent."""
     status: Literal["published", "present", "failed", "skipped"]
-    """present: the destination had all of it already."""
+    """The outcome; "present" means that the destination had everything already."""
     address: str = ""
-    """With the digest or commit that stands for exactly this content."""
+    """Immutable address, with the digest or commit of exactly this content."""
     size: int = 0
-    """Bytes that were sent."""
+    """Number of bytes sent."""
     note: str = ""
-    """Why it failed or was skipped."""
+    """Reason for failing or skipping."""
 
 
 def publish_bundle(
@@ -54,7 +54,7 @@ def send(parcels: Iterable[Sent | Parcel], on_sent: Callable[[Sent], None] | Non
 
     Raises BundleError for a damaged bundle; a destination that fails is in the result.
     """
-    seen: dict[tuple[str, str], tuple[str, str]] = {}
+    uploaded: dict[tuple[str, str], tuple[str, str]] = {}
     rows = []
     for parcel in parcels:
         if isinstance(parcel, Sent):
@@ -62,7 +62,7 @@ def send(parcels: Iterable[Sent | Parcel], on_sent: Callable[[Sent], None] | Non
         else:
             name, bundle, url = parcel
             try:
-                place = publish(bundle, url, seen)
+                place = publish(bundle, url, uploaded)
             except PublishError as error:
                 sent = Sent(name, url, "failed", note=str(error))
             else:

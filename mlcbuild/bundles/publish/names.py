@@ -1,4 +1,4 @@
-"""The names of a published bundle's files: a tree that can be written below one directory."""
+"""Checks the file names of a published bundle: a tree that can be written below one directory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlcbuild.remotes.transport import quoted
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises RemoteError unless all names are plain paths, of which none is both a file and a directory."""
+    """Raises RemoteError unless all names are plain paths and none is both a file and a directory."""
     files, directories = set(names), set[str]()
     for name in files:
         try:

@@ -1,4 +1,5 @@
-"""A bundle as a model repository of a Hugging Face hub: its files, and a model card made of its manifest."""
+"""A bundle as a model repository of a Hugging Face hub: its files, and a model card derived from its
+manifest."""
 
 from __future__ import annotations
 
@@ -23,23 +24,25 @@ from mlcbuild.remotes.background import Background
 
 CARD = "README.md"
 _OWN = (CARD, ".gitattributes")
-"""Files of a repository that are not of the bundle."""
+"""Files of a repository that do not belong to the bundle."""
 _AT_ONCE = 4
 
 
 def push(
-    bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, seen: object
+    bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: object
 ) -> tuple[str, int]:
-    """The repository's address at the commit that holds the bundle, and the bytes that it lacked.
+    """Publishes a bundle; returns the repository's address at the new commit, and the number of bytes sent.
 
-    The repository is made when it is not there, and private then. Files of an earlier bundle go.
-    Raises SourceError.
+    A repository that does not exist is created as private. Files of an earlier bundle are deleted. Raises
+    SourceError.
     """
     source = cast(HubSource, hub.parse_source(to))
     text = card(manifest, list(_sources(bundle)), to).encode()
     there = _there(source)
     same = {
-        name for name in files if (known := there.get(name)) and _is_same(bundle / name, files[name], known)
+        name
+        for name in files
+        if (hub_file := there.get(name)) and _is_same(bundle / name, files[name], hub_file)
     }
     card_there = CARD in there and there[CARD].git_oid == _git_oid(text)
     stale = there.keys() - files.keys() - set(_OWN)
@@ -52,19 +55,19 @@ def push(
 
 
 def _there(source: HubSource) -> dict[str, HubFile]:
-    """What the branch holds; nothing when there is no such repository or branch yet."""
+    """Returns path -> file for the branch; {} when the repository or branch does not exist yet."""
     with suppress(hub.AbsentError):
         return hub.list_files(source)[1]
     return {}
 
 
-def _is_same(path: Path, size: int, known: HubFile) -> bool:
-    if known.size != size:
+def _is_same(path: Path, size: int, hub_file: HubFile) -> bool:
+    if hub_file.size != size:
         return False
-    if known.sha256 is not None:
+    if hub_file.sha256 is not None:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == known.sha256
-    return _git_oid(path.read_bytes()) == known.git_oid
+            return hashlib.file_digest(file, "sha256").hexdigest() == hub_file.sha256
+    return _git_oid(path.read_bytes()) == hub_file.git_oid
 
 
 def _git_oid(data: bytes) -> str:
@@ -72,7 +75,7 @@ def _git_oid(data: bytes) -> str:
 
 
 def _sources(bundle: Path) -> Iterator[str]:
-    """The hub's repositories that a bundle's provenance names, at their commits."""
+    """Yields the hub repositories in a bundle's provenance, with their commits."""
     try:
         document = strict_json.parse((bundle / STATEMENT).read_bytes())
         items = document["predicate"]["buildDefinition"]["resolvedDependencies"]
@@ -83,17 +86,18 @@ def _sources(bundle: Path) -> Iterator[str]:
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
-    """Brings a repository's bundle into a directory; its address at a commit, and the paths of its files.
+    """Downloads a repository's bundle into a directory; returns its address at a commit, and the paths of its
+    files.
 
-    The hub's cache keeps what has come, and goes on where a transfer broke off. Raises SourceError,
-    RemoteError, OSError.
+    The hub's cache keeps downloaded files and resumes interrupted transfers. Raises SourceError, RemoteError,
+    OSError.
     """
     asked = cast(HubSource, hub.parse_source(source))
     commit, listed = hub.list_files(asked)
     exact = HubSource(asked.repo, commit)
     names = [name for name in listed if name not in _OWN]
     if MANIFEST not in names:
-        raise RemoteError(f"it is no bundle: it holds no {MANIFEST}")
+        raise RemoteError(f"it is not a bundle: it holds no {MANIFEST}")
     check_names(names)
     hub.reach(exact, names)
     with Background(_AT_ONCE) as pool:
@@ -104,5 +108,5 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
 def _fetch(source: HubSource, directory: Path, name: str) -> None:
     place = directory / name
     place.parent.mkdir(parents=True, exist_ok=True)
-    # Copied: a file of the hub's cache may be changed by others who use that cache.
+    # Copied, because other users of the hub's cache may change its files.
     shutil.copyfile(hub.download(source, name), place)

@@ -1,4 +1,4 @@
-"""Sends and fetches bundles, and checks them on both ways."""
+"""Publishes and pulls bundles, checking them before sending and after receiving."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from mlcbuild.remotes.transport import border, quoted
 
 _OWN = (form.MANIFEST, STATEMENT, ENVELOPE)
 """Files of a bundle that its manifest does not list."""
-Seen: TypeAlias = dict[tuple[str, str], tuple[str, str]]
-"""(registry, BLAKE3) -> (SHA-256, a repository that has it)."""
+Uploaded: TypeAlias = dict[tuple[str, str], tuple[str, str]]
+"""(registry, BLAKE3) -> (SHA-256, a repository that has the file)."""
 
 
 @dataclass(frozen=True)
-class Published:
-    """Where a bundle is now."""
+class PublishedBundle:
+    """The place of a published bundle."""
 
     url: str
-    """With the digest or commit that stands for exactly this content."""
+    """Immutable address, with the digest or commit of exactly this content."""
     sent: int
-    """Bytes that were not there before; 0 when all of it was there already."""
+    """Number of bytes sent; 0 when everything was there already."""
 
 
-def publish(bundle: Path, to: str, seen: Seen | None = None) -> Published:
-    """Sends a bundle, after a check of all of it, to a place that `fault` finds nothing wrong with.
+def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> PublishedBundle:
+    """Checks a bundle completely and sends it to an address that `fault` accepts.
 
-    `seen` remembers, from one call to the next, what registries have. Raises PublishError, and BundleError
-    for a bundle that is damaged.
+    `uploaded` carries the files that registries have from one call to the next. Raises PublishError, and
+    BundleError for a damaged bundle.
     """
     manifest = form.check(bundle, full=True)
     try:
         with border():
             sent = _place(to).push(
-                bundle, manifest, files(bundle, manifest), to, {} if seen is None else seen
+                bundle, manifest, files(bundle, manifest), to, {} if uploaded is None else uploaded
             )
-            return Published(*sent)
+            return PublishedBundle(*sent)
     except RemoteError as error:
         raise PublishError(f"{to}: {error}") from None
 
 
 def pull(source: str, directory: Path) -> tuple[str, Manifest]:
-    """Fetches a bundle into a directory that does not exist, or holds just this bundle.
+    """Downloads a bundle into a directory that does not exist or holds exactly this bundle.
 
-    The address that names exactly this content, and its manifest. What has come stays when a transfer
-    breaks off, and is used the next time. Raises PublishError.
+    Returns the immutable address, and the manifest. An interrupted transfer is resumed by the next call.
+    Raises PublishError.
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
-        raise PublishError(f"{directory}: it exists and is no bundle: name another directory")
+        raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
     part = directory.absolute().with_name(f".{directory.absolute().name}.partial")
     try:
         with border():
@@ -70,34 +70,36 @@ def pull(source: str, directory: Path) -> tuple[str, Manifest]:
 
 
 class _Place(Protocol):
-    """What the module of a kind of remote offers, see mlcbuild/remotes/kinds.py."""
+    """The interface of a publishing module: see mlcbuild/remotes/kinds.py."""
 
     def push(
-        self, bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, seen: Seen
+        self, bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
     ) -> tuple[str, int]:
-        """Sends files, and returns the address of exactly this content and the bytes that went."""
+        """Sends files; returns the immutable address and the number of bytes sent."""
 
     def fetch(self, source: str, directory: Path) -> tuple[str, frozenset[str]]:
-        """Brings files into a directory, and returns the address of exactly them and their paths."""
+        """Downloads files into a directory; returns the immutable address and their paths."""
 
 
 def _place(url: str) -> _Place:
-    found = destination(url)
-    assert found is not None  # else `fault` refuses the address
-    return cast(_Place, found.load())
+    publisher = destination(url)
+    assert publisher is not None  # else `fault` refuses the address
+    return cast(_Place, publisher.load())
 
 
 def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
-    """The files that make a bundle, with their sizes, and nothing else that lies in its directory."""
-    found = {name: file.size for name, file in manifest.files.items()}
+    """Returns path -> size in bytes of the files that belong to a bundle; other files in its directory are
+    ignored."""
+    sizes = {name: file.size for name, file in manifest.files.items()}
     own = [name for name in _OWN if (bundle / name).is_file()]
-    return dict(sorted((found | {name: (bundle / name).stat().st_size for name in own}).items()))
+    return dict(sorted((sizes | {name: (bundle / name).stat().st_size for name in own}).items()))
 
 
 def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
-    """The manifest of what was fetched; a bundle that is wrong is removed."""
+    """Checks downloaded files and returns their manifest; removes a damaged bundle."""
     try:
-        for path in sorted(part.rglob("*"), reverse=True):  # of an earlier version, whose transfer broke off
+        # left by an interrupted transfer of an earlier version
+        for path in sorted(part.rglob("*"), reverse=True):
             if path.is_file() and path.relative_to(part).as_posix() not in listed:
                 path.unlink()
             elif path.is_dir() and not any(path.iterdir()):
@@ -113,7 +115,7 @@ def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
 
 
 def _show(part: Path, directory: Path) -> None:
-    """Gives what was checked its name; what had it before is a bundle, and goes."""
+    """Moves a checked bundle to its final name, replacing an older bundle."""
     old = directory.absolute().with_name(f".{directory.absolute().name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
