@@ -29,7 +29,7 @@ def keys(arguments: argparse.Namespace) -> int:
     else:
         found = keyfile.load(path)
         if found is None:
-            raise UsageError(f"{path}: there is no key; `mlcbuild keys new` makes one")
+            raise UsageError(f"{path}: there is no key; `mlcbuild keys new` creates one")
         signer = found
     document = {"file": str(path), "public": signer.public}
     show(arguments.json, document, [f"{path}: the private key: keep it secret", signer.public])

@@ -283,7 +283,7 @@ def test_what_no_worker_can_do_is_said_before_anything_runs(two: Cluster, tmp_pa
 def test_another_version_of_mlcbuild_is_refused(
     two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "own", lambda: "mlcbuild 99")
+    monkeypatch.setattr(cluster, "own_label", lambda: "mlcbuild 99")
     with pytest.raises(SetupError, match="no worker has mlcbuild 99, as here; they have mlcbuild 0"):
         Run(two, tmp_path)([Step("a", TEXT, {"text": "x"}, {})])
 

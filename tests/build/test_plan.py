@@ -275,7 +275,7 @@ def test_a_record_with_a_damaged_second_line_is_none(store: Store) -> None:
     path.write_bytes(first + b'\n{"inputs":{}}\n')
     assert plan(weights(), store)["weights/tiny/q4"].state == "run"
     (warning,) = store.take_warnings()
-    assert warning.startswith(f"{path}: the record is not used: its second line lacks a part")
+    assert warning.startswith(f"{path}: the record is not used: its second line lacks a field")
     assert reason(weights({"bits": 8}), store) == "its record is gone from the store"
 
 

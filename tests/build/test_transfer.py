@@ -137,7 +137,7 @@ def test_one_missing_file_fails_its_request_alone(
 def test_progress_counts_the_bytes_of_a_request(
     remotes: Remotes, transfers: Transfers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlcbuild.build.transfer._TELL", 0.0)
+    monkeypatch.setattr("mlcbuild.build.transfer._PROGRESS_INTERVAL", 0.0)
     remotes.gate.set()
     transfers.fetch("a", [entry("1", 30), entry("2", 70)])
     reports = [item for item in messages(transfers, 1) if isinstance(item, StepProgress)]

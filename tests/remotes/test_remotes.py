@@ -504,7 +504,7 @@ POISON: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]
     "tree": (lambda head, rest: head.update(tree="0" * 64), "the digest of its tree does not follow"),
     "pre-image": (lambda head, rest: rest.update(params={"text": "Z"}), "its key does not follow"),
     "private": (lambda head, rest: rest.update(shared=False), "it is valid on one machine only"),
-    "lacking": (lambda head, rest: rest.pop("code"), "its second line lacks a part"),
+    "lacking": (lambda head, rest: rest.pop("code"), "its second line lacks a field"),
     "wrong types": (lambda head, rest: rest.update(inputs=[1]), "its inputs are not"),
     "measured": (lambda head, rest: rest.update(measured=["x", {}, []]), "what it says was measured"),
     "step": (lambda head, rest: rest.update(step={"a": [1]}), "its step is not a line of text"),
