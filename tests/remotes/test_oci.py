@@ -204,7 +204,7 @@ def test_tokens_are_fetched_from_the_service_that_the_registry_names(
         ("oci://host/x?insecure=1", "after '?' there can be plain-http=true or plain-http=false"),
         ("oci://host/x:tag", "has a tag or digest: a cache is a whole repository"),
         ("oci://host/x:-tag", "'-tag' is neither a tag (letters, digits, '.', '_', '-') nor sha256: and"),
-        ("oci://u:secret@host/x", "a URL with a user name or password is not taken"),
+        ("oci://u:secret@host/x", "a URL must not hold a user name or password"),
         ("oci://host:5000/team/x_y?plain-http=true", ""),
     ],
 )

@@ -506,7 +506,7 @@ POISON: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], object], str]
     "private": (lambda head, rest: rest.update(shared=False), "it is valid on one machine only"),
     "lacking": (lambda head, rest: rest.pop("code"), "its second line lacks a field"),
     "wrong types": (lambda head, rest: rest.update(inputs=[1]), "its inputs are not"),
-    "measured": (lambda head, rest: rest.update(measured=["x", {}, []]), "what it says was measured"),
+    "measured": (lambda head, rest: rest.update(measured=["x", {}, []]), "its 'measured'"),
     "step": (lambda head, rest: rest.update(step={"a": [1]}), "its step is not a line of text"),
     "C1": (lambda head, rest: rest.update(step="a\x9b31m"), "its step is not a line of text"),
     "bidi": (lambda head, rest: head["files"][0].__setitem__(0, "a\u202eb"), "it names the file"),

@@ -417,7 +417,7 @@ def test_where_credentials_come_from_is_asked_and_told(
         ("s3://b1x/x?endpont=https://y", "the option 'endpont' is unknown: there are endpoint and region"),
         ("s3://b1x?endpoint=ftp://y", "the endpoint must be https://host or http://host"),
         ("s3://b1x?endpoint=https://u:secret@y", "the endpoint must be https://host or http://host"),
-        ("s3://u:secret@b1x", "a URL with a user name or password is not taken"),
+        ("s3://u:secret@b1x", "a URL must not hold a user name or password"),
         ("s3://b1x/#f", "must be an address alone"),
         ("s3://b1x/p?endpoint=https://y:9000&region=eu", ""),
     ],

@@ -98,7 +98,7 @@ def test_a_recipe_travels_in_a_file(tiny_bundles: Path, common_store: Path, tmp_
         ),
         ("push --all", 2, "write `mlcbuild cache push RECIPE"),
         ("push --all ftp://x", 2, "'ftp://x' must start with https://, http://, s3://, oci:// or file:///"),
-        ("push --all http://u:secret@x", 2, "a URL with a user name or password is not taken"),
+        ("push --all http://u:secret@x", 2, "a URL must not hold a user name or password"),
         ("push recipe.yaml", 2, "recipe.yaml: it names no remote to write: name one on the command line"),
         ("push recipe.yaml file:///nowhere/x", 1, "there is no directory /nowhere/x: create it, or mount it"),
         ("pull --all file:///x", 2, "a remote cannot list what it has: name a recipe, not --all"),
