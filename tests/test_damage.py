@@ -534,9 +534,7 @@ LOGS: dict[str, Callable[[Path], object]] = {
     "deep": lambda path: path.write_bytes(b"[" * 100_000),
     "no object": lambda path: path.write_text('"text"'),
     "odd types": lambda path: path.write_text(path.read_text().replace("[", "[7, ")),
-    "an impossible time": lambda path: path.write_text(
-        path.read_text().replace('"time": 1', '"time": 1e99')
-    ),
+    "an impossible time": lambda path: path.write_text(path.read_text().replace('"time": 1', '"time": 1e99')),
     "not a number": lambda path: path.write_text(
         path.read_text().replace('"seconds": ', '"seconds": NaN, "x": ')
     ),
