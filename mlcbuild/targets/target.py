@@ -41,7 +41,7 @@ class Target:
     device: str = "cpu"
     """The kind of device, a key of backends.BACKENDS."""
     output: Output = "shared"
-    """Kind of the compiled file: a shared library, an object file to be linked elsewhere, or a GPU program."""
+    """The compiled file: a shared library, an object file to be linked elsewhere, or a GPU program."""
 
     @property
     def architecture(self) -> str:
