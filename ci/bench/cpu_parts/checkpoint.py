@@ -36,7 +36,42 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
     },
+    "olmoe-1b-7b-4": {
+        "model_type": "olmoe",
+        "architectures": ["OlmoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "norm_topk_prob": False,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b-4": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "norm_topk_prob": True,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
 }
+"""The last two have experts and are cut to 4 layers, since all layers are alike."""
 COMMON = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -71,19 +106,28 @@ def sized(hidden: int, inner: int, layers: int, vocabulary: int) -> dict[str, ob
 
 
 def tensors(values: Mapping[str, object]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each tensor of a Llama checkpoint, in file order."""
+    """Name and shape of each tensor of a checkpoint like Llama's, in file order."""
     size = {key: value for key, value in values.items() if isinstance(value, int)}
-    hidden, inner = size["hidden_size"], size["intermediate_size"]
-    kv = hidden // size["num_attention_heads"] * size["num_key_value_heads"]
+    hidden, inner = size["hidden_size"], size.get("moe_intermediate_size", size["intermediate_size"])
+    head = size.get("head_dim", hidden // size["num_attention_heads"])
+    query, kv = head * size["num_attention_heads"], head * size["num_key_value_heads"]
+    norms = {"olmoe": (query, kv), "qwen3_moe": (head, head)}.get(str(values.get("model_type")))
     yield "model.embed_tokens.weight", (size["vocab_size"], hidden)
     for layer in range(size["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         yield prefix + "input_layernorm.weight", (hidden,)
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden)):
+        for name, rows in (("q", query), ("k", kv), ("v", kv)):
             yield f"{prefix}self_attn.{name}_proj.weight", (rows, hidden)
+        yield f"{prefix}self_attn.o_proj.weight", (hidden, query)
+        for name, width in zip("qk", norms or (), strict=False):
+            yield f"{prefix}self_attn.{name}_norm.weight", (width,)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
+        experts = [f"experts.{number}." for number in range(size.get("num_experts", 0))]
+        if experts:
+            yield f"{prefix}mlp.gate.weight", (size["num_experts"], hidden)
         for name, place in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            yield f"{prefix}mlp.{name}_proj.weight", place
+            for expert in experts or [""]:
+                yield f"{prefix}mlp.{expert}{name}_proj.weight", place
     yield "model.norm.weight", (hidden,)
     if not values["tie_word_embeddings"]:
         yield "lm_head.weight", (size["vocab_size"], hidden)

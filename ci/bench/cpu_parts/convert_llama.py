@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import gguf
@@ -22,7 +23,11 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
 }
+ARCHITECTURES = {"llama": "llama", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 FORMATS = {
     "q4_0": lib.LLAMA_FTYPE_MOSTLY_Q4_0,
@@ -47,26 +52,50 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def joined(tensors: Iterable[tuple[str, np.ndarray]], experts: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Names of llama.cpp -> weights. Those of experts, which follow each other, are one tensor in float16."""
+    waiting: list[np.ndarray] = []
+    for name, weight in tensors:
+        base, expert, kind = name.partition(".experts.")
+        if not expert:
+            yield rename(name), weight
+            continue
+        waiting.append(weight.astype(np.float16))
+        if len(waiting) == experts:
+            kind = kind.split(".")[1].removesuffix("_proj")
+            layer = base.removeprefix("model.layers.").split(".")[0]
+            yield f"blk.{layer}.ffn_{kind}_exps.weight", np.stack(waiting)
+            waiting = []
+
+
 def write(root: Path, out: Path) -> None:
     config = json.loads((root / "config.json").read_text())
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(str(out), "llama")
+    experts, head = config.get("num_experts", 0), config.get("head_dim", config["hidden_size"] // heads)
+    writer = gguf.GGUFWriter(str(out), ARCHITECTURES[config["model_type"]])
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        inner = config.get("moe_intermediate_size", config["intermediate_size"])
+        writer.add_expert_feed_forward_length(inner)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv)
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")
-    for name, weight in read(root):
+    for name, weight in joined(read(root), experts):
         values = weight
-        if ".q_proj." in name or ".k_proj." in name:
-            values = interleaved(weight, heads if ".q_proj." in name else kv)
-        writer.add_tensor(rename(name), np.ascontiguousarray(values))
+        if not experts and ("attn_q." in name or "attn_k." in name):
+            values = interleaved(weight, heads if "attn_q." in name else kv)
+        writer.add_tensor(name, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,7 +105,9 @@ def write(root: Path, out: Path) -> None:
 def main() -> None:
     root, out = Path(sys.argv[1]), Path(sys.argv[2])
     write(root, out / "f32.gguf")
-    for name in sys.argv[3:] or ("q4_0", "q8_0"):
+    # Models with experts are large: one format, and nothing left of what it was made from.
+    has_experts = "num_experts" in json.loads((root / "config.json").read_text())
+    for name in sys.argv[3:] or (("q4_0",) if has_experts else ("q4_0", "q8_0")):
         params = lib.llama_model_quantize_default_params()
         params.ftype = FORMATS[name]
         # Otherwise the output matrix gets more bits than the name says; a k_m is a mixture by definition.
@@ -85,6 +116,9 @@ def main() -> None:
             str(out / "f32.gguf").encode(), str(out / f"{name}.gguf").encode(), params
         ):
             sys.exit(f"llama.cpp could not quantize to {name}")
+    if has_experts:
+        (out / "f32.gguf").unlink()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -145,6 +145,8 @@ def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
         return
     for model in peer.models:
         path = out / model
+        if not path.exists():
+            continue
         size = sum(file.stat().st_size for file in [path, *path.glob("*")] if file.suffix in WEIGHTS)
         started = (python, str(HERE / f"engine_{name}.py"), str(path))
         bits = 4 if "4" in path.stem else 8
