@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -20,6 +22,7 @@ from mlcbuild.checkpoints.checkpoint_kinds import kind_of
 from mlcbuild.checkpoints.shards import PackedTensor, read_header
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Param, Piece, TensorNames, parameters, surplus
+from mlcbuild.models.tensor_names import other_names
 from mlcbuild.quant.floats import Array, widen, widened
 
 SINGLE = "model.safetensors"
@@ -47,6 +50,8 @@ class Source:
     param: Param
     pieces: tuple[Tensor, ...]
     """Tensors in the order of rows. A tensor with a stack of matrices has its first two dimensions joined."""
+    parts: tuple[Piece, ...] = ()
+    """The rows that each piece holds; (): all of them, in order."""
 
     @property
     def rows(self) -> int:
@@ -56,6 +61,13 @@ class Source:
     @property
     def row_shape(self) -> tuple[int, ...]:
         return self.param.shape[2:] if len(self.param.shape) == 3 else self.param.shape[1:]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of the parameter in each piece."""
+        if self.parts:
+            return tuple(part.rows for part in self.parts)
+        return tuple(piece.shape[0] for piece in self.pieces)
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]:
@@ -86,16 +98,23 @@ def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source,
         tensors = import_module(reader).read_tensors(root)
     complete = not problems
     found = []
+    sources = [part.tensor for own in names.sources.values() for part in own]
+    others = other_names(sources, [*tensors])
+    tensors = {others.get(name, name): tensor for name, tensor in tensors.items()}
+    index = index and {others.get(name, name): file for name, file in index.items()}
     table = _table(config, names, tensors)
     for param in parameters(config):
         parts = table[param.name]
         pieces = tuple(tensors[part.tensor] for part in parts if part.tensor in tensors)
         if len(pieces) == len(parts):
+            if len(param.shape) == 1:
+                pieces = tuple(_flat(piece) for piece in pieces)
             problems += _misfits(Source(param, pieces), parts)
-            found.append(Source(param, tuple(_joined(piece) for piece in pieces)))
+            ranges = parts if any(part.block for part in parts) else ()
+            found.append(Source(param, tuple(_joined(piece) for piece in pieces), ranges))
     wanted = {part.tensor: param for param, parts in table.items() for part in parts}
     if complete:  # else a file that could not be read may hold them
-        problems += _index_faults(root / INDEX, index, tensors, config)
+        problems += _index_faults(root / INDEX, index, tensors, lambda name: _reason(config, names, name))
         problems += [
             f"{root}: tensor '{name}' is missing ({param} needs it); fetch the whole checkpoint"
             for name, param in wanted.items()
@@ -105,12 +124,33 @@ def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source,
         f"{tensors[name].path}: tensor '{name}' belongs to no parameter of family '{config.family}'; is "
         "config.json of this checkpoint?"
         for name in tensors
-        if name not in wanted and surplus(config, name) is None
+        if name not in wanted and _reason(config, names, name) is None
     ]
+    if not problems:
+        _report({name: _reason(config, names, name) for name in tensors if name not in wanted})
     if not problems and config.tie_embeddings and HEAD in tensors and HEAD not in wanted:
         problems += _untied(config, found[0], tensors[HEAD])
     fail(problems)
     return tuple(found)
+
+
+def _reason(config: ModelConfig, names: TensorNames, tensor: str) -> str | None:
+    return surplus(config, tensor, names.unused)
+
+
+def _report(unread: Mapping[str, str | None]) -> None:
+    """Prints which tensors are left out and why: numbers in names as one line, with their count."""
+    kinds: dict[tuple[str, str | None], int] = {}
+    for name, reason in unread.items():
+        kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), reason
+        kinds[kind] = kinds.get(kind, 0) + 1
+    for (name, reason), count in kinds.items():
+        sys.stderr.write(f"left out: {count} of {name}: {reason}\n")
+
+
+def _flat(piece: Tensor) -> Tensor:
+    """Returns a tensor as the vector of the same bytes."""
+    return replace(piece, shape=(math.prod(piece.shape),))
 
 
 def _table(
@@ -194,8 +234,12 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _index_faults(
-    path: Path, index: Mapping[str, str] | None, tensors: Mapping[str, Tensor], config: ModelConfig
+    path: Path,
+    index: Mapping[str, str] | None,
+    tensors: Mapping[str, Tensor],
+    reason: Callable[[str], str | None],
 ) -> list[str]:
+    """`reason` returns why a tensor may be left out, or None."""
     if index is None:
         return []
     problems = [
@@ -206,7 +250,7 @@ def _index_faults(
     problems += [
         f"{path}: it does not list tensor '{name}', which {tensor.path.name} holds; fetch it again"
         for name, tensor in tensors.items()
-        if name not in index and surplus(config, name) is None
+        if name not in index and reason(name) is None
     ]
     return problems
 
@@ -218,7 +262,7 @@ def _misfits(source: Source, expected: Sequence[Piece]) -> list[str]:
     stacked = len(expected) == 1 and expected[0].rows == source.param.shape[0]
     rest = source.param.shape[1:] if stacked else source.row_shape
     for piece, part in zip(source.pieces, expected, strict=True):
-        shape = (part.rows, *rest)
+        shape = (part.stored_rows, *rest)
         if piece.shape != shape:
             problems.append(
                 f"{piece.path}: tensor '{piece.name}' must have the shape {list(shape)}, as config.json "
@@ -279,8 +323,11 @@ class Rows:
 
         Raises CheckpointError when a file cannot be read or has become shorter.
         """
-        for piece, first, part in _spans(source, start, out):
-            if isinstance(piece, PackedTensor):
+        for number, first, part in _spans(source, start, out):
+            piece = source.pieces[number]
+            if source.parts and source.parts[number].block:
+                self._taken(piece, source.parts[number], first, part)
+            elif isinstance(piece, PackedTensor):
                 self._decoded(piece, first, part.view(np.float32))
             elif DTYPES[piece.dtype] == part.dtype:
                 self._fill(piece, first, part)
@@ -288,6 +335,19 @@ class Rows:
                 raw = np.empty(part.shape, DTYPES[piece.dtype])
                 self._fill(piece, first, raw)
                 widen(raw, part.view(np.float32))
+
+    def _taken(self, piece: Tensor, ranges: Piece, first: int, out: Array) -> None:
+        """Reads rows of a parameter that come in another order, or among others, in the tensor."""
+        taken = np.array(ranges.taken)
+        blocks, places = np.divmod(np.arange(first, first + len(out)), len(taken))
+        rows = blocks * ranges.block + taken[places]
+        low, high = int(rows.min()), int(rows.max()) + 1
+        raw = np.empty((high - low, *out.shape[1:]), DTYPES[piece.dtype])
+        self._fill(piece, low, raw)
+        if raw.dtype == out.dtype:
+            out[...] = raw[rows - low]
+        else:
+            widen(np.ascontiguousarray(raw[rows - low]), out.view(np.float32))
 
     def wide(self, source: Source, start: int, stop: int) -> NDArray[np.float32]:
         """Rows start..stop-1 (cut at the end) in float32, in new memory."""
@@ -331,11 +391,12 @@ class Rows:
             raise CheckpointError(f"{piece.path}: cannot be read ({error.strerror}); run again") from None
 
 
-def _spans(source: Source, start: int, out: Array) -> Iterator[tuple[Tensor, int, Array]]:
-    """(piece, its first row, the part of `out` that it fills) for each piece that the rows touch."""
+def _spans(source: Source, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
+    """(number of the piece, its first row, the part of `out` that it fills) for each piece that the rows
+    touch."""
     stop, base = start + out.shape[0], 0
-    for piece in source.pieces:
-        first, last = max(start, base), min(stop, base + piece.shape[0])
+    for number, count in enumerate(source.counts):
+        first, last = max(start, base), min(stop, base + count)
         if first < last:
-            yield piece, first - base, out[first - start : last - start]
-        base += piece.shape[0]
+            yield number, first - base, out[first - start : last - start]
+        base += count

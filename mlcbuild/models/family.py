@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mlcbuild.errors import CheckpointError
-from mlcbuild.models.config import ModelConfig
+from mlcbuild.models.config import ModelConfig, parameters
 from mlcbuild.models.fields import ABSENT, Fields, show
-from mlcbuild.models.layers import Attention, Dense, LayerSpec, RmsNorm
+from mlcbuild.models.layers import Attention, Dense, LayerSpec, Norm, Norms, RmsNorm
 from mlcbuild.models.param import Activation, Param
 from mlcbuild.models.rope import LAYER_KINDS, RopeRules
+from mlcbuild.models.rounding import ROUNDING, f32
 from mlcbuild.models.tensor_names import WHOLE, Piece
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -18,6 +21,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "xielu": "xielu",
 }
 """transformers' names. Its `gelu` is the exact one, by erf, and not the same function."""
 
@@ -27,8 +35,24 @@ parameter, or one for all of it."""
 
 NORMS: Names = {
     "attn_norm.weight": ("input_layernorm.weight",),
+    "attn_norm.bias": ("input_layernorm.bias",),
     "mlp_norm.weight": ("post_attention_layernorm.weight",),
+    "mlp_norm.bias": ("post_attention_layernorm.bias",),
 }
+POST_NORMS: Names = {
+    "attn_post_norm.weight": ("post_attention_layernorm.weight",),
+    "mlp_norm.weight": ("pre_feedforward_layernorm.weight",),
+    "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
+}
+"""The names of families with norms after each half, as Gemma 2 and OLMo 2 began them."""
+KINDS = ("weight", "bias")
+MEGATRON: Names = {
+    **{f"attn.qkv.{kind}": (f"self_attention.query_key_value.{kind}",) for kind in KINDS},
+    **{f"attn.o.{kind}": (f"self_attention.dense.{kind}",) for kind in KINDS},
+    **{f"mlp.up.{kind}": (f"mlp.dense_h_to_4h.{kind}",) for kind in KINDS},
+    **{f"mlp.down.{kind}": (f"mlp.dense_4h_to_h.{kind}",) for kind in KINDS},
+}
+"""The names of plain layers with fused heads, as Megatron began them."""
 ATTENTION: Names = {
     "attn.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "attn.qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
@@ -36,12 +60,16 @@ ATTENTION: Names = {
     "attn.k_norm.weight": ("self_attn.k_norm.weight",),
     "attn.o.weight": ("self_attn.o_proj.weight",),
     "attn.o.bias": ("self_attn.o_proj.bias",),
+    "attn.sinks": ("self_attn.sinks",),
 }
 DENSE: Names = {
     "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.gate_up.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
     "mlp.down.weight": ("mlp.down_proj.weight",),
     "mlp.down.bias": ("mlp.down_proj.bias",),
+    "mlp.up.weight": ("mlp.up_proj.weight",),
+    "mlp.up.bias": ("mlp.up_proj.bias",),
+    "mlp.xielu": tuple(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")),
 }
 EXPERTS: Names = {
     "mlp.router.weight": ("mlp.gate.weight",),
@@ -63,11 +91,31 @@ class Common:
     attention: Attention
     """Over all positions, without biases and norms of its own, with rope 0."""
     feed_forward: Dense
-    norm: RmsNorm
+    norm: Norm
     count: int
     """Number of layers."""
     model: ModelConfig
     """The model without layers; its last norm is `norm`."""
+
+    def layer(self, **attention: Any) -> LayerSpec:
+        """Returns a layer with a norm before each half; `attention` changes fields of its attention."""
+        return LayerSpec(replace(self.attention, **attention), self.feed_forward, Norms(self.norm))
+
+    def of(self, layers: Iterable[LayerSpec], **changes: Any) -> ModelConfig:
+        """Returns the model with these layers; `changes` are other fields."""
+        return replace(self.model, layers=tuple(layers), **changes)
+
+    def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
+        """Returns the layers of a family that has one kind of them."""
+        return windowed(layer, same_window(fields, self.count, window))
+
+    def by_kind(self, layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
+        """Returns a layer for each window: one with a window has the rope of such layers."""
+        local = len(self.model.ropes) - 1
+        return tuple(
+            own if own.mixer.window is None else replace(own, mixer=replace(own.mixer, rope=local))
+            for own in windowed(layer, windows)
+        )
 
 
 @dataclass(frozen=True)
@@ -79,9 +127,10 @@ class Family:
     """The class that config.json's `architectures` must name, where it names any."""
     read: Callable[[Fields, Common], ModelConfig]
     """Reads the fields that only this family has, and returns the model with its layers."""
-    rope: RopeRules = field(default_factory=RopeRules)
-    names: Names = field(default_factory=dict)
-    """Names of tensors that differ from those in LAYER."""
+    rope: RopeRules | None = field(default_factory=RopeRules)
+    """None: no layer is rotated."""
+    names: Names | Callable[[ModelConfig], Names] = field(default_factory=dict)
+    """Names of tensors that differ from those in LAYER and WHOLE; they may depend on the config."""
     head_dim: int | None = None
     """Where config.json has none; None: hidden_size / num_attention_heads."""
     kv_heads_optional: bool = False
@@ -92,18 +141,40 @@ class Family:
     activation: str = "silu"
     remote_code: bool = False
     """Checkpoints may carry their own code (auto_map): it computes what the family does."""
+    norm: Norm = field(default_factory=lambda: RmsNorm(1.0))
+    """The kind of all norms; config.json gives their eps."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Field -> the value that transformers gives it where config.json lacks it."""
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """The family's own name of a field -> the name that other families have for it."""
+    wide: bool = False
+    """An absent intermediate_size means 4 * hidden_size."""
+    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
+    layers: str = "model.layers."
+    """The names of layers' tensors begin with this and a number."""
+    fused_heads: bool = False
+    """One tensor holds, for each key-value head, its query heads, its key and its value."""
+    unused: str = ""
+    """Regular expression of the names of tensors that no model of the family reads."""
+    texts: tuple[Family, ...] = ()
+    """Families of the text model, if config.json holds it under `text_config` beside other parts. The first
+    is that of a `text_config` without a model_type."""
 
 
-def sources_of(family: Family, params: Iterable[Param]) -> dict[str, tuple[Piece, ...]]:
+def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
     """Returns parameter -> the tensors of a checkpoint that make it up, to be stacked along axis 0."""
-    layer = {**LAYER, **family.names}
+    own_names = family.names(config) if callable(family.names) else family.names
+    names = {**LAYER, **WHOLE, **own_names}
     sources = {}
-    for param in params:
-        tensors = WHOLE.get(param.name)
-        if tensors is None:
-            _, index, own = param.name.split(".", 2)
-            tensors = tuple(f"model.layers.{index}.{name}" for name in layer[own])
-        sources[param.name] = _pieces(family, param, tensors)
+    for param in parameters(config):
+        _, _, rest = param.name.partition("layers.")
+        index, _, own = rest.partition(".")
+        tensors = names[own or param.name]
+        if own:
+            tensors = tuple(f"{family.layers}{index}.{name}" for name in tensors)
+        pieces = _pieces(family, param, tensors)
+        mixer = config.layers[int(index)].mixer if own else None
+        sources[param.name] = _reordered(family, config, mixer, param, pieces) if mixer else pieces
     return sources
 
 
@@ -111,6 +182,8 @@ def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Pie
     """Returns the tensors of a parameter: one, one for each part, or one for each expert or its parts."""
     whole, *rest = param.shape
     numbered = any("{}" in name for name in tensors)
+    if len(tensors) == 1 and numbered and not rest:
+        return tuple(Piece(tensors[0].format(part), rows) for part, rows in enumerate(param.parts))
     if len(tensors) == 1 and not numbered:
         return (Piece(tensors[0], whole),)
     rows = param.parts if len(tensors) > 1 else (rest[0],)
@@ -122,6 +195,27 @@ def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Pie
     experts = range(param.count) if numbered else range(1)
     pairs = [*zip(tensors, rows, strict=True)]
     return tuple(Piece(name.format(expert), count) for expert in experts for name, count in pairs)
+
+
+def _reordered(
+    family: Family, config: ModelConfig, mixer: Attention, param: Param, pieces: tuple[Piece, ...]
+) -> tuple[Piece, ...]:
+    """Returns the pieces of a parameter of attention with the rows that it has of each tensor."""
+    kind, dim = param.name.split(".", 2)[-1], mixer.head_dim
+    is_qkv = kind.startswith("attn.qkv.")
+    if is_qkv and family.fused_heads:
+        group = mixer.heads // mixer.kv_heads * dim
+        spans = ((0, group, 1), (group, group + dim, 1), (group + dim, group + 2 * dim, 1))
+        own = zip(param.parts, spans, strict=True)
+        return tuple(Piece(pieces[0].tensor, rows, group + 2 * dim, (span,)) for rows, span in own)
+    turned = pieces[:2] if is_qkv else pieces
+    is_turned = is_qkv or kind.startswith(("attn.q_norm.", "attn.k_norm."))
+    if family.rope is None or not family.rope.interleaved or not is_turned:
+        return pieces
+    # All layers are put in order alike: what they have in common are keys and queries of the same order.
+    rotated = config.ropes[0].dim
+    take = ((0, rotated, 2), (1, rotated, 2), (rotated, dim, 1))
+    return (*(replace(piece, block=dim, take=take) for piece in turned), *pieces[len(turned) :])
 
 
 def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
@@ -156,3 +250,25 @@ def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> t
     if window is None and LAYER_KINDS[1] in kinds and fields.sound("sliding_window"):
         fields.problem("sliding_window", "is off, but some layers are sliding_attention; give the window")
     return tuple(window if kind == LAYER_KINDS[1] else None for kind in kinds)
+
+
+def every(step: int, count: int) -> list[str]:
+    """Returns the kinds of layers where every `step`-th one has no window."""
+    full, sliding = LAYER_KINDS
+    return [sliding if (index + 1) % step else full for index in range(count)]
+
+
+def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[LayerSpec, ...]:
+    """Returns the layers without a rope where `rotated` is false."""
+    return tuple(
+        layer if is_rotated else replace(layer, mixer=replace(layer.mixer, rope=None))
+        for layer, is_rotated in zip(layers, rotated, strict=True)
+    )
+
+
+def scaled_embedding(fields: Fields, hidden: int) -> float:
+    """Returns sqrt(hidden) in the checkpoint's dtype, which scales Gemma's embeddings. transformers 5 calls
+    the field `dtype`, before it was `torch_dtype`."""
+    dtype = "torch_dtype" if fields.get("dtype") in (None, ABSENT) else "dtype"
+    scale: float = fields.choice(dtype, ROUNDING, "float32")(f32(math.sqrt(hidden)))
+    return scale

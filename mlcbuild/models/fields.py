@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeGuard, TypeVar
 
 from mlcbuild.errors import CheckpointError, did_you_mean, one_line
@@ -35,17 +35,43 @@ class Fields:
         self._read: set[str] = set()
         self._known: set[str] = set()
         self._wrong: set[str] = set()
+        self._shown: dict[str, str] = {}
+        """Shared name -> the name in the file, where it is another."""
 
     def inner(self, name: str, values: Mapping[str, object]) -> Fields:
         """A reader of an object inside this one. Its problems are its own until `adopt`."""
         return Fields(self.place, values, f"{self.inside}{name}.")
+
+    def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
+        """Returns the same fields under the names that all families share.
+
+        spellings: a family's own name -> the shared one. defaults: shared name -> the value of an absent
+        field.
+        """
+        values: dict[str, object] = {}
+        shown: dict[str, str] = {}
+        for name, value in self._values.items():
+            shared = spellings.get(name, name)
+            if shared in values and values[shared] != value:
+                self.problem(
+                    name, f"is {show(value)}, but {shown[shared]} is {show(values[shared])}; keep one"
+                )
+            values[shared], shown[shared] = value, name
+        absent = {name: value for name, value in defaults.items() if name not in values}
+        if "rope_scaling" in values:
+            absent.pop("rope_parameters", None)
+        fields = Fields(self.place, {**absent, **values}, self.inside)
+        fields.problems, fields._read = self.problems, {spellings.get(name, name) for name in self._read}
+        fields._shown = {shared: name for shared, name in shown.items() if shared != name}
+        return fields
 
     def adopt(self, inner: Fields) -> None:
         self.problems.extend(inner.problems)
 
     def problem(self, name: str, message: str) -> None:
         self._wrong.add(name)
-        self.problems.append(one_line(f"{self.place}: {self.inside}{name}: {message}"))
+        shown = self._shown.get(name, name)
+        self.problems.append(one_line(f"{self.place}: {self.inside}{shown}: {message}"))
 
     def sound(self, *names: str) -> bool:
         return not self._wrong.intersection(names)
@@ -109,6 +135,20 @@ class Fields:
             self.problem(name, f"{show(value)} is not supported; this family supports: {known}")
             return values[default]
         return values[value]
+
+    def switches(self, name: str, default: Sequence[bool]) -> list[bool]:
+        """Reads a list of 0 or 1, as many as the default has."""
+        value = self.get(name)
+        if value is None or value is ABSENT:
+            return [*default]
+        if (
+            not isinstance(value, list)
+            or len(value) != len(default)
+            or any(item not in (0, 1) for item in value)
+        ):
+            self.problem(name, f"must be a list of {len(default)} times 0 or 1, found {show(value)}")
+            return [*default]
+        return [bool(item) for item in value]
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """A list of `count` positive numbers, none so extreme that float32 would lose it."""

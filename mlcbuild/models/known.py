@@ -78,3 +78,14 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_sliding_window": (False,),
 }
 """Switches that families without the thing carry in a position that changes nothing."""
+
+OTHER_PARTS: frozenset[str] = frozenset(
+    {
+        *("audio_config", "audio_token_id", "boa_token_id", "boi_token_index", "eoa_token_id"),
+        *("eoi_token_index", "image_seq_length", "image_token_id", "image_token_index"),
+        *("mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size"),
+        *("video_token_id", "vision_config", "vision_end_token_id", "vision_feature_layer"),
+        *("vision_start_token_id", "tie_word_embeddings", "model_type", "text_config"),
+    }
+)
+"""Fields beside `text_config` that describe parts which compute no text."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 
 from mlcbuild.errors import CheckpointError, did_you_mean
 from mlcbuild.models import families
-from mlcbuild.models.config import ModelConfig, faults, parameters
-from mlcbuild.models.family import ACTIVATIONS, Common, Family, sources_of
+from mlcbuild.models.config import ModelConfig, faults
+from mlcbuild.models.family import Common, Family, sources_of
 from mlcbuild.models.fields import ABSENT, Fields, show
-from mlcbuild.models.known import IRRELEVANT, NEUTRAL
-from mlcbuild.models.layers import Attention, Dense, RmsNorm, Rope
-from mlcbuild.models.rope import ROPE_FIELDS, read_rope
+from mlcbuild.models.known import IRRELEVANT, NEUTRAL, OTHER_PARTS
+from mlcbuild.models.layers import Attention, Dense, Rope
+from mlcbuild.models.rope import ROPE_FIELDS, read_ropes
 from mlcbuild.models.tensor_names import TensorNames
 
 
@@ -54,21 +55,60 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
         raise CheckpointError(f"{place}: must be a JSON object, found {show(values)}")
     fields = Fields(place, values)
     family = _family(fields)
+    config = _wrapped(fields, family) if family.texts else _model(fields, family)
+    fields.check()
+    assert config is not None
+    if sentences := faults(config):
+        raise CheckpointError("\n".join(f"{place}: {fault}" for fault in sentences))
+    return config
+
+
+def _model(fields: Fields, family: Family) -> ModelConfig:
+    """Reads the fields of a text model; problems go to `fields`."""
+    fields = fields.respelled(family.spellings, family.defaults)
     config = family.read(fields, _common(fields, family))
     fields.ignore(IRRELEVANT)
     fields.ignore_private()
     owner = f"family '{family.name}'"
     fields.neutral(NEUTRAL, owner)
     fields.close(owner)
-    fields.check()
-    if sentences := faults(config):
-        raise CheckpointError("\n".join(f"{place}: {fault}" for fault in sentences))
     return config
+
+
+def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
+    """Reads the text model of a config that has one beside other parts, which are left out."""
+    _check_code(fields, family)
+    inner_values = fields.get("text_config")
+    if not isinstance(inner_values, Mapping):
+        fields.problem("text_config", f"must be an object, found {show(inner_values)}")
+        return None
+    values = {**inner_values}
+    if fields.has("tie_word_embeddings"):
+        values["tie_word_embeddings"] = fields.get("tie_word_embeddings")
+    for name in ("dtype", "torch_dtype"):
+        if fields.has(name):
+            values.setdefault(name, fields.get(name))
+    texts = {text.name: text for text in family.texts}
+    kind = values.get("model_type", family.texts[0].name)
+    if not isinstance(kind, str) or kind not in texts:
+        fields.problem("text_config.model_type", f"must be {' or '.join(texts)}, found {show(kind)}")
+        return None
+    inner = fields.inner("text_config", {**values, "model_type": kind})
+    inner.get("model_type")
+    config = _model(inner, texts[kind])
+    fields.adopt(inner)
+    fields.ignore(OTHER_PARTS)
+    fields.ignore(IRRELEVANT)
+    fields.ignore_private()
+    fields.neutral(NEUTRAL, f"family '{family.name}'")
+    fields.close(f"family '{family.name}'")
+    return replace(config, family=family.name)
 
 
 def tensor_names(config: ModelConfig) -> TensorNames:
     """Returns the checkpoint tensors of each parameter, as the config's family names them."""
-    return TensorNames(sources_of(load_family(config.family), parameters(config)))
+    family = load_family(config.family)
+    return TensorNames(sources_of(family, config), family.unused)
 
 
 def _family(fields: Fields) -> Family:
@@ -92,22 +132,26 @@ def _common(fields: Fields, family: Family) -> Common:
     head_dim = _head_dim(fields, family, hidden, heads)
     count = fields.integer("num_hidden_layers", high=4096)
     max_position = fields.integer("max_position_embeddings", high=2**28)
-    if fields.sound("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"):
-        rope = read_rope(fields, head_dim, max_position, family.rope)
+    if family.rope is None:
+        ropes: dict[str, Rope] = {}
+    elif fields.sound("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings"):
+        ropes = read_ropes(fields, head_dim, max_position, family.rope)
     else:
         fields.ignore(ROPE_FIELDS)
-        rope = _STAND_IN
+        ropes = {"": _STAND_IN}
     vocab_size = fields.integer("vocab_size", high=2**24)
-    inner = fields.integer("intermediate_size", high=2**22)
-    norm = RmsNorm(fields.number("rms_norm_eps", high=1.0))
-    activation = fields.choice(family.activation_field, ACTIVATIONS, family.activation)
+    inner = fields.integer("intermediate_size", default=4 * hidden if family.wide else None, high=2**22)
+    norm = replace(family.norm, eps=fields.number("rms_norm_eps", high=1.0))
+    activation = fields.choice(family.activation_field, family.activations, family.activation)
     tied = fields.flag("tie_word_embeddings", family.tied)
+    rope = 0 if ropes else None
+    unique = tuple(dict.fromkeys(ropes.values()))
     return Common(
-        Attention(heads, kv_heads, head_dim, 1 / math.sqrt(head_dim)),
+        Attention(heads, kv_heads, head_dim, 1 / math.sqrt(head_dim), rope=rope),
         Dense(inner, activation),
         norm,
         count,
-        ModelConfig(family.name, vocab_size, hidden, max_position, (), (rope,), norm, tied),
+        ModelConfig(family.name, vocab_size, hidden, max_position, (), unique, norm, tied),
     )
 
 

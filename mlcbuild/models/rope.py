@@ -8,12 +8,12 @@ holds all of it, or one such object per kind of layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlcbuild.errors import did_you_mean
 from mlcbuild.models import rotary
 from mlcbuild.models.fields import ABSENT, Fields, show
-from mlcbuild.models.layers import Rope
+from mlcbuild.models.layers import QueryScale, Rope
 from mlcbuild.models.rounding import f32
 
 ROPE_FIELDS = (
@@ -23,7 +23,6 @@ ROPE_FIELDS = (
     "rope_scaling",
     "rope_theta",
 )
-DEFAULT_THETA = 10000.0
 LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
@@ -33,6 +32,24 @@ class RopeRules:
 
     partial: bool = False
     """Whether partial_rotary_factor is honoured; where it is not, it must be 1."""
+    share: float = 1.0
+    """partial_rotary_factor where config.json has none."""
+    rotary_dim: bool = False
+    """The field rotary_dim gives the rotated dimensions of a head."""
+    interleaved: bool = False
+    """Checkpoints pair dimensions 2i and 2i + 1, where programs pair i and i + dim / 2."""
+    theta: float = 10000.0
+    """rope_theta where config.json has none."""
+    by_kind: bool = False
+    """Layers with a window have a rope of their own: without scaling, unless it stands under their kind."""
+    local_theta: float | None = None
+    """Its rope_theta where rope_local_base_freq is absent; None: that of the others."""
+    alpha: bool = False
+    """`dynamic` scaling with an alpha raises rope_theta once, whatever the length (Hunyuan)."""
+    query_scale: bool = False
+    """The rope object may hold llama_4_scaling_beta."""
+    ignored: tuple[str, ...] = ()
+    """Fields of the rope object that change no numbers of text."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
     aliases: Mapping[str, str] | None = None
     original_max_position: int | None = None
@@ -49,6 +66,7 @@ class _Setting:
     partial: float | None
     original: int | None
     rules: RopeRules
+    rotary_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +79,9 @@ class _Base:
     original: int
 
 
-def read_rope(fields: Fields, head_dim: int, max_position: int, rules: RopeRules) -> Rope:
-    """The Rope of a config.json, or a stand-in after reporting problems to `fields`."""
+def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRules) -> dict[str, Rope]:
+    """Returns kind of layer (of LAYER_KINDS) -> its Rope, or stand-ins after reporting problems to `fields`.
+    Only families with `by_kind` may have two different ones."""
     setting = _Setting(
         head_dim,
         max_position,
@@ -70,18 +89,51 @@ def read_rope(fields: Fields, head_dim: int, max_position: int, rules: RopeRules
         fields.number("partial_rotary_factor", high=1.0) if fields.has("partial_rotary_factor") else None,
         _original(fields),
         rules,
+        fields.integer("rotary_dim", high=head_dim)
+        if rules.rotary_dim and fields.has("rotary_dim")
+        else None,
     )
-    for name in ROPE_FIELDS:
+    full, sliding = LAYER_KINDS
+    local = _local(fields, setting)
+    for name in ROPE_FIELDS + (("rotary_dim",) if rules.rotary_dim else ()):
         fields.get(name)
-    resolved: dict[str, Rope] = {}
+    resolved: dict[str, dict[str, Rope]] = {full: {}, sliding: {}}
     for name, inner in _objects(fields).items():
-        resolved[name] = _resolve(inner, setting)
+        kind = sliding if rules.by_kind and name.endswith(sliding) else full
+        resolved[kind][name] = _resolve(inner, local if kind == sliding else setting)
         fields.adopt(inner)
-    first, *others = resolved.items()
+    if not resolved[full]:
+        resolved[full]["rope_theta"] = _resolve(Fields(fields.place, {}), setting)
+    for own in resolved.values():
+        _agree(fields, own)
+    first = next(iter(resolved[full].values()))
+    if not rules.by_kind:
+        return {full: first, sliding: first}
+    second = next(iter(resolved[sliding].values()), None)
+    return {full: first, sliding: second or _resolve(Fields(fields.place, {}), local)}
+
+
+def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
+    """Reports ropes of one kind of layers that differ."""
+    if not ropes:
+        return
+    first, *others = ropes.items()
     for name, rope in others:
         if rope != first[1] and not fields.problems:
             fields.problem(name, f"differs from {first[0]}; one rotary embedding must serve all layers")
-    return first[1]
+
+
+def _local(fields: Fields, setting: _Setting) -> _Setting:
+    """Returns the setting of layers with a window."""
+    name = "rope_local_base_freq"
+    default = setting.rules.local_theta
+    if not setting.rules.by_kind:
+        return setting
+    if default is None:
+        return setting
+    theta = fields.number(name, low=1.0) if fields.has(name) else None
+    fields.get(name)
+    return replace(setting, theta=theta, rules=replace(setting.rules, theta=default))
 
 
 def _original(fields: Fields) -> int | None:
@@ -121,7 +173,10 @@ def _resolve(inner: Fields, setting: _Setting) -> Rope:
     base = _base(inner, setting)
     if kind is None or base is None:
         return Rope(2, (1.0,))
+    inner.ignore(setting.rules.ignored)
     rope = _TYPES[kind](inner, base)
+    if setting.rules.query_scale and (beta := inner.maybe_number("llama_4_scaling_beta", None)):
+        rope = replace(rope, query_scale=QueryScale(beta, base.original))
     inner.close(f"rope type '{kind}'")
     return rope
 
@@ -143,6 +198,8 @@ def _type(inner: Fields, rules: RopeRules) -> str | None:
     name, kind = next(iter(named.items()), ("rope_type", "default"))
     if kind in rules.types:
         return kind
+    if kind == "dynamic" and rules.alpha and inner.has("alpha"):
+        return "alpha"
     if kind == "dynamic":
         inner.problem(
             name,
@@ -159,11 +216,11 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
     """None after a problem that leaves nothing to compute with."""
     theta = _agreed(inner, "rope_theta", setting.theta, 1e12)
     partial = _agreed(inner, "partial_rotary_factor", setting.partial, 1.0)
-    share = 1.0 if partial is None else partial
+    share = setting.rules.share if partial is None else partial
     if share != 1.0 and not setting.rules.partial:
         inner.problem("partial_rotary_factor", f"this family rotates whole heads (1.0), found {share:g}")
         share = 1.0
-    dim = int(setting.head_dim * share)
+    dim = setting.rotary_dim or int(setting.head_dim * share)
     if dim < 2 or dim % 2:
         rotated = f"{dim} of {setting.head_dim} dimensions of a head would be rotated"
         inner.problem("partial_rotary_factor", f"{rotated}; it must be an even number above 0")
@@ -173,7 +230,7 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
     original = inner.integer(name, default=fallback)
     if inner.sound(name) and setting.original not in (None, original):
         inner.problem(name, f"is {original}, but beside the other fields it is {setting.original}; keep one")
-    return _Base(dim, theta or DEFAULT_THETA, setting.max_position, original)
+    return _Base(dim, theta or setting.rules.theta, setting.max_position, original)
 
 
 def _agreed(inner: Fields, name: str, outer: float | None, high: float) -> float | None:
@@ -197,6 +254,14 @@ def _factor(inner: Fields) -> float:
     if inner.sound("factor") and value < 1:
         inner.problem("factor", f"must be at least 1, found {value:g}")
     return max(value, 1.0)
+
+
+def _alpha(inner: Fields, base: _Base) -> Rope:
+    """Raises theta to theta * alpha^(dim / (dim - 2)). The rest of the object belongs to the other types."""
+    alpha = inner.number("alpha", high=1e9)
+    inner.ignore(("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
+    theta = base.theta * alpha ** (base.dim / max(base.dim - 2, 1))
+    return Rope(base.dim, rotary.default(theta, base.dim))
 
 
 def _linear(inner: Fields, base: _Base) -> Rope:
@@ -248,6 +313,7 @@ def _longrope(inner: Fields, base: _Base) -> Rope:
 
 
 _TYPES: Mapping[str, Callable[[Fields, _Base], Rope]] = {
+    "alpha": _alpha,
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,

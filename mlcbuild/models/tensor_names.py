@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from mlcbuild.canon import Json
 from mlcbuild.models.config import ModelConfig
@@ -14,18 +15,46 @@ WHOLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "embed.weight": ("model.embed_tokens.weight",),
         "norm.weight": ("model.norm.weight",),
+        "norm.bias": ("model.norm.bias",),
         "lm_head.weight": ("lm_head.weight",),
+        "lm_head.bias": ("lm_head.bias",),
     }
 )
-"""Parameter outside the layers -> names that transformers gives its tensors, in every family."""
+"""Parameter outside the layers -> names that transformers gives its tensors, in most families."""
+Range = tuple[int, int, int]
+"""(start, stop, step), as in range()."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint that holds consecutive rows of a parameter."""
+    """A tensor of a checkpoint that holds consecutive rows of a parameter, or some of its rows that do."""
 
     tensor: str
     rows: int
+    block: int = 0
+    """The tensor's rows come in blocks of so many; 0: they are those of the parameter, in order."""
+    take: tuple[Range, ...] = ()
+    """The rows of each block that the parameter has, in its order."""
+
+    @property
+    def taken(self) -> list[int]:
+        """Rows of a block, in the order of the parameter."""
+        return [row for part in self.take for row in range(*part)]
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of the whole tensor."""
+        return self.rows // len(self.taken) * self.block if self.block else self.rows
+
+    def to_json(self) -> list[Json]:
+        plain: list[Json] = [self.tensor, self.rows]
+        return [*plain, self.block, [[*part] for part in self.take]] if self.block else plain
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> Piece:
+        tensor, rows, *more = value
+        block, take = more or (0, ())
+        return cls(tensor, rows, block, tuple((start, stop, step) for start, stop, step in take))
 
 
 @dataclass(frozen=True)
@@ -38,19 +67,23 @@ class TensorNames:
 
     sources: Mapping[str, tuple[Piece, ...]]
     """Parameter, in the order of `parameters` -> pieces to stack along axis 0."""
+    unused: str = ""
+    """Regular expression of the names of tensors that the family's models do not read."""
 
     def to_json(self) -> dict[str, Json]:
-        """Returns {"sources": {parameter: [[tensor, rows], ...]}}."""
-        return {
-            "sources": {
-                name: [[part.tensor, part.rows] for part in own] for name, own in self.sources.items()
-            }
+        """Returns {"sources": {parameter: [[tensor, rows, block?, take?], ...]}, "unused"?}."""
+        sources: dict[str, Json] = {
+            name: [part.to_json() for part in own] for name, own in self.sources.items()
         }
+        return {"sources": sources, **({"unused": self.unused} if self.unused else {})}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Mapping[str, Sequence[tuple[str, int]]]]) -> TensorNames:
+    def from_json(cls, value: Mapping[str, Any]) -> TensorNames:
         """Reads what to_json returned."""
-        return cls({name: tuple(Piece(*part) for part in own) for name, own in value["sources"].items()})
+        sources = {
+            name: tuple(Piece.from_json(part) for part in own) for name, own in value["sources"].items()
+        }
+        return cls(sources, value.get("unused", ""))
 
 
 def aliases(config: ModelConfig) -> Mapping[str, str]:
@@ -64,12 +97,42 @@ def aliases(config: ModelConfig) -> Mapping[str, str]:
 
 
 _ROTARY_TABLE = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(?P<part>vision_tower|vision_model|visual|vision_encoder|multi_modal_projector|audio_tower"
+    r"|vision_projection|patch_merger|embed_vision|embed_audio|mtp)\..*"
+)
+"""Names of the tensors of a model's parts that compute no text: vision, audio, drafts (mtp)."""
 
 
-def surplus(config: ModelConfig, tensor: str) -> str | None:
-    """Returns why a tensor that no source names may be left out, or None where it may not."""
+def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:
+    """Returns why a tensor that no source names may be left out, or None where it may not.
+
+    unused: TensorNames.unused.
+    """
     if _ROTARY_TABLE.fullmatch(tensor):
         return "old checkpoints store the rotary frequencies, which config.json already gives"
     if config.tie_embeddings and tensor in WHOLE["lm_head.weight"]:
         return "the output matrix is the embedding (tie_word_embeddings)"
+    if part := _OTHER_PARTS.fullmatch(tensor):
+        return f"{part['part']} takes no part in text"
+    if unused and re.fullmatch(unused, tensor):
+        return f"models of family '{config.family}' do not read it"
     return None
+
+
+def other_names(sources: Sequence[str], stored: Sequence[str]) -> Mapping[str, str]:
+    """Returns stored name -> the name in `sources` that it stands for, where a checkpoint stores the text
+    model under another prefix: inside a model of several parts, or without its head.
+
+    sources: names of the sources, the embedding's first. A checkpoint that has this one needs no other names.
+    """
+    first, names = sources[0], set(stored)
+    if first in names:
+        return {}
+    root = first.partition(".")[0] + "."
+    for prefix, base in ((f"{root}language_model.", root), ("language_model.", ""), ("", root)):
+        if prefix + first.removeprefix(base) in names:
+            inner = {prefix + name.removeprefix(base): name for name in sources if name.startswith(base)}
+            head = {f"language_model.{name}": name for name in sources if not name.startswith(root)}
+            return {name: target for name, target in {**head, **inner}.items() if name in names}
+    return {}

@@ -282,10 +282,17 @@ def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> E
     slope = floats.spread(T.bind(slopes[row]))
     keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start
     if spec.alibi == "exact":
-        return slope * T.Cast(typed("float32", floats.lanes), keys - floats.spread(newest))
+        return slope * _number(floats, keys - floats.spread(newest))
     # Rounded as the models do: of a few thousand keys, neighbours have the same bias.
-    numbers = T.bind(_bfloat16(floats, T.Cast(typed("float32", floats.lanes), keys)))
+    numbers = T.bind(_bfloat16(floats, _number(floats, keys)))
     return _bfloat16(floats, slope * numbers) * floats.constant(spec.scale)
+
+
+def _number(floats: Floats, whole: Expr) -> Expr:
+    """Turns whole numbers below 2^22 into float32, by the bits of a sum with 1.5 * 2^23: TVM's analysis of
+    ranges does not survive a cast of counted lanes."""
+    bits = T.reinterpret(typed("float32", floats.lanes), whole + i32(0x4B400000, floats.lanes))
+    return bits - floats.constant(1.5 * 2.0**23)
 
 
 def _bfloat16(floats: Floats, value: Expr) -> Expr:

@@ -1,0 +1,29 @@
+"""EXAONE 4: norms after each half only; with windows, layers without one are not rotated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlcbuild.models.config import ModelConfig
+from mlcbuild.models.family import POST_NORMS, Common, Family, every, layer_windows, unrotated, windowed
+from mlcbuild.models.fields import Fields
+from mlcbuild.models.layers import Norms
+from mlcbuild.models.rope import LAYER_KINDS
+
+
+def _read(fields: Fields, common: Common) -> ModelConfig:
+    layer = replace(common.layer(qk_norm=common.norm), norms=Norms(None, common.norm))
+    window = fields.maybe_integer("sliding_window", 4096)
+    kinds = [LAYER_KINDS[0]] * common.count
+    if fields.has("layer_types"):
+        fields.ignore(("sliding_window_pattern",))  # Letters for the kinds, in published configs.
+    elif window is None:
+        fields.ignore(("sliding_window_pattern",))
+    else:
+        kinds = every(fields.integer("sliding_window_pattern", 4), common.count)
+    windows = layer_windows(fields, kinds, window)
+    rotated = [window is None or own is not None for own in windows]
+    return common.of(unrotated(windowed(layer, windows), rotated))
+
+
+FAMILY = Family("exaone4", "Exaone4ForCausalLM", _read, names=POST_NORMS, defaults={"rms_norm_eps": 1e-5})

@@ -1,0 +1,32 @@
+"""Hunyuan (dense): Llama with norms of queries and keys after their rotation."""
+
+from __future__ import annotations
+
+from mlcbuild.models.config import ModelConfig
+from mlcbuild.models.family import Common, Family
+from mlcbuild.models.fields import Fields
+from mlcbuild.models.rope import RopeRules
+
+
+def _read(fields: Fields, common: Common) -> ModelConfig:
+    has_bias = fields.flag("attention_bias", False)
+    layer = common.layer(qkv_bias=has_bias, output_bias=has_bias, qk_norm=common.norm, qk_norm_last=True)
+    fields.ignore(
+        ("eod_token_id", "sep_token_id", "im_end_id", "im_newline_id", "im_start_id", "text_end_id")
+    )
+    fields.ignore(("text_start_id", "add_classification_head", "pool_type", "class_num", "org_vocab_size"))
+    return common.of(common.all_alike(fields, layer))
+
+
+FAMILY = Family(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    _read,
+    RopeRules(alpha=True),
+    {
+        "attn.q_norm.weight": ("self_attn.query_layernorm.weight",),
+        "attn.k_norm.weight": ("self_attn.key_layernorm.weight",),
+    },
+    kv_heads_optional=True,
+    defaults={"rms_norm_eps": 1e-5},
+)

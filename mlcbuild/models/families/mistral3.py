@@ -1,0 +1,14 @@
+"""Mistral Small 3.1 and later: a text model beside a vision tower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlcbuild.models.families import ministral3, mistral
+
+FAMILY = replace(
+    mistral.FAMILY,
+    name="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    texts=(replace(mistral.FAMILY, defaults={"rms_norm_eps": 1e-6}), ministral3.FAMILY),
+)

@@ -1,0 +1,25 @@
+"""OLMo: norms without weights, and limits of queries, keys and values."""
+
+from __future__ import annotations
+
+from mlcbuild.models.config import ModelConfig
+from mlcbuild.models.family import Common, Family
+from mlcbuild.models.fields import Fields
+from mlcbuild.models.layers import LayerNorm
+
+
+def _read(fields: Fields, common: Common) -> ModelConfig:
+    has_bias = fields.flag("attention_bias", False)
+    clip = fields.maybe_number("clip_qkv", None)
+    layer = common.layer(qkv_bias=has_bias, output_bias=has_bias, clip=clip)
+    return common.of(common.all_alike(fields, layer))
+
+
+FAMILY = Family(
+    "olmo",
+    "OlmoForCausalLM",
+    _read,
+    kv_heads_optional=True,
+    norm=LayerNorm(1.0, weight=False, bias=False),
+    defaults={"rms_norm_eps": 1e-5},
+)

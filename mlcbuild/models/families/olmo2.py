@@ -1,0 +1,27 @@
+"""OLMo 2: norms after each half only, and over all heads of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlcbuild.models.config import ModelConfig
+from mlcbuild.models.family import POST_NORMS, Common, Family
+from mlcbuild.models.fields import Fields
+from mlcbuild.models.layers import Norms
+
+
+def _read(fields: Fields, common: Common) -> ModelConfig:
+    has_bias = fields.flag("attention_bias", False)
+    layer = common.layer(qkv_bias=has_bias, output_bias=has_bias, qk_norm=common.norm, qk_norm_span="heads")
+    layer = replace(layer, norms=Norms(None, common.norm))
+    return common.of(common.all_alike(fields, layer))
+
+
+FAMILY = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    _read,
+    names=POST_NORMS,
+    kv_heads_optional=True,
+    defaults={"rms_norm_eps": 1e-5},
+)

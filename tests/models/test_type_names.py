@@ -1,0 +1,101 @@
+"""Names and rows of checkpoints' tensors: prefixes, orders of rows, and parts that are left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlcbuild.checkpoints import conversion
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models import Piece, TensorNames, parameters, parsing, surplus
+from mlcbuild.models.parsing import parse
+from mlcbuild.models.tensor_names import other_names
+from tests import typegoldens
+from tests.checkpoint_files import HF, single, tensors
+
+
+def test_a_piece_with_rows_in_another_order_is_json() -> None:
+    names = TensorNames({"a": (Piece("x", 6, 4, ((0, 4, 2), (3, 4, 1))), Piece("y", 2))}, unused="z[.]bias")
+    assert TensorNames.from_json(names.to_json()) == names
+    assert names.sources["a"][0].taken == [0, 2, 3] and names.sources["a"][0].stored_rows == 8
+    assert TensorNames.from_json({"sources": {"a": [["x", 6]]}}) == TensorNames({"a": (Piece("x", 6),)})
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        ["language_model.model.embed_tokens.weight", "language_model.lm_head.weight"],
+        ["model.language_model.embed_tokens.weight", "lm_head.weight"],
+        ["embed_tokens.weight", "lm_head.weight"],
+    ],
+)
+def test_a_text_model_may_have_another_prefix(stored: list[str]) -> None:
+    sources = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    others = other_names(sources, stored)
+    assert [others.get(name, name) for name in stored] == [sources[0], sources[2]]
+    assert other_names(sources, sources) == {}
+
+
+def test_a_checkpoint_without_the_usual_prefix_has_the_same_weights(tmp_path: Path) -> None:
+    config = parse({**HF, "tie_word_embeddings": True})
+    usual = {name: values for name, values in tensors(config=config).items() if name != "lm_head.weight"}
+    short = {name.removeprefix("model."): values for name, values in usual.items()}
+    names = parsing.tensor_names(config)
+    first, second = (
+        conversion.checkpoint(single(tmp_path / kind, content), config, names)
+        for kind, content in (("usual", usual), ("short", short))
+    )
+    assert all(np.array_equal(first[param.name], second[param.name]) for param in parameters(config))
+
+
+def test_parts_without_text_are_left_out_by_name_and_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typegoldens.load("mistral3", tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert "left out: 1 of vision_tower.patch_conv.weight: vision_tower takes no part in text" in lines
+    assert all(line.startswith("left out: ") for line in lines)
+    config = parse(HF)
+    assert surplus(config, "mtp.layers.0.mlp.down_proj.weight") == "mtp takes no part in text"
+    assert surplus(config, "model.layers.0.mtp.weight") is None
+    assert "do not read it" in (surplus(config, "x.bias", "x[.]bias") or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma3", {"text_config": 3}, "text_config: must be an object, found 3"),
+        (
+            "gemma3",
+            {"text_config": {"model_type": "llama"}},
+            'text_config.model_type: must be gemma3_text, found "llama"',
+        ),
+        ("gemma3", {"text_config": {"x": 1}}, "text_config.x: unknown to family 'gemma3_text'"),
+        ("gemma3", {"zeta": 1}, "zeta: unknown to family 'gemma3'"),
+        ("gptj", {"hidden_size": 40}, "hidden_size: is 40, but n_embd is 36; keep one"),
+        ("gptj", {"n_layer": 0}, "n_layer: must be an integer from 1"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers: must be a list of 3 times 0 or 1, found"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before: family 'opt' supports only true"),
+        ("opt", {"word_embed_proj_dim": 20}, "word_embed_proj_dim: family 'opt' supports only null or 36"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm: family 'bloom' supports only false",
+        ),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn: two norms need parallel_attn"),
+        ("cohere", {"hidden_act": "xielu"}, "layers.0: xielu has no form with gates"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "dynamic scaling changes with the length",
+        ),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier: must be a number above 0"),
+    ],
+)
+def test_refusals_say_what_is_wrong(name: str, changes: typegoldens.Config, message: str) -> None:
+    values = typegoldens.CONFIGS[name]
+    parse(values)
+    with pytest.raises(CheckpointError, match=message):
+        parse({**values, **changes})
