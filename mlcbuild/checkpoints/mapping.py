@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
@@ -96,7 +97,7 @@ def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source,
         tensors, problems = _tensors(root, files)
     else:
         tensors = import_module(reader).read_tensors(root)
-    complete = not problems
+    complete, reason = not problems, partial(surplus, config, unused=names.unused)
     found = []
     sources = [part.tensor for own in names.sources.values() for part in own]
     others = other_names(sources, [*tensors])
@@ -107,14 +108,14 @@ def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source,
         parts = table[param.name]
         pieces = tuple(tensors[part.tensor] for part in parts if part.tensor in tensors)
         if len(pieces) == len(parts):
-            if len(param.shape) == 1:
+            if len(param.shape) == 1 and param.parts and not param.name.endswith("qkv.bias"):
                 pieces = tuple(_flat(piece) for piece in pieces)
             problems += _misfits(Source(param, pieces), parts)
             ranges = parts if any(part.block for part in parts) else ()
             found.append(Source(param, tuple(_joined(piece) for piece in pieces), ranges))
     wanted = {part.tensor: param for param, parts in table.items() for part in parts}
     if complete:  # else a file that could not be read may hold them
-        problems += _index_faults(root / INDEX, index, tensors, lambda name: _reason(config, names, name))
+        problems += _index_faults(root / INDEX, index, tensors, reason)
         problems += [
             f"{root}: tensor '{name}' is missing ({param} needs it); fetch the whole checkpoint"
             for name, param in wanted.items()
@@ -124,18 +125,14 @@ def locate(root: Path, config: ModelConfig, names: TensorNames) -> tuple[Source,
         f"{tensors[name].path}: tensor '{name}' belongs to no parameter of family '{config.family}'; is "
         "config.json of this checkpoint?"
         for name in tensors
-        if name not in wanted and _reason(config, names, name) is None
+        if name not in wanted and reason(name) is None
     ]
     if not problems:
-        _report({name: _reason(config, names, name) for name in tensors if name not in wanted})
+        _report({name: reason(name) for name in tensors if name not in wanted})
     if not problems and config.tie_embeddings and HEAD in tensors and HEAD not in wanted:
         problems += _untied(config, found[0], tensors[HEAD])
     fail(problems)
     return tuple(found)
-
-
-def _reason(config: ModelConfig, names: TensorNames, tensor: str) -> str | None:
-    return surplus(config, tensor, names.unused)
 
 
 def _report(unread: Mapping[str, str | None]) -> None:
