@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Access:
-    """Who may use a server, and within what limits."""
+    """The clients that may use a server, and the limits of their requests."""
 
     keys: tuple[str, ...] = ()
     """Accepted bearer keys; () means that no key is required."""

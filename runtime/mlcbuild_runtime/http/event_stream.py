@@ -25,7 +25,7 @@ class EventStream(StreamingResponse):
     """Server-sent events that end the request when the client leaves, even before the first event."""
 
     def __init__(self, answers: AsyncAnswers, lines: AsyncIterator[str], use: ExitStack) -> None:
-        """`use` holds the model; it is closed at the end."""
+        """`lines` are the events as text. `use` keeps the model loaded; it is closed when the stream ends."""
         super().__init__(lines, media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         self._answers, self._use = answers, use

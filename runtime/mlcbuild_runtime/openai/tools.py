@@ -89,7 +89,7 @@ class Toolbox:
     tools: tuple[Tool, ...]
     """The tools that may be called."""
     choice: Literal["auto", "required"]
-    """Whether a call is required. A tool that `tool_choice` names is the only one here, and required."""
+    """A call is optional (auto) or required. A tool that `tool_choice` names is the only one and required."""
     parallel: bool
     """True if an answer may contain several calls."""
     described: tuple[Tool, ...] = ()

@@ -99,7 +99,7 @@ class Shape:
         return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
 
     def panels(self, threads: Expr) -> Expr:
-        """Returns the number of panels per thread that are needed; x is read once for each panel."""
+        """Returns the number of panels that each of `threads` computes; x is read once for each panel."""
         each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 

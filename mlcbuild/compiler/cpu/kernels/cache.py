@@ -37,7 +37,7 @@ class Heads:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page over all layers."""
+        """Bytes of one page of the KV cache, over all layers."""
         return self.layers * 2 * self.kv * PAGE * self.dim * (2 if self.dtype == "float16" else 4)
 
     def cache_shape(self, pages: Expr | int) -> tuple[Expr | int, ...]:

@@ -57,7 +57,7 @@ class DenseRows:
         return (argument("weight", (self.n, self.k), self.dtype),)
 
     def stacked(self, count: int) -> DenseRows:
-        """Returns the format of a matrix with so many times the rows."""
+        """Returns the format of a matrix with `count` times the rows."""
         return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:

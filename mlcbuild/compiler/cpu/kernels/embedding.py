@@ -46,8 +46,8 @@ class Embedding:
         """Emits the lookup of tokens, int32 [n], each in 0 .. vocab - 1 (not checked), in the table's tensors
         in stored order; returns float32 [n, hidden]."""
         out = Tensor.placeholder([tokens.shape[0], self.hidden], "float32")
-        made = kernel(self)
-        return tensor_ir_op(made, str(made.attrs["global_symbol"]), [tokens, *weights], out)
+        lookup = kernel(self)
+        return tensor_ir_op(lookup, str(lookup.attrs["global_symbol"]), [tokens, *weights], out)
 
 
 def embedding(isa: ISA, scheme: Storage, vocab: int, hidden: int) -> Embedding:
@@ -128,8 +128,8 @@ def _copy_x16(of: _Lookup) -> None:
     shifts = T.ramp(T.int32(0), T.int32(8), QUAD)
 
     def quad(group: Expr, line: Expr | int) -> Expr:
-        found = words[tile, group, T.ramp(line * (TILE * QUAD) + r * QUAD, 1, QUAD)]
-        return T.bind(splat(T.reinterpret("int32", found), QUAD))
+        line_bytes = words[tile, group, T.ramp(line * (TILE * QUAD) + r * QUAD, 1, QUAD)]
+        return T.bind(splat(T.reinterpret("int32", line_bytes), QUAD))
 
     with T.serial(0, words.shape[1]) as group:
         scale = T.bind(load_f32(of.of.isa, scales, (tile, group, r), 1))

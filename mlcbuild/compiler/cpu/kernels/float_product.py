@@ -163,7 +163,7 @@ def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
 
     def body() -> None:
         m = T.int64()
-        given = fusion.source.arguments(m, form.k)
+        arguments = fusion.source.arguments(m, form.k)
         weights = form.arguments()
         added = argument("bias", (form.n,), "float32") if fusion.bias else None
         out = argument("out", (m, form.n), "float32")
@@ -173,7 +173,9 @@ def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
             T.reads()
             T.writes()
             lines = T.alloc_buffer((m, packed(form).stride), "float32")
-            over_rows(m, SERIAL_ROWS, lambda row: pack_row(form, fusion.source.row(given, row), lines, row))
+            over_rows(
+                m, SERIAL_ROWS, lambda row: pack_row(form, fusion.source.row(arguments, row), lines, row)
+            )
             with T.If(m == 1):
                 with T.Then():
                     _one_row(call, lines)

@@ -49,14 +49,14 @@ class Kernel:
 @contextmanager
 def kernel(name: str) -> Iterator[Kernel]:
     """Builds one function whose loops are final: no later pass schedules it."""
-    made = Kernel()
+    building = Kernel()
     with IRBuilder() as builder:
         # Private, because a module may hold several kernels of one name for other types and renames them.
         with T.prim_func(is_private=True, s_tir=True):
             T.func_name(name)
             T.func_attr({"tirx.noalias": True, "tirx.is_scheduled": True, NAME: name})
-            yield made
-        made.func = builder.get()
+            yield building
+        building.func = builder.get()
 
 
 def size_var(name: str) -> Var:

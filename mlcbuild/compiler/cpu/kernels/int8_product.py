@@ -80,8 +80,8 @@ class Int8Call:
         form = self.matrix.dot
         count = QUADS // form.fields
         fifth = T.bind(self.packed(tile, group, 4, vector)) if self.matrix.bits == 5 else None
-        found = [form.operands(j, self.packed(tile, group, j, vector), fifth) for j in range(count)]
-        return [found[quad % count][quad // count] for quad in range(QUADS)]
+        by_line = [form.operands(j, self.packed(tile, group, j, vector), fifth) for j in range(count)]
+        return [by_line[quad % count][quad // count] for quad in range(QUADS)]
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
         """Returns one vector of int32 lanes of the j-th line of a group: a quad of each row of a tile."""
@@ -115,7 +115,7 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
 
     def body() -> None:
         m = T.int64()
-        given = fusion.source.arguments(m, k)
+        arguments = fusion.source.arguments(m, k)
         weight = argument("q_weight", (matrix.tiles, groups, matrix.tile_bytes), "uint8")
         scale = argument("q_scale", (matrix.tiles, groups, TILE), "float16")
         added = argument("bias", (n,), "float32") if fusion.bias else None
@@ -127,7 +127,7 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
             T.reads()
             T.writes()
             records = T.alloc_buffer((m, matrix.records.stride), "int32")
-            ready = partial(fusion.source.row, given)
+            ready = partial(fusion.source.row, arguments)
             call = Int8Call(matrix, weight, scale, output, ready, records, m)
             if prompt is None:
                 _any_rows(call)
@@ -136,16 +136,16 @@ def product(isa: ISA, bits: int, shape: tuple[int, int], fusion: Fusion) -> Prim
                 with T.Then():
                     _any_rows(call)
                 with T.Else():
-                    _prompt(call, fusion, given)
+                    _prompt(call, fusion, arguments)
 
     return prim_func(name, body)
 
 
-def _prompt(call: Int8Call, fusion: Fusion, given: Sequence[Buffer]) -> None:
+def _prompt(call: Int8Call, fusion: Fusion, arguments: Sequence[Buffer]) -> None:
     """Emits the product of all rows on tile registers."""
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
-    x = amx.Packed.inside(given[0], matrix.k, m) if source.packed else amx.pack(shape, call.ready, m)
+    x = amx.Packed.inside(arguments[0], matrix.k, m) if source.packed else amx.pack(shape, call.ready, m)
     assert isinstance(call.output, Output)
     output: Output | amx.GatedOutput = call.output
     if gate is not None:

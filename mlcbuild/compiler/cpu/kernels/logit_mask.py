@@ -21,10 +21,11 @@ def masked(isa: ISA) -> PrimFunc:
     row, then at least v bits, lowest token first, set for allowed tokens."""
     floats, scalar = Floats(isa, isa.lanes), Floats(isa, 1)
     lanes = floats.lanes
-    with kernel("masked_logits") as made:
+    with kernel("masked_logits") as building:
         width = size_var("v")
-        masks = made.tensor("masks", (size_var("m"), size_var("w")), "int32", align=4)
-        logits = made.tensor("logits", (size_var("q"), width), align=4)  # those of one row may lie anywhere
+        masks = building.tensor("masks", (size_var("m"), size_var("w")), "int32", align=4)
+        # Rows of logits need not be aligned.
+        logits = building.tensor("logits", (size_var("q"), width), align=4)
 
         def vector(mask: Expr, row: Expr, at: Expr, some: Floats) -> None:
             size = some.lanes
@@ -33,7 +34,7 @@ def masked(isa: ISA) -> PrimFunc:
             kept = T.Select(bits != i32(0, size), some.load(logits, row, at), infinity(-1, size))
             some.store(logits, kept, row, at)
 
-        with made.body():
+        with building.body():
             parts = T.bind((width + (PART - 1)) // PART)
             with T.parallel(masks.shape[0] * parts) as index:
                 mask, first = T.bind(index // parts), T.bind(index % parts * PART)
@@ -44,4 +45,4 @@ def masked(isa: ISA) -> PrimFunc:
                     vector(mask, row, T.bind(first + k * lanes), floats)
                 with T.serial(size - whole * lanes) as rest:
                     vector(mask, row, T.bind(first + whole * lanes + rest), scalar)
-    return made.func
+    return building.func

@@ -32,23 +32,23 @@ def follow() -> PrimFunc:
     nor `state[STEP_LIMIT]` steps. `continues`: the next step must follow at once. It need not after
     `state[PAUSE_AFTER]` steps, nor when `interrupt` is not 0, which any thread may write at any time.
     """
-    with kernel("follow") as made:
+    with kernel("follow") as building:
         n, many = size_var("n"), size_var("k")
-        tokens = made.tensor("tokens", (n,), "int32")
-        page_indptr = made.tensor("page_indptr", (n + 1,), "int32")
-        page_table = made.tensor("page_table", (size_var("p"),), "int32")
-        random_numbers = made.tensor("random_numbers", (many, n), SAMPLING_DTYPE)
-        stops_at_eos = made.tensor("stops_at_eos", (n,), "int32")
-        eos_tokens = made.tensor("eos_tokens", (size_var("e"),), "int32")
-        interrupt = made.tensor("interrupt", (1,), "int32")
-        positions = made.tensor("positions", (n,), "int32")
-        slots = made.tensor("slots", (n,), "int32")
-        lengths = made.tensor("lengths", (n,), "int32")
-        sampling_params = made.tensor("sampling_params", (n, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE)
-        sampled_tokens = made.tensor("sampled_tokens", (many, n), "int32")
-        state = made.tensor("state", (len(STATE_COLUMNS),), "int32")
-        continues = made.tensor("continues", (), "bool")
-        with made.body():
+        tokens = building.tensor("tokens", (n,), "int32")
+        page_indptr = building.tensor("page_indptr", (n + 1,), "int32")
+        page_table = building.tensor("page_table", (size_var("p"),), "int32")
+        random_numbers = building.tensor("random_numbers", (many, n), SAMPLING_DTYPE)
+        stops_at_eos = building.tensor("stops_at_eos", (n,), "int32")
+        eos_tokens = building.tensor("eos_tokens", (size_var("e"),), "int32")
+        interrupt = building.tensor("interrupt", (1,), "int32")
+        positions = building.tensor("positions", (n,), "int32")
+        slots = building.tensor("slots", (n,), "int32")
+        lengths = building.tensor("lengths", (n,), "int32")
+        sampling_params = building.tensor("sampling_params", (n, len(SAMPLING_COLUMNS)), SAMPLING_DTYPE)
+        sampled_tokens = building.tensor("sampled_tokens", (many, n), "int32")
+        state = building.tensor("state", (len(STATE_COLUMNS),), "int32")
+        continues = building.tensor("continues", (), "bool")
+        with building.body():
             step = T.bind(state[STEPS_DONE])
             going = register(T.Select(step + 1 < state[STEP_LIMIT], T.int32(1), T.int32(0)), 1, "int32")
             with T.serial(n) as row:
@@ -69,4 +69,4 @@ def follow() -> PrimFunc:
                 T.buffer_store(sampling_params, random_numbers[step + 1, row], [row, RANDOM])
             paused = T.Or(step + 1 >= state[PAUSE_AFTER], interrupt[0] != 0)
             T.buffer_store(continues, T.And(more, T.Not(paused)), [])
-    return made.func
+    return building.func

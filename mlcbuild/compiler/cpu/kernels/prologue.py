@@ -1,7 +1,7 @@
-"""What is fused around a matrix product: how rows of x come to be, and where results go.
+"""The prologue and epilogue of a matrix product: how rows of x are computed, and where results go.
 
-A row is made by whoever packs or quantizes it, right before, in memory of its own: nothing but the product
-ever sees it, so no tensor holds it, and no step of the program makes it.
+The code that packs or quantizes a row computes it right before, in a scratch buffer of its own: only the
+product reads it, so no tensor holds it and no separate kernel computes it.
 """
 
 from __future__ import annotations

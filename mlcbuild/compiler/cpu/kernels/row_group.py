@@ -92,7 +92,7 @@ class GroupRows:
         )
 
     def stacked(self, count: int) -> GroupRows:
-        """Returns the format of a matrix with so many times the rows."""
+        """Returns the format of a matrix with `count` times the rows."""
         return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:

@@ -115,7 +115,7 @@ def _token(row: Row) -> Expr:
     with T.serial(row.blocks) as block:
         highest.set(T.max(highest.value, row.top(block)))
     most = T.bind(highest.value)
-    found = register(i32(INVALID_TOKEN), 1, "int32")
+    sampled = register(i32(INVALID_TOKEN), 1, "int32")
     finite = T.And(most < infinity(1), most > infinity(-1))
     with T.If(finite), T.Then(), T.If(row.scale > T.float32(0)):
         with T.Then():
@@ -126,10 +126,10 @@ def _token(row: Row) -> Expr:
                 with T.Else(), T.serial(row.blocks) as block:
                     share = row.weight(row.floats.scalar, row.top(block), most)
                     T.buffer_store(row.sums, row.sums[row.row, block] * share, [row.row, block])
-            found.set(_drawn(row, T.bind(least.value)))
+            sampled.set(_drawn(row, T.bind(least.value)))
         with T.Else():
-            found.set(_first(row, most))
-    return found.value
+            sampled.set(_first(row, most))
+    return sampled.value
 
 
 def _first(row: Row, most: Expr) -> Expr:
@@ -175,15 +175,15 @@ def _place(count: Expr, weight: Read, number: Expr) -> tuple[Expr, Expr]:
     with T.serial(count) as at:
         total.set(total.value + T.Cast("float64", weight(at)))
     aim = T.bind(number * total.value)
-    found, last = (register(T.int64(0), 1, "int64") for _ in range(2))
+    index, last = (register(T.int64(0), 1, "int64") for _ in range(2))
     with T.serial(count) as at:
         each = T.bind(T.Cast("float64", weight(at)))
         run.set(run.value + each)
         passed = T.bind(run.value <= aim)
         before.set(T.Select(passed, run.value, before.value))
-        found.set(found.value + T.Select(passed, T.int64(1), T.int64(0)))
+        index.set(index.value + T.Select(passed, T.int64(1), T.int64(0)))
         last.set(T.Select(each > T.float64(0), T.Cast("int64", at), last.value))
     # Rounding can put the number behind all weights; then it is in the last one.
-    place = T.bind(T.min(found.value, last.value))
+    place = T.bind(T.min(index.value, last.value))
     inside = (aim - before.value) / T.Cast("float64", weight(place))
-    return place, T.bind(T.Select(found.value <= last.value, inside, T.float64(1)))
+    return place, T.bind(T.Select(index.value <= last.value, inside, T.float64(1)))

@@ -125,10 +125,10 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
             T.buffer_store(row.sums, T.float32(0), [row.row, block])
 
 
-def _select(row: Row, known: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
-    """Raises the first of `known` to the largest logit from which on `goal` is kept: a number of tokens, or
+def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
+    """Raises the first of `start` to the largest logit from which on `goal` is kept: a number of tokens, or
     their weight if there is `room`. The other two, tried first, are the largest logit and a guess."""
-    least, most, guess = known
+    least, most, guess = start
     bounds = _Bounds.of(least, most)
     inside, below = (register(T.Cast("float64", row.width), 1, "float64") for _ in range(2))
     turn = register(i32(0), 1, "int32")
@@ -136,12 +136,12 @@ def _select(row: Row, known: tuple[Register, Expr, Expr], room: Buffer | None, g
     more = T.Or(turn.value == 0, inside.value > T.float64(FEW))
     with T.While(T.And(more, turn.value < _LIMITED)):
         mids = [T.bind(mid.value) for mid in tried]
-        for mid, found in zip(mids, _measure(row, mids, room), strict=True):
-            enough = T.bind(T.And(found >= goal, mid > bounds.low.value))
-            less = T.bind(T.And(found < goal, T.Or(mid < bounds.high.value, turn.value == 0)))
+        for mid, measured in zip(mids, _measure(row, mids, room), strict=True):
+            enough = T.bind(T.And(measured >= goal, mid > bounds.low.value))
+            less = T.bind(T.And(measured < goal, T.Or(mid < bounds.high.value, turn.value == 0)))
             bounds.settle(mid, enough, less)
-            below.set(T.Select(enough, found, below.value))
-            bounds.above.set(T.Select(less, found, bounds.above.value))
+            below.set(T.Select(enough, measured, below.value))
+            bounds.above.set(T.Select(less, measured, bounds.above.value))
         between = T.bind(below.value - bounds.above.value)
         _aim(bounds, tried, T.bind(T.Cast("float32", (below.value - goal) / between)), turn.value)
         # No token between the bounds has less weight than a token at the lower bound.
@@ -252,7 +252,7 @@ def _narrow(
             kept = floats.load(buffer, *index, k * lanes) >= floats.spread(tried)
             value = floats.load(weights[0], k * lanes) if weights else floats.constant(1.0)
             total.set(total.value + T.Select(kept, value, floats.constant(0.0)))
-        found = T.Cast("float64", floats.fold(total.value, lambda a, b: a + b)) + bounds.above.value
-        bounds.settle(tried, T.bind(found >= goal), T.bind(found < goal))
+        measured = T.Cast("float64", floats.fold(total.value, lambda a, b: a + b)) + bounds.above.value
+        bounds.settle(tried, T.bind(measured >= goal), T.bind(measured < goal))
         mid.set(bounds.middle)
         going.set(going.value + 1)

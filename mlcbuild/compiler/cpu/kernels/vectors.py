@@ -85,9 +85,9 @@ class Register:
 
 
 def register(value: Expr, lanes: int, dtype: str = "float32") -> Register:
-    made = Register(T.alloc_buffer((lanes,), dtype), lanes)
-    made.set(value)
-    return made
+    variable = Register(T.alloc_buffer((lanes,), dtype), lanes)
+    variable.set(value)
+    return variable
 
 
 def registers(rows: int, columns: int, lanes: int) -> list[list[Register]]:
