@@ -20,7 +20,7 @@ from mlcbuild_runtime.http.connection import Connection
 from mlcbuild_runtime.http.serve import Options, serve
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-BUFFER = 1 << 16
+BUFFER = 1 << 14
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:

@@ -33,8 +33,9 @@ LINGER_BYTES, LINGER_SECONDS = 1 << 20, 2.0
 """Bytes and seconds for which input is still received and discarded after the last answer: closing at once
 would reset the connection, and the client might lose the answer."""
 
-_BUFFER = memoryview(bytearray(1 << 16))
-"""The receive buffer of all connections. It is in use only between a call of `get_buffer` and the following
+_BUFFER = memoryview(bytearray(1 << 14))
+"""The receive buffer of all connections: what one client may have parsed before the next has its turn. With
+chunks of one byte, 16 KB take 1 to 2 ms. It is in use only between a call of `get_buffer` and the following
 `buffer_updated`, which an event loop never interleaves, and a process has one server."""
 _END = re.compile(rb"\n\r?\n")
 """Matches the end of a head or of a chunked body; the data of a chunk may match, too."""
