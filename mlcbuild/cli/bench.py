@@ -151,6 +151,7 @@ def _bundle(arguments: argparse.Namespace) -> int:
         if isinstance(figure, dict):
             each = (f"{figure[key]:.1f}" for key in ("tokens_per_second", "slowest", "fastest"))
             lines.append((name, *each))
-    head = f"{arguments.what}: {figures['threads']} threads, loaded in {figures['load_seconds']} s"
+    computes = figures.get("device") or f"{figures['threads']} threads"
+    head = f"{arguments.what}: {computes}, loaded in {figures['load_seconds']} s"
     show(arguments.json, {"bundle": arguments.what, **figures}, [head, *table(lines)])
     return 0

@@ -19,6 +19,8 @@ from mlcbuild_format.fields import FieldError
 from mlcbuild_format.signature import Tensor
 
 FORMAT = "mlcbuild-program/1"
+DEVICE_VARIABLE = "MLCBUILD_DEVICE"
+"""Environment variable: a part of the name of the GPU adapter to use, or its number."""
 PROGRAM = "program.json"
 """The file of a bundle that holds its program."""
 Expression: TypeAlias = "int | str | tuple[str, Expression, Expression]"

@@ -1,4 +1,4 @@
-"""Builds the bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY CHANGES`.
+"""Builds a bundle of the embedded model with the real compiler: `real.py SCHEME DIRECTORY CHANGES [TARGET]`.
 
 A program of its own, because the tests of the runtime do not load the builder.
 """
@@ -18,7 +18,8 @@ from mlcbuild import quant
 from mlcbuild.bundles import assemble
 from mlcbuild.canon import Json
 from mlcbuild.checkpoints import conversion
-from mlcbuild.compiler.cpu.action import compile_library
+from mlcbuild.compiler.cpu import action as cpu_action
+from mlcbuild.compiler.gpu import gpu_action
 from mlcbuild.models.action import normalise
 from mlcbuild.targets import target as targets
 from tests.schemes import SCHEMES
@@ -42,10 +43,11 @@ def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
     numpy.save_file(kept, out / "model.safetensors")
 
 
-def build(scheme: str, out: Path, changes: dict[str, Json]) -> None:
+def build(scheme: str, out: Path, changes: dict[str, Json], target_name: str = targets.HOST) -> None:
     """Every step's action, one after the other. `changes`: to config.json."""
     scheme_json = quant.to_json(SCHEMES[scheme])
-    target = targets.to_json(targets.resolve(targets.HOST))
+    target = targets.to_json(targets.resolve(target_name))
+    compile_library = gpu_action.compile_library if target_name == "webgpu" else cpu_action.compile_library
     compiled: dict[str, Json] = {"scheme": scheme_json, "target": target, "limits": LIMITS}
     shown: dict[str, Json] = {
         "name": f"tiny-{scheme}",
@@ -73,4 +75,4 @@ def build(scheme: str, out: Path, changes: dict[str, Json]) -> None:
 
 
 if __name__ == "__main__":
-    build(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))
+    build(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:])

@@ -9,13 +9,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from mlcbuild_format.errors import SetupError
-from mlcbuild_format.program import GUARANTEED, DeviceLimits
+from mlcbuild_format.program import DEVICE_VARIABLE, GUARANTEED, DeviceLimits
 
 if TYPE_CHECKING:
     import wgpu
 
-DEVICE_VARIABLE = "MLCBUILD_DEVICE"
-"""Environment variable: a part of the name of the adapter to use, or its number."""
 _LIMITS = {
     "max-storage-buffers-per-shader-stage": "storage_buffers",
     "max-storage-buffer-binding-size": "binding_bytes",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 
 from mlcbuild_format import sizes
 from mlcbuild_format.bundle import POOLINGS
+from mlcbuild_format.program import DEVICE_VARIABLE
 
 from mlcbuild_runtime.engine.drafts import TOKENS, Speculate
 from mlcbuild_runtime.engine.memory_modes import MODES, RequestedLimits
@@ -29,6 +31,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--threads", type=_positive, help="computing threads (default: the physical cores that are available)"
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="GPU for bundles of GPUs: a part of its name, or its number (default: the fastest kind)",
     )
     parser.add_argument(
         "--mode",
@@ -116,6 +123,8 @@ def options(arguments: argparse.Namespace) -> Options:
             "--draft-tokens limits the drafts of --speculate, which is missing: add --speculate"
             " lookup, or --speculate with the directory of a smaller bundle, or leave --draft-tokens out"
         )
+    if arguments.device is not None:
+        os.environ[DEVICE_VARIABLE] = arguments.device  # also for the processes that this one starts
     return Options(
         host=arguments.host,
         port=arguments.port,

@@ -1,0 +1,97 @@
+"""The engine and the server on a GPU bundle of the embedded model, as on a CPU's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import openai
+import pytest
+from mlcbuild_format.errors import SetupError
+
+from . import conftest, shared
+from .test_real import questions
+
+QUESTIONS = 6
+
+
+@cache
+def has_adapter() -> bool:
+    code = "from mlcbuild_runtime.devices.gpu_adapter import choose; choose()"
+    return (
+        find_spec("wgpu") is not None
+        and subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    )
+
+
+@pytest.fixture(scope="module")
+def gpu_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model for the device webgpu. Read only."""
+    conftest.needs("mlcbuild")
+    if not has_adapter():
+        pytest.skip("this machine has no GPU adapter, not even one in software")
+
+    def build(out: Path) -> None:
+        script = str(Path(__file__).with_name("real.py"))
+        command = [sys.executable, script, "q4f16_1", str(out), "{}", "webgpu"]
+        subprocess.run(command, check=True, env=shared.environment(conftest.BUILDER))
+
+    return shared.once(tmp_path_factory, "tiny-webgpu", build)
+
+
+@pytest.fixture(scope="module")
+def client(gpu_bundle: Path) -> Iterator[openai.OpenAI]:
+    with (
+        shared.serving(gpu_bundle) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def ask(client: openai.OpenAI, prompt: str, temperature: float = 0, **more: object) -> str:
+    reply = client.chat.completions.create(
+        model="tiny-q4f16_1",
+        messages=[{"role": "user", "content": prompt}],
+        temperature=temperature,
+        seed=3,
+        extra_body=more,
+    )
+    return reply.choices[0].message.content or ""
+
+
+def test_it_answers_rightly_alone_and_together(client: openai.OpenAI) -> None:
+    pairs = questions(QUESTIONS)
+    alone = [ask(client, prompt) for prompt, _ in pairs]
+    assert sum(text == answer for text, (_, answer) in zip(alone, pairs, strict=False)) >= QUESTIONS - 2, (
+        alone
+    )
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda pair: ask(client, pair[0]), pairs)) == alone
+
+
+def test_seeds_hold_among_others(client: openai.OpenAI) -> None:
+    pairs = questions(QUESTIONS)
+    alone = [ask(client, prompt, 1, top_k=5) for prompt, _ in pairs]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda pair: ask(client, pair[0], 1, top_k=5), pairs)) == alone
+
+
+def test_constrained_answers_keep_to_their_schema(client: openai.OpenAI) -> None:
+    properties = {"a": {"enum": ["x", "y"]}}
+    schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert json.loads(ask(client, "hello", response_format=form))["a"] in ("x", "y")
+
+
+def test_a_device_that_is_not_there_is_named(gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlcbuild_runtime.devices import gpu_adapter
+
+    monkeypatch.setenv("MLCBUILD_DEVICE", "Voodoo 2")
+    with pytest.raises(SetupError, match=r"no GPU adapter is called 'Voodoo 2'; this machine has 0: "):
+        gpu_adapter.choose()
