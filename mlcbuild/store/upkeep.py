@@ -134,7 +134,10 @@ def _condemn(store: Store, blob: Path) -> str:
     """Removes anything below cas/ that is not an intact blob; returns "" or words for why it stays."""
     with _alone(store) as alone:
         if alone and _check(blob) is None:  # otherwise it was replaced meanwhile
-            store.condemn(blob.name) if blob == store.blob(blob.name) else remove(blob)
+            if blob == store.blob(blob.name):
+                store.condemn(blob.name)
+            else:
+                remove(blob)
     return "; it cannot be removed: make the store writable" if os.path.lexists(blob) else ""
 
 

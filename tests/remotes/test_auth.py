@@ -1,0 +1,75 @@
+"""Credentials of a host: where they are found, in which order, and what is said of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.errors import RemoteError
+from mlcbuild.remotes import auth
+
+TOKEN, LOGIN = auth.variables("cache.example")
+
+
+def basic(login: str) -> str:
+    return "Basic " + base64.b64encode(login.encode()).decode()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """An environment whose files lie in a directory of the test."""
+    (tmp_path / "netrc").write_text("machine cache.example login ann password p\n")
+    return {
+        "NETRC": str(tmp_path / "netrc"),
+        "DOCKER_CONFIG": str(tmp_path),
+        "REGISTRY_AUTH_FILE": str(tmp_path / "none"),
+    }
+
+
+def test_the_host_is_in_the_names_of_the_variables() -> None:
+    assert (TOKEN, LOGIN) == ("MLCBUILD_TOKEN_CACHE_EXAMPLE", "MLCBUILD_LOGIN_CACHE_EXAMPLE")
+
+
+def test_a_token_precedes_a_login_which_precedes_netrc(home: dict[str, str]) -> None:
+    assert auth.authorization("cache.example", {**home, TOKEN: "t", LOGIN: "a:b"}) == "Bearer t"
+    assert auth.authorization("cache.example", {**home, LOGIN: "a:b"}) == basic("a:b")
+    assert auth.authorization("cache.example", home) == basic("ann:p")
+    assert auth.authorization("other.example", home) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [(TOKEN, "se cret"), (TOKEN, "secr\u00e9t"), (LOGIN, "secret")])
+def test_a_credential_that_cannot_be_sent_is_not_shown(name: str, value: str) -> None:
+    with pytest.raises(RemoteError) as caught:
+        auth.authorization("cache.example", {name: value})
+    assert name in str(caught.value) and value not in str(caught.value)
+
+
+def test_a_damaged_netrc_is_named_with_its_line_and_without_its_words(home: dict[str, str]) -> None:
+    path = Path(home["NETRC"])
+    path.write_text("machine cache.example login ann\nsecret\n")
+    with pytest.raises(RemoteError) as caught:
+        auth.authorization("cache.example", home)
+    assert str(caught.value).startswith(f"{path}:") and "secret" not in str(caught.value)
+
+
+def test_a_registry_is_found_in_the_file_of_docker(home: dict[str, str]) -> None:
+    entry = {"auth": base64.b64encode(b"bob:q").decode()}
+    Path(home["DOCKER_CONFIG"], "config.json").write_text(json.dumps({"auths": {"r.example:5000": entry}}))
+    assert auth.login("r.example:5000", home) == basic("bob:q")
+    assert auth.login("r.example", home) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"auths": {}, "auths": {}}', '{"auths": 1}'])
+def test_a_damaged_file_of_docker_is_an_error(home: dict[str, str], text: str) -> None:
+    path = Path(home["DOCKER_CONFIG"], "config.json")
+    path.write_text(text)
+    with pytest.raises(RemoteError, match="cannot be parsed"):
+        auth.login("r.example", home)
+
+
+def test_a_refusal_names_the_variables_unless_there_are_credentials() -> None:
+    assert TOKEN in auth.refusal("cache.example", 401, authorized=False)
+    assert auth.refusal("h", 403, authorized=True) == "it refuses the credentials for h (status 403)"
