@@ -1,7 +1,7 @@
-"""A checkpoint's weights in a scheme: written as weights files, and read back.
+"""Converts a checkpoint's weights to a scheme, writes them as weights files, and reads these.
 
-Writing streams: workers take row ranges of parameters, read them, pack them, and write them where they
-belong, so memory does not grow with the model and the bytes do not depend on the number of workers.
+Conversion streams: workers read, pack and write row ranges of parameters, so that memory does not grow with
+the model and the bytes do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ from mlcbuild.quant.floats import Array, Scratch, narrow
 from mlcbuild.quant.stack import Stack
 
 SHARD_BYTES = 2_000_000_000
-"""Data in one weights file, where tensors allow it."""
+"""Largest amount of data in one weights file, in bytes, unless a single tensor is larger."""
 CHUNK_BYTES = 4 << 20
-"""Of the checkpoint, read at once by one worker."""
+"""Bytes of the checkpoint that a worker reads at once."""
 BLOCK_BYTES = 2 << 20
-"""What is written of a file at once, from a multiple of it on. The system then keeps the file in large pages,
-where it has them, and maps these for who computes with the weights: looking up small ones takes a tenth of
-the time of a decoding step."""
+"""Bytes of one write, at a multiple of this offset.
+
+The system then keeps the file in huge pages where it supports them; with small pages, TLB misses take a tenth
+of the time of a decoding step.
+"""
 
 T = TypeVar("T")
 Weight: TypeAlias = Any
@@ -60,11 +62,11 @@ Weight: TypeAlias = Any
 
 
 def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: the checkpoint in inputs["checkpoint"], in params["scheme"], as weights files in `out`.
+    """Action: converts inputs["checkpoint"] to params["scheme"] and writes weights files to `out`.
 
-    inputs["config"] holds our config.json. Uses the cores that MLCBUILD_CORES grants, else all.
+    inputs["config"] holds the normalised config.json. Uses the cores that MLCBUILD_CORES grants, else all.
     Raises CheckpointError with all problems, UsageError for overrides that do not fit the model and for a
-    layout that the scheme's format does not have, and StepError when the disk is full.
+    layout that the scheme's format lacks, and StepError when the disk is full.
     """
     scheme = from_json(params["scheme"])
     config = models.from_json(json.loads((inputs["config"] / "config.json").read_bytes()))
@@ -97,14 +99,14 @@ def write(found: Sequence[Source], scheme: Storage, out: Path, cores: int = 1) -
 
 
 class _Blocks:
-    """A file of `size` bytes, of which workers bring every byte once, in any order. A block is written when
-    it is whole."""
+    """A file of `size` bytes that workers fill in any order, each byte once. A block is written once it is
+    complete."""
 
     def __init__(self, file: FileIO, size: int) -> None:
         self._file, self._size = file, size
         self._lock = threading.Lock()
         self._begun: dict[int, tuple[NDArray[np.uint8], int]] = {}
-        """The bytes of a block, and how many of them are still to come."""
+        """Block number -> its bytes, and the number of bytes still missing."""
         self._spare: list[NDArray[np.uint8]] = []
 
     def put(self, start: int, part: NDArray[np.uint8]) -> None:
@@ -139,7 +141,7 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a stored tensor goes."""
+    """The place of a stored tensor in a weights file."""
 
     file: _Blocks
     start: int
@@ -163,7 +165,7 @@ class _Plan:
     places: Mapping[str, _Place]
 
     def jobs(self) -> Iterator[_Job]:
-        """Yields row ranges of about CHUNK_BYTES that begin where an index of the stored tensors does."""
+        """Yields row ranges of about CHUNK_BYTES, each starting at an index of the stored tensors."""
         for source in self.sources:
             unit = rows_per_index(source.param, self.scheme)
             size = math.prod(source.row_shape) * source.dtype.itemsize * unit
@@ -188,12 +190,12 @@ class _Job:
 
     @property
     def size(self) -> int:
-        """Bytes to read."""
+        """The bytes to read."""
         return (self.stop - self.start) * math.prod(self.source.row_shape) * self.source.dtype.itemsize
 
 
 class _Queue:
-    """What workers share: the jobs that are left, what was done, and what was wrong."""
+    """The state that workers share: remaining jobs, progress, and problems."""
 
     def __init__(self, jobs: Sequence[_Job]) -> None:
         self._left = iter(jobs)
@@ -208,7 +210,8 @@ class _Queue:
             return None if self._stopped else next(self._left, None)
 
     def finish(self, job: _Job, problem: str | None) -> None:
-        """Counts a job. Of a parameter's problems the first by row is kept, whoever finds it."""
+        """Counts a job. For each parameter the first problem by row is kept, independent of the workers'
+        order."""
         with self._lock:
             self._done += job.size
             if problem is not None:
@@ -221,13 +224,13 @@ class _Queue:
             self._stopped = True
 
     def problems(self, sources: Sequence[Source]) -> list[str]:
-        """In the order of the parameters."""
+        """Returns the problems in the order of the parameters."""
         names = [source.param.name for source in sources]
         return [self._problems[name][1] for name in names if name in self._problems]
 
 
 def _work(plan: _Plan, cores: int) -> None:
-    """Runs all jobs on `cores` threads: NumPy and the file calls release the interpreter."""
+    """Runs all jobs on `cores` threads; NumPy and file operations release the interpreter lock."""
     queue = _Queue(tuple(plan.jobs()))
     with ThreadPoolExecutor(cores, thread_name_prefix="weights") as pool:
         futures = [pool.submit(_drain, queue, plan) for _ in range(cores)]
@@ -255,7 +258,7 @@ def _drain(queue: _Queue, plan: _Plan) -> None:
 
 
 class _Worker:
-    """Reads, packs and writes jobs, in memory that it keeps from one to the next."""
+    """Reads, packs and writes jobs, reusing its buffers."""
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
@@ -288,7 +291,7 @@ class _Worker:
 
 
 class _Lazy(Mapping[str, T]):
-    """Names known at once, arrays made when they are asked for."""
+    """A mapping with known names whose arrays are loaded on access."""
 
     def __init__(self, names: Iterable[str], load: Callable[[str], T]) -> None:
         self._names = dict.fromkeys(names)
@@ -307,15 +310,15 @@ class _Lazy(Mapping[str, T]):
 
 
 def read_tensor_names(directory: Path) -> TensorNames:
-    """Reads what the config step wrote beside the config."""
+    """Reads the tensor names that the config step wrote beside the config."""
     return TensorNames.from_json(json.loads((directory / "tensors.json").read_bytes()))
 
 
 def read(path: Path) -> Mapping[str, Array]:
-    """The tensors of a weights file, or of all weights files in a directory, mapped into memory, read-only.
-    The few that do not begin at a multiple of 64 bytes are copied.
+    """Maps the tensors of a weights file, or of all weights files in a directory, into memory, read-only.
 
-    Raises CheckpointError when a file is no weights file of ours, is damaged, or one of a set is absent.
+    Tensors that do not start at a multiple of 64 bytes are copied. Raises CheckpointError when a file is not
+    a weights file of mlcbuild or is damaged, or when one of a set is missing.
     """
     paths = sorted(path.glob("weights-*.safetensors")) if path.is_dir() else [path]
     if not paths:
@@ -340,7 +343,8 @@ def read(path: Path) -> Mapping[str, Array]:
 
 
 def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, Weight]:
-    """Our parameters in float32 as the weights files of a directory hold them; each access computes anew."""
+    """Returns parameter -> float32 values from the weights files of a directory; each access unpacks
+    again."""
     tensors = read(path)
     params = {param.name: param for param in parameters(config)}
 
@@ -352,7 +356,7 @@ def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, W
 
 
 def unpacked_parameter(param: Param, scheme: Storage, parts: Sequence[Array]) -> Weight:
-    """Returns a parameter in float32 as its stored tensors `parts` hold it."""
+    """Returns a parameter in float32, unpacked from its stored tensors `parts`."""
     matrix, own = param.matrix, scheme_for(scheme, param.name)
     if matrix is None:
         return parts[0].astype(np.float32)
@@ -367,9 +371,9 @@ def unpacked_parameter(param: Param, scheme: Storage, parts: Sequence[Array]) ->
 
 
 def checkpoint(path: Path, config: ModelConfig, names: TensorNames) -> Mapping[str, Weight]:
-    """Returns parameter -> its values in float32 as a checkpoint holds them, exact; each access reads anew.
+    """Returns parameter -> exact float32 values from a checkpoint; each access reads again.
 
-    Raises CheckpointError as locate does.
+    Raises what `locate` raises.
     """
     found = {source.param.name: source for source in locate(path, config, names)}
 

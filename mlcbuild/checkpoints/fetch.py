@@ -1,7 +1,7 @@
-"""Where a checkpoint comes from: a directory, or a repository of a Hugging Face hub.
+"""Selects the files of a checkpoint, in a directory or on a Hugging Face hub, and downloads them.
 
-`needed_files` says which files of a checkpoint matter, `fetch` is the action that brings the pinned files
-of a repository here. What arrives is believed only when its size and sha256 are those of the lock.
+`needed_files` selects the relevant files; `fetch` is the action that downloads the pinned files of a
+repository. A download is accepted only if its size and sha256 are those of the lock.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ WANTED = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files beside the weights that some step reads."""
+"""Name patterns of the files beside the weights that steps read."""
 
 LARGEST_INDEX = 64 << 20
 """Bytes of INDEX, as in checkpoint.py."""
 _BLOCK = 1 << 20
 
 _MOST = 8
-"""How often a file's bytes may come, over all attempts: what sends without an end is given up."""
+"""Limit on the bytes downloaded for a file, in multiples of its size, over all attempts."""
 STREAMS = 4
-"""Files downloaded at the same time: one HTTP stream rarely fills a fast line."""
+"""Number of files that are downloaded at the same time: one HTTP stream rarely fills a fast line."""
 
 
 @dataclass(frozen=True)
 class Pinned:
-    """What a file must be."""
+    """The pinned size in bytes and sha256 of a file."""
 
     size: int
     sha256: str
 
 
 def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str, ...]:
-    """Which files of a checkpoint the steps read, sorted: of all `names`, the configuration, tokenizer,
-    template and safetensors files at the top level, and POOLING.
+    """Returns the sorted names of the checkpoint files that steps read.
 
-    `shards` are the files that INDEX names; they are used only where there is no single-file checkpoint.
-    Raises SourceError (without naming the source) when what is there is no usable checkpoint.
+    From `names` it selects the configuration, tokenizer, template and safetensors files at the top level, and
+    POOLING. `shards` are the files that INDEX names; they count only without a single-file checkpoint. Raises
+    SourceError (without naming the source) when the files are not a usable checkpoint.
     """
     names = set(names)
     top = {name for name in names if "/" not in name}
@@ -96,7 +96,7 @@ def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str,
 
 
 def index_shards(data: bytes) -> frozenset[str]:
-    """The weights files that the text of INDEX names. Raises SourceError (without naming the source)."""
+    """Returns the weights files that INDEX lists. Raises SourceError (without naming the source)."""
     try:
         places = strict_json.parse(data)["weight_map"]
         shards = frozenset(places.values())
@@ -109,7 +109,7 @@ def index_shards(data: bytes) -> frozenset[str]:
 
 
 def local_files(root: Path) -> tuple[str, ...]:
-    """What `needed_files` selects in a directory. Raises SourceError."""
+    """Returns the selection of `needed_files` in a directory. Raises SourceError."""
     try:
         names = [entry.name for entry in root.iterdir() if _is_regular(entry)]
         names += [POOLING] if (root / POOLING).is_file() else []
@@ -126,7 +126,8 @@ def local_files(root: Path) -> tuple[str, ...]:
 
 
 def _is_regular(path: Path) -> bool:
-    """Raises SourceError for something else under a name that a step would read."""
+    """Tells whether a path is a regular file. Raises SourceError for anything else under a name that steps
+    read."""
     try:
         found = regular.kind(path)
     except OSError as error:
@@ -138,11 +139,11 @@ def _is_regular(path: Path) -> bool:
 
 
 def fetch(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action. Puts the pinned files of one repository below `out`, verified.
+    """Action: downloads and verifies the pinned files of one repository into `out`.
 
     params: {"repo": str, "commit": 40 hex digits, "files": {name: {"size": int, "sha256": hex}}}; no inputs.
-    Files are hard links into the hub's cache where the file system allows, copies elsewhere.
-    Raises SourceError, with one line for each file that failed.
+    Files are hard links into the hub's cache where possible, otherwise copies. Raises SourceError with one
+    line for each file that failed.
     """
     source = HubSource(str(params["repo"]), str(params["commit"]))
     files = _pinned(params["files"])
@@ -187,7 +188,7 @@ def _named(source: HubSource, name: str) -> None:
 
 
 def _counter(total: int) -> Callable[[int], None]:
-    """A function that adds up the bytes of all streams and reports them."""
+    """Returns a function that adds up the bytes of all streams and reports the progress."""
     done = 0
     lock = threading.Lock()
 
@@ -201,7 +202,8 @@ def _counter(total: int) -> Callable[[int], None]:
 
 
 def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Callable[[int], None]) -> None:
-    """One file: download or find in the cache, place, verify. A damaged cached copy is replaced once."""
+    """Downloads one file or takes it from the cache, places and verifies it; replaces a damaged cached copy
+    once."""
     target = out / name
     fault = ""
     heard = 0
@@ -239,7 +241,7 @@ def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Calla
 
 
 def _place(cached: Path, target: Path) -> None:
-    """Hard link, or a copy where the cache is on another file system or links are not allowed."""
+    """Creates a hard link, or a copy if the cache is on another filesystem or links are not allowed."""
     try:
         target.hardlink_to(cached)
     except OSError:

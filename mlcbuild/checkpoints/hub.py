@@ -1,8 +1,7 @@
-"""All talk with a Hugging Face hub: names, questions, downloads, and what goes wrong in one sentence.
+"""All communication with a Hugging Face hub: names, queries, downloads, and error messages.
 
-huggingface_hub does the talking, so the cache, endpoint, token and offline mode that its environment
-variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE) name are honoured. It is imported where it is
-used: it takes long to load.
+It uses huggingface_hub, which honours the cache, endpoint, token and offline mode of its environment
+variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE). It is imported on use, because loading it is slow.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import TypeVar
 from mlcbuild.errors import SourceError, UsageError
 
 ATTEMPTS = 3
-"""Tries to reach the hub before giving up, one second apart."""
+"""Number of attempts to reach the hub, one second apart."""
 NAME_LIMIT = 255
-"""Longest part of a path, in bytes, that common file systems accept."""
+"""Largest length of one part of a path, in bytes, that common filesystems accept."""
 
 Result = TypeVar("Result")
 
@@ -39,13 +38,13 @@ class HubSource:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a full commit, which cannot move."""
+        """Tells whether the revision is a full commit hash, which is immutable."""
         return is_commit(self.revision)
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """What the hub says of one file. `sha256` is stated only of files in large-file storage."""
+    """The hub's description of a file; `sha256` is known only for files in large-file storage."""
 
     size: int
     git_oid: str
@@ -53,11 +52,11 @@ class HubFile:
 
 
 class UnreachableError(SourceError):
-    """The hub could not be asked. Trying again may help."""
+    """The hub could not be reached; a retry may succeed."""
 
 
 class AbsentError(SourceError):
-    """The hub has no such repository, or shows none to who asks; or no such revision."""
+    """The repository or revision does not exist, or is hidden from this user."""
 
 
 def is_commit(text: str) -> bool:
@@ -65,9 +64,9 @@ def is_commit(text: str) -> bool:
 
 
 def parse_source(text: str) -> HubSource | None:
-    """The repository that a `source:` names, or None when it names a directory.
+    """Returns the repository that a `source:` names, or None for a directory.
 
-    Raises UsageError when it has a scheme but is not `hf://organisation/name` or
+    Raises UsageError for a text with a scheme that is not `hf://organisation/name` or
     `hf://organisation/name@revision`.
     """
     scheme, mark, rest = text.partition("://")
@@ -86,7 +85,7 @@ def parse_source(text: str) -> HubSource | None:
 
 
 def check_name(name: str) -> None:
-    """Raises SourceError (without naming the source) when a file's name is no safe relative path."""
+    """Raises SourceError (without naming the source) for a file name that is not a safe relative path."""
     shown = repr(name if len(name) <= 60 else f"{name[:60]}...")
     if (
         any(part in ("", ".", "..") for part in name.split("/"))
@@ -99,7 +98,7 @@ def check_name(name: str) -> None:
 
 
 def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
-    """The commit a revision stands for now, and its files. Raises SourceError."""
+    """Returns the present commit of a revision, and path -> file. Raises SourceError."""
     from huggingface_hub import HfApi
 
     def ask() -> tuple[str, dict[str, HubFile]]:
@@ -119,7 +118,7 @@ def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
 
 
 def current_commit(source: HubSource) -> str:
-    """The commit a branch or tag stands for now. Raises SourceError."""
+    """Returns the present commit of a branch or tag. Raises SourceError."""
     from huggingface_hub import HfApi
 
     return _patiently(
@@ -128,10 +127,10 @@ def current_commit(source: HubSource) -> str:
 
 
 def reach(source: HubSource, names: Iterable[str]) -> None:
-    """Asks the hub about the first file that is not in its cache. `source` is at a commit.
+    """Checks that the hub can be reached, by querying the first file that is not in its cache.
 
-    Without it an unreachable hub would be retried for half a minute for every file. Offline, all missing
-    files are named at once. Raises SourceError.
+    `source` must be at a commit. Otherwise an unreachable hub would be retried for half a minute for every
+    file. In offline mode, all missing files are named at once. Raises SourceError.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -154,10 +153,11 @@ def reach(source: HubSource, names: Iterable[str]) -> None:
 def download(
     source: HubSource, name: str, again: bool = False, count: Callable[[int], None] | None = None
 ) -> Path:
-    """Path of a file in the hub's cache, downloaded unless it is there; `again` replaces what is there.
+    """Returns the path of a file in the hub's cache, downloading it if necessary; `again` replaces a cached
+    copy.
 
-    A transfer that breaks off is continued with an HTTP range. `count` hears of bytes as they come; it
-    may hear of fewer than none when a server starts over. Raises SourceError.
+    An interrupted transfer is resumed with an HTTP range. `count` is called with the number of new bytes,
+    which is negative when a server starts over. Raises SourceError.
     """
     from huggingface_hub import hf_hub_download
 
@@ -175,9 +175,9 @@ def download(
 
 
 def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[str], message: str) -> str:
-    """Makes one commit on a branch that adds files and removes others; returns it.
+    """Commits changes to a branch, adding `files` and removing `gone`; returns the commit.
 
-    A repository that is not there is made, private; so is a branch. Raises SourceError.
+    A missing repository is created as private, and so is a missing branch. Raises SourceError.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -202,7 +202,7 @@ def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[
 
 
 def _counting(count: Callable[[int], None] | None) -> type:
-    """A progress bar class that shows nothing and passes bytes on."""
+    """Returns a progress bar class that displays nothing and forwards byte counts."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Counting(tqdm):
@@ -220,7 +220,7 @@ def _counting(count: Callable[[int], None] | None) -> type:
 
 
 def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -> Result:
-    """Asks up to ATTEMPTS times while the hub cannot be reached."""
+    """Retries a query up to ATTEMPTS times while the hub cannot be reached."""
     for _ in range(ATTEMPTS - 1):
         try:
             with explained(source, name):
@@ -233,7 +233,7 @@ def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -
 
 @contextmanager
 def explained(source: HubSource, name: str | None) -> Iterator[None]:
-    """Turns every expected failure of a question or transfer into a SourceError that names its subject."""
+    """Turns expected failures of a query or transfer into SourceErrors that name the source and file."""
     try:
         yield
     except SourceError:
@@ -251,7 +251,7 @@ _Found = tuple[type[SourceError], str] | None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what caused it, outermost first."""
+    """Yields an error and its causes, outermost first."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -260,7 +260,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _hub_refusal(error: Exception, source: HubSource) -> _Found:
-    """What the hub said no to."""
+    """Returns the error class and message for a request that the hub refused; None for other errors."""
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{source.repo}"
@@ -299,9 +299,9 @@ def _status(code: int) -> _Found:
 
 
 def _network_failure(error: Exception) -> _Found:
-    """What kept the hub's answer from arriving.
+    """Returns the error class and message for a network failure; None for other errors.
 
-    Told by the names of classes: huggingface_hub has changed its HTTP library twice.
+    Errors are recognised by class names, because huggingface_hub has changed its HTTP library twice.
     """
     from huggingface_hub import constants
 
@@ -357,7 +357,7 @@ def _network_failure(error: Exception) -> _Found:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's words for a failed connection, on one line."""
+    """Returns the system's words for a failed connection, on one line."""
     return re.sub(r"^\[Errno -?\d+\] |\s*\n.*", "", str(error), flags=re.DOTALL)[:200] or type(error).__name__
 
 

@@ -35,14 +35,15 @@ _HEAD = "# Pins what the recipe's sources are. Written by `mlcbuild lock`; commi
 
 @dataclass(frozen=True)
 class Locked:
-    """One source, pinned."""
+    """The pinned commit and files of one source."""
 
     commit: str
-    """40 hex digits."""
+    """The commit hash, 40 hex digits."""
     files: Mapping[str, Pinned]
 
     def params(self, source: HubSource) -> dict[str, Json]:
-        """The parameters of the fetch action. The branch or tag is not among them, so it is in no key."""
+        """Returns the parameters of the fetch action. They omit the branch or tag, so that no key depends on
+        it."""
         files: dict[str, Json] = {
             name: {"size": pinned.size, "sha256": pinned.sha256} for name, pinned in self.files.items()
         }
@@ -55,7 +56,7 @@ class Lock:
 
 
 def text(lock: Lock) -> str:
-    """The one text of a lock: sorted, a line for each file, so that version control shows what changed."""
+    """Returns the canonical text of a lock: sorted, one line for each file, so that diffs show changes."""
     lines = [_HEAD, f"version: {VERSION}\n", "sources:\n" if lock.sources else "sources: {}\n"]
     for source, locked in sorted(lock.sources.items()):
         lines += [f'  "{source}":\n', f'    commit: "{locked.commit}"\n', "    files:\n"]
@@ -66,7 +67,7 @@ def text(lock: Lock) -> str:
 
 
 def write(path: Path, lock: Lock) -> bool:
-    """Writes the lock unless the file already says so; returns whether it wrote. Raises UsageError."""
+    """Writes the lock unless the file has the same text; returns whether it wrote. Raises UsageError."""
     new = text(lock).encode()
     try:
         if path.is_file() and path.read_bytes() == new:
@@ -80,7 +81,8 @@ def write(path: Path, lock: Lock) -> bool:
 
 
 def read(path: Path) -> Lock:
-    """Raises InputError with every fault and its place; UsageError when there is no file."""
+    """Reads a lock file. Raises InputError with all problems and their places; UsageError if there is no
+    file."""
     if not path.exists():
         raise UsageError(f"{path}: not found; run `mlcbuild lock` to pin the recipe's hf:// sources")
     try:
@@ -95,14 +97,14 @@ def read(path: Path) -> Lock:
 
 
 def _advised(problems: Iterable[Problem]) -> list[Problem]:
-    """A lock is not for editing: the remedy is the same for every fault."""
+    """Adds the remedy to each problem; it is the same for all, because locks are not edited by hand."""
     advice = "; restore the file from version control, or delete it and run `mlcbuild lock`"
     return [Problem(p.file, p.line, p.column, p.message + advice) for p in problems]
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Checks the data of a lock file; collects problems instead of stopping at the first."""
+    """Checks the data of a lock file and collects all problems."""
 
     document: Document
     problems: list[Problem]
@@ -158,7 +160,7 @@ class _Reader:
         return Pinned(size if type(size) is int else 0, str(sha256))
 
     def mapping(self, where: Where, keys: set[str] | None = None) -> dict[str, Data]:
-        """The mapping at a place; with exactly `keys` where they are given."""
+        """Returns the mapping at a place, which must have exactly `keys` if they are passed."""
         found = self.document.get(where)
         name = f"'{where[-1]}'" if where else "the file"
         if not isinstance(found, dict):
@@ -176,9 +178,9 @@ class _Reader:
 
 
 def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
-    """Raises UsageError when the recipe has a source that the lock does not pin, naming all of them.
+    """Raises UsageError, naming all of them, for sources of a recipe that the lock does not pin.
 
-    Entries that no source needs are harmless here; `mlcbuild lock` removes them.
+    Unused entries are harmless; `mlcbuild lock` removes them.
     """
     missing = sorted(set(sources) - set(lock.sources))
     if not missing:
@@ -193,7 +195,7 @@ def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
 
 
 def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
-    """Asks the hub what each source is now. Entries of `keep` stay as they are, those no longer used go.
+    """Queries the hub for the present state of each source. Entries of `keep` stay; unused ones are dropped.
 
     Raises SourceError with one line for each source that failed.
     """
@@ -213,9 +215,9 @@ def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
 
 
 def moved(lock: Lock) -> dict[HubSource, str]:
-    """The branches and tags that stand for another commit than the pinned one, with that commit.
+    """Returns source -> present commit for the branches and tags that have moved since they were pinned.
 
-    Raises SourceError with one line for each source that cannot be asked.
+    Raises SourceError with one line for each source that cannot be queried.
     """
     found: dict[HubSource, str] = {}
     problems = []
@@ -255,9 +257,10 @@ def _pin_file(source: HubSource, name: str, file: HubFile) -> Pinned:
 
 
 def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pinned]:
-    """A file that the hub keeps in git proper: its sha256 is known only from its bytes.
+    """Downloads a file whose sha256 the hub does not state, as for files in git; returns its bytes and its
+    pin.
 
-    They are checked against the size and the git object id that the hub states. Raises SourceError.
+    The bytes are checked against the size and the git object id that the hub states. Raises SourceError.
     """
     data = b""
     for again in (False, True):

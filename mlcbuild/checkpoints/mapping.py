@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk: which tensors make up each of our parameters, and their rows."""
+"""Maps a Hugging Face checkpoint on disk to the parameters of a model: tensors and rows."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from mlcbuild.quant.floats import Array, widen, widened
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 64 << 20
-"""Bytes of INDEX: a line for each tensor, of which the largest checkpoints have some 100,000."""
+"""Largest INDEX in bytes: it has a line for each tensor, of which large checkpoints have some 100,000."""
 OTHER_KINDS = ("adapter", "consolidated")
-"""How files begin that hold something else, or the same weights in another naming."""
+"""First parts of the names of files with other contents, or with the same weights under other names."""
 HEAD = "lm_head.weight"
 LINES = 60
-"""Problems that one error shows; the rest are counted."""
+"""Number of problems that one error lists; the others are counted."""
 
 DTYPES: Mapping[str, np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]] = {
     "F32": np.dtype(np.float32),
@@ -46,7 +46,7 @@ DTYPES: Mapping[str, np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.u
 
 @dataclass(frozen=True)
 class Source:
-    """One of our parameters in a checkpoint: tensors stacked along axis 0."""
+    """A parameter of the model in a checkpoint: tensors stacked along axis 0."""
 
     param: Param
     pieces: tuple[Tensor, ...]
@@ -56,7 +56,7 @@ class Source:
 
     @property
     def rows(self) -> int:
-        """Rows in all: of a stack, those of all its matrices."""
+        """Number of rows; for a stack, the sum over its matrices."""
         return math.prod(self.param.shape[:2]) if len(self.param.shape) == 3 else self.param.shape[0]
 
     @property
@@ -171,7 +171,7 @@ def fail(problems: list[str]) -> None:
 
 
 def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The names of a checkpoint's files, and its index where it has one."""
+    """Returns the names of a checkpoint's files, and its index or None."""
     if (root / SINGLE).is_file():
         return [SINGLE], None
     if (root / INDEX).is_file():
@@ -185,7 +185,7 @@ def _files(root: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """All tensors of the files by name, and what is wrong with the files."""
+    """Returns all tensors by name, and the problems of the files."""
     tensors: dict[str, Tensor] = {}
     problems = []
     for name in names:
@@ -210,7 +210,7 @@ def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[
 
 
 def _index(path: Path) -> dict[str, str]:
-    """Tensor -> file name."""
+    """Reads INDEX as tensor name -> file name. Raises CheckpointError."""
     try:
         document = strict_json.decoder()(regular.read(path, LARGEST_INDEX).decode())
     except OSError as error:
@@ -253,7 +253,7 @@ def _index_faults(
 
 
 def _misfits(source: Source, expected: Sequence[Piece]) -> list[str]:
-    """Returns a sentence for each piece of a wrong dtype or shape."""
+    """Returns a message for each tensor with a wrong dtype or shape."""
     problems = []
     # A stack may be one tensor, or matrices of one expert each.
     stacked = len(expected) == 1 and expected[0].rows == source.param.shape[0]
@@ -274,7 +274,7 @@ def _misfits(source: Source, expected: Sequence[Piece]) -> list[str]:
 
 
 def _joined(piece: Tensor) -> Tensor:
-    """Returns a tensor of three dimensions as the matrix of the same bytes."""
+    """Returns a tensor of three dimensions as the matrix with the same bytes."""
     if len(piece.shape) != 3:
         return piece
     return replace(piece, shape=(piece.shape[0] * piece.shape[1], piece.shape[2]))
@@ -300,7 +300,7 @@ def _untied(config: ModelConfig, embedding: Source, head: Tensor) -> list[str]:
 
 
 class Rows:
-    """Reads rows of parameters into given memory. Holds files open; one for each thread."""
+    """Reads rows of parameters into preallocated memory. It keeps files open; each thread needs its own."""
 
     def __init__(self) -> None:
         self._files: dict[Path, FileIO] = {}
@@ -316,9 +316,9 @@ class Rows:
         self._files.clear()
 
     def read(self, source: Source, start: int, out: Array) -> None:
-        """Rows from `start` on, as many as `out` [rows, ...] has; out.dtype is source.dtype.
+        """Reads rows from `start` on into `out` [rows, ...], whose dtype must be source.dtype.
 
-        Raises CheckpointError when a file cannot be read or has become shorter.
+        Raises CheckpointError when a file cannot be read or was truncated.
         """
         for number, first, part in _spans(source, start, out):
             piece = source.pieces[number]
@@ -389,8 +389,7 @@ class Rows:
 
 
 def _spans(source: Source, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """(number of the piece, its first row, the part of `out` that it fills) for each piece that the rows
-    touch."""
+    """Yields (index of the piece, its first row, part of `out` to fill) for each piece that the rows cover."""
     stop, base = start + out.shape[0], 0
     for number, count in enumerate(source.counts):
         first, last = max(start, base), min(stop, base + count)

@@ -283,8 +283,8 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
     "target from a later version": (
         changed(targets="[cuda-sm90]"),
         [
-            "4:11: target 'cuda-sm90' is unknown; known: aarch64-linux, host, macos-arm64, x86-64-v2, "
-            "x86-64-v3, x86-64-v3-vnni, "
+            "4:11: target 'cuda-sm90' is unknown; known: aarch64-linux, host, macos-arm64, webgpu, "
+            "x86-64-v2, x86-64-v3, x86-64-v3-vnni, "
             "x86-64-v4, x86-64-v4-amx, x86-64-v4-vnni"
         ],
     ),
@@ -301,7 +301,7 @@ FAULTS: dict[str, tuple[str, list[str]]] = {
         ),
         [
             "4:20: 'native' is another processor on every machine: use the target 'host'",
-            "4:36: 'device' must be 'cpu', not 'cuda'",
+            "4:36: 'device' must be 'cpu' or 'webgpu', not 'cuda'",
             "4:80: 'b' lacks the key 'triple'",
             "4:93: 'c' must be text or a mapping, not a list",
         ],
