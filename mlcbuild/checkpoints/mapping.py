@@ -389,7 +389,7 @@ class Rows:
 
 
 def _spans(source: Source, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """Yields (index of the piece, its first row, part of `out` to fill) for each piece that the rows cover."""
+    """Yields (index of the piece, its first row, part of `out` to fill) for each piece under the rows."""
     stop, base = start + out.shape[0], 0
     for number, count in enumerate(source.counts):
         first, last = max(start, base), min(stop, base + count)
