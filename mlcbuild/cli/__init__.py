@@ -59,17 +59,6 @@ def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else there")
 
 
-def _choice(parser: argparse.ArgumentParser) -> None:
-    options.only(parser)
-    parser.add_argument(
-        "--force",
-        action="append",
-        default=[],
-        metavar="STEP",
-        help="run these steps even if the store has their results; shell patterns",
-    )
-
-
 def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=options.positive, metavar="N", help="steps at a time (default: by cores)"
@@ -155,14 +144,14 @@ VERBS: dict[str, Verb] = {
         "plan",
         "print what would run, and why",
         "mlcbuild plan recipe.yaml",
-        (_recipe, _choice, options.affected, _store, _remote, _json),
+        (_recipe, options.choice, options.affected, _store, _remote, _json),
     ),
     "run": Verb(
         "build",
         "run",
         "build what the recipe declares",
         "mlcbuild run recipe.yaml --set ctx=8192",
-        (_recipe, _choice, _run, options.affected, options.outputs, _store, _remote, _json),
+        (_recipe, options.choice, _run, options.affected, options.outputs, _store, _remote, _json),
     ),
     "explain": Verb(
         "build",
@@ -259,7 +248,17 @@ VERBS: dict[str, Verb] = {
         "publish",
         "build, verify and send bundles to registries and model hubs",
         "mlcbuild publish recipe.yaml",
-        (options.publish, _recipe, _choice, _run, options.affected, options.outputs, _store, _remote, _json),
+        (
+            options.publish,
+            _recipe,
+            options.choice,
+            _run,
+            options.affected,
+            options.outputs,
+            _store,
+            _remote,
+            _json,
+        ),
     ),
     "pull": Verb(
         "publishing",

@@ -264,3 +264,15 @@ def seconds(text: str) -> float:
     if not 0 < value < 1e9:
         raise argparse.ArgumentTypeError(f"must be a number of seconds, found '{text}'")
     return value
+
+
+def choice(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose steps, and those that run in any case."""
+    only(parser)
+    parser.add_argument(
+        "--force",
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="run these steps even if the store has their results; shell patterns",
+    )
