@@ -84,16 +84,6 @@ def _step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", help="a step's name, as `plan` prints it")
 
 
-def _graph(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--format",
-        choices=("mermaid", "dot", "svg", "html"),
-        default="mermaid",
-        help="what to write (default: mermaid)",
-    )
-    parser.add_argument("--output", "-o", metavar="FILE", help="where to (default: stdout)")
-
-
 def _init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", nargs="?", default=".", help="where recipe.yaml is written (default: here)"
@@ -165,7 +155,7 @@ VERBS: dict[str, Verb] = {
         "graph",
         "draw the steps and their states",
         "mlcbuild graph recipe.yaml --format svg -o graph.svg",
-        (_recipe, _graph, _store, _remote),
+        (_recipe, options.graph, _store, _remote),
     ),
     "matrix": Verb(
         "ci",

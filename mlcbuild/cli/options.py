@@ -276,3 +276,14 @@ def choice(parser: argparse.ArgumentParser) -> None:
         metavar="STEP",
         help="run these steps even if the store has their results; shell patterns",
     )
+
+
+def graph(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `graph`."""
+    parser.add_argument(
+        "--format",
+        choices=("mermaid", "dot", "svg", "html"),
+        default="mermaid",
+        help="what to write (default: mermaid)",
+    )
+    parser.add_argument("--output", "-o", metavar="FILE", help="where to (default: stdout)")
