@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -211,7 +212,9 @@ def _source_file(name: str, imports: ImportTable) -> tuple[str, str, tuple[str, 
     digest = bytes_digest(source)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     if (digest, package) not in imports:  # parsing is most of the time
-        imports[digest, package] = tuple(_read_imports(ast.parse(source, filename=name).body, package))
+        with _parsing:
+            body = ast.parse(source, filename=name).body
+        imports[digest, package] = tuple(_read_imports(body, package))
     return _portable(name, path), digest, imports[digest, package]
 
 
@@ -247,6 +250,8 @@ def _portable(name: str, path: Path) -> str:
 
 
 _imported: ImportTable = {}
+_parsing = threading.Lock()
+"""Held while a source file is parsed: `ast.parse` in two threads at once may raise SystemError (CPython 3.11)."""
 
 
 @cache
