@@ -12,7 +12,6 @@ from tvm.script.ir_builder import tirx as T
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, activated, capped, inverse_root, weighted
 from mlcbuild.compiler.gpu.kernels.storage import (
     CHUNK,
-    GROUP,
     RowsOf,
     StoredAs,
     StoredMatrix,
@@ -34,6 +33,7 @@ from mlcbuild.compiler.gpu.tensorir import (
     when,
 )
 from mlcbuild.models import Activation
+from mlcbuild.quant.groups import GROUP
 
 TILE, DEPTH = 64, 32
 """Rows and columns of a tile of a GEMM, and columns of its factors: 16 KB of shared memory together."""

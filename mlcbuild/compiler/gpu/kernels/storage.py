@@ -13,10 +13,10 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Var
 
 from mlcbuild.compiler.gpu.tensorir import KernelBuilder, Value, bind, floating, half, lane, number, unsigned
+from mlcbuild.quant.groups import GROUP
 
-GROUP = 32
-"""Columns that share a scale, and that a lane of a product reads at a time."""
 CHUNK = 4
+"""Columns in one vector of four values, the widest load of all targets."""
 
 
 @dataclass(frozen=True)
