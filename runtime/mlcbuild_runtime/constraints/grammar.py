@@ -41,9 +41,10 @@ TRIALS = 256
 """Number of short constraints whose trial outcome is cached."""
 SHORT = 1 << 12
 """Maximum characters of a constraint that counts as short."""
-QUICK, SLOW = 0.02, 2.0
+QUICK, SLOW = 0.05, 2.0
 """CPU seconds that a constraint may take in its first trial, and in a second one if the first was too short.
-With a vocabulary of 150,000 tokens, ordinary schemas take 1 to 12 ms, so they do not wait behind slow ones.
+With a vocabulary of 150,000 tokens, ordinary schemas take 1 to 12 ms on a quiet machine, and some times that
+where many processes share the caches; one that takes longer than QUICK waits behind slow ones.
 """
 QUICK_WAITING, SLOW_WAITING = 64, 3
 """Maximum constraints that may wait for their first trial, and for their second one."""
