@@ -543,4 +543,5 @@ def test_ten_thousand_entries_are_read_quickly(tmp_path: Path) -> None:
         assert len(StatCache(path)._known_files()) == count
         return time.process_time() - started
 
-    assert spent(10_000) < 40 * max(spent(1000) for _ in range(5))
+    # The least of three: one of them may pay for a collection of the garbage of other tests.
+    assert min(spent(10_000) for _ in range(3)) < 40 * max(spent(1000) for _ in range(5))
