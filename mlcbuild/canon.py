@@ -251,7 +251,7 @@ def _portable(name: str, path: Path) -> str:
 
 _imported: ImportTable = {}
 _parsing = threading.Lock()
-"""Held while a source file is parsed: `ast.parse` in two threads at once may raise SystemError (CPython 3.11)."""
+"""Held while a source file is parsed: in CPython 3.11 `ast.parse` of two threads may raise SystemError."""
 
 
 @cache
