@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tvm.script.ir_builder import tirx as T
 
@@ -51,13 +53,8 @@ def normed_rows(name: str, spec: NormSpec, words: int, first: int) -> KernelBuil
         weight = Vector.declare(k, "weight", spec.columns, spec.half)
         with k.launch(WORKGROUP, "q") as (row, _, tx):
             source = bind(inputs[first + row])
-            total = _sum_of_squares(k, spec, tx, lambda column: x[source, column])
-            root = inverse_root(total, spec.columns, spec.norm.eps)
-
-            def store(column: Value) -> None:
-                put(y, x[source, column] * root * weighted(spec, weight, column), row, column)
-
-            strided(spec.columns, tx, WORKGROUP, store)
+            columns = (lambda at: x[source, at], lambda at, value: put(y, value, row, at))
+            _one_row(k, spec, weight, tx, columns)
     return k
 
 
@@ -68,13 +65,8 @@ def norm(name: str, spec: NormSpec) -> KernelBuilder:
         x, y = k.buffer("x", (n, spec.columns)), k.buffer("y", (n, spec.columns))
         weight = Vector.declare(k, "weight", spec.columns, spec.half)
         with k.launch(WORKGROUP, "n") as (row, _, tx):
-            total = _sum_of_squares(k, spec, tx, lambda column: x[row, column])
-            root = inverse_root(total, spec.columns, spec.norm.eps)
-
-            def store(column: Value) -> None:
-                put(y, x[row, column] * root * weighted(spec, weight, column), row, column)
-
-            strided(spec.columns, tx, WORKGROUP, store)
+            columns = (lambda at: x[row, at], lambda at, value: put(y, value, row, at))
+            _one_row(k, spec, weight, tx, columns)
     return k
 
 
@@ -85,29 +77,38 @@ def add_normed(name: str, spec: NormSpec) -> KernelBuilder:
         x, delta = k.buffer("x", (n, spec.columns)), k.buffer("delta", (n, spec.columns))
         weight = Vector.declare(k, "weight", spec.columns, spec.half)
         with k.launch(WORKGROUP, "n") as (row, _, tx):
-            total = _sum_of_squares(k, spec, tx, lambda column: delta[row, column])
-            root = inverse_root(total, spec.columns, spec.norm.eps)
 
-            def store(column: Value) -> None:
-                change = delta[row, column] * root * weighted(spec, weight, column)
-                put(x, x[row, column] + change, row, column)
+            def add(at: Value, value: Value) -> None:
+                put(x, x[row, at] + value, row, at)
 
-            strided(spec.columns, tx, WORKGROUP, store)
+            _one_row(k, spec, weight, tx, (lambda at: delta[row, at], add))
     return k
 
 
-def _sum_of_squares(k: KernelBuilder, spec: NormSpec, tx: Value, value: object) -> Value:
+Columns: TypeAlias = tuple[Callable[[Value], Value], Callable[[Value, Value], None]]
+"""Reads the value of a column, and writes one to a column."""
+
+
+def _one_row(k: KernelBuilder, spec: NormSpec, weight: Vector, tx: Value, columns: Columns) -> None:
+    """Emits the norm of one row by one workgroup, of which `tx` is the thread."""
+    read, write = columns
     own, sums = local(1), k.shared(WORKGROUP)
     put(own, number(0), 0)
 
     def add(column: Value) -> None:
-        each = bind(value(column))  # type: ignore[operator]
-        put(own, own[0] + each * each, 0)
+        value = bind(read(column))
+        put(own, own[0] + value * value, 0)
 
     strided(spec.columns, tx, WORKGROUP, add)
     put(sums, own[0], tx)
     reduce_tree(sums, tx, WORKGROUP, lambda left, right: left + right)
-    return bind(sums[0])
+    root = inverse_root(bind(sums[0]), spec.columns, spec.norm.eps)
+    strided(
+        spec.columns,
+        tx,
+        WORKGROUP,
+        lambda column: write(column, read(column) * root * weighted(spec, weight, column)),
+    )
 
 
 def activated(activation: Activation, value: Value) -> Value:
