@@ -15,7 +15,7 @@ import numpy as np
 from mlcbuild_format import abi
 from mlcbuild_format.bundle import Manifest
 from mlcbuild_runtime.executor.batch import FollowingSteps, Masks, Step
-from mlcbuild_runtime.executor.executor import GuidedSteps, StepResult
+from mlcbuild_runtime.executor.executor import GuidedSteps, StepResult, guided_by_step, next_step
 from mlcbuild_runtime.executor.loading import Loader
 from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 from numpy.typing import NDArray
@@ -61,19 +61,14 @@ class NumpyExecutor:
             ]
             if random_numbers is None or any(ended) or self.interrupted:
                 break
-            step = _next(step, done[-1])
+            step = next_step(step, done[-1])
             params = [(*own[:-1], number) for own, number in zip(params, random_numbers, strict=True)]
         return done
 
     def guided_steps(
         self, step: Step, sampling_params: Sequence[SamplingRow], masks: Masks, count: int
     ) -> GuidedSteps:
-        params = list(sampling_params)
-        while True:
-            inputs = yield self.step(step, params, masks)
-            step = _next(step, [own.token for own in inputs])
-            params = [(*row[:-1], own.random_number) for row, own in zip(params, inputs, strict=True)]
-            masks = [(row, own.mask) for row, own in enumerate(inputs) if own.mask is not None]
+        return guided_by_step(self, step, sampling_params, masks)
 
     def hidden_states(self, step: Step) -> Floats:
         totals = self._totals(step)
@@ -119,10 +114,6 @@ class NumpyExecutor:
     def _logits(self, totals: NDArray[np.int64]) -> Floats:
         distance = (np.arange(self.vocab_size) - totals[:, None]) % self.vocab_size
         return (distance * -0.5).astype(np.float32)
-
-
-def _next(step: Step, tokens: list[int]) -> Step:
-    return step._replace(tokens=tokens, lengths=[length + 1 for length in step.lengths])
 
 
 def draw(logits: Floats, params: abi.SamplingParams) -> int:

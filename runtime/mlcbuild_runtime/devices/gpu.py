@@ -20,7 +20,7 @@ from mlcbuild_runtime.devices import gpu_adapter, gpu_program, gpu_sampling
 from mlcbuild_runtime.devices.gpu_inputs import InputBlock, mask_words, tiles
 from mlcbuild_runtime.devices.gpu_program import DeviceProgram
 from mlcbuild_runtime.executor.batch import FollowingSteps, Masks, Step
-from mlcbuild_runtime.executor.executor import GuidedSteps, StepResult
+from mlcbuild_runtime.executor.executor import GuidedSteps, StepResult, guided_by_step, next_step
 from mlcbuild_runtime.executor.loading import Loader
 from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
@@ -181,7 +181,7 @@ class GpuExecutor:
             done.append(self.step(step, params).tokens)
             if numbers is None or self.interrupted or _ends(done[-1], following):
                 break
-            step = _next(step, done[-1])
+            step = next_step(step, done[-1])
             params = [(*own[:-1], number) for own, number in zip(params, numbers, strict=True)]
         return done
 
@@ -204,12 +204,7 @@ class GpuExecutor:
     def guided_steps(
         self, step: Step, sampling_params: Sequence[SamplingRow], masks: Masks, count: int
     ) -> GuidedSteps:
-        params = list(sampling_params)
-        while True:
-            inputs = yield self.step(step, params, masks)
-            step = _next(step, [own.token for own in inputs])
-            params = [(*row[:-1], own.random_number) for row, own in zip(params, inputs, strict=True)]
-            masks = [(row, own.mask) for row, own in enumerate(inputs) if own.mask is not None]
+        return guided_by_step(self, step, sampling_params, masks)
 
     def hidden_states(self, step: Step) -> Floats:
         step, hidden = step._replace(prompt=True), self.manifest.hidden_size
@@ -243,12 +238,6 @@ class GpuExecutor:
 
     def close(self) -> None:
         self.device.close()
-
-
-def _next(step: Step, tokens: Sequence[int]) -> Step:
-    return step._replace(
-        tokens=[max(0, token) for token in tokens], lengths=[length + 1 for length in step.lengths]
-    )
 
 
 def _ends(tokens: Sequence[int], following: FollowingSteps) -> bool:

@@ -129,6 +129,25 @@ class Executor(Protocol):
         """Frees the device's memory. No method may be called afterwards."""
 
 
+def next_step(step: Step, tokens: Sequence[int]) -> Step:
+    """Returns the decode step after `step`: one new token of each sequence; a negative one counts as 0."""
+    return step._replace(
+        tokens=[max(0, token) for token in tokens], lengths=[length + 1 for length in step.lengths]
+    )
+
+
+def guided_by_step(
+    executor: Executor, step: Step, sampling_params: Sequence[SamplingRow], masks: Masks
+) -> GuidedSteps:
+    """Implements `Executor.guided_steps` by calls of `step`."""
+    params = list(sampling_params)
+    while True:
+        inputs = yield executor.step(step, params, masks)
+        step = next_step(step, [own.token for own in inputs])
+        params = [(*row[:-1], own.random_number) for row, own in zip(params, inputs, strict=True)]
+        masks = [(row, own.mask) for row, own in enumerate(inputs) if own.mask is not None]
+
+
 def forward(executor: Executor, step: Step) -> Floats:
     """Returns the logits of `step` without sampling tokens."""
     return executor.step(step, [SKIP] * len(step.rows)).logits()
