@@ -26,7 +26,7 @@ from mlcbuild.checkpoints.checkpoint_kinds import (
     kind_of_files,
     tokenizer_fault,
 )
-from mlcbuild.checkpoints.completeness import check_weights
+from mlcbuild.checkpoints.completeness import weights_faults
 from mlcbuild.checkpoints.fetch import local_files
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock
@@ -139,9 +139,10 @@ def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
             try:
                 files = local_files(adapter.source.path, is_adapter=True)
                 read_adapter_config(adapter.source.path)
-                check_weights(adapter.source.path, files)
+                lines = weights_faults(adapter.source.path, files)
             except (SourceError, CheckpointError) as error:
-                yield from (adapter.place.problem(line) for line in str(error).split("\n"))
+                lines = str(error).split("\n")
+            yield from (adapter.place.problem(line) for line in lines)
 
 
 def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
@@ -296,11 +297,13 @@ def _read_local(root: Path) -> _Local | list[str]:
         settings = quantization(values)
         if settings is not None:
             method_of(settings, str(root / "config.json"))
-        check_weights(root, files)
     except (SourceError, CheckpointError) as error:
         return str(error).split("\n")
+    faults = weights_faults(root, files)
     if (fault := tokenizer_fault(str(root), files)) is not None:
-        return [fault]
+        faults.append(fault)
+    if faults:
+        return faults
     stored = "" if settings is None else json.dumps(settings, sort_keys=True)
     return _Local(root, files, config, config_digest(config), settings=stored)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from mlcbuild import models, pipeline, quant, recipe
@@ -15,6 +16,8 @@ from mlcbuild.build.graph import Step
 from mlcbuild.checkpoints import conversion, exact_weights
 from mlcbuild.checkpoints.checkpoint_views import views_for
 from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.checkpoints.mapping import locate
+from mlcbuild.errors import CheckpointError
 from mlcbuild.models import parsing
 from mlcbuild.models.action import normalise
 from tests.checkpoint_files import HF, Entry, Tensors, single, tensors
@@ -117,3 +120,18 @@ def floats(random: np.random.Generator, dtype: str, *shape: int) -> NDArray[np.u
 
     codes = np.flatnonzero(np.isfinite(SMALL_FLOATS[dtype]))
     return random.choice(codes, shape).astype(np.uint8)
+
+
+def check_refused(
+    root: Path,
+    settings: dict[str, Any],
+    quantize: Quantizer,
+    message: str,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Checks that a checkpoint's tensors are refused by a message, a regular expression. fields: those of the
+    model, if not the ones that the checkpoint's config.json has."""
+    quantized(root, settings, quantize)
+    config = parsing.parse(fields or json.loads((root / "config.json").read_text()))
+    with pytest.raises(CheckpointError, match=message):
+        locate(root, config, parsing.tensor_names(config), views_for(settings))

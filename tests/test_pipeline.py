@@ -218,6 +218,10 @@ def test_a_model_without_tokenizer_is_found_before_any_step(tmp_path: Path) -> N
         built(tmp_path, "models: {a: ./copy}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
     message = str(caught.value)
     assert "copy: it has neither tokenizer.json nor tokenizer.model, so no text can be" in message
+    os.truncate(tmp_path / "copy" / "model.safetensors", 100)
+    with pytest.raises(InputError) as caught:
+        built(tmp_path, "models: {a: ./copy}\nquantizations: [q0f32]\ntargets: [x86-64-v2]\n")
+    assert len(caught.value.problems) == 2, "weights and tokenizer are reported together"
     source, commit = HubSource("org/name", "main"), "a" * 40
     files = {name: Pinned(1, "b" * 64) for name in ("config.json", "model.safetensors")}
     with pytest.raises(InputError, match=r"hf://org/name@main: it has neither tokenizer.json nor"):

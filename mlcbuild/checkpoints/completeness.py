@@ -13,15 +13,14 @@ _CHECKS: Mapping[str, Callable[[Path], object]] = {".safetensors": check_complet
 """Suffix of a weights file -> function that raises CheckpointError for an incomplete one."""
 
 
-def check_weights(root: Path, files: Iterable[str]) -> None:
-    """Raises CheckpointError that names all weights files of a local checkpoint that are incomplete."""
-    problems = []
+def weights_faults(root: Path, files: Iterable[str]) -> list[str]:
+    """Returns an error message for each weights file of a local checkpoint that is incomplete."""
+    faults = []
     for name in files:
         check = _CHECKS.get(Path(name).suffix)
         if check is not None:
             try:
                 check(root / name)
             except CheckpointError as error:
-                problems.append(str(error))
-    if problems:
-        raise CheckpointError("\n".join(problems))
+                faults.append(str(error))
+    return faults

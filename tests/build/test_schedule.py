@@ -30,8 +30,8 @@ def planned(name: str, milliseconds: int | None) -> Planned:
     """Returns a step that took so long when it was last built; None: it never was."""
     if milliseconds is None:
         return Planned(name, "run", None, "never built")
-    made = BuildInfo(name, Preimage("m:f", {}, {}, {}, {}), Measured(milliseconds))
-    return Planned(name, "run", None, "", Record.create("0" * 64, Tree.of(()), made))
+    info = BuildInfo(name, Preimage("m:f", {}, {}, {}, {}), Measured(milliseconds))
+    return Planned(name, "run", None, "", Record.create("0" * 64, Tree.of(()), info))
 
 
 def test_a_chain_is_the_longest_sum_of_durations_to_the_end() -> None:

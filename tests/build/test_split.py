@@ -162,11 +162,11 @@ def turned(tmp_path: Path, *names: tuple[str, ...] | None, keep_going: bool = Fa
 
 def run(tmp_path: Path, options: Options, names: tuple[tuple[str, ...] | None, ...]) -> RunResult:
     told: list[object] = []
-    found = shard_phases.run(Graph(failing()), options, names, lambda: Sharing(Store(tmp_path)), told.append)
+    result = shard_phases.run(Graph(failing()), options, names, lambda: Sharing(Store(tmp_path)), told.append)
     started = [event for event in told if type(event).__name__ == "StepStarted"]
     assert len(started) == len({getattr(event, "name", "") for event in started}), "nothing runs twice"
-    assert len({step.name for step in found.steps}) == len(found.steps)
-    return found
+    assert len({step.name for step in result.steps}) == len(result.steps)
+    return result
 
 
 def test_a_second_turn_goes_on_where_the_first_ended(tmp_path: Path) -> None:

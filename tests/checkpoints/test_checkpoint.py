@@ -43,14 +43,15 @@ SHARD = "model-00002-of-00003.safetensors"
 @pytest.mark.parametrize("code", ["F32", "F16", "BF16"])
 def test_checkpoint_gives_the_fused_parameters_exactly(code: str, tmp_path: Path) -> None:
     original = tensors(code)
-    found = exact_weights.checkpoint(single(tmp_path / "hf", original), CONFIG, parsing.tensor_names(CONFIG))
-    assert list(found) == [param.name for param in models.parameters(CONFIG)]
-    for name, pieces in parsing.tensor_names(CONFIG).sources.items():
+    root, names = single(tmp_path / "hf", original), parsing.tensor_names(CONFIG)
+    weights = exact_weights.checkpoint(root, CONFIG, names)
+    assert list(weights) == [param.name for param in models.parameters(CONFIG)]
+    for name, pieces in names.sources.items():
         expected = np.concatenate([wide(original[piece.tensor]) for piece in pieces])
-        assert found[name].dtype == np.float32
-        assert np.array_equal(found[name], expected)
+        assert weights[name].dtype == np.float32
+        assert np.array_equal(weights[name], expected)
     with pytest.raises(KeyError):
-        found["model.norm.weight"]
+        weights["model.norm.weight"]
 
 
 def test_two_copies_of_a_tied_matrix(tmp_path: Path) -> None:
@@ -98,10 +99,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read \(it is a directory, not a regular"):
         headers.read_header(tmp_path)
     root = single(tmp_path / "hf", tensors())
-    found = exact_weights.checkpoint(root, CONFIG, parsing.tensor_names(CONFIG))
+    weights = exact_weights.checkpoint(root, CONFIG, parsing.tensor_names(CONFIG))
     (root / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"cannot be read \(No such file or directory\); run again"):
-        found["norm.weight"]
+        weights["norm.weight"]
 
 
 def test_rotary_tables_are_left_out(tmp_path: Path) -> None:

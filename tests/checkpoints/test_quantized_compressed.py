@@ -27,7 +27,17 @@ from mlcbuild.models import parsing
 from tests import typegoldens
 from tests.checkpoint_files import Entry, save, single
 from tests.conftest import ROOT
-from tests.quantized_files import SMALL, Floats, Parts, Quantizer, check, floats, kept, quantized
+from tests.quantized_files import (
+    SMALL,
+    Floats,
+    Parts,
+    Quantizer,
+    check,
+    check_refused,
+    floats,
+    kept,
+    quantized,
+)
 
 GOLDEN = ROOT / "tests" / "golden" / "compressed"
 CT = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -238,10 +248,7 @@ WRONG: list[tuple[dict[str, Any], Quantizer, str]] = [
 def test_what_does_not_fit_is_refused(
     settings: dict[str, Any], quantize: Quantizer, message: str, tmp_path: Path
 ) -> None:
-    quantized(tmp_path, settings, quantize)
-    config = parsing.parse(SMALL)
-    with pytest.raises(CheckpointError, match=message):
-        locate(tmp_path, config, parsing.tensor_names(config), views_for(settings))
+    check_refused(tmp_path, settings, quantize, message, SMALL)
 
 
 def test_a_stack_of_experts_with_another_shape_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,18 @@ from mlcbuild.checkpoints.mapping import locate
 from mlcbuild.errors import CheckpointError
 from mlcbuild.models import parsing
 from tests.checkpoint_files import Entry
-from tests.quantized_files import ODD, SMALL, Floats, Parts, Quantizer, check, floats, kept, quantized
+from tests.quantized_files import (
+    ODD,
+    SMALL,
+    Floats,
+    Parts,
+    Quantizer,
+    check,
+    check_refused,
+    floats,
+    kept,
+    quantized,
+)
 from tests.schemes import SCHEMES
 
 PEERS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
@@ -151,10 +161,7 @@ WRONG: list[tuple[dict[str, Any], Quantizer, str]] = [
 def test_what_does_not_fit_is_refused(
     settings: dict[str, Any], quantize: Quantizer, message: str, tmp_path: Path
 ) -> None:
-    quantized(tmp_path, settings, quantize)
-    config = parsing.parse(json.loads((tmp_path / "config.json").read_text()))
-    with pytest.raises(CheckpointError, match=message):
-        locate(tmp_path, config, parsing.tensor_names(config), views_for(settings))
+    check_refused(tmp_path, settings, quantize, message)
 
 
 def test_settings_that_are_no_object_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -27,7 +26,17 @@ from mlcbuild.errors import CheckpointError
 from mlcbuild.models import parsing
 from tests.checkpoint_files import Entry
 from tests.conftest import ROOT
-from tests.quantized_files import RECIPE, SMALL, Floats, Parts, Quantizer, check, kept, quantized
+from tests.quantized_files import (
+    RECIPE,
+    SMALL,
+    Floats,
+    Parts,
+    Quantizer,
+    check,
+    check_refused,
+    kept,
+    quantized,
+)
 from tests.schemes import SCHEMES
 
 Ints = NDArray[np.int64]
@@ -271,10 +280,7 @@ WRONG: list[tuple[dict[str, Any], Quantizer, str]] = [
 def test_what_does_not_fit_is_refused(
     settings: dict[str, Any], quantize: Quantizer, message: str, tmp_path: Path
 ) -> None:
-    quantized(tmp_path, settings, quantize)
-    config = parsing.parse(json.loads((tmp_path / "config.json").read_text()))
-    with pytest.raises(CheckpointError, match=message):
-        locate(tmp_path, config, parsing.tensor_names(config), views_for(settings))
+    check_refused(tmp_path, settings, quantize, message)
 
 
 def test_groups_that_do_not_fill_the_columns(tmp_path: Path) -> None:

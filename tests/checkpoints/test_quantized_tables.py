@@ -17,11 +17,10 @@ from mlcbuild.checkpoints.headers import read_header
 from mlcbuild.checkpoints.mapping import locate
 from mlcbuild.checkpoints.quantization import module_of
 from mlcbuild.checkpoints.row_reader import Rows
-from mlcbuild.errors import CheckpointError
 from mlcbuild.models import parsing
 from tests.checkpoint_files import Entry
 from tests.conftest import ROOT
-from tests.quantized_files import ODD, SMALL, Floats, Parts, Quantizer, check, kept, quantized
+from tests.quantized_files import ODD, SMALL, Floats, Parts, Quantizer, check, check_refused, kept, quantized
 from tests.schemes import SCHEMES
 
 GOLDEN = ROOT / "tests" / "golden" / "tables"
@@ -202,7 +201,4 @@ WRONG: list[tuple[dict[str, Any], Quantizer, str]] = [
 def test_what_does_not_fit_is_refused(
     settings: dict[str, Any], quantize: Quantizer, message: str, tmp_path: Path
 ) -> None:
-    quantized(tmp_path, settings, quantize)
-    config = parsing.parse(SMALL)
-    with pytest.raises(CheckpointError, match=message):
-        locate(tmp_path, config, parsing.tensor_names(config), views_for(settings))
+    check_refused(tmp_path, settings, quantize, message, SMALL)

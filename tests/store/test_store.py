@@ -163,11 +163,11 @@ def test_records_read_back_as_written(
     entries: list[Entry], step: str, params: dict[str, int | str], shared: bool
 ) -> None:
     image = Preimage("m:f", params, {"m.py": "00"}, {"t": "1"}, {"in": Tree.of(entries)})
-    made = BuildInfo(step, image, Measured(1, 2, 3), shared)
-    record = Record.create(image.key(), Tree.of(entries), made)
+    info = BuildInfo(step, image, Measured(1, 2, 3), shared)
+    record = Record.create(image.key(), Tree.of(entries), info)
     back = Record.decode(record.key, record.encode())
     assert back == record
-    assert back.info == made
+    assert back.info == info
     assert back.consistent()
     assert not Record("00" * 32, record.tree, record.rows, record.rest).consistent()
 

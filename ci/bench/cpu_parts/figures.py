@@ -40,19 +40,19 @@ def rows(measured: Measured) -> list[Row]:
     """Returns what `show` prints, without the figures per CPU second."""
     found, best = measured.found, _machine_limits(measured)
     samples = {entry.name: measured.samples[entry.name] for entry in found.entries}
-    made = []
+    speeds = []
     for figure in FIGURES:
         rates = {name: sample.wall[figure] for name, sample in samples.items()}
         medians = {entry: statistics.median(rates[entry.name]) for entry in found.entries if entry.ours}
         limit = _limit(figure, max(medians, key=medians.__getitem__), found.config, best) if medians else None
         kind, _, number = figure.partition(" ")
         words = f"{kind} of {number} tokens" if kind == "prefill" else f"{kind}, batch of {number}"
-        made.append(Row(words, "tokens/s", rates, limit))
+        speeds.append(Row(words, "tokens/s", rates, limit))
     first = {name: sample.wall["first token"] for name, sample in samples.items()}
     resident = {name: [sample.resident] for name, sample in samples.items()}
     size = {entry.name: [entry.size / 1e6] for entry in found.entries}
     units = [("first token after start", "s", first), ("memory", "MB", resident), ("weights", "MB", size)]
-    return [*made, *(Row(figure, unit, values) for figure, unit, values in units)]
+    return [*speeds, *(Row(figure, unit, values) for figure, unit, values in units)]
 
 
 def _machine_limits(measured: Measured) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -49,7 +50,7 @@ def refused(error: CheckpointError) -> str | None:
     return fault(1, "\n".join(lines), (1,))
 
 
-class Timed(Files):
+class Timed(Files, ABC):
     """A target whose cases may take SECONDS."""
 
     def check(self, case: bytes) -> str | None:
@@ -58,8 +59,9 @@ class Timed(Files):
         seconds = time.process_time() - began
         return f"it took {seconds:.0f} CPU seconds" if seconds > SECONDS and not problem else problem
 
+    @abstractmethod
     def read(self, case: bytes) -> str | None:
-        raise NotImplementedError
+        """Reads a case and says what is wrong; None: nothing."""
 
 
 class Configs(Timed):

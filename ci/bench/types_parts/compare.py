@@ -28,7 +28,7 @@ def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dic
 
     Raises RefusedError.
     """
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     configs: dict[str, ModelConfig] = {}
     reasons = []
     for name, path in (("config", area / "config.json"), ("saved config", area / "saved" / "config.json")):
@@ -51,15 +51,15 @@ def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dic
             raise RefusedError(str(refusal)) from None
         weights = {parameter: np.asarray(values) for parameter, values in read.items()}
         logits = reference.logits(config, weights, tokens, dtype=np.float64)
-        found[f"{name}, reference"] = float(np.abs(logits - expected).max()) / span
+        largest[f"{name}, reference"] = float(np.abs(logits - expected).max()) / span
         if libraries:
-            found |= {
+            largest |= {
                 f"{name}, {way}": worst / span
                 for way, worst in _library(area, config, weights, tokens, expected)
             }
     if reasons:
-        found[f"refused the config that transformers saves: {reasons[0]}"] = 0.0
-    return found
+        largest[f"refused the config that transformers saves: {reasons[0]}"] = 0.0
+    return largest
 
 
 def _library(area: Path, config: ModelConfig, weights: Any, tokens: list[int], expected: Any) -> Any:

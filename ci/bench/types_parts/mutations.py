@@ -18,9 +18,9 @@ def of(config: Config, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Confi
     """Yields a label and a config with one field changed; defaults: the fields of the type."""
     inside = ("text_config",) if "text_config" in config else ()
     own = config["text_config"] if inside else config
-    known = defaults["text_config"] if inside else defaults
-    for name in sorted({*own, *known} - FIXED):
-        value = own.get(name, known.get(name))
+    standard = defaults["text_config"] if inside else defaults
+    for name in sorted({*own, *standard} - FIXED):
+        value = own.get(name, standard.get(name))
         for changed in _values(value, absent=name not in own):
             yield _label((*inside, name), changed), _with(config, (*inside, name), changed)
     for rope in ("rope_parameters", "rope_scaling"):

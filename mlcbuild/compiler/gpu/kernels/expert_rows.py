@@ -18,7 +18,6 @@ from mlcbuild.compiler.gpu.kernels.product import (
     ProductBuffers,
     ProductSpec,
     finish,
-    group_sums,
 )
 from mlcbuild.compiler.gpu.kernels.storage import RowsOf
 from mlcbuild.compiler.gpu.kernels.tile_product import THREADS, TILE, TileRows, multiply_tile
@@ -51,12 +50,7 @@ def expert_gemv(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBui
             norm = None if vectors is None else RowsNorm.of(k, vectors, block, tx)
             outputs = shape.outputs(bx, tx)
             matrix_rows = [bind(own * shape.rows + row) for row in shape.matrix_rows(outputs)]
-            sums, part = local(len(matrix_rows)), local(len(matrix_rows))
-            for index in range(len(matrix_rows)):
-                put(sums, number(0), index)
-            with shape.each_group(tx) as group:
-                factors = Factors(block, norm, spec.inputs)
-                group_sums(buffers.matrix, matrix_rows, group, (part, sums), factors)
+            sums = shape.sums(buffers.matrix, matrix_rows, Factors(block, norm, spec.inputs), tx)
             inside = T.And(expert >= first, expert < first + experts.count)
             target = Outputs(choice, 1, inside, outputs, bind(expert * shape.rows))
             finish(k, buffers, sums, norm, target, (shape, tx))
@@ -76,7 +70,7 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
         with k.launch(shape.threads, shape.groups_of_outputs, "n") as (bx, row, tx):
             outputs = shape.outputs(bx, tx)
             local_rows, count = shape.matrix_rows(outputs), shape.each
-            sums, own, part = local(count), local(count), local(count)
+            sums = local(count)
             for index in range(count):
                 put(sums, number(0), index)
             with T.serial(experts.chosen) as place:
@@ -84,11 +78,8 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
                 expert, share = bind(routes[choice]), bind(shares[choice])
                 with when(T.And(expert >= first, expert < first + experts.count)):
                     matrix_rows = [bind((expert - first) * shape.rows + at) for at in local_rows]
-                    for index in range(count):
-                        put(own, number(0), index)
-                    with shape.each_group(tx) as group:
-                        factors = Factors(RowBlock(x, choice, 1, choices), None, spec.inputs)
-                        group_sums(buffers.matrix, matrix_rows, group, (part, own), factors)
+                    factors = Factors(RowBlock(x, choice, 1, choices), None, spec.inputs)
+                    own = shape.sums(buffers.matrix, matrix_rows, factors, tx)
                     for index, output in enumerate(outputs):
                         value = own[index]
                         if buffers.bias is not None:  # added by one lane

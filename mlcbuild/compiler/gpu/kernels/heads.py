@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mlcbuild_format.abi import PAGE
 from tvm.script.ir_builder import tirx as T
 
-from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, NormVectors, row_sum
+from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, NormVectors, row_statistics
 from mlcbuild.compiler.gpu.kernels.page_layout import CacheSpec, InputPlaces
 from mlcbuild.compiler.gpu.tensorir import (
     WORKGROUP,
@@ -21,7 +20,6 @@ from mlcbuild.compiler.gpu.tensorir import (
     floating,
     kernel,
     number,
-    pack_halves,
     put,
     strided,
     when,
@@ -92,7 +90,9 @@ def prepare_heads(
             if pages is not None:
                 slot = bind(block[inputs.slots + row])
                 with when(T.Not(head.is_query)):
-                    _append(cache, pages, result, (place - cache.heads, slot, tx))
+                    own = place - cache.heads
+                    at = (own // cache.kv_heads, own % cache.kv_heads, slot)
+                    cache.append(pages, result, at, tx)
     return k
 
 
@@ -179,26 +179,11 @@ class _Head:
         of its kind."""
         norm, cache, dim = self._spec.norm, self._cache, self._cache.head_dim
         assert norm is not None
-        of_all = self._spec.span == "heads"
-        count, first, share = dim, T.int32(0), exact(1 / dim)
-        if of_all:
-            count = bind(T.Select(self.is_query, cache.heads * dim, cache.kv_heads * dim))
-            first = bind(T.Select(self.is_query, 0, cache.heads * dim))
-            share = bind(number(1) / floating(count))
-
-        def read(column: Value) -> Value:
-            return self.read(first + column) if of_all else vector[column]
-
-        mean = None
-        if norm.is_centred:
-            mean = bind(row_sum(self._k.shared(WORKGROUP), self._tx, count, read) * share)
-
-        def square(column: Value) -> Value:
-            value = bind(read(column) if mean is None else read(column) - mean)
-            return value * value
-
-        total = row_sum(self._k.shared(WORKGROUP), self._tx, count, square)
-        return mean, bind(number(1) / T.sqrt(total * share + exact(norm.norm.eps)))
+        if self._spec.span != "heads":
+            return row_statistics(self._k, norm, self._tx, lambda column: vector[column])
+        count = bind(T.Select(self.is_query, cache.heads * dim, cache.kv_heads * dim))
+        first = bind(T.Select(self.is_query, 0, cache.heads * dim))
+        return row_statistics(self._k, norm, self._tx, lambda column: self.read(first + column), count)
 
     def rotate(self, vector: Value, result: Value, column: Value, at: tuple[Value, Value]) -> None:
         """Emits the rotation of a dimension of a query or key. at: table, and the row's position in it."""
@@ -211,16 +196,3 @@ class _Head:
         rotated = bind(value * cosine + signed * sine)
         turns = T.And(column < 2 * turned, T.Not(self._is_value))
         put(result, T.Select(turns, rotated, value), column)
-
-
-def _append(cache: CacheSpec, pages: Value, result: Value, at: tuple[Value, Value, Value]) -> None:
-    """Emits the store of a vector in the cache. at: number of a head among those of keys, then those of
-    values; slot; thread."""
-    place, slot, tx = at
-    start = cache.place(place // cache.kv_heads, place % cache.kv_heads, slot % PAGE)
-
-    def store(word: Value) -> None:
-        value = pack_halves(result[2 * word], result[2 * word + 1]) if cache.half else result[word]
-        put(pages, value, slot // PAGE, start + word)
-
-    strided(cache.words, tx, WORKGROUP, store)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mlcbuild_format.abi import PAGE
 from tvm.script.ir_builder import tirx as T
 
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, NormVectors, row_statistics
@@ -21,7 +20,6 @@ from mlcbuild.compiler.gpu.kernels.product import (
     ProductBuffers,
     ProductSpec,
     finish,
-    group_sums,
 )
 from mlcbuild.compiler.gpu.kernels.storage import RowsOf
 from mlcbuild.compiler.gpu.kernels.tile_product import THREADS, TILE, TileRows, multiply_tile
@@ -32,9 +30,6 @@ from mlcbuild.compiler.gpu.tensorir import (
     barrier,
     bind,
     kernel,
-    local,
-    number,
-    pack_halves,
     put,
     strided,
 )
@@ -121,13 +116,7 @@ def append_latent(
             strided(spec.latent, tx, WORKGROUP, normalize)
             strided(spec.rope_dim, tx, WORKGROUP, rotate)
             barrier()
-            start = cache.place(0, 0, slot % PAGE)
-
-            def store(word: Value) -> None:
-                value = pack_halves(result[2 * word], result[2 * word + 1]) if cache.half else result[word]
-                put(pages, value, slot // PAGE, start + word)
-
-            strided(cache.words, tx, WORKGROUP, store)
+            cache.append(pages, result, (0, 0, slot), tx)
     return k
 
 
@@ -142,13 +131,7 @@ def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
             block, outputs = RowBlock(x, vector, 1, vectors), shape.outputs(bx, tx)
             first = bind(vector % heads * shape.rows)
             matrix_rows = [bind(first + row) for row in shape.matrix_rows(outputs)]
-            sums, part = local(len(matrix_rows)), local(len(matrix_rows))
-            for index in range(len(matrix_rows)):
-                put(sums, number(0), index)
-            with shape.each_group(tx) as group:
-                group_sums(
-                    buffers.matrix, matrix_rows, group, (part, sums), Factors(block, None, spec.inputs)
-                )
+            sums = shape.sums(buffers.matrix, matrix_rows, Factors(block, None, spec.inputs), tx)
             target = Outputs(vector, 1, vector < vectors, outputs, None)
             finish(k, buffers, sums, None, target, (shape, tx))
     return k

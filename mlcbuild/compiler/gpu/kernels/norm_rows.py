@@ -17,6 +17,7 @@ from mlcbuild.compiler.gpu.tensorir import (
     Value,
     bind,
     exact,
+    floating,
     kernel,
     local,
     number,
@@ -87,9 +88,10 @@ class NormVectors:
         return value if self.bias is None else value + self.bias[index]
 
 
-def inverse_root(total: Value, columns: int, eps: float) -> Value:
-    """Returns 1 / sqrt(total / columns + eps), where `total` is a sum of squares."""
-    return bind(number(1) / T.sqrt(total * exact(1 / columns) + exact(eps)))
+def inverse_root(total: Value, share: Value, eps: float) -> Value:
+    """Returns 1 / sqrt(total * share + eps), where `total` is a sum of squares, and `share` 1 / their
+    number."""
+    return bind(number(1) / T.sqrt(total * share + exact(eps)))
 
 
 def normed_rows(name: str, spec: NormSpec, words: int, first: int) -> KernelBuilder:
@@ -152,19 +154,26 @@ def row_sum(sums: Value, tx: Value, columns: Value | int, value: Callable[[Value
 
 
 def row_statistics(
-    k: KernelBuilder, spec: NormSpec, tx: Value, read: Callable[[Value], Value]
+    k: KernelBuilder,
+    spec: NormSpec,
+    tx: Value,
+    read: Callable[[Value], Value],
+    count: Value | None = None,
 ) -> tuple[Value | None, Value]:
-    """Returns the mean of a row, None if the norm does not subtract it, and its inverse root."""
+    """Returns the mean of a row, None if the norm does not subtract it, and its inverse root. count: number
+    of the row's values, an expression of the kernel, if it is not the norm's columns."""
+    columns = spec.columns if count is None else count
+    share = exact(1 / spec.columns) if count is None else bind(number(1) / floating(count))
     mean = None
     if spec.is_centred:
-        mean = bind(row_sum(k.shared(WORKGROUP), tx, spec.columns, read) * exact(1 / spec.columns))
+        mean = bind(row_sum(k.shared(WORKGROUP), tx, columns, read) * share)
 
     def square(column: Value) -> Value:
         value = bind(read(column) if mean is None else read(column) - mean)
         return value * value
 
-    total = row_sum(k.shared(WORKGROUP), tx, spec.columns, square)
-    return mean, inverse_root(total, spec.columns, spec.norm.eps)
+    total = row_sum(k.shared(WORKGROUP), tx, columns, square)
+    return mean, inverse_root(total, share, spec.norm.eps)
 
 
 def _one_row(k: KernelBuilder, vectors: NormVectors, tx: Value, columns: Columns) -> None:

@@ -82,7 +82,7 @@ class RowsNorm:
                 mean = bind(total(place, lambda value, _: value) * exact(1 / spec.columns))
                 put(means, mean, index)
                 squares = total(place, lambda value, at: _square(value - mean, at, spec.columns))
-            put(roots, inverse_root(squares, spec.columns, spec.norm.eps), index)
+            put(roots, inverse_root(squares, exact(1 / spec.columns), spec.norm.eps), index)
         return cls(vectors, roots, means)
 
     def after(self, value: Value, index: Value) -> Value:

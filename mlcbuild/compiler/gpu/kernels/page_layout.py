@@ -14,7 +14,9 @@ from mlcbuild.compiler.gpu.tensorir import (
     bind,
     half,
     kernel,
+    pack_halves,
     put,
+    strided,
     when,
 )
 
@@ -58,6 +60,19 @@ class CacheSpec:
         for keys, 1 for values."""
         which = 0 if self.latent else which
         return bind(((which * self.kv_heads + head) * PAGE + offset) * self.words)
+
+    def append(
+        self, pages: Value, vector: Value, at: tuple[Value | int, Value | int, Value], tx: Value
+    ) -> None:
+        """Emits the store of a vector in shared memory. at: 0 for a key or 1 for a value, head, slot."""
+        which, head, slot = at
+        start = self.place(which, head, slot % PAGE)
+
+        def store(word: Value) -> None:
+            value = pack_halves(vector[2 * word], vector[2 * word + 1]) if self.half else vector[word]
+            put(pages, value, slot // PAGE, start + word)
+
+        strided(self.words, tx, WORKGROUP, store)
 
     def pair(self, pages: Value, page: Value, word: Value) -> list[Value]:
         """Returns the numbers in a 32-bit word of a page: two of float16, one of float32."""

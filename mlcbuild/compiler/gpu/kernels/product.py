@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tvm.script.ir_builder import tirx as T
@@ -174,13 +172,17 @@ class GemvShape:
         halves = 2 if self.spec.gate else 1
         return [row + half * self.spec.outputs for half in range(halves) for row in bounded]
 
-    @contextmanager
-    def each_group(self, tx: Value) -> Iterator[Value]:
-        """Opens the loop over the groups of columns of a lane."""
+    def sums(self, matrix: StoredMatrix, rows: list[Value], factors: Factors, tx: Value) -> Value:
+        """Returns the products of the lane's columns, [row of x, row of W]."""
+        count = len(rows) * factors.block.count
+        sums, part = local(count), local(count)
+        with T.serial(count) as index:
+            put(sums, number(0), index)
         with T.serial(-(-self.groups // self.lanes)) as step:
             group = bind(step * self.lanes + tx % self.lanes)
             with when(group < self.groups):
-                yield group
+                _group_sums(matrix, rows, group, (part, sums), factors)
+        return sums
 
 
 def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
@@ -195,19 +197,14 @@ def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
             block = RowBlock(x, bind(by * rows), rows, n)
             norm = None if vectors is None else RowsNorm.of(k, vectors, block, tx)
             outputs = shape.outputs(bx, tx)
-            matrix_rows = shape.matrix_rows(outputs)
-            sums, part = local(len(matrix_rows) * rows), local(len(matrix_rows) * rows)
-            with T.serial(len(matrix_rows) * rows) as index:
-                put(sums, number(0), index)
-            with shape.each_group(tx) as group:
-                factors = Factors(block, norm, spec.inputs)
-                group_sums(buffers.matrix, matrix_rows, group, (part, sums), factors)
+            factors = Factors(block, norm, spec.inputs)
+            sums = shape.sums(buffers.matrix, shape.matrix_rows(outputs), factors, tx)
             target = Outputs(block.first, rows, None, outputs, 0)
             finish(k, buffers, sums, norm, target, (shape, tx))
     return k
 
 
-def group_sums(
+def _group_sums(
     matrix: StoredMatrix, matrix_rows: list[Value], group: Value, out: tuple[Value, Value], factors: Factors
 ) -> None:
     """Adds the products of 32 columns to the second array of `out`, [row of x, row of W]; the first one is
