@@ -36,6 +36,7 @@ from mlcbuild.models.parsing import family_module
 from mlcbuild.prospect import PROCESS_MEMORY, Checkpoint, examined, stored_bytes, with_formats
 from mlcbuild.quant.format import format_module
 from mlcbuild.recipe import Bench, Recipe, Variant, Verify, expand
+from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
 
@@ -175,7 +176,7 @@ class _Assembly:
         library = self._library(variant, checkpoint, config)
         bundle = self._bundle(variant, {"library": library, "weights": weights, "tokenizer": tokenizer})
         steps = (config, tokenizer, weights, library, bundle)
-        why_not = backend(variant.target).can_run(variant.target, targets.resolve(targets.HOST))
+        why_not = backend(variant.target).can_run(variant.target, presets.resolve(presets.HOST))
         if why_not is not None:
             return Product(variant, steps, library, bundle, None, why_not)
         reference = self._reference(variant, checkpoint, config, tokenizer)
@@ -356,7 +357,7 @@ def _labels(variant: Variant) -> dict[str, str]:
 @cache
 def _runtime_library(target: targets.Target) -> Source | None:
     """Returns the runtime libraries for a bundle, if this machine's files suit the target; None otherwise."""
-    host = targets.resolve(targets.HOST)
+    host = presets.resolve(presets.HOST)
     stems = backend(target).runtime_files
     files = [path for stem in stems if (path := bundle.tvm_runtime(stem)) is not None]
     same = (target.system, target.architecture) == (host.system, host.architecture)

@@ -20,7 +20,7 @@ from mlcbuild import models, quant
 from mlcbuild.canon import Json
 from mlcbuild.compiler.gpu.gpu_action import compile_library
 from mlcbuild.models import ModelConfig
-from mlcbuild.targets import gpus
+from mlcbuild.targets import gpus, presets
 from mlcbuild.targets import target as targets
 from tests.libharness import pack
 
@@ -46,7 +46,7 @@ def compiled(directory: Path, config: ModelConfig, scheme: quant.Storage, **limi
     (directory / "in" / "config.json").write_text(json.dumps(models.to_json(config)))
     params: dict[str, Json] = {
         "scheme": quant.to_json(scheme),
-        "target": targets.to_json(targets.resolve("webgpu")),
+        "target": targets.to_json(presets.resolve("webgpu")),
         "limits": cast(Json, {**LIMITS, **limits}),
     }
     compile_library(params, {"config": directory / "in"}, directory / "out")

@@ -18,8 +18,8 @@ from mlcbuild.compiler.cpu.isa import ISA, isa_for, tvm_target
 from mlcbuild.compiler.cpu.lowering import KERNELS
 from mlcbuild.compiler.phases import kernel_pipeline
 from mlcbuild.quant import Storage
-from mlcbuild.targets import target as targets
-from mlcbuild.targets.target import Target, presets
+from mlcbuild.targets import presets, requirements
+from mlcbuild.targets.target import Target
 from tests import emulation
 from tests.schemes import pack
 
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 Tensor = NDArray[Any]
 
 TARGETS: Mapping[str, Target] = {
-    "avx512amx": presets()["x86-64-v4-amx"],
+    "avx512amx": presets.resolve("x86-64-v4-amx"),
     "avx512vnni": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4", ("+avx512vnni",)),
     "avx512": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4"),
     "avxvnni": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v3", ("+avxvnni",)),
@@ -94,7 +94,7 @@ def compiled(target: Target, functions: list[tvm.tirx.PrimFunc]) -> Module:
 
 def runs_here(target: Target) -> bool:
     """Returns True if this machine has the target's instructions."""
-    if targets.why_not(target, targets.resolve("host")) is not None:
+    if requirements.why_not(target, presets.resolve("host")) is not None:
         return False
     return not isa_for(target).amx or machine.allow_tiles()
 

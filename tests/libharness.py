@@ -27,6 +27,7 @@ from mlcbuild.canon import Json
 from mlcbuild.checkpoints import conversion
 from mlcbuild.compiler.cpu.action import compile_library
 from mlcbuild.models import ModelConfig, parameters, parsing
+from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from tests import schemes
 
@@ -165,7 +166,7 @@ def compiled(
     limits["max_batch"] = max_batch
     params: dict[str, Json] = {
         "scheme": cast(Json, quant.to_json(scheme)),
-        "target": cast(Json, targets.to_json(targets.resolve(target))),
+        "target": cast(Json, targets.to_json(presets.resolve(target))),
         "limits": limits,
     }
     data = models.to_json(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 from mlcbuild.build.plan import step_modules
 from mlcbuild.canon import code_files
 from mlcbuild.checkpoints.lock import Lock
+from mlcbuild.models.parsing import family_module, family_names
 from mlcbuild.pipeline import build
 from mlcbuild.quant.format import format_module, format_names
 from mlcbuild.recipe import load
@@ -23,7 +24,8 @@ from tests.conftest import ROOT, project
 from tests.forkserver import ForkServer
 
 GOLDEN = ROOT / "tests" / "golden" / "closures.json"
-"""Kind of step, or format -> the source files of its key. Change it on purpose only: every such key moves.
+"""Kind of step -> the source files of its key; "family/NAME" and "format/NAME" -> what the file of one family
+or format adds to a key, beside what all of them add. Change it on purpose only: every such key moves.
 
 Written by `python -m tests.test_keys`."""
 
@@ -34,21 +36,45 @@ quantizations: [q4f16_1]
 targets: [x86-64-v3]
 bench: {prompt_tokens: 16, generate_tokens: 8}
 """
+GPU = "webgpu"
 
 
 def closures(recipe: Path) -> dict[str, list[str]]:
-    """Returns kind of step -> source files in its key; and those that each format adds to a key."""
-    graph = build(load(recipe), Lock({})).graph
-    kinds: dict[str, list[str]] = {}
-    for step in graph.steps():
-        files = sorted({name for module in step_modules(step) for name in code_files(module)})
-        kinds[step.name.partition("/")[0]] = files
-    return kinds | {f"format/{name}": sorted(code_files(format_module(name))) for name in format_names()}
+    """Returns the content of GOLDEN. `recipe` may name CPUs and the target GPU."""
+    kinds: dict[str, set[str]] = {}
+    for step in build(load(recipe), Lock({})).graph.steps():
+        kind = step.name.partition("/")[0]
+        if step.name.endswith(GPU) and kind != "library":
+            continue  # steps that run a GPU bundle exist only on machines that can
+        name = f"{kind}/{GPU}" if step.name.endswith(GPU) else kind
+        kinds[name] = {file for module in step_modules(step) for file in code_files(module)}
+    kinds |= added("family", family_names(), family_module) | added("format", format_names(), format_module)
+    return {kind: sorted(files) for kind, files in kinds.items()}
+
+
+def added(kind: str, names: Iterable[str], module: Callable[[str], str]) -> dict[str, set[str]]:
+    """Returns `kind` -> the source files that all modules import, and "kind/NAME" -> those only one has."""
+    closures = {name: set(code_files(module(name))) for name in names}
+    shared = set.intersection(*closures.values())
+    return {kind: shared} | {f"{kind}/{name}": files - shared for name, files in closures.items()}
 
 
 def test_the_source_files_in_each_key_are_known(tmp_path: Path) -> None:
     """A longer list means that edits of more files rebuild a step: a lazy import once put a server in."""
-    assert closures(project(tmp_path, RECIPE)) == json.loads(GOLDEN.read_text())
+    recipe = project(tmp_path, RECIPE.replace("targets: [", f"targets: [{GPU}, "))
+    assert closures(recipe) == json.loads(GOLDEN.read_text())
+
+
+def test_no_backend_is_in_the_keys_of_another() -> None:
+    """Backends share `mlcbuild/compiler/*.py`, and CPUs alone use Relax, `program/`."""
+    known = cast("dict[str, list[str]]", json.loads(GOLDEN.read_text()))
+
+    def rooms(kind: str) -> set[str]:
+        return {name.split("/")[2] for name in known[kind] if name.startswith("mlcbuild/compiler/")}
+
+    shared = {"__init__.py", "action.py", "child.py", "versions.py"}
+    assert rooms(f"library/{GPU}") == shared | {"gpu"}
+    assert rooms("library") == shared | {"cpu", "library.py", "passes", "phases.py", "program"}
 
 
 @pytest.mark.parametrize("kind", ["fetch", "config", "tokenizer", "weights", "library", "bundle"])
@@ -98,9 +124,11 @@ RUNS: Mapping[str, set[str]] = {
     "mlcbuild/checkpoints/conversion.py": {"weights"},
     "mlcbuild/checkpoints/exact_weights.py": {"weights", "reference"},
     "mlcbuild/compiler/cpu/formats/q4f16_kernel.py": {"library"},
+    "mlcbuild/compiler/action.py": {"library"},
     "mlcbuild/compiler/cpu/kernels/norm.py": {"library"},
+    "mlcbuild/compiler/cpu/toolchain.py": {"library"},
+    "mlcbuild/compiler/passes/ordered_shapes.py": {"library"},
     "mlcbuild/compiler/program/decoder.py": {"library"},
-    "mlcbuild/documents/document.py": {"library"},
     "mlcbuild/errors.py": FIRST,
     "mlcbuild/models/families/llama.py": {"config"},
     "mlcbuild/models/family.py": {"config"},
@@ -134,10 +162,15 @@ RUNS_NOTHING = (
     "mlcbuild/bench/exchange.py",
     "mlcbuild/build/cluster/client.py",
     "mlcbuild/build/execute.py",
+    "mlcbuild/bundles/publish/repository.py",
+    "mlcbuild/checkpoints/quantized/gptq_reader.py",
     "mlcbuild/ci/matrix.py",
     "mlcbuild/cli/build.py",
     "mlcbuild/compiler/cpu/formats/q8f16_kernel.py",
+    "mlcbuild/compiler/gpu/gpu_action.py",
     "mlcbuild/compiler/gpu/kernels/product.py",
+    "mlcbuild/documents/document.py",
+    "mlcbuild/documents/schema.py",
     "mlcbuild/emit.py",
     "mlcbuild/execution.py",
     "mlcbuild/installed/install.py",
@@ -160,6 +193,7 @@ RUNS_NOTHING = (
     "mlcbuild/signals.py",
     "mlcbuild/store/store.py",
     "mlcbuild/targets/backends.py",
+    "mlcbuild/targets/presets.py",
     "runtime/mlcbuild_format/memory.py",
     "runtime/mlcbuild_format/program.py",
     "runtime/mlcbuild_format/program_json.py",
@@ -242,15 +276,13 @@ def test_an_edit_of_what_no_key_holds_runs_nothing(source: Source) -> None:
 
 
 def test_a_file_of_every_room_is_edited() -> None:
-    """A room is a folder or a module at the top of a package."""
-    rooms = {
-        path.relative_to(ROOT).as_posix()
-        for package in ("mlcbuild", "runtime/mlcbuild_format", "runtime/mlcbuild_runtime")
-        for path in (ROOT / package).iterdir()
-        if not path.name.startswith("__") and (path.suffix == ".py" or any(path.glob("*.py")))
-    }
-    edited = {*RUNS, *RUNS_NOTHING}
-    assert rooms == {room for room in rooms if any(f"{name}/".startswith(f"{room}/") for name in edited)}
+    """A room is a folder with modules, at any depth, or a module at the top of a package."""
+    packages = [ROOT / name for name in ("mlcbuild", "runtime/mlcbuild_format", "runtime/mlcbuild_runtime")]
+    rooms = {path for package in packages for path in package.glob("*.py") if not path.name.startswith("__")}
+    for package in packages:
+        rooms |= {path.parent for path in package.rglob("[!_]*.py")} - {package}
+    edited = {path for name in (*RUNS, *RUNS_NOTHING) for path in (ROOT / name, (ROOT / name).parent)}
+    assert not {path.relative_to(ROOT).as_posix() for path in rooms - edited}
 
 
 @pytest.mark.xdist_group("keys")  # one process builds the copy
@@ -268,5 +300,5 @@ if __name__ == "__main__":
     import tempfile
 
     with tempfile.TemporaryDirectory() as area:
-        found = closures(project(Path(area), RECIPE))
+        found = closures(project(Path(area), RECIPE.replace("targets: [", f"targets: [{GPU}, ")))
     GOLDEN.write_text(json.dumps(found, indent=1) + "\n")

@@ -36,7 +36,7 @@ import pytest
 from mlcbuild.cli import VERBS, parser
 from mlcbuild.errors import InputError
 from mlcbuild.recipe import expand, load
-from mlcbuild.targets import target
+from mlcbuild.targets import presets, requirements
 from tests.conftest import ROOT, TINY
 
 TOURED = ("README.md", "recipes/TOUR.md", "ci/README.md")
@@ -406,8 +406,8 @@ def test_messages_shown_for_recipes_are_those_of_the_program(
 
 def test_the_sentence_about_a_lacking_instruction_is_that_of_the_program() -> None:
     (shown,) = (block.text for block in blocks("targets/README.md") if block.language == "text")
-    presets = target.presets()
-    assert target.why_not(presets["x86-64-v4-vnni"], presets["x86-64-v4"]) == shown.strip()
+    machines = presets.presets()
+    assert requirements.why_not(machines["x86-64-v4-vnni"], machines["x86-64-v4"]) == shown.strip()
 
 
 def test_the_comment_for_editors_names_the_schema() -> None:

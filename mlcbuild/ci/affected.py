@@ -20,6 +20,7 @@ from mlcbuild.canon import code_files, module_path
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.errors import SetupError, UsageError
 from mlcbuild.pipeline import Pipeline, Product
+from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 
 _DEPENDENCIES = ("pyproject.toml", "runtime/pyproject.toml")
@@ -66,7 +67,7 @@ class _Search:
         """Name of a directory of source files in the graph -> its files that changed or were deleted."""
         self.presets = [
             (replace(target, name=""), f"the target preset {path.name} changed")
-            for name, target in targets.presets().items()
+            for name, target in presets.presets().items()
             if (path := _preset(name)) is not None and path in files
         ]
 

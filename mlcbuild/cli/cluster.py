@@ -13,6 +13,7 @@ from mlcbuild import machine
 from mlcbuild.build import cluster
 from mlcbuild.cli.store import open_store
 from mlcbuild.errors import SetupError
+from mlcbuild.targets import presets, requirements
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
 
@@ -40,9 +41,9 @@ def found_labels() -> Iterator[str]:
     yield machine.label(machine.kind())
     host: list[targets.Target] = []
     with suppress(SetupError):
-        host.append(targets.resolve(targets.HOST))
-        yield from targets.labels(host[0])
-    for target in (*host, *targets.presets().values()):
+        host.append(presets.resolve(presets.HOST))
+        yield from requirements.labels(host[0])
+    for target in (*host, *presets.presets().values()):
         with suppress(SetupError):
             yield from (
                 f"{tool} {version}" for tool, version in backend(target).tool_versions(target).items()

@@ -45,7 +45,8 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def targets(arguments: argparse.Namespace) -> int:
-    from mlcbuild.targets.target import HOST, presets, resolve, to_json
+    from mlcbuild.targets.presets import HOST, presets, resolve
+    from mlcbuild.targets.target import to_json
 
     host = resolve(HOST)
     all_targets = {**presets(), HOST: host}
@@ -133,7 +134,7 @@ def _machine(_: argparse.Namespace) -> str:
 
 
 def _host(_: argparse.Namespace) -> str:
-    from mlcbuild.targets.target import HOST, resolve
+    from mlcbuild.targets.presets import HOST, resolve
 
     host = resolve(HOST)
     return f"{host.triple} {host.cpu} {' '.join(host.features)}".rstrip()
@@ -145,7 +146,7 @@ def _compiler(_: argparse.Namespace) -> str:
 
 def _linker(_: argparse.Namespace) -> str:
     from mlcbuild.compiler.cpu.toolchain import linker_identity
-    from mlcbuild.targets.target import HOST, resolve
+    from mlcbuild.targets.presets import HOST, resolve
 
     return linker_identity(resolve(HOST))
 
@@ -155,7 +156,7 @@ def _crosses(_: argparse.Namespace) -> str:
     required."""
     from mlcbuild.compiler.cpu.toolchain import linker_identity
     from mlcbuild.errors import SetupError
-    from mlcbuild.targets.target import presets
+    from mlcbuild.targets.presets import presets
 
     def linkable(name: str) -> bool:
         try:

@@ -28,7 +28,7 @@ from mlcbuild.store import receipt
 from mlcbuild.store.layout import is_as_written
 from mlcbuild.store.statcache import RACY_NS
 from mlcbuild.store.store import Store
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
         if isinstance(node, Source):
             yield from (str(node.root / name) for name in node.files)
     packages = (mlcbuild, mlcbuild_format, mlcbuild_runtime)
-    for place in (*(path for package in packages for path in package.__path__), str(targets.directory())):
+    for place in (*(path for package in packages for path in package.__path__), str(presets.directory())):
         yield from _files(place)
     # Installed packages: directory names there include versions.
     yield from (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))

@@ -10,7 +10,7 @@ from mlcbuild.errors import SetupError, UsageError, did_you_mean
 from mlcbuild.quant import Scheme, as_is
 from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.recipe.reading import Reading
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets
 from mlcbuild.targets.target import Target
 
 
@@ -83,19 +83,19 @@ def read_targets(reading: Reading) -> dict[str, Target]:
     for name in reading.mapping("targets"):
         where: Where = ("targets", name)
         text = reading.text(*where)
-        if name in (*targets.presets(), targets.HOST) and text != name:
-            kind = "this machine" if name == targets.HOST else "a preset"
+        if name in (*presets.presets(), presets.HOST) and text != name:
+            kind = "this machine" if name == presets.HOST else "a preset"
             reading.report(where, f"'{name}' is {kind}: give your own target another name", on_key=True)
         if text is not None:
             resolved[name] = _resolve(reading, where, text)
         else:
-            resolved[name] = targets.parse(reading.document, where, name, reading.problems)
+            resolved[name] = presets.parse(reading.document, where, name, reading.problems)
     return {name: replace(target, name=name) for name, target in resolved.items() if target}
 
 
 def _resolve(reading: Reading, where: Where, name: str) -> Target | None:
     try:
-        return targets.resolve(name)
+        return presets.resolve(name)
     except (UsageError, SetupError) as error:
         reading.report(where, str(error))
         return None

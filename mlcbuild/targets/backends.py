@@ -13,8 +13,7 @@ from importlib import import_module
 from mlcbuild.errors import UsageError, did_you_mean
 from mlcbuild.models import ModelConfig
 from mlcbuild.quant import Scheme, Storage, storage
-from mlcbuild.targets import gpus
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import gpus, requirements
 from mlcbuild.targets.target import Target
 
 
@@ -132,8 +131,8 @@ BACKENDS: dict[str, Backend] = {
         tools="mlcbuild.compiler.cpu.action:tools",
         layout=_cpu_layout,
         runtime_files=("libtvm_runtime",),
-        can_run=targets.why_not,
-        labels=targets.labels,
+        can_run=requirements.why_not,
+        labels=requirements.labels,
         kernels="mlcbuild.compiler.cpu.formats",
         executor=("mlcbuild_runtime.devices.cpu",),
     ),

@@ -32,7 +32,7 @@ from mlcbuild.installed.default_scheme import choose_scheme, parameter_count
 from mlcbuild.installed.resolve import machine_words
 from mlcbuild.models.parsing import family_names
 from mlcbuild.quant.schemes import SCHEMES
-from mlcbuild.targets.target import presets
+from mlcbuild.targets.presets import presets
 from tests.conftest import QUICKSTART, ROOT, checked, mlcbuild, project
 
 Out = pytest.CaptureFixture[str]

@@ -26,7 +26,7 @@ from mlcbuild.compiler.cpu.kernels.norm import Norm
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion, Given
 from mlcbuild.compiler.cpu.kernels.rope import Append, rope_append
 from mlcbuild.compiler.program.ops import NO_WINDOW
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets
 from tests import emulation, kernelbench
 from tests.libharness import EVERY, aligned
 from tests.schemes import SCHEMES, pack
@@ -40,7 +40,7 @@ LAYERS, LAYER = 3, 1
 AMX = "x86-64-v4-amx"
 TARGETS = ("x86-64-v2", "x86-64-v3", "x86-64-v4", "x86-64-v4-vnni", "aarch64-linux")
 RUNNABLE = [
-    name for name in TARGETS if emulation.available() or kernelbench.runs_here(targets.resolve(name))
+    name for name in TARGETS if emulation.available() or kernelbench.runs_here(presets.resolve(name))
 ] or ["host"]
 
 
@@ -87,7 +87,7 @@ def shape(case: Case) -> Heads:
 
 def compiled(function: PrimFunc, target: str) -> Callable[..., None]:
     library = kernelbench.compiled(
-        targets.resolve(target), [function.with_attr("global_symbol", "kernel")]
+        presets.resolve(target), [function.with_attr("global_symbol", "kernel")]
     ).library
     made: Callable[..., None] = library["kernel"]
     return made
@@ -95,7 +95,7 @@ def compiled(function: PrimFunc, target: str) -> Callable[..., None]:
 
 @cache
 def appending(case: Case, target: str) -> Callable[..., None]:
-    isa, heads = isa_for(targets.resolve(target)), shape(case)
+    isa, heads = isa_for(presets.resolve(target)), shape(case)
     query = Norm(isa, heads.dim, 1e-6, 1.0)
     norms = (query, replace(query, weight="float16")) if case.norm else None
     bias = "float16" if case.bias else None
@@ -105,7 +105,7 @@ def appending(case: Case, target: str) -> Callable[..., None]:
 
 @cache
 def attending(case: Case, target: str) -> Callable[..., None]:
-    isa, heads = isa_for(targets.resolve(target)), shape(case)
+    isa, heads = isa_for(presets.resolve(target)), shape(case)
     spec = AttentionKernel(isa, heads, heads.dim**-0.5, case.softcap, case.rounded)
     return compiled(attention(spec), target)
 
@@ -318,7 +318,7 @@ def test_prompts_on_tile_registers(case: Case) -> None:
     """Queries, keys, values and weights have 8 bits: 2^-9 of a value on each side. A score, a sum of dim
     products over sqrt(dim), is off by as much of its own spread; where there are few keys, values of up to 4
     are off by 2^-7, and weights move by the errors of scores. Rows that are no prompt's are not rounded."""
-    kernelbench.need(targets.resolve(AMX))
+    kernelbench.need(presets.resolve(AMX))
     for seed, parts in enumerate(
         [[(0, 70)], [(33, 20), (5, 1), (0, 17), (64, 3), (130, 90)], [(0, 0), (9, 1)]]
     ):
@@ -332,7 +332,7 @@ def test_prompts_on_tile_registers(case: Case) -> None:
 @pytest.mark.parametrize("case", ROUNDED[:2], ids=str)
 def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
     """Bit by bit: in one step, in the company of others, in chunks, or row by row."""
-    kernelbench.need(targets.resolve(AMX))
+    kernelbench.need(presets.resolve(AMX))
     world, rows, queries = prompts(case, [(20, 1), (50, 100), (129, 3)], 8)
     together = world.attend(AMX, queries, rows, prompt=1)
     for start, end in [(0, 1), (1, 8), (8, 60), (60, 101), (101, 104), (30, 31), (100, 101)]:
@@ -343,8 +343,8 @@ def test_a_prompt_gets_the_same_however_it_is_cut(case: Case) -> None:
 def test_results_are_handed_on_as_tiles() -> None:
     """The product after attention finds the same, bit by bit, in the wide tensor in which attention packs
     prompts' rows, and leaves others as they are."""
-    kernelbench.need(targets.resolve(AMX))
-    case, columns, target = ROUNDED[0], 1184, targets.resolve(AMX)
+    kernelbench.need(presets.resolve(AMX))
+    case, columns, target = ROUNDED[0], 1184, presets.resolve(AMX)
     isa, heads, scheme = isa_for(target), shape(case), SCHEMES["q4a8_1"]
     made, size = linear(isa, scheme, 40, heads.query * heads.dim), heads.dim**-0.5
     functions = {
@@ -410,7 +410,7 @@ def test_forks_copy_what_a_page_begins_with(case: Case, target: str) -> None:
 @cache
 def functions(target: str) -> Callable[[Array], Array]:
     """Returns exp, tanh and rounding to float16 of a vector of 256 values, one row each."""
-    machine = targets.resolve(target)
+    machine = presets.resolve(target)
     floats = Floats.dividing(isa_for(machine), 256)
     with kernel("functions") as made:
         rows = size_var("n")

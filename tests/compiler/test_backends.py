@@ -26,6 +26,7 @@ from mlcbuild.build.graph import Step
 from mlcbuild.checkpoints.lock import Lock
 from mlcbuild.errors import InputError, UsageError
 from mlcbuild.pipeline import Pipeline
+from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import BACKENDS, Backend, backend
 from tests.conftest import project
@@ -149,7 +150,7 @@ def test_recipes_may_name_the_devices_of_the_table() -> None:
 
 
 def test_a_cpu_target_is_written_as_ever() -> None:
-    preset = targets.resolve("x86-64-v3")
+    preset = presets.resolve("x86-64-v3")
     assert targets.to_json(preset)["device"] == "cpu"
     assert list(targets.to_json(preset)) == ["triple", "cpu", "features", "device", "output"]
     assert backend(preset) is BACKENDS["cpu"]

@@ -27,6 +27,7 @@ from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder
 from mlcbuild.errors import CheckpointError, CompileError, SetupError
 from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
+from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 from tests.compiler.test_decoder import SMALL
@@ -43,7 +44,7 @@ def request(
     scheme: str | quant.Storage = "q0f32", target: str | Target = "host", **limits: int
 ) -> dict[str, Json]:
     found = SCHEMES[scheme] if isinstance(scheme, str) else scheme
-    resolved = targets.resolve(target) if isinstance(target, str) else target
+    resolved = presets.resolve(target) if isinstance(target, str) else target
     defaults = {"context_window": 128, "prefill_chunk": 64, "max_batch": 4}
     return {
         "scheme": cast(Json, quant.to_json(found)),
@@ -75,7 +76,7 @@ def test_a_library_describes_itself(tmp_path_factory: pytest.TempPathFactory) ->
     assert about["format"] == "mlcbuild-library/2"
     assert models.from_json(about["config"]) == SMALL
     assert about["scheme"] == quant.describe(scheme)
-    assert targets.from_json(about["target"]) == replace(targets.resolve("host"), name="")
+    assert targets.from_json(about["target"]) == replace(presets.resolve("host"), name="")
     assert about["limits"] == {"context_window": 128, "prefill_chunk": 64, "max_batch": 4, "page_size": 16}
     stored = quant.stored_parameters(models.parameters(SMALL), scheme)
     assert about["params"] == [[t.name, list(t.shape), t.dtype, t.layout] for t in stored]
@@ -107,7 +108,7 @@ def test_an_object_for_linking_elsewhere_and_slow_kernels_are_named(
 
 def test_what_tile_registers_cannot_take_is_named() -> None:
     """Heads of 16 values, and gated rows that are too short: prompts take other paths there."""
-    target = targets.resolve("x86-64-v4-amx")
+    target = presets.resolve("x86-64-v4-amx")
 
     def fallbacks(config: ModelConfig) -> dict[str, str]:
         return CpuOps(config, SCHEMES["q4a8_1"], target).kernel_names()[1]
@@ -163,7 +164,7 @@ def test_layers_share_their_kernels() -> None:
 
     def kernels(layers: int) -> set[str]:
         config = with_windows(SMALL, *[None] * (layers - 1), 11)
-        ops = CpuOps(config, SCHEMES["q4f16_1"], targets.resolve("host"))
+        ops = CpuOps(config, SCHEMES["q4f16_1"], presets.resolve("host"))
         program = functions.build(Decoder(ops, Limits(128, 64, 4)))
         for passes in (ops.plan, ops.lower):
             program = phases.run(program, passes, ops.target, lambda phase: None)
@@ -215,8 +216,8 @@ def test_memory_is_what_was_estimated(tmp_path: Path) -> None:
 def test_the_parent_never_loads_tvm(tmp_path: Path) -> None:
     code = (
         "import sys; from mlcbuild.compiler.cpu.action import compile_library, tools;"
-        "from mlcbuild.targets import target as targets;"
-        "print(sorted(tools(targets.resolve('host')))); assert not {'tvm', 'numpy'} & set(sys.modules)"
+        "from mlcbuild.targets import presets;"
+        "print(sorted(tools(presets.resolve('host')))); assert not {'tvm', 'numpy'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
@@ -226,7 +227,7 @@ def test_the_parent_never_loads_tvm(tmp_path: Path) -> None:
 
 
 def test_tools_are_versions_not_places() -> None:
-    for name, version in tools(targets.resolve("host")).items():
+    for name, version in tools(presets.resolve("host")).items():
         assert version and "/" not in version, name
 
 
@@ -238,7 +239,7 @@ def linkable(target: Target) -> bool:
     return True
 
 
-CROSS = [targets.resolve(name) for name in ("aarch64-linux", "macos-arm64")]
+CROSS = [presets.resolve(name) for name in ("aarch64-linux", "macos-arm64")]
 
 
 @pytest.mark.parametrize("target", CROSS, ids=lambda item: item.name)

@@ -15,7 +15,7 @@ from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder, layer_functions
 from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets
 from tests.configs import rope, with_windows
 from tests.libharness import EVERY, HERE, Floats, Session, compiled, golden, pack, random_weights, unpacked
 from tests.schemes import SCHEMES
@@ -188,7 +188,7 @@ def test_overrides_mix_schemes_within_a_layer_and_between_layers(
 )
 def test_the_last_layer_computes_chosen_rows_of_prompts(target: str, ends: set[str]) -> None:
     """All others keep each row, and so does who takes rows as tiles."""
-    decoder = Decoder(CpuOps(SMALL, SCHEMES["q4a8_1"], targets.resolve(target)), Limits(64, 32, 2))
+    decoder = Decoder(CpuOps(SMALL, SCHEMES["q4a8_1"], presets.resolve(target)), Limits(64, 32, 2))
     made = {
         name.name_hint: function
         for name, function in functions.build(decoder).functions.items()
@@ -249,7 +249,7 @@ def test_layers_may_differ(name: str, tolerance: float, tmp_path_factory: pytest
 
 
 def test_layers_that_are_alike_share_a_function() -> None:
-    target = targets.resolve("x86-64-v4-vnni")
+    target = presets.resolve("x86-64-v4-vnni")
     decoder = Decoder(CpuOps(LAYERED, SCHEMES["q4a8_1"], target), Limits(64, 32, 2))
     layers = [function.name_hint for function in layer_functions(decoder)]
     assert layers == ["layer", "layer_1", "layer", "layer_2", "layer"]

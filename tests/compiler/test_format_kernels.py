@@ -10,7 +10,7 @@ from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.errors import CompileError
 from mlcbuild.quant import Storage
 from mlcbuild.quant.format import load_format
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets
 from mlcbuild.targets.backends import CPU_LAYOUTS
 from tests.compiler.toy_backend import CONFIG
 from tests.schemes import SCHEMES
@@ -23,7 +23,7 @@ def test_the_table_of_layouts_is_that_of_the_kernels() -> None:
 
 
 def test_every_built_in_scheme_has_a_kernel() -> None:
-    isa = isa_for(targets.resolve("x86-64-v3"))
+    isa = isa_for(presets.resolve("x86-64-v3"))
     rows = {name: kernel_for(scheme).rows for name, scheme in SCHEMES.items()}
     names = {name: read(isa, 64, 64).name for name, read in rows.items() if read is not None}
     assert names == {
@@ -40,7 +40,7 @@ def test_every_built_in_scheme_has_a_kernel() -> None:
 @pytest.mark.parametrize(("form", "layout"), [("toy", "row"), ("q4s", "row"), ("q4f16", "x16")])
 def test_a_library_for_a_format_without_a_kernel_is_refused(form: str, layout: str) -> None:
     """A format may have the layout's name and mean other numbers, so both decide."""
-    ops = CpuOps(CONFIG, Storage("q4m", form, layout), targets.resolve("x86-64-v3"))
+    ops = CpuOps(CONFIG, Storage("q4m", form, layout), presets.resolve("x86-64-v3"))
     with pytest.raises(
         CompileError,
         match=rf"^scheme q4m: CPUs need a kernel for format '{form}' in layout '{layout}', and have none; "

@@ -15,7 +15,7 @@ from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.passes.ordered_shapes import ordered_shapes
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets
 from tests import typegoldens
 from tests.schemes import SCHEMES
 
@@ -50,7 +50,7 @@ def test_stores_are_sorted_by_their_places() -> None:
 
 def test_every_function_that_computes_shapes_is_sorted(tmp_path: Path) -> None:
     """Latent attention has functions that compute several dimensions, found by their attributes."""
-    target = targets.resolve("x86-64-v3")
+    target = presets.resolve("x86-64-v3")
     config = typegoldens.load("deepseek_v3", tmp_path).config
     program = functions.build(Decoder(CpuOps(config, SCHEMES["q0f32"], target), Limits(64, 32, 2)))
     steps = (*phases.PLAN, *phases.LOWER)

@@ -15,14 +15,16 @@ from mlcbuild.compiler.cpu.kernels import embedding
 from mlcbuild.compiler.cpu.kernels.linear import kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
 from mlcbuild.models import Attention, Dense, LayerSpec, ModelConfig, Norms, RmsNorm
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets, requirements
 from tests import kernelbench
 from tests.configs import rope, with_attention
 from tests.libharness import Floats, Session, compiled, pack, random_weights, unpacked
 from tests.schemes import SCHEMES
 
 X86 = ("x86-64-v4-amx", "x86-64-v4-vnni", "x86-64-v4", "x86-64-v3", "x86-64-v2")
-RUNNABLE = [name for name in X86 if targets.why_not(targets.resolve(name), targets.resolve("host")) is None]
+RUNNABLE = [
+    name for name in X86 if requirements.why_not(presets.resolve(name), presets.resolve("host")) is None
+]
 ONLY_KERNELS = f"whole libraries of {X86[0]} need a processor that runs them; their kernels are emulated"
 
 NORM = RmsNorm(1e-5)
@@ -95,7 +97,7 @@ def test_instruction_sets_give_equal_logits(target: str, tmp_path_factory: pytes
     # Activations of 8 bits: the mean error is 1%, single logits are off by up to 5%.
     assert np.sqrt((error**2).mean()) < 0.02 * spread
     assert np.abs(error).max() < 0.1 * spread
-    if not isa_for(targets.resolve(target)).amx:  # whose products of many rows do not round activations
+    if not isa_for(presets.resolve(target)).amx:  # whose products of many rows do not round activations
         # One activation that falls to the other side of a rounding moves a logit by a thousandth.
         assert np.sqrt(((own - found(RUNNABLE[-1])) ** 2).mean()) < 0.005 * spread
 

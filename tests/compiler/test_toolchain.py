@@ -12,7 +12,8 @@ import pytest
 
 from mlcbuild.compiler.cpu import elf, toolchain
 from mlcbuild.errors import CompileError, SetupError
-from mlcbuild.targets.target import Target, resolve
+from mlcbuild.targets.presets import resolve
+from mlcbuild.targets.target import Target
 
 LINUX = Target("linux", "x86_64-unknown-linux-gnu", "x86-64-v3")
 OBJECT = Target("object", "x86_64-unknown-linux-gnu", "x86-64-v3", output="object")

@@ -12,7 +12,7 @@ from mlcbuild.compiler.cpu.isa import tvm_target
 from mlcbuild.compiler.cpu.ops import CpuOps
 from mlcbuild.compiler.program import functions
 from mlcbuild.compiler.program.decoder import Decoder
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets
 from tests.libharness import Session, compiled, golden, pack, tensor
 from tests.schemes import SCHEMES
 
@@ -34,7 +34,7 @@ ENTRIES = {
 
 def calls() -> dict[str, list[str]]:
     """Returns function of a small library -> the names of the runtime's functions that it calls."""
-    target = targets.resolve("host")
+    target = presets.resolve("host")
     made = Decoder(CpuOps(golden("qwen3").config, SCHEME, target), Limits(64, 32, 2))
     phases = (*pipeline.PLAN, *pipeline.LOWER)
     mod = pipeline.run(functions.build(made), phases, tvm_target(target), lambda name: None)

@@ -17,7 +17,8 @@ from mlcbuild.errors import InputError
 from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.recipe import LocalSource, RequestedLimits, Variant, Verify, expand, load
 from mlcbuild.targets import host as this_machine
-from mlcbuild.targets.target import Target, read_preset, resolve
+from mlcbuild.targets.presets import read_preset, resolve
+from mlcbuild.targets.target import Target
 from tests.build.test_scale import calls
 from tests.recipes import HEAD, NAME_RULE, ROOT, changed, faults, project, read, readme_recipes
 

@@ -13,7 +13,7 @@ from mlcbuild.documents.document import Data
 from mlcbuild.errors import InputError
 from mlcbuild.quant.schemes import SCHEMES
 from mlcbuild.recipe import RequestedLimits, expand, load
-from mlcbuild.targets.target import resolve
+from mlcbuild.targets.presets import resolve
 from tests.recipes import HEAD, project, read
 
 __all__ = ["project"]

@@ -21,6 +21,7 @@ from mlcbuild.checkpoints import conversion
 from mlcbuild.compiler.cpu import action as cpu_action
 from mlcbuild.compiler.gpu import gpu_action
 from mlcbuild.models.action import normalise
+from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from tests.schemes import SCHEMES
 
@@ -43,10 +44,10 @@ def changed(checkpoint: Path, changes: dict[str, Json], out: Path) -> None:
     numpy.save_file(kept, out / "model.safetensors")
 
 
-def build(scheme: str, out: Path, changes: dict[str, Json], target_name: str = targets.HOST) -> None:
+def build(scheme: str, out: Path, changes: dict[str, Json], target_name: str = presets.HOST) -> None:
     """Runs the action of every step that makes a bundle, one after the other. `changes`: to config.json."""
     scheme_json = quant.to_json(SCHEMES[scheme])
-    target = targets.to_json(targets.resolve(target_name))
+    target = targets.to_json(presets.resolve(target_name))
     compile_library = gpu_action.compile_library if target_name == "webgpu" else cpu_action.compile_library
     compiled: dict[str, Json] = {"scheme": scheme_json, "target": target, "limits": LIMITS}
     shown: dict[str, Json] = {

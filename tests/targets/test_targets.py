@@ -17,6 +17,7 @@ from mlcbuild.documents import schema
 from mlcbuild.documents.document import Document, parse
 from mlcbuild.errors import InputError, Problems, SetupError, UsageError
 from mlcbuild.targets import host as this_machine
+from mlcbuild.targets import presets, requirements
 from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 
@@ -69,12 +70,12 @@ def cpuinfo(flags: str, label: str = "flags") -> str:
 def inline(text: str) -> tuple[Target | None, list[str]]:
     """Returns an inline target, and problems beyond its shape."""
     problems = Problems()
-    target = targets.parse(parse(text.encode(), "r.yaml"), (), "mine", problems)
+    target = presets.parse(parse(text.encode(), "r.yaml"), (), "mine", problems)
     return target, [str(problem).removeprefix("r.yaml:") for problem in sorted(problems)]
 
 
 def test_presets_are_what_their_names_say() -> None:
-    assert {name: (t.triple, t.cpu, t.features, t.output) for name, t in targets.presets().items()} == {
+    assert {name: (t.triple, t.cpu, t.features, t.output) for name, t in presets.presets().items()} == {
         "aarch64-linux": (ARM, "generic", ("+dotprod",), "shared"),
         "macos-arm64": ("arm64-apple-macosx11.0.0", "apple-m1", (), "shared"),
         "x86-64-v2": (LINUX, "x86-64-v2", (), "shared"),
@@ -90,8 +91,8 @@ def test_presets_are_what_their_names_say() -> None:
         "x86-64-v4-vnni": (LINUX, "x86-64-v4", ("+avx512vnni",), "shared"),
         "webgpu": ("wgsl-unknown-unknown", "generic", (), "program"),
     }
-    assert list(targets.presets()) == sorted(targets.presets())
-    assert all(target.name == name for name, target in targets.presets().items())
+    assert list(presets.presets()) == sorted(presets.presets())
+    assert all(target.name == name for name, target in presets.presets().items())
 
 
 def test_every_preset_is_spelled_out_and_listed() -> None:
@@ -107,7 +108,7 @@ def test_every_preset_is_spelled_out_and_listed() -> None:
 
 
 def test_systems_and_architectures() -> None:
-    found = {name: (target.architecture, target.system) for name, target in targets.presets().items()}
+    found = {name: (target.architecture, target.system) for name, target in presets.presets().items()}
     assert found["x86-64-v3"] == ("x86_64", "linux")
     assert found["aarch64-linux"] == ("aarch64", "linux")
     assert found["macos-arm64"] == ("arm64", "macos")
@@ -117,15 +118,15 @@ def test_systems_and_architectures() -> None:
 
 def test_unknown_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match=r"^target 'x86-64v3' is unknown; did you mean 'x86-64-v3'\?$"):
-        targets.resolve("x86-64v3")
+        presets.resolve("x86-64v3")
     with pytest.raises(
         UsageError, match="target 'pdp11' is unknown; known: aarch64-linux, host, macos-arm64"
     ):
-        targets.resolve("pdp11")
+        presets.resolve("pdp11")
 
 
 def test_json_is_canonical_and_has_no_name() -> None:
-    target = targets.resolve("x86-64-v4-vnni")
+    target = presets.resolve("x86-64-v4-vnni")
     data = targets.to_json(target)
     assert canonical(data) == (
         b'{"cpu":"x86-64-v4","device":"cpu","features":["+avx512vnni"],"output":"shared",'
@@ -238,14 +239,14 @@ def test_preset_files_are_checked(tmp_path: Path) -> None:
     for text, expected in cases.items():
         path.write_text(text)
         with pytest.raises(InputError) as caught:
-            targets.read_preset(path)
+            presets.read_preset(path)
         found = [str(problem).removeprefix(f"{path}:") for problem in caught.value.problems]
         assert len(found) == len(expected), found
         assert all(item.startswith(start) for item, start in zip(found, expected, strict=True)), found
     path.write_text(f"triple: {LINUX}\ncpu: znver4\n")
-    assert targets.read_preset(path) == Target("mine", LINUX, "znver4")
+    assert presets.read_preset(path) == Target("mine", LINUX, "znver4")
     path.write_text("triple: wgsl-unknown-unknown\ncpu: generic\ndevice: webgpu\n")
-    assert targets.read_preset(path).output == "program", "the only one of GPUs"
+    assert presets.read_preset(path).output == "program", "the only one of GPUs"
 
 
 @pytest.mark.parametrize("machine", X86)
@@ -283,7 +284,7 @@ def test_unknown_machines_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     with pytest.raises(SetupError) as caught:
-        targets.resolve("host")
+        presets.resolve("host")
     assert str(caught.value) == (
         "the target 'host' is not known on Linux s390x: it works on Linux (x86-64, aarch64) and macOS "
         "(arm64); describe this machine in the recipe instead, with triple, cpu and features"
@@ -294,11 +295,11 @@ def test_unknown_machines_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_this_machine_runs_what_is_made_for_it() -> None:
-    host = targets.resolve("host")
+    host = presets.resolve("host")
     assert host.name == "host"
     assert host.cpu not in ("native", "host", "")
-    assert targets.why_not(host, host) is None
-    assert targets.missing_features(host, host) == ()
+    assert requirements.why_not(host, host) is None
+    assert requirements.missing_features(host, host) == ()
 
 
 @pytest.mark.parametrize(
@@ -322,36 +323,36 @@ def test_what_a_machine_can_run(target: str, host: tuple[str, str], reason: str 
     else:
         machine = Target("host", ARM, "generic", this_machine.arm_features(cpuinfo(flags, "Features")))
     expected = reason and f"this needs {reason}, which this CPU lacks"
-    assert targets.why_not(targets.resolve(target), machine) == expected
+    assert requirements.why_not(presets.resolve(target), machine) == expected
     missing = tuple(reason.split(", ")) if reason else ()
-    assert targets.missing_features(targets.resolve(target), machine) == missing
+    assert requirements.missing_features(presets.resolve(target), machine) == missing
 
 
 def test_named_processors_are_compared_by_what_they_have() -> None:
     cascadelake = Target("host", LINUX, *this_machine.x86_cpu(cpuinfo(X86["cascadelake"][0])))
     haswell = Target("host", LINUX, *this_machine.x86_cpu(cpuinfo(X86["haswell"][0])))
-    assert targets.why_not(Target("", LINUX, "cascadelake"), cascadelake) is None
-    assert targets.missing_features(Target("", LINUX, "skylake-avx512"), haswell) == (
+    assert requirements.why_not(Target("", LINUX, "cascadelake"), cascadelake) is None
+    assert requirements.missing_features(Target("", LINUX, "skylake-avx512"), haswell) == (
         "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl",
     )  # fmt: skip
-    assert targets.missing_features(Target("", LINUX, "icelake-server", ("-gfni",)), cascadelake) == (
+    assert requirements.missing_features(Target("", LINUX, "icelake-server", ("-gfni",)), cascadelake) == (
         "avx512bitalg", "avx512ifma", "avx512vbmi", "avx512vbmi2", "avx512vpopcntdq", "vpclmulqdq",
     )  # fmt: skip
     # Tuning is not compared.
-    assert targets.missing_features(Target("", LINUX, "haswell", ("+prefer-256-bit",)), haswell) == ()
+    assert requirements.missing_features(Target("", LINUX, "haswell", ("+prefer-256-bit",)), haswell) == ()
 
 
 def test_other_systems_architectures_and_objects_do_not_run() -> None:
-    linux, mac = targets.resolve("aarch64-linux"), targets.resolve("macos-arm64")
-    assert targets.why_not(mac, linux) == "this is for macos aarch64, and this machine is linux aarch64"
-    assert targets.why_not(targets.resolve("x86-64-v2"), linux) == (
+    linux, mac = presets.resolve("aarch64-linux"), presets.resolve("macos-arm64")
+    assert requirements.why_not(mac, linux) == "this is for macos aarch64, and this machine is linux aarch64"
+    assert requirements.why_not(presets.resolve("x86-64-v2"), linux) == (
         "this is for linux x86_64, and this machine is linux aarch64"
     )
-    assert targets.why_not(Target("", ARM, "generic", output="object"), linux) == (
+    assert requirements.why_not(Target("", ARM, "generic", output="object"), linux) == (
         "an object file must be linked into a program before it can run"
     )
-    assert targets.why_not(mac, mac) is None
-    assert targets.missing_features(Target("", "pdp11-dec-none", "pdp11"), linux) == ()
+    assert requirements.why_not(mac, mac) is None
+    assert requirements.missing_features(Target("", "pdp11-dec-none", "pdp11"), linux) == ()
 
 
 def test_the_schema_is_valid_and_explains_every_key() -> None:
@@ -370,7 +371,7 @@ def test_the_schema_is_valid_and_explains_every_key() -> None:
 
 def test_reading_targets_loads_no_compiler() -> None:
     code = (
-        "import sys, mlcbuild.targets.target as t; t.resolve('host'); t.presets();"
+        "import sys, mlcbuild.targets.presets as t; t.resolve('host'); t.presets();"
         "print([name for name in ('tvm', 'numpy', 'networkx') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -385,8 +386,8 @@ def test_llvm_accepts_every_name() -> None:
     assert done.stdout == (ROOT / "runtime" / "mlcbuild_format" / "cpus.json").read_text()
     machines = [(LINUX, cpu, features) for _, cpu, features in X86.values()]
     machines += [(ARM, "generic", features) for _, features in ARMS.values()]
-    presets = [target for target in targets.presets().values() if target.device == "cpu"]
-    machines += [(item.triple, item.cpu, item.features) for item in presets]
+    cpus = [target for target in presets.presets().values() if target.device == "cpu"]
+    machines += [(item.triple, item.cpu, item.features) for item in cpus]
     machines.append(this_machine.host())
     code = (
         "import json, sys, tvm, tvm_ffi\n"
@@ -410,7 +411,7 @@ def test_a_wheel_carries_presets_and_schemas(tmp_path: Path) -> None:
             to = tmp_path / path.relative_to(ROOT)
             to.parent.mkdir(parents=True, exist_ok=True)
             to.write_bytes(path.read_bytes())
-    code = "import mlcbuild.targets.target as t; print(t.__file__); print(*t.presets())"
+    code = "import mlcbuild.targets.presets as t; print(t.__file__); print(*t.presets())"
 
     def run() -> subprocess.CompletedProcess[str]:
         environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -420,13 +421,13 @@ def test_a_wheel_carries_presets_and_schemas(tmp_path: Path) -> None:
         )
 
     assert "SetupError: the target presets of mlcbuild are missing: install it again" in run().stderr
-    presets = tmp_path / "mlcbuild" / "presets"
-    presets.mkdir()
+    directory = tmp_path / "mlcbuild" / "presets"
+    directory.mkdir()
     for path in (ROOT / "targets").iterdir():
-        (presets / path.name).write_bytes(path.read_bytes())
+        (directory / path.name).write_bytes(path.read_bytes())
     where, names = run().stdout.splitlines()
     assert Path(where).is_relative_to(tmp_path)
-    assert names.split() == list(targets.presets())
+    assert names.split() == list(presets.presets())
 
 
 def test_documents_keep_what_was_written() -> None:

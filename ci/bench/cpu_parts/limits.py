@@ -51,7 +51,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     span,
     typed,
 )
-from mlcbuild.targets import target as targets
+from mlcbuild.targets import presets
 
 READ = 256 << 20
 """Bytes of the array that is read: far more than a last-level cache holds."""
@@ -227,7 +227,7 @@ def _best(run: Callable[[], object]) -> float:
 
 def main() -> None:
     parts = int(sys.argv[1])
-    target = targets.resolve("host")
+    target = presets.resolve("host")
     isa = isa_for(target)
     functions = {"reads": reads(isa, READ // 4, parts), "products": products(isa, parts)}
     functions["dots"] = dots(isa, parts)

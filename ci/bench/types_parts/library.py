@@ -10,6 +10,7 @@ from mlcbuild import models, quant
 from mlcbuild.canon import Json
 from mlcbuild.compiler.cpu.action import compile_library
 from mlcbuild.models import ModelConfig
+from mlcbuild.targets import presets
 from mlcbuild.targets import target as targets
 from tests.libharness import Session, pack
 from tests.schemes import SCHEMES
@@ -23,7 +24,7 @@ def compiled(area: Path, config: ModelConfig, weights: Any) -> Session:
     limits: dict[str, Json] = {"context_window": WINDOW, "prefill_chunk": WINDOW, "max_batch": 2}
     params: dict[str, Json] = {
         "scheme": cast(Json, quant.to_json(scheme)),
-        "target": cast(Json, targets.to_json(targets.resolve("host"))),
+        "target": cast(Json, targets.to_json(presets.resolve("host"))),
         "limits": limits,
     }
     source, out = area / "library-in", area / "library"

@@ -1,0 +1,173 @@
+"""Reads targets from YAML: the presets of mlcbuild, and those that a recipe describes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import cast, get_args
+
+from mlcbuild_format import processors
+
+from mlcbuild.documents import schema
+from mlcbuild.documents.document import Data, Document, Where, read
+from mlcbuild.errors import InputError, Problems, SetupError, UsageError, did_you_mean
+from mlcbuild.targets import host as this_machine
+from mlcbuild.targets.target import CPU, Output, Target
+
+HOST = "host"
+"""The name of the target that stands for the machine that reads it."""
+
+
+@lru_cache(maxsize=1)
+def presets() -> Mapping[str, Target]:
+    """Returns name -> target for the presets of mlcbuild. Raises InputError for an invalid one, SetupError
+    without any."""
+    files = sorted(directory().glob("*.yaml"), key=lambda path: path.stem)
+    return {path.stem: read_preset(path) for path in files}
+
+
+def directory() -> Path:
+    """Returns the directory of the target presets. Raises SetupError when it is missing."""
+    package = Path(__file__).parent.parent
+    # A wheel holds them inside the package; a checkout has them at its top.
+    for place in (package / "presets", package.parent / "targets"):
+        if any(place.glob("*.yaml")):
+            return place
+    raise SetupError("the target presets of mlcbuild are missing: install it again")
+
+
+def resolve(name: str) -> Target:
+    """Returns the preset target of a name, or this machine for `host`. Raises UsageError for other names."""
+    if name == HOST:
+        return Target(HOST, *this_machine.host())
+    if name not in presets():
+        raise UsageError(unknown(name))
+    return presets()[name]
+
+
+def unknown(name: str) -> str:
+    """Returns the error message for a name that is neither a preset nor `host`."""
+    return f"target '{name}' is unknown; {did_you_mean(name, [*presets(), HOST])}"
+
+
+def read_preset(path: Path) -> Target:
+    """Reads a preset, whose file must be complete in itself. Raises InputError."""
+    document = read(path)
+    document = schema.typed(document, "target")
+    problems = Problems([*document.problems, *schema.problems(document, schema.findings(document, "target"))])
+    if isinstance(document.data, dict) and "extends" in document.data:
+        place = document.key_place(("extends",))
+        problems.append(place.problem("a preset spells itself out: it cannot extend another"))
+    else:
+        target = parse(document, (), path.stem, problems)
+        if target is not None and not problems:
+            return target
+    raise InputError(problems)
+
+
+def parse(document: Document, where: Where, name: str, problems: Problems) -> Target | None:
+    """Parses the target in a mapping of a document; returns None when it is invalid.
+
+    The schema reports malformed values; this function adds all further problems to `problems`.
+    """
+    data = document.get(where)
+    if not isinstance(data, dict):
+        return None
+    base = _base(document, where, data, problems)
+    triple, cpu = (
+        data.get("triple", base.triple if base else None),
+        data.get("cpu", base.cpu if base else None),
+    )
+    if ("extends" in data and base is None) or not (isinstance(triple, str) and isinstance(cpu, str)):
+        return None
+    listed = data.get("features", [])
+    features = [item for item in listed if isinstance(item, str)] if isinstance(listed, list) else []
+    device = str(data.get("device", base.device if base else CPU))
+    output = base.output if base else "shared" if device == CPU else "program"
+    target = Target(
+        name,
+        triple,
+        cpu,
+        _merged(base.features if base else (), features),
+        device,
+        cast(Output, data.get("output", output)),
+    )
+    before = len(problems)
+    _check(document, where, target, problems)
+    return target if len(problems) == before else None
+
+
+def _base(document: Document, where: Where, data: dict[str, Data], problems: Problems) -> Target | None:
+    name = data.get("extends")
+    if not isinstance(name, str):
+        return None
+    try:
+        return resolve(name)
+    except (UsageError, SetupError) as error:
+        problems.append(document.place((*where, "extends")).problem(str(error)))
+        return None
+
+
+def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
+    """Returns the sorted features of both lists; an added feature replaces one with the other sign."""
+    by_name = {feature[1:]: feature for feature in (*base, *added)}
+    return tuple(sorted(by_name.values()))
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    """Returns the names of the devices that a target may name."""
+    device = cast("dict[str, dict[str, list[str]]]", schema.schema("target")["properties"])["device"]
+    return tuple(device["enum"])
+
+
+def _check(document: Document, where: Where, target: Target, problems: Problems) -> None:
+    """Reports names that LLVM does not know: it would ignore them and compile for another machine."""
+
+    def report(message: str, *part: str | int) -> None:
+        problems.append(document.place((*where, *part)).problem(message))
+
+    if target.triple.count("-") < 2:
+        return  # not a triple, as the schema reports
+    # The schema reports a device or an output that does not exist.
+    exist = target.device in _devices() and target.output in get_args(Output)
+    if exist and (target.device == CPU) == (target.output == "program"):
+        outputs = "'shared' or 'object'" if target.device == CPU else "'program'"
+        report(f"output of the device {target.device} must be {outputs}, found '{target.output}'", "output")
+        return
+    if target.output == "program":
+        return  # LLVM compiles nothing for it
+    table = processors.names().get(target.family)
+    if table is None:
+        suggestion = did_you_mean(target.architecture, ["x86_64", "aarch64", "arm64"])
+        report(f"architecture '{target.architecture}' is unknown; {suggestion}", "triple")
+        return
+    if target.output == "shared" and target.system not in ("linux", "macos"):
+        report("a shared library can be made for linux and macosx only; set output: object", "triple")
+    if target.cpu == "native":
+        report("'native' is another processor on every machine: use the target 'host'", "cpu")
+    elif target.cpu not in table.cpus:
+        others = {name: family for family, names in processors.names().items() for name in names.cpus}
+        hint = f"it is one of {others[target.cpu]}" if target.cpu in others else _near(target.cpu, table.cpus)
+        report(f"LLVM knows no {target.family} processor '{target.cpu}'; {hint}", "cpu")
+    listed = cast(list[Data], document.get((*where, "features")) or [])
+    earlier: set[str] = set()
+    for i, feature in enumerate(listed if isinstance(listed, list) else []):
+        if not isinstance(feature, str) or feature[:1] not in ("+", "-"):
+            continue
+        if feature[1:] not in table.features:
+            hint = _near(feature[1:], table.features)
+            report(f"LLVM knows no {target.family} feature '{feature[1:]}'; {hint}", "features", i)
+        elif feature[1:] in earlier and feature not in listed[:i]:
+            report(f"'{feature[1:]}' is both added and taken away", "features", i)
+        earlier.add(feature[1:])
+
+
+def _near(name: str, valid_names: Collection[str]) -> str:
+    """Returns the end of an "unknown name" message: a similar valid name, from a list that is too long to be
+    shown."""
+    if get_close_matches(name, valid_names, n=1):
+        return did_you_mean(name, valid_names)
+    return "mlcbuild_format/cpus.json lists those it knows"

@@ -1,0 +1,35 @@
+"""Compares a CPU target with a machine: whether its code runs there, and which labels it demands."""
+
+from __future__ import annotations
+
+from mlcbuild_format import processors
+
+from mlcbuild.targets.target import Target
+
+
+def missing_features(target: Target, host: Target) -> tuple[str, ...]:
+    """Returns the checkable features that code for `target` may use and `host` lacks."""
+    needed, present = _checkable(target), _checkable(host)
+    return tuple(sorted(needed - present))
+
+
+def labels(target: Target) -> tuple[str, ...]:
+    """Returns the labels that a machine needs to run code for a target."""
+    return (f"{target.system} {target.family}", *sorted(_checkable(target)))
+
+
+def why_not(target: Target, host: Target) -> str | None:
+    """Returns the reason why the machine `host` cannot run code for `target`; None when it can."""
+    if target.output == "object":
+        return "an object file must be linked into a program before it can run"
+    theirs, ours = (f"{item.system} {item.family}" for item in (target, host))
+    if theirs != ours:
+        return f"this is for {theirs}, and this machine is {ours}"
+    missing = missing_features(target, host)
+    if missing:
+        return f"this needs {', '.join(missing)}, which this CPU lacks"
+    return None
+
+
+def _checkable(target: Target) -> frozenset[str]:
+    return processors.needed(target.architecture, target.cpu, target.features)
