@@ -26,9 +26,11 @@ _NOTES = {
     *("ensure_weight_tying", "use_dora", "r", "lora_alpha", "use_rslora", "fan_in_fan_out"),
     *("rank_pattern", "alpha_pattern", "init_lora_weights"),
 }
-"""Fields that are read below, or that say what the names of the tensors say, or how it was trained."""
+"""Fields of adapter_config.json that this module reads, or that do not affect the merged weights because they
+describe training or repeat the names of tensors. Any other field is refused.
+"""
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the weights of the base as they are."""
+"""Values of init_lora_weights with which the base model's weights stay unchanged."""
 
 
 @dataclass(frozen=True)
@@ -38,26 +40,28 @@ class AdapterConfig:
     alpha: float
     rank: int
     by_root: bool = False
-    """The scale is alpha / sqrt(rank) (rsLoRA), not alpha / rank."""
+    """True if the product is scaled by alpha / sqrt(rank) (rsLoRA); False for alpha / rank."""
     transposed: bool = False
-    """Matrices of the base are [in, out] (fan_in_fan_out)."""
+    """True if the base model stores its matrices as [in, out] (fan_in_fan_out)."""
     dora: bool = False
-    """Rows are scaled to the lengths that the adapter gives."""
+    """True if the rows of a merged matrix are scaled to lengths that the adapter stores (DoRA)."""
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Pattern of modules -> their rank, where it is not `rank`."""
+    """Pattern of module names -> rank of these modules, where it differs from `rank`."""
     alphas: Mapping[str, float] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
         return _matching(self.ranks, module, self.rank)
 
     def scale(self, module: str) -> float:
-        """Returns the factor of the product of a module's two matrices."""
+        """Returns the factor by which the product of the two adapter matrices of a module is multiplied."""
         rank = self.rank_of(module)
         return _matching(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
 
 
 def _matching(patterns: Mapping[str, T], module: str, default: T) -> T:
-    """Returns the value of the first pattern for the end of a module's name, as PEFT looks it up."""
+    """Returns the value of the first pattern that matches the end of a module's name, as PEFT does, or
+    `default`. patterns: regular expression -> value.
+    """
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -65,7 +69,9 @@ def _matching(patterns: Mapping[str, T], module: str, default: T) -> T:
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """Reads an adapter's config. Raises CheckpointError with all problems, one a line."""
+    """Reads adapter_config.json in an adapter's directory. Raises CheckpointError with all problems, one per
+    line.
+    """
     path = directory / ADAPTER_CONFIG
     values = read_json(path)
     if not isinstance(values, Mapping):
@@ -125,7 +131,7 @@ def _pattern_problems(name: str, patterns: object, fits: Any) -> list[str]:
     for pattern, value in patterns.items():
         if not fits(value):
             lines.append(f"{name}: '{pattern}' has the value {show(value)}, which is no such number")
-        # A pattern is a name or a short regular expression; backtracking ones could run for ever.
+        # A pattern must be a name or a short regular expression: one that backtracks could run for ever.
         if not re.fullmatch(r"[\w.^$*\\|()\[\]-]{1,200}", pattern) or re.search(r"[*+)]\s*[*+]", pattern):
             lines.append(f"{name}: '{pattern}' is no name of modules")
             continue

@@ -1,4 +1,6 @@
-"""Unsigned integers of a few bits, packed one after the other into words, the lowest bits first."""
+"""Unpacks unsigned integers of a few bits from words in which they are stored one after the other, lowest
+bits first.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ Codes = NDArray[np.uint8]
 
 
 def unpacked(words: NDArray[Any], bits: int) -> Codes:
-    """Returns the integers [lines, count] in lines of words [lines, words], each line a stream of its own.
+    """Returns the integers [lines, count] stored in words [lines, words]; each line is a separate stream.
 
-    bits: 1 to 8. Integers may cross the border of two words, as those of 3 bits do.
+    bits: bits of one integer, 1 to 8. An integer may cross the border of two words, as those of 3 bits do.
     """
     raw = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
@@ -29,8 +31,9 @@ def unpacked(words: NDArray[Any], bits: int) -> Codes:
 
 
 def unpacked_fields(words: NDArray[Any], bits: int) -> Codes:
-    """Returns the integers [lines, count] in 32-bit words, of which each holds 32 // bits, and no part of
-    another."""
+    """Returns the integers [lines, count] of `bits` bits each from 32-bit words [lines, words]. A word holds
+    32 // bits integers, and no integer crosses the border of two words.
+    """
     if 32 % bits == 0:
         return unpacked(words, bits)
     shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)

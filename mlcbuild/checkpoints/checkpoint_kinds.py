@@ -1,6 +1,6 @@
-"""The kinds of checkpoints: which of their files the steps read, and by what code.
+"""Lists the kinds of checkpoints: the files of each kind that steps read, and the modules that read them.
 
-Modules are named and not imported, so the key of a step holds the code of its own kind only.
+Modules are named and not imported, so the key of a step depends only on the code for its own kind.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Names of the files of a safetensors checkpoint that a bundle keeps as they are, where they exist."""
+"""Names of the tokenizer files of a safetensors checkpoint, which a bundle keeps unchanged if they exist."""
 TOKENIZERS = TOKENIZER_FILES[:2]
-"""Names of the files of which a safetensors checkpoint needs at least one."""
+"""Names of the tokenizer files of which a safetensors checkpoint must have at least one."""
 POOLING = "1_Pooling/config.json"
-"""Name of the file that says how sentence-transformers makes an embedding from a checkpoint's hidden
-states."""
+"""Name of the file in which sentence-transformers states how an embedding is computed from hidden states."""
 
 
 @dataclass(frozen=True)
 class CheckpointKind:
-    """How one kind of checkpoint is read. File names are glob patterns."""
+    """A kind of checkpoint: the files and functions by which it is read. File names are glob patterns."""
 
     config: str
-    """The action that normalises the model's config, as `module:function`."""
+    """The action that writes the normalised config of the model, as `module:function`."""
     config_files: tuple[str, ...]
     tokenizer: str
     """The action that writes the tokenizer's files, as `module:function`."""
     tokenizer_files: tuple[str, ...]
     weights_files: tuple[str, ...]
     reader: str | None = None
-    """Name of the module whose `read_tensors(path)` returns the tensors; None if `checkpoints.mapping` reads
-    them itself."""
+    """Name of the module whose `read_tensors(path)` returns the checkpoint's tensors; None if
+    `checkpoints.mapping` reads them itself.
+    """
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Returns the modules that a step which reads weights imports by name for this kind of checkpoint."""
+        """Returns the names of the modules that a step imports by name when it reads weights of this kind of
+        checkpoint.
+        """
         return () if self.reader is None else (self.reader,)
 
 
@@ -76,15 +78,18 @@ TORCH_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def kind_of(path: Path) -> CheckpointKind:
-    """Returns the kind of a checkpoint: a directory of safetensors or of PyTorch's files, or a GGUF file."""
+    """Returns the kind of the checkpoint at `path`: a directory of safetensors files, a directory of PyTorch
+    files, or a GGUF file.
+    """
     if path.suffix == ".gguf":
         return GGUF
     return kind_of_files([entry.name for entry in path.iterdir()] if path.is_dir() else [])
 
 
 def kind_of_files(names: Collection[str]) -> CheckpointKind:
-    """Returns the kind of a checkpoint in a directory with these files; PyTorch's count only where there are
-    no safetensors."""
+    """Returns the kind of a checkpoint whose directory has files with these names. PyTorch files count only
+    if there are no safetensors files.
+    """
     others = ("adapter", "consolidated")
     if any(".safetensors" in name and not name.startswith(others) for name in names):
         return SAFETENSORS
@@ -105,15 +110,14 @@ def tokenizer_fault(place: str, names: Container[str]) -> str | None:
 
 
 def checkpoint_path(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Path:
-    """Returns the checkpoint of a step: inputs["checkpoint"], or the file in it that params["file"] names.
-
-    A directory of the user may hold several GGUF files.
+    """Returns the path of a step's checkpoint: inputs["checkpoint"], or the file in it that params["file"]
+    names, since a directory may hold several GGUF files.
     """
     return inputs["checkpoint"] / str(params.get("file", ""))
 
 
 LORA = "mlcbuild.checkpoints.lora"
-"""The module that merges adapters."""
+"""Name of the module that merges LoRA adapters."""
 
 
 def adapter_argument(number: int) -> str:

@@ -1,6 +1,6 @@
-"""Chooses the views through which a step maps the tensors of a checkpoint to parameters.
+"""Chooses the functions (views) that turn the tensors stored in a checkpoint into the tensors of its model.
 
-Modules are loaded by name, so that the key of a step holds the code of what its checkpoint needs only.
+Modules are loaded by name, so that a step's key depends only on the code that its checkpoint needs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from mlcbuild.checkpoints.quantization import method_of, module_of, read_setting
 
 
 def views_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Views:
-    """Returns the views that a step's parameters ask for.
+    """Returns the views for a step: dequantization as inputs["config"] requires, and merging of the adapters.
 
-    params["adapters"]: the factors of the adapters inputs["adapter-1"] and so on, as strings.
-    inputs["config"]: what the config step wrote. Raises CheckpointError for weights of an unknown method.
+    params["adapters"]: for each adapter its weight in the sum, as a string; inputs["adapter-1"] and so on are
+    their directories. inputs["config"]: the output of the config step. Raises CheckpointError for an unknown
+    quantization method.
     """
     views = views_for(read_settings(inputs["config"]))
     factors: Any = params.get("adapters", [])
@@ -33,8 +34,9 @@ def views_of(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Views:
 
 
 def views_for(settings: object) -> Views:
-    """Returns the views of a checkpoint with this quantization_config; None: its weights are plain. Raises
-    CheckpointError."""
+    """Returns the views for a checkpoint whose config has this quantization_config; None means that weights
+    are not quantized. Raises CheckpointError.
+    """
     if settings is None:
         return PLAIN
     module = import_module(module_of(method_of(settings, "config.json")))

@@ -1,4 +1,4 @@
-"""Finds incomplete weights files of a checkpoint before any step runs."""
+"""Detects incomplete weights files of a checkpoint before any step runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _CHECKS: Mapping[str, Callable[[Path], object]] = {".safetensors": check_complet
 
 
 def weights_faults(root: Path, files: Iterable[str]) -> list[str]:
-    """Returns an error message for each weights file of a local checkpoint that is incomplete."""
+    """Returns an error message for each incomplete weights file of a local checkpoint. root: the checkpoint's
+    directory; files: names in it.
+    """
     faults = []
     for name in files:
         check = _CHECKS.get(Path(name).suffix)

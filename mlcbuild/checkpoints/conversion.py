@@ -1,7 +1,8 @@
-"""Converts a checkpoint's weights to a scheme, writes them as weights files, and reads these.
+"""Converts a checkpoint's weights to a quantization scheme, writes them as weights files, and reads such
+files.
 
-Conversion streams: workers read, pack and write row ranges of parameters, so that memory does not grow with
-the model and the bytes do not depend on the number of workers.
+Conversion streams: worker threads read, pack and write ranges of rows. So memory use does not grow with the
+model, and the bytes written do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ from mlcbuild.quant.floats import Array, Scratch, narrow
 from mlcbuild.quant.stack import Stack
 
 SHARD_BYTES = 2_000_000_000
-"""Largest amount of data in one weights file, in bytes, unless a single tensor is larger."""
+"""Maximum bytes of tensor data in one weights file. A file that holds a single larger tensor may exceed it.
+"""
 CHUNK_BYTES = 4 << 20
-"""Bytes of the checkpoint that a worker reads at once."""
+"""Number of checkpoint bytes that a worker thread reads at once."""
 BLOCK_BYTES = 2 << 20
-"""Bytes of one write, at a multiple of this offset.
+"""Number of bytes in one write, which starts at a multiple of this number.
 
 The system then keeps the file in huge pages where it supports them; with small pages, TLB misses take a tenth
 of the time of a decoding step.
@@ -79,8 +81,9 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
 
 
 def write(sources: Sequence[ParameterSource], scheme: Storage, out: Path, cores: int = 1) -> None:
-    """Writes every parameter, stored in a scheme, to the files weights-0000i-of-0000N.safetensors in `out`.
-    Raises what `convert` raises."""
+    """Writes every parameter, converted to a scheme, to the files weights-0000i-of-0000N.safetensors in
+    `out`. cores: number of threads. Raises the same exceptions as `convert`.
+    """
     tensors = stored_parameters([source.param for source in sources], scheme)
     tied = signature((tensor.name, tensor.shape, tensor.dtype, tensor.layout) for tensor in tensors)
     metadata = {"format": FORMAT, "signature": tied, "scheme": scheme.name}
@@ -104,14 +107,15 @@ def write(sources: Sequence[ParameterSource], scheme: Storage, out: Path, cores:
 
 
 class _Blocks:
-    """A file of `size` bytes that workers fill in any order, each byte once. A block is written once it is
-    complete."""
+    """An output file of `size` bytes that worker threads fill in any order, each byte once. A block is
+    written to disk once all of its bytes have arrived.
+    """
 
     def __init__(self, file: FileIO, size: int) -> None:
         self._file, self._size = file, size
         self._lock = threading.Lock()
         self._begun: dict[int, tuple[NDArray[np.uint8], int]] = {}
-        """Block number -> the bytes of the block, and how many of them are still missing."""
+        """Block number -> (bytes of the block, number of its bytes that are still missing)."""
         self._spare: list[NDArray[np.uint8]] = []
 
     def put(self, start: int, part: NDArray[np.uint8]) -> None:
@@ -147,14 +151,15 @@ class _Blocks:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of one stored tensor in one of the weights files."""
+    """The location of one stored tensor: the weights file, and the offset in it."""
 
     file: _Blocks
     start: int
     """Offset of the tensor's first byte in the file."""
     stride: int
-    """Number of bytes for one index of the tensor's axis 0: a row, a tile of rows, or an element of a
-    vector."""
+    """Number of bytes that one index of the tensor's axis 0 occupies; an index is a row, a tile of rows, or
+    an element of a vector.
+    """
 
 
 def _places(
@@ -172,8 +177,9 @@ class _Plan:
     places: Mapping[str, _Place]
 
     def jobs(self) -> Iterator[_Job]:
-        """Yields the parameter's row ranges of about CHUNK_BYTES, each starting at an index of the stored
-        tensors."""
+        """Yields jobs that cover the parameter in row ranges of about CHUNK_BYTES. Each range starts at an
+        index of axis 0 of the stored tensors.
+        """
         for source in self.sources:
             unit = rows_per_index(source.param, self.scheme)
             size = math.prod(source.row_shape) * source.dtype.itemsize * unit
@@ -188,17 +194,17 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Job:
-    """A piece of work of one conversion: rows start..stop-1 of one parameter, all of one matrix."""
+    """One piece of work of a conversion: rows start..stop-1 of one parameter, all of the same matrix."""
 
     source: ParameterSource
     start: int
     stop: int
     index: int
-    """Index of axis 0 of the stored tensors where these rows begin."""
+    """Index of axis 0 of the stored tensors at which these rows begin."""
 
     @property
     def size(self) -> int:
-        """Returns the number of bytes of the checkpoint that this piece of work reads."""
+        """Returns the number of checkpoint bytes that this piece of work reads."""
         return (self.stop - self.start) * math.prod(self.source.row_shape) * self.source.dtype.itemsize
 
 
@@ -218,8 +224,9 @@ class _Queue:
             return None if self._stopped else next(self._left, None)
 
     def finish(self, job: _Job, problem: str | None) -> None:
-        """Marks a piece of work as done, with its problem if any. For each parameter the first problem by row
-        is kept, independent of the workers' order."""
+        """Marks a piece of work as done. problem: its error message, or None. For each parameter the problem
+        with the lowest row is kept, so that the report does not depend on the order in which threads work.
+        """
         with self._lock:
             self._done += job.size
             if problem is not None:
@@ -238,8 +245,9 @@ class _Queue:
 
 
 def _work(plan: _Plan, cores: int) -> None:
-    """Does all work of a conversion on `cores` threads; NumPy and file operations release the interpreter
-    lock."""
+    """Runs all jobs of a conversion on `cores` threads. NumPy and file operations release the interpreter
+    lock.
+    """
     queue = _Queue(tuple(plan.jobs()))
     with ThreadPoolExecutor(cores, thread_name_prefix="weights") as pool:
         futures = [pool.submit(_drain, queue, plan) for _ in range(cores)]
@@ -267,7 +275,7 @@ def _drain(queue: _Queue, plan: _Plan) -> None:
 
 
 class _Worker:
-    """A thread's part of a conversion: reads, packs and writes row ranges, reusing its buffers."""
+    """One thread of a conversion. It reads, packs and writes ranges of rows, and reuses its buffers."""
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
@@ -282,8 +290,9 @@ class _Worker:
         self._stack.close()
 
     def run(self, job: _Job) -> None:
-        """Converts one range of rows. Raises CheckpointError for weights that the scheme cannot hold, OSError
-        for the output."""
+        """Converts one range of rows. Raises CheckpointError for weights that the scheme cannot store, and
+        OSError if the output cannot be written.
+        """
         param = job.source.param
         scheme = scheme_for(self._plan.scheme, param.name)
         for tensor, part in zip(stored(param, scheme), self._packed(job, scheme), strict=True):
@@ -305,10 +314,11 @@ class _Worker:
 
 
 def read(path: Path) -> Mapping[str, Array]:
-    """Maps the tensors of a weights file, or of all weights files in a directory, into memory, read-only.
+    """Maps the tensors of a weights file, or of all weights files in a directory, into memory, read-only, and
+    returns name -> array.
 
-    Tensors that do not start at a multiple of 64 bytes are copied. Raises CheckpointError when a file is not
-    a weights file of mlcbuild or is damaged, or when one of a set is missing.
+    Tensors that do not start at a multiple of 64 bytes are copied. Raises CheckpointError when a file was not
+    written by mlcbuild or is damaged, or when one file of a set is missing.
     """
     paths = sorted(path.glob("weights-*.safetensors")) if path.is_dir() else [path]
     if not paths:
@@ -335,8 +345,9 @@ def read(path: Path) -> Mapping[str, Array]:
 
 
 def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, Weight]:
-    """Returns parameter name -> float32 values, unpacked from the quantized weights files of a directory;
-    each access unpacks again."""
+    """Returns parameter name -> float32 values, computed from the quantized weights files in a directory.
+    Values are unpacked again at each access.
+    """
     tensors = read(path)
     params = {param.name: param for param in parameters(config)}
 
@@ -348,7 +359,7 @@ def unpacked(path: Path, config: ModelConfig, scheme: Storage) -> Mapping[str, W
 
 
 def unpacked_parameter(param: Param, scheme: Storage, parts: Sequence[Array]) -> Weight:
-    """Returns the values of a quantized parameter in float32, unpacked from its stored tensors `parts`."""
+    """Returns the float32 values of a quantized parameter. parts: the arrays of its stored tensors."""
     matrix, own = param.matrix, scheme_for(scheme, param.name)
     if matrix is None:
         return parts[0].astype(np.float32)

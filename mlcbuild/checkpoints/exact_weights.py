@@ -1,4 +1,4 @@
-"""The exact parameters of a checkpoint, as conversion and the reference read them."""
+"""Reads the unquantized parameters of a checkpoint, for the conversion and for the float32 reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Weight: TypeAlias = Any
 
 
 class LazyMapping(Mapping[str, T]):
-    """A mapping whose keys are known in advance and whose arrays are loaded each time they are accessed."""
+    """A read-only mapping with fixed keys whose values are loaded again at each access."""
 
     def __init__(self, names: Iterable[str], load: Callable[[str], T]) -> None:
         self._names = dict.fromkeys(names)
@@ -40,17 +40,20 @@ class LazyMapping(Mapping[str, T]):
 
 
 def read_tensor_names(directory: Path) -> TensorNames:
-    """Reads which tensors of the checkpoint hold which parameters, from the file that the config step wrote
-    beside the config."""
+    """Reads the file that maps parameters to tensors of the checkpoint, which the config step wrote beside
+    the config.
+    """
     return TensorNames.from_json(json.loads((directory / "tensors.json").read_bytes()))
 
 
 def checkpoint(
     path: Path, config: ModelConfig, names: TensorNames, views: Views = PLAIN
 ) -> Mapping[str, Weight]:
-    """Returns parameter -> exact float32 values from a checkpoint; each access reads again.
+    """Returns parameter name -> exact float32 values of a checkpoint. Values are read from the files again at
+    each access.
 
-    Raises CheckpointError, as `locate` does.
+    names: which tensors hold which parameter. views: transformations of the stored tensors. Raises
+    CheckpointError, as `locate` does.
     """
     sources = {source.param.name: source for source in locate(path, config, names, views)}
 

@@ -1,7 +1,7 @@
 """Selects the files of a checkpoint, in a directory or on a Hugging Face hub, and downloads them.
 
-`needed_files` selects the relevant files; `fetch` is the action that downloads the pinned files of a
-repository. A download is accepted only if its size and sha256 are those of the lock.
+`needed_files` selects files by name; `fetch` is the action that downloads the pinned files of a repository. A
+download is accepted only if its size and sha256 match the lock.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """Files of a LoRA adapter that steps read."""
 
 LARGEST_INDEX = 64 << 20
-"""Largest index of a sharded checkpoint (model.safetensors.index.json) that is read, in bytes."""
+"""Maximum size in bytes of the index of a sharded checkpoint (model.safetensors.index.json)."""
 _BLOCK = 1 << 20
 
 _MOST = 8
-"""Limit on the bytes downloaded for a file, in multiples of its size, over all attempts."""
+"""Maximum number of bytes downloaded for a file over all attempts, as a multiple of its size."""
 STREAMS = 4
 """Number of files that are downloaded at the same time: one HTTP stream rarely fills a fast line."""
 
@@ -64,10 +64,10 @@ class Pinned:
 def needed_files(names: Iterable[str], shards: Iterable[str] = ()) -> tuple[str, ...]:
     """Returns the sorted names of the checkpoint files that steps read.
 
-    From `names` it selects the configuration, tokenizer, template and weights files at the top level, and
-    POOLING. `shards` are the files that `index_of(names)` lists. PyTorch's files count only without
-    safetensors. Raises
-    SourceError (without naming the source) when the files are not a usable checkpoint.
+    From `names` it selects the configuration, tokenizer, template and weights files at the top level, and the
+    file POOLING. `shards` are the weights files that the checkpoint's index lists. PyTorch files count only
+    without safetensors files. Raises SourceError (without naming the source) when the files are not a usable
+    checkpoint.
     """
     names = set(names)
     top = {name for name in names if "/" not in name}
@@ -109,7 +109,7 @@ def _safetensors(names: Iterable[str]) -> set[str]:
 
 
 def index_of(names: Collection[str]) -> str | None:
-    """Returns the name of the file among `names` that lists the files of the weights; None without one."""
+    """Returns the name of the index of weights files among `names`; None if there is none."""
     if SINGLE in names:
         return None
     if INDEX in names:
@@ -127,8 +127,9 @@ def adapter_files(names: Container[str]) -> tuple[str, ...]:
 
 
 def index_shards(data: bytes, index: str) -> frozenset[str]:
-    """Returns the weights files that the file `index`, whose bytes are `data`, lists. Raises SourceError
-    (without naming the source)."""
+    """Returns the names of the weights files that an index lists. data: the bytes of the index; index: its
+    file name, for errors. Raises SourceError (without naming the source).
+    """
     suffix = index.removesuffix(".index.json").rpartition(".")[2]
     try:
         places = strict_json.parse(data)["weight_map"]
@@ -142,8 +143,9 @@ def index_shards(data: bytes, index: str) -> frozenset[str]:
 
 
 def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
-    """Returns the selection of `needed_files` in a directory of a checkpoint, or ADAPTER_FILES in that of an
-    adapter. Raises SourceError."""
+    """Returns the names of the files that steps read from a local directory: those that `needed_files`
+    selects for a checkpoint, or ADAPTER_FILES for an adapter. Raises SourceError.
+    """
     try:
         names = [entry.name for entry in root.iterdir() if _is_regular(entry)]
         if is_adapter:
@@ -165,8 +167,9 @@ def local_files(root: Path, is_adapter: bool = False) -> tuple[str, ...]:
 
 
 def _is_regular(path: Path) -> bool:
-    """Returns True if a path is a regular file. Raises SourceError for anything else under a name that steps
-    read."""
+    """Returns True if the path is a regular file, and False if nothing is there. Raises SourceError for a
+    directory or another kind of file.
+    """
     try:
         kind = regular.kind(path)
     except OSError as error:
@@ -205,7 +208,8 @@ def fetch(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
             if not isinstance(error, SourceError):
                 raise error
             problems.add(str(error))
-            # What is under way is kept, for the cache; what has not begun would fail for the same reason.
+            # Downloads that are in progress finish and stay in the cache; others would fail for the same
+            # reason.
             pool.shutdown(wait=False, cancel_futures=True)
     if problems:
         raise SourceError("\n".join(sorted(problems)))
@@ -230,7 +234,9 @@ def _named(source: HubSource, name: str) -> None:
 
 
 def _counter(total: int) -> Callable[[int], None]:
-    """Returns a function that adds up the bytes of all streams and reports the progress."""
+    """Returns a function that adds up the bytes of all downloads and reports progress. total: the expected
+    number of bytes.
+    """
     done = 0
     lock = threading.Lock()
 
@@ -244,10 +250,10 @@ def _counter(total: int) -> Callable[[int], None]:
 
 
 def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Callable[[int], None]) -> None:
-    """Downloads one file or takes it from the hub's cache, verifies it, and places it in `out`; replaces a
-    damaged cached copy once.
+    """Copies one file into `out`, from the hub's cache or by downloading it, and verifies size and sha256. A
+    damaged cached copy is replaced once.
 
-    `count` is called with the number of new bytes. Raises SourceError.
+    `count` is called with the number of bytes that have arrived since the last call. Raises SourceError.
     """
     target = out / name
     fault = ""
@@ -269,14 +275,14 @@ def _bring(source: HubSource, name: str, pinned: Pinned, out: Path, count: Calla
         except SourceError:
             if not again:
                 raise
-            break  # the copy in the cache is wrong, and there is no other now
+            break  # Offline, a wrong copy in the cache cannot be replaced.
         with explained(source, name):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)
             _place(cached, target)
             fault = _difference(target, pinned)
         if not fault:
-            count(pinned.size - heard)  # what was cached, less what came twice
+            count(pinned.size - heard)  # bytes from the cache, less bytes that were downloaded twice
             return
     target.unlink()
     raise SourceError(
@@ -305,7 +311,7 @@ def _difference(path: Path, pinned: Pinned) -> str:
             own.update(block)
     if sha256.hexdigest() != pinned.sha256:
         return f"its sha256 is {sha256.hexdigest()}, the lock says {pinned.sha256}"
-    note_digest(path, own.hexdigest())  # one pass for both: the store does not read it again
+    note_digest(path, own.hexdigest())  # The store receives both digests and does not read the file again.
     return ""
 
 

@@ -60,7 +60,7 @@ class BlockType:
 
 
 class _Decoded(NamedTuple):
-    """The unpacked fields of some quantized blocks of a GGUF tensor.
+    """The unpacked fields of consecutive quantized blocks of a GGUF tensor.
 
     A weight is code * (scale * step) + minimum * minimum_step, each operation in float32.
     """
@@ -80,17 +80,20 @@ class _Decoded(NamedTuple):
 
 
 CHUNK = 1 << 17
-"""Number of GGUF weights that are decoded at once: their float32 values and codes take about a megabyte,
-which stays in a core's cache. On a Xeon, K types took up to a fifth longer with half as many."""
+"""Number of GGUF weights that are decoded at once. Their float32 values and codes take about 1 MB, which
+stays in a core's cache. On a Xeon, decoding K types took up to a fifth longer with half as many.
+"""
 
 NONLINEAR = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
-"""The values that the 4-bit codes of the GGUF types IQ4_NL and IQ4_XS stand for."""
+"""Code of the 4-bit GGUF types IQ4_NL and IQ4_XS -> the value that it stands for."""
 TWICE_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the values of the 4-bit floats (E2M1) of the OCP Microscaling specification 1.0; zero has no sign
-here."""
+"""Code of a 4-bit float (E2M1 of the OCP Microscaling specification 1.0) -> twice its value, without a sign
+of zero.
+"""
 HALF_E8M0 = np.ldexp(np.float32(1), np.arange(256) - 128)
-"""Half of each 8-bit scale (E8M0) of the OCP Microscaling specification 1.0; the first two are subnormal, and
-255 is no NaN here."""
+"""Byte of an 8-bit scale (E8M0 of the OCP Microscaling specification 1.0) -> half of its value. The first two
+values are subnormal, and byte 255 is not treated as NaN.
+"""
 
 
 def dequantize(raw: Bytes, kind: BlockType, out: Floats) -> None:
@@ -154,8 +157,8 @@ def _convert(numbers: NDArray[Any], out: Floats) -> None:
 def _scale(decoded: _Decoded, out: Floats) -> None:
     codes, scale, steps, minimum, minimum_steps = decoded
     scale = scale if steps is None else scale * steps
-    # A cast of its own: it runs over the whole chunk, while a product with a scale runs over the weights of
-    # that scale only, and would cast in pieces as short.
+    # A separate cast runs over the whole chunk at once. Casting inside the product would run over the few
+    # weights of one scale at a time.
     np.copyto(out, codes.view(np.int8))
     groups = out.reshape(*scale.shape, -1)
     groups *= scale[:, :, None]
@@ -184,7 +187,9 @@ def _half(blocks: Bytes, start: int) -> Floats:
 
 
 def _split(packed: Bytes, bits: int) -> Bytes:
-    """Splits the bytes of each run, the last axis, into codes: [..., run] -> [..., 8 / bits, run]."""
+    """Splits bytes into codes of `bits` bits: [..., run] -> [..., 8 / bits, run]. The last axis is a run of
+    bytes; index 0 of the new axis has their lowest bits.
+    """
     codes = np.empty((*packed.shape[:-1], 8 // bits, packed.shape[-1]), np.uint8)
     for index in range(8 // bits):
         shifted = np.right_shift(packed, index * bits, dtype=np.uint8)
@@ -193,18 +198,23 @@ def _split(packed: Bytes, bits: int) -> Bytes:
 
 
 def _codes(blocks: Bytes, start: int, count: int, run: int, bits: int) -> Bytes:
-    """Returns the codes [blocks, weights] in `count` runs of `run` bytes from byte `start` of each block."""
+    """Returns codes of `bits` bits, [blocks, weights], unpacked from `count` runs of `run` bytes that begin
+    at byte `start` of each block.
+    """
     return _split(_field(blocks, start, count, run), bits).reshape(len(blocks), -1)
 
 
 def _join(low: Bytes, high: Bytes, bits: int) -> Bytes:
-    """Returns codes made of their low `bits` bits, in `low`, and the bits above them, in `high`; both arrays
-    have the codes' shape."""
+    """Returns codes whose low `bits` bits are in `low` and whose bits above them are in `high`. All arrays
+    have the same shape.
+    """
     return np.left_shift(high, bits, dtype=np.uint8) | low
 
 
 def _fifth_bits(blocks: Bytes, start: int) -> Bytes:
-    """Returns the 32 bits from byte `start` of each block: [blocks, 32], the lowest bit of a byte first."""
+    """Returns the 32 bits that begin at byte `start` of each block, [blocks, 32], the lowest bit of each byte
+    first.
+    """
     return np.unpackbits(_field(blocks, start, 4), axis=-1, bitorder="little")
 
 
@@ -244,12 +254,13 @@ def _q3_k(blocks: Bytes) -> _Decoded:
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, NDArray[np.int8], Floats, Bytes]:
-    """Returns scales, their factors, minima, and their factors for the eight groups of each Q4_K or Q5_K
-    block.
+    """Returns (scales, integer factors of scales, minima, integer factors of minima) for the eight groups of
+    each Q4_K or Q5_K block.
 
-    They take 12 bytes from byte 4. The first four hold the scales of groups 0 to 3 in their low six bits, the
-    next four the minima. The last four hold the low four bits of scale and minimum of groups 4 to 7, whose
-    high two bits are the high bits of the first eight bytes.
+    The factors take 12 bytes from byte 4 of the block. The first four hold the factors of the scales of
+    groups 0 to 3 in their low six bits, the next four those of the minima. The last four hold the low four
+    bits of scale and minimum of groups 4 to 7, whose high two bits are the high bits of the first eight
+    bytes.
     """
     fields = _field(blocks, 4, 3, 4)
     first, last = fields[:, :2], fields[:, 2]
@@ -339,10 +350,11 @@ _DECODERS: Mapping[BlockType, Callable[[Bytes], _Decoded]] = {
     BlockType("TQ2_0", 35, 256, 66): _tq2_0,
     BlockType("MXFP4", 39, 32, 17): _mxfp4,
 }
-"""Quantized GGUF types -> function that unpacks blocks given as bytes, [blocks, size of a block]."""
+"""Type of quantized GGUF tensors -> function that unpacks blocks, passed as bytes [blocks, size of a block].
+"""
 
 TYPES: Mapping[int, BlockType] = MappingProxyType({kind.number: kind for kind in (*_NUMBERS, *_DECODERS)})
-"""Number of a GGUF tensor type -> the type, for each type that can be read."""
+"""Number of a GGUF tensor type -> the type, for all types that this module can decode."""
 
 UNREADABLE: Mapping[int, str] = MappingProxyType(
     {
@@ -358,7 +370,7 @@ UNREADABLE: Mapping[int, str] = MappingProxyType(
         # activations, never in files
         9: "Q8_1",
         15: "Q8_K",
-        # Their values are codebooks of 256 to 2048 vectors that follow from no rule.
+        # The values of these types are codebooks of 256 to 2048 vectors, which no rule generates.
         16: "IQ2_XXS",
         17: "IQ2_XS",
         18: "IQ3_XXS",
@@ -372,4 +384,4 @@ UNREADABLE: Mapping[int, str] = MappingProxyType(
         41: "Q1_0",
     }
 )
-"""Number of a GGUF tensor type -> its name, for the types that cannot be read."""
+"""Number of a GGUF tensor type -> its name, for the types that this module cannot decode."""

@@ -1,6 +1,6 @@
 """Translates the metadata of a GGUF file into the config of a model.
 
-What the metadata say becomes the fields of a config.json, which the family's own rules then check. Keys:
+Metadata become the fields of a config.json, which the rules of the model's family then check. Keys:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -32,7 +32,7 @@ from mlcbuild.models.rounding import f32
 Fields = dict[str, object]
 """The fields of a config.json, by name."""
 _NEUTRAL = ("vocab_size", "attention.value_length", "rope.scaling.finetuned")
-"""Names of GGUF metadata keys of an architecture that change nothing in the computation."""
+"""Names of GGUF metadata keys, without the architecture in front, that have no effect on the computation."""
 
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -79,8 +79,9 @@ class _Keys:
         return name in self.gguf.tensors
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Returns the metadata integer `name`, which must be above 0, or the default where it is absent.
-        Notes a problem and returns 1 if there is neither."""
+        """Returns the positive integer under the metadata key `name`, or `default` if the key is absent. If
+        neither exists, or the value is wrong, notes a problem and returns 1.
+        """
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -89,8 +90,9 @@ class _Keys:
         return int(self._problem(name, "an integer above 0", value))
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Returns the metadata number `name` as the shortest decimal of its float32, or the default where it
-        is absent. Notes a problem and returns 1 if there is neither."""
+        """Returns the number under the metadata key `name`, as the shortest decimal of its float32, or
+        `default` if the key is absent. If neither exists, notes a problem and returns 1.
+        """
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -106,7 +108,9 @@ class _Keys:
         return 1.0
 
     def refuse(self, name: str, why: str) -> None:
-        """Notes that a metadata key has a meaning that is not supported."""
+        """Notes a problem: the value of a metadata key has a meaning that is not supported. why: the reason,
+        as the end of a sentence.
+        """
         self._problems.append(f"{self.place}: {self._prefix}{name}: {why}; use the original checkpoint")
 
     def check(self) -> None:
@@ -115,8 +119,9 @@ class _Keys:
             raise CheckpointError("\n".join(dict.fromkeys(self._problems)))
 
     def close(self) -> None:
-        """Raises CheckpointError with all problems, among them each key that nobody read, since it may change
-        numbers."""
+        """Raises CheckpointError with all problems. A key that was never read is a problem too, since it may
+        change results.
+        """
         for name in ("expert_count", "expert_used_count"):
             if self.get(name):
                 self._problems.append(
@@ -136,7 +141,7 @@ class _Keys:
 
 
 def _common(keys: _Keys, family: str) -> Fields:
-    """Returns the fields of config.json that all model families have, from the metadata of a GGUF file."""
+    """Returns the config.json fields that all model families have, read from the metadata of a GGUF file."""
     heads = keys.integer("attention.head_count")
     hidden = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", max(hidden // heads, 1))
@@ -191,7 +196,9 @@ def _rope_scaling(keys: _Keys) -> Fields | None:
 
 
 def _floats(gguf: Gguf, name: str) -> list[float] | None:
-    """Returns the values of a small float32 tensor of a GGUF file; None where the file lacks it."""
+    """Returns the values of the small float32 tensor `name` of a GGUF file; None if the file does not have
+    it.
+    """
     tensor = gguf.tensors.get(name)
     if tensor is None:
         return None
@@ -205,8 +212,9 @@ def _floats(gguf: Gguf, name: str) -> list[float] | None:
 
 
 def _divided(rope: Rope, factors: Sequence[float], path: Path) -> Rope:
-    """Returns a rotary embedding with Llama 3's frequency scaling, which llama.cpp stores as a divisor of
-    each frequency, in `factors`. Raises CheckpointError for other factors."""
+    """Returns a rotary embedding with Llama 3's frequency scaling. factors: what llama.cpp stores for it, a
+    divisor for each frequency. Raises CheckpointError if the factors do not follow Llama 3's rule.
+    """
     if len(factors) != len(rope.inv_freq) or not all(0 < factor < 1e6 for factor in factors):
         raise CheckpointError(
             f"{path}: tensor '{ROPE_FACTORS}' must hold {len(rope.inv_freq)} numbers above 0, found "
@@ -240,7 +248,9 @@ def _gemma(keys: _Keys) -> Fields:
 
 
 def _granite(keys: _Keys) -> Fields:
-    """Returns the config fields of Granite's scalars. llama.cpp divides logits by logit_scale, too."""
+    """Returns the config fields of Granite's multipliers. llama.cpp divides logits by logit_scale, as Granite
+    does.
+    """
     return {
         "attention_bias": _has_bias(keys, "attn_q"),
         "mlp_bias": _has_bias(keys, "ffn_up"),
@@ -252,8 +262,9 @@ def _granite(keys: _Keys) -> Fields:
 
 
 def _gemma2(keys: _Keys) -> Fields:
-    """Returns the config fields of Gemma 2. Its attention scale is not in the file: llama.cpp computes it as
-    the original does."""
+    """Returns the config fields of Gemma 2. The file does not state the attention scale, which is computed as
+    llama.cpp and the original do.
+    """
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     is_27b = keys.integer("block_count") == 46
     return {
@@ -266,8 +277,9 @@ def _gemma2(keys: _Keys) -> Fields:
 
 
 def _gemma3(keys: _Keys) -> Fields:
-    """Returns the config fields of Gemma 3. Its attention scale and the pattern of its windows are not in the
-    file: llama.cpp computes them as the original does."""
+    """Returns the config fields of Gemma 3. The file does not state the attention scale and which layers have
+    windows; both are computed as llama.cpp and the original do.
+    """
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     is_27b = keys.integer("block_count") == 62
     cap = keys.get("final_logit_softcapping")
@@ -314,5 +326,6 @@ _EXTEND: Mapping[str, Callable[[_Keys], Fields]] = {
     "qwen3": _qwen3,
     "smollm3": _smollm3,
 }
-"""GGUF architecture -> function that returns the config fields only its family has. The architecture is also
-the model_type, except for Mistral and Gemma 3."""
+"""GGUF architecture -> function that returns the config fields that only its family has. The architecture is
+also the model_type, except for Mistral and Gemma 3.
+"""

@@ -1,10 +1,10 @@
-"""Reads the header of a GGUF file: its metadata, and where its tensors lie.
+"""Reads the header of a GGUF file: its metadata, and the positions of its tensors.
 
 A file is "GGUF", version (u32), number of tensors (u64), number of metadata entries (u64), the entries, the
-tensors' descriptions, padding, and the tensors' bytes, each at a multiple of `general.alignment`. All
-numbers are little-endian. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+tensors' descriptions, padding, and the tensors' bytes, each at a multiple of `general.alignment`. All numbers
+are little-endian. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
-Files come from strangers, so every length is compared with the bytes that are left before anything is read.
+Files come from strangers, so every length is compared with the remaining bytes before anything is read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VERSIONS = (2, 3)
 LONGEST_KEY = 1 << 16
 """Largest length of a metadata key in bytes; the limit of the GGUF format itself."""
 LONGEST_SHOWN = 100
-"""Number of characters of a tensor's or key's name that a message shows."""
+"""Maximum number of characters of a tensor's or key's name that an error message shows."""
 MOST_STRINGS = 1 << 22
 """Largest number of strings in one metadata array. Vocabularies have up to 300,000; a short string takes 60
 bytes of memory."""
@@ -54,7 +54,7 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
-"""Number of a GGUF metadata value's type -> NumPy's name of that type."""
+"""Number of a metadata value's type in GGUF -> NumPy's name of the type."""
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -66,13 +66,15 @@ class Gguf:
     metadata: Mapping[str, Value]
     """Key -> value, read from the first file."""
     tensors: Mapping[str, Tensor]
-    """Name in GGUF -> file, offset, type and shape of the tensor. Shapes are in NumPy's order, rows first."""
+    """Tensor name in GGUF -> the tensor's file, offset, type and shape. Shapes are in NumPy's order, rows
+    first.
+    """
 
 
 def read_gguf(path: Path) -> Gguf:
-    """Reads the headers of a file and, where it is the first of several, of all parts.
+    """Reads the headers of a GGUF file and, if the file is the first of several, of all of them.
 
-    Raises CheckpointError with one sentence.
+    Raises CheckpointError.
     """
     paths = parts(path)
     metadata, tensors = _read_part(paths[0])
@@ -95,10 +97,10 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def parts(path: Path) -> tuple[Path, ...]:
-    """Returns the paths of all files of a split GGUF model, given any one of them: `NAME-00001-of-00003.gguf`
-    has two more.
+    """Returns the paths of all files of a split GGUF model. path: any of them; `NAME-00001-of-00003.gguf` has
+    two more.
 
-    Raises CheckpointError where one is missing.
+    Raises CheckpointError if one is missing.
     """
     split = _SPLIT.fullmatch(path.name)
     if split is None:
@@ -126,7 +128,7 @@ def _read_part(path: Path) -> tuple[dict[str, Value], dict[str, Tensor]]:
 
 
 def shown(name: str) -> str:
-    """Returns the beginning of a metadata key or a tensor's name, in a form that messages may show."""
+    """Returns the beginning of a metadata key or tensor name, escaped for an error message."""
     return printable(name, LONGEST_SHOWN)
 
 
@@ -178,7 +180,7 @@ class _Reader:
                 )
             raise self._wrong(f"its version must be 2 or 3, found {version}")
         tensors, entries = (int(self._number("<u8", "a count")) for _ in range(2))
-        # A tensor's description takes 32 bytes at least, an entry 13.
+        # A tensor's description takes at least 32 bytes, and a metadata entry 13.
         if 32 * tensors + 13 * entries > self._left:
             raise self._wrong(
                 f"{tensors} tensors and {entries} metadata entries do not fit its {self._size} bytes"
@@ -186,8 +188,9 @@ class _Reader:
         return tensors, entries
 
     def _description(self) -> Tensor:
-        """Reads the description of one tensor and returns it with a `start` that is still relative to the
-        file's data section."""
+        """Reads and returns the description of one tensor. Its `start` is relative to the beginning of the
+        file's data section.
+        """
         name = self._string("a tensor's name", LONGEST_KEY)
         subject = f"tensor '{shown(name)}'"
         count = int(self._number("<u4", subject))
@@ -223,8 +226,9 @@ class _Reader:
         return Tensor(tensor.name, tensor.dtype, tensor.shape, tensor.path, start, tensor.size)
 
     def _value(self, key: str) -> Value:
-        """Reads a value of the metadata. `key` is the value's key as messages show it. Raises
-        CheckpointError."""
+        """Reads and returns a metadata value. key: the name of the value in error messages. Raises
+        CheckpointError.
+        """
         kind = int(self._number("<u4", key))
         if kind == _ARRAY:
             return self._array(key)

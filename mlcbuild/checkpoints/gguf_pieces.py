@@ -1,7 +1,7 @@
-"""SentencePiece's tokenizer.model, written from the vocabulary of a GGUF file.
+"""Writes SentencePiece's tokenizer.model from the vocabulary of a GGUF file.
 
 The file is a protocol buffer, `ModelProto` of sentencepiece_model.proto. Its few fields are encoded here:
-sentencepiece reads such files without the protobuf package, but offers no way to write one.
+sentencepiece reads such files without the protobuf package, but has no function that writes one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _TYPES = "tokenizer.ggml.token_type"
 
 
 def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes:
-    """Returns the bytes of the tokenizer.model file. What SentencePiece would refuse becomes a problem of
-    `reader`."""
+    """Returns the bytes of a tokenizer.model file. A vocabulary that SentencePiece would refuse adds a
+    problem to `reader`.
+    """
     tokens, types = _escaped(vocabulary), _with_unknown(vocabulary, reader)
     _check_bytes(vocabulary, types, reader)
     broken = next((i for i, token in enumerate(tokens) if types[i] == USER_DEFINED and "\0" in token), None)
     if broken is not None:
-        # SentencePiece compares these as C strings.
+        # SentencePiece compares these texts as C strings, which end at a zero byte.
         reader.problem(
             "tokenizer.ggml.tokens", f"entry {broken} is {shown(tokens[broken])}, with NUL in it; {CONVERT}"
         )
@@ -53,9 +54,10 @@ def tokenizer_model(vocabulary: GgufVocabulary, reader: MetadataReader) -> bytes
 
 
 def split_tokens(vocabulary: GgufVocabulary) -> dict[int, str]:
-    """Returns id -> text of the tokens that must be cut out before SentencePiece adds its space.
+    """Returns id -> text of the tokens that the tokenizer must split off before SentencePiece adds its
+    leading space.
 
-    A text that follows such a token begins with a space of its own, in llama.cpp and in the originals.
+    llama.cpp and the original models begin the text after such a token with a space.
     """
     if not vocabulary.flags.get("add_space_prefix", True):
         return {}
@@ -67,8 +69,9 @@ def split_tokens(vocabulary: GgufVocabulary) -> dict[int, str]:
 
 
 def _escaped(vocabulary: GgufVocabulary) -> list[str]:
-    """Returns the texts of the tokens with spaces written as SentencePiece compares them. Converters write
-    the spaces of user-defined tokens as they are."""
+    """Returns the texts of the tokens with each space replaced as SentencePiece does. Converters leave spaces
+    in user-defined tokens as they are.
+    """
     tokens = set(vocabulary.tokens)
     return [
         token.replace(" ", _SPACE)

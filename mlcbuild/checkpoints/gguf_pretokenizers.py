@@ -1,7 +1,7 @@
-"""The rules by which byte-level BPE tokenizers cut a text into words, by the name that a GGUF file gives.
+"""Lists the rules by which byte-level BPE tokenizers split text into words, by the names that GGUF files use.
 
-GGUF states the pre-tokenizer as a name only. The expressions are those of the models' own tokenizer.json;
-where a model's file is not public, they are the ones that llama.cpp uses for the name.
+GGUF states only the name of a pre-tokenizer. The expressions are those of each model's tokenizer.json; if a
+model's file is not public, they are those that llama.cpp uses for the name.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Step = dict[str, Json]
 @dataclass(frozen=True)
 class PreTokenizer:
     steps: tuple[Step, ...]
-    """Pre-tokenizers that are applied in this order, each to the words that the one before cut."""
+    """Pre-tokenizers, applied in this order; each receives the words that the previous one produced."""
     is_nfc: bool = False
     """True if the original tokenizer composes characters (Unicode NFC) before it cuts a text into words."""
     ignores_merges: bool = False
-    """True if a word that is a token stays one token, even if no merges lead to it."""
+    """True if a word that equals a token becomes this token even if no merges lead to it."""
     adds_bos: bool = False
-    """True if a prompt begins with the BOS token where the file does not state it."""
+    """True if a prompt begins with the BOS token when the GGUF file does not say so."""
 
     def to_json(self) -> Json:
         steps: Sequence[Json] = self.steps
@@ -41,8 +41,9 @@ def _split(expression: str) -> Step:
 
 
 def _byte_level(*, cuts: bool) -> Step:
-    """Returns the pre-tokenizer that writes bytes as letters. `cuts`: it first cuts the text into words by
-    GPT-2's expression."""
+    """Returns the pre-tokenizer that writes each byte as a printable character. cuts: True if it first splits
+    the text into words by GPT-2's expression.
+    """
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": cuts}
 
 
@@ -68,8 +69,8 @@ def _cl100k(numbers: str, spaces: str = _SPACES) -> str:
 
 
 def _o200k(numbers: str, suffix: str) -> str:
-    """Returns the regular expression of OpenAI's o200k: words end where small letters are followed by
-    capitals.
+    """Returns the regular expression of OpenAI's o200k, where a word ends when a capital follows small
+    letters.
 
     numbers: the expression for digits; suffix: an expression that may follow a word.
     """
@@ -86,7 +87,8 @@ _DEEPSEEK_V3 = (
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
 _HAN_AND_HANGUL = "[一-龥ࠀ-一가-퟿]+"
-# Cased letters as of Unicode 11, escaped: several look alike, and editors that normalize text merge them.
+# The cased letters of Unicode 11, escaped: several look alike, and editors that normalize text would merge
+# them.
 _DEEPSEEK_LETTERS = (
     r"\s?["
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-"
@@ -183,7 +185,7 @@ _SPELLINGS: Sequence[tuple[str, PreTokenizer]] = (
     ("bloom poro-chat gpt3-finnish", PreTokenizer(_splits(_BLOOM))),
     ("viking", PreTokenizer(_splits(_BLOOM, _NUMBER))),
 )
-"""Names of pre-tokenizers -> the pre-tokenizer; names in one string are spellings that mean the same."""
+"""Names of pre-tokenizers -> the pre-tokenizer. Names in one string, separated by spaces, mean the same."""
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     name: words for names, words in _SPELLINGS for name in names.split()
 }

@@ -1,4 +1,4 @@
-"""Finds the tensors of a GGUF file under the names, and in the row order, that transformers gives them.
+"""Reads the tensors of a GGUF file under the names, and in the row order, that transformers uses.
 
 llama.cpp's converter renames tensors, stores the rows of some query and key matrices in pairs, and adds 1 to
 Gemma's norms. Each difference is a field of an `Architecture`, and is undone when rows are read. Names:
@@ -28,12 +28,13 @@ class Architecture:
     checkpoint."""
 
     layer: Mapping[str, str]
-    """GGUF's name of a tensor in a layer, without its ending -> the name that transformers uses."""
+    """GGUF's name of a tensor in a layer, without its suffix -> transformers' name."""
     interleaved: bool = False
-    """True if the rows of query and key heads are stored as pairs (i, i + dim/2), for rotary embeddings that
-    rotate neighbours."""
+    """True if the file stores rows i and i + dim/2 of each query and key head side by side, as rotary
+    embeddings that rotate neighbouring elements need them.
+    """
     norm_shift: float = 0.0
-    """Number that is added to the weights of norms when they are read."""
+    """Number that is added to each weight of a norm when it is read."""
 
 
 _LAYER = {
@@ -68,7 +69,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(_LAYER),
     "smollm3": Architecture(_LAYER, interleaved=True),
 }
-"""`general.architecture` -> how its tensors are read. GGUF calls Mistral's models llama, too."""
+"""Value of `general.architecture` -> how tensors of such files are read. Mistral's files have the
+architecture llama, too.
+"""
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -79,13 +82,14 @@ ROPE_FACTORS, SHORT_FACTORS, LONG_FACTORS = (
     "rope_factors_short.weight",
     "rope_factors_long.weight",
 )
-"""Names of GGUF tensors that belong to the config of a model and not to its weights."""
+"""Names of GGUF tensors that belong to a model's config, not to its weights."""
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
-    """Returns name and description of a GGUF file's architecture. Raises CheckpointError for an unknown
-    one."""
+    """Returns the name and the description of a GGUF file's architecture. place: begins the error message.
+    Raises CheckpointError for an unknown architecture.
+    """
     name = gguf.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise CheckpointError(
@@ -98,9 +102,9 @@ def architecture_of(gguf: Gguf, place: str) -> tuple[str, Architecture]:
 
 
 def read_tensors(path: Path) -> dict[str, PackedTensor]:
-    """Returns transformers' name -> tensor, for every tensor of a GGUF file that holds weights.
+    """Returns transformers' tensor name -> tensor, for every tensor of a GGUF file that holds weights.
 
-    Names without a translation stay as they are. Raises CheckpointError.
+    A name without a translation is kept. Raises CheckpointError.
     """
     gguf = read_gguf(path)
     name, architecture = architecture_of(gguf, str(path))
@@ -128,7 +132,7 @@ def read_tensors(path: Path) -> dict[str, PackedTensor]:
 
 
 def _head_counts(gguf: Gguf, name: str, place: str) -> dict[str, int]:
-    """Returns kind of tensor -> number of its heads, for the kinds whose rows are stored in pairs."""
+    """Returns tensor name in a layer -> number of heads, for the tensors whose rows are stored in pairs."""
     queries: Value | None = gguf.metadata.get(f"{name}.attention.head_count")
     keys = gguf.metadata.get(f"{name}.attention.head_count_kv", queries)
     for count in (queries, keys):
@@ -142,8 +146,9 @@ def _head_counts(gguf: Gguf, name: str, place: str) -> dict[str, int]:
 
 
 def _decode(block: BlockType, shift: float, raw: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-    """Writes the float32 values of rows [n, bytes], stored as GGUF blocks, to out [n, columns], after adding
-    `shift`."""
+    """Decodes rows [n, bytes] of GGUF blocks, adds `shift` to each value, and writes them to out, float32 [n,
+    columns].
+    """
     dequantize(raw, block, out)
     if shift:
         np.add(out, np.float32(shift), out=out)

@@ -21,11 +21,11 @@ from mlcbuild.checkpoints.gguf_vocabulary import (
 from mlcbuild.errors import CheckpointError
 
 LARGEST_TEMPLATE = 1 << 20
-"""Largest chat template in bytes; the runtime reads no larger one."""
+"""Maximum size of a chat template in bytes, which is the runtime's limit."""
 LARGEST_FILE = 256 << 20
-"""Largest tokenizer.json or tokenizer.model in bytes; the runtime reads no larger one."""
+"""Maximum size of tokenizer.json or tokenizer.model in bytes, which is the runtime's limit."""
 LINES = 60
-"""Number of problems that one error lists; the others are counted."""
+"""Maximum number of problems that one error lists; further ones are only counted."""
 _TEMPLATE = "tokenizer.chat_template"
 _ENDS = frozenset(
     {
@@ -46,15 +46,18 @@ _ENDS = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-"""Control tokens that end a message. A file states few of them; llama.cpp knows the others by name, too."""
+"""Control tokens that end a message. A GGUF file states few of them; llama.cpp also recognises the others by
+name.
+"""
 
 
 def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> None:
-    """Writes the tokenizer's files into directory `out`.
+    """Writes the tokenizer's files into the directory `out`.
 
-    metadata: GGUF key -> string, number, bool, or a list or NumPy array of these. place: begins each message.
-    Writes tokenizer.json or tokenizer.model, tokenizer_config.json, generation_config.json, and
-    chat_template.jinja where there is a template. Raises CheckpointError with all problems, one a line.
+    metadata: GGUF key -> string, number, bool, or a list or NumPy array of these. place: the beginning of
+    each error message. The files are tokenizer.json or tokenizer.model, tokenizer_config.json,
+    generation_config.json, and chat_template.jinja if there is a template. Raises CheckpointError with all
+    problems, one per line.
     """
     reader = MetadataReader(metadata)
     templates = _templates(metadata, reader)
@@ -75,7 +78,9 @@ def write_tokenizer(metadata: Mapping[str, object], place: str, out: Path) -> No
 def _files(
     vocabulary: GgufVocabulary, templates: Mapping[str, str], reader: MetadataReader
 ) -> dict[str, bytes]:
-    """Returns name -> content of the tokenizer's files; an empty dictionary when `reader` has a problem."""
+    """Returns file name -> content of the tokenizer's files; an empty dictionary if `reader` has noted a
+    problem.
+    """
     if vocabulary.model == "gpt2":
         if not check_name(reader, "tokenizer.ggml.pre", vocabulary.pre_tokenizer, list(PRE_TOKENIZERS)):
             return {}
@@ -101,7 +106,9 @@ def _adds(vocabulary: GgufVocabulary, role: str, default: bool) -> bool:
 
 
 def _tokenizer_json(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str, object]:
-    """Returns the contents of a tokenizer.json for byte-level BPE, as the tokenizers library reads it."""
+    """Returns the JSON document of a tokenizer.json for byte-level BPE. words: the pre-tokenizer that splits
+    text into words.
+    """
     kinds = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     added = [
         {
@@ -134,7 +141,8 @@ def _tokenizer_json(vocabulary: GgufVocabulary, words: PreTokenizer) -> dict[str
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": words.ignores_merges,
-            # Unused tokens fill the weights up to a round number of rows. The original has no names for them.
+            # Unused tokens pad the vocabulary to a round number of rows. The original tokenizer has no names
+            # for them.
             "vocab": {content: token for token, (content, kind) in enumerate(kinds) if kind != UNUSED},
             "merges": vocabulary.merges,
         },
@@ -181,7 +189,7 @@ def _config(vocabulary: GgufVocabulary, templates: Mapping[str, str], adds_bos: 
 
 
 def _generation(vocabulary: GgufVocabulary) -> dict[str, object]:
-    """Returns the contents of generation_config.json: a message ends at any of several tokens."""
+    """Returns the JSON document of generation_config.json, which lists every token that ends a message."""
     ends = {vocabulary.ids[role] for role in ("eos", "eot", "eom") if role in vocabulary.ids}
     named = {
         content: token
@@ -189,7 +197,7 @@ def _generation(vocabulary: GgufVocabulary) -> dict[str, object]:
         if kind == CONTROL and content in _ENDS
     }
     if named.keys() >= {"<|return|>", "<|call|>"}:
-        named.pop("<|end|>", None)  # it ends one of several parts of a message in gpt-oss
+        named.pop("<|end|>", None)  # In gpt-oss, this token ends one of several parts of a message.
     document: dict[str, object] = {
         f"{role}_token_id": vocabulary.ids[role] for role in ("bos", "pad") if role in vocabulary.ids
     }

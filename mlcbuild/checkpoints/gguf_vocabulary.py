@@ -18,7 +18,7 @@ LARGEST_ARRAY = 1 << 24
 """Largest number of entries in any other metadata array: a vocabulary has up to three merges for each
 token."""
 MODELS = ("gpt2", "llama", "t5")
-"""Values of tokenizer.ggml.model: byte-level BPE, SentencePiece BPE, and SentencePiece unigram."""
+"""Supported values of tokenizer.ggml.model: byte-level BPE, SentencePiece BPE, and SentencePiece unigram."""
 IDS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -34,25 +34,28 @@ _BYTE_NAME = re.compile("<0x[0-9A-F]{2}>")
 
 @dataclass(frozen=True)
 class GgufVocabulary:
-    """The vocabulary of a GGUF file. Its lists have one entry for each token id."""
+    """The vocabulary of a GGUF file. Lists are indexed by token id."""
 
     model: str
     tokens: list[str]
     types: list[int]
     scores: list[float]
-    """Score of each token, by id; empty for BPE with merges."""
+    """Score of each token, indexed by id; empty for BPE with merges."""
     merges: list[tuple[str, str]]
     """Pairs of tokens to merge, in the order in which they are tried; empty for SentencePiece."""
     pre_tokenizer: str
     ids: Mapping[str, int]
-    """Role of a token, such as "bos" -> its id; only those that the file states."""
+    """Role of a token, such as "bos" -> its id. Roles that the file does not state are absent."""
     flags: Mapping[str, bool]
-    """Value of add_bos_token, add_eos_token and add_space_prefix; only those that the file states."""
+    """Name of a flag (add_bos_token, add_eos_token, add_space_prefix) -> its value. Flags that the file does
+    not state are absent.
+    """
 
 
 class MetadataReader:
-    """Reads values of GGUF metadata by key and collects problems, each a sentence that begins with the
-    key."""
+    """Reads values of GGUF metadata by key, and collects problems. Each problem is a sentence that begins
+    with the key.
+    """
 
     def __init__(self, metadata: Mapping[str, object]) -> None:
         self._metadata = metadata
@@ -62,8 +65,9 @@ class MetadataReader:
         self.problems.append(one_line(f"{key}: {message}"))
 
     def scalar(self, key: str, kind: type[str] | type[int] | type[bool]) -> str | int | bool | None:
-        """Returns the value of a metadata key; None, with a problem for a wrong type, where the key is absent
-        or its value is not exactly of type `kind`."""
+        """Returns the value of a metadata key, or None if the key is absent. If the value is not exactly of
+        type `kind`, notes a problem and returns None.
+        """
         value = _plain(self._metadata.get(key))
         if value is None or type(value) is kind:
             return value
@@ -83,8 +87,9 @@ class MetadataReader:
         return value
 
     def array(self, key: str, kinds: tuple[type, ...], limit: int = LARGEST_ARRAY) -> Sequence[object] | None:
-        """Returns the array under a metadata key; None, with a problem for wrong contents, where it is
-        absent, longer than `limit`, or an entry's type is not one of `kinds`."""
+        """Returns the array under a metadata key, or None if the key is absent. Notes a problem and returns
+        None if the array is longer than `limit` or an entry's type is not one of `kinds`.
+        """
         value = self._metadata.get(key)
         if value is None:
             return None
@@ -120,8 +125,9 @@ class MetadataReader:
 
 
 def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
-    """Reads the vocabulary from GGUF metadata; returns None when `reader.problems` has a problem of the
-    vocabulary."""
+    """Reads and returns the vocabulary in GGUF metadata. Returns None if it is invalid; `reader.problems`
+    then says why.
+    """
     before = len(reader.problems)
     model = reader.text("tokenizer.ggml.model")
     if len(reader.problems) > before:
@@ -156,8 +162,9 @@ def read_vocabulary(reader: MetadataReader) -> GgufVocabulary | None:
 
 
 def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]) -> bool:
-    """Returns True if `name` is one of `names`, and notes a problem of the metadata key `key` if it is
-    not."""
+    """Returns True if `name` is one of `names`. Otherwise notes a problem of the metadata key `key` and
+    returns False.
+    """
     if name in names:
         return True
     fault = f"'{name[:100]}' is unknown; {did_you_mean(name, names)}" if name else "is absent"
@@ -166,7 +173,7 @@ def check_name(reader: MetadataReader, key: str, name: str, names: Sequence[str]
 
 
 def shown(value: object) -> str:
-    """Returns the beginning of a metadata value, in a form that messages may show."""
+    """Returns the beginning of a metadata value, escaped so that an error message can show it."""
     if (count := _count(value)) is not None:
         return f"an array of {count}"
     if isinstance(value, bytes):
@@ -186,14 +193,15 @@ def _count(value: object) -> int | None:
 
 
 def _plain(value: object) -> object:
-    """Returns a NumPy array or scalar as Python's own types."""
+    """Returns a NumPy array or scalar as Python's built-in types; returns any other value unchanged."""
     convert = getattr(value, "tolist", None)
     return value if convert is None else convert()
 
 
 def _is_utf8(text: str) -> bool:
-    """Returns True if a text can be encoded as UTF-8. Decoders that keep broken bytes write them as lone
-    surrogates."""
+    """Returns True if a text can be encoded as UTF-8, which lone surrogates cannot. Decoders write invalid
+    bytes as such.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -234,8 +242,9 @@ def _ids(reader: MetadataReader, size: int) -> dict[str, int]:
 
 
 def _types(reader: MetadataReader, tokens: list[str], ids: Mapping[str, int], pieces: bool) -> list[int]:
-    """Returns the type of each token. `pieces`: the tokenizer is SentencePiece's, where bytes and the unknown
-    token have their own types."""
+    """Returns the type of each token. pieces: True if the tokenizer is SentencePiece's, which has types for
+    bytes and for the unknown token.
+    """
     key = "tokenizer.ggml.token_type"
     entries = reader.array(key, (int,))
     if entries is None:
@@ -248,7 +257,7 @@ def _types(reader: MetadataReader, tokens: list[str], ids: Mapping[str, int], pi
             reader.problem(key, f"types are 0 to 6, but entry {wrong} is {shown(types[wrong])}; {CONVERT}")
             return []
     for role in ("bos", "eos", "eot", "eom"):
-        # A text must never show these, whatever the converter has written.
+        # These tokens must never appear in a text, whatever type the converter wrote.
         if role in ids and ids[role] < len(types):
             types[ids[role]] = CONTROL
     return [kind or NORMAL for kind in types]
@@ -284,7 +293,7 @@ def _merges(reader: MetadataReader, tokens: list[str], types: list[int]) -> list
         return []
     unused = {token for token, kind in zip(tokens, types, strict=False) if kind == UNUSED}
     mergeable = set(tokens) - unused
-    merges: dict[tuple[str, str], None] = {}  # the first of equal ones counts
+    merges: dict[tuple[str, str], None] = {}  # the first of equal pieces counts
     wrong = 0
     for i, entry in enumerate(entries):
         cut = entry.find(" ", 1)

@@ -1,8 +1,8 @@
-"""Matrices of integer codes, with a scale and a zero point, or a scale and a minimum, for each group of
-columns.
+"""Reads matrices of integer codes that have a scale and a zero point, or a scale and a minimum, for each
+group of columns.
 
 A weight is (code - zero) * scale, or code * scale + minimum, in float32, rounded after each operation. With
-scales of 16 bits and a zero point nothing is rounded.
+scales of 16 bits and a zero point no operation rounds.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from mlcbuild.quant.blocks import BlockRows
 from mlcbuild.quant.groups import GROUP
 
 Read: TypeAlias = Callable[[RowReader, int, int], NDArray[Any]]
-"""(reader, first row, number of rows) -> numbers of these rows."""
+"""Function of (reader, first row, number of rows) that returns numbers of these rows."""
 _RANGES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
-"""Types that multiply an integer by a float16: name, least and greatest integer."""
+"""(type, least integer, greatest integer) of the tensor types whose weights are an integer times a float16.
+"""
 _WITH_MINIMUM = {2: "Q4_1", 3: "Q4_1", 4: "Q4_1", 5: "Q5_1", 6: "Q6_1"}
-"""Bits of a code -> the type that adds a float16 to its product with another."""
+"""Bits of a code -> name of the tensor type whose weights are code * float16 scale + float16 minimum."""
 _ROWS = 4096
-"""Number of rows whose scales are examined at once."""
+"""Number of rows whose scales are examined at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,31 +41,33 @@ class GroupedMatrix:
     group: int
     """Number of consecutive columns in a group; the last group may be shorter."""
     codes: Read
-    """Reads codes [rows, columns] as uint8."""
+    """Function that reads the codes of some rows: uint8 [rows, columns]."""
     scales: Read
-    """Reads scales [rows, groups] as float32."""
+    """Function that reads the scales of some rows: float32 [rows, groups]."""
     zeros: Read | None = None
-    """Reads zero points [rows, groups] as integers."""
+    """Function that reads the zero points of some rows as integers, [rows, groups]; None: the matrix has
+    none.
+    """
     minima: Read | None = None
-    """Reads minima [rows, groups] as float32."""
+    """Function that reads the minima of some rows: float32 [rows, groups]; None: the matrix has none."""
     places: NDArray[np.intp] | None = field(default=None, compare=False)
-    """The group of each column, where groups are not of consecutive columns."""
+    """Column -> index of its group, if groups are not made of consecutive columns; None if they are."""
     kind: str = "F32"
-    """The type of tensors whose format holds the values."""
+    """Name of the tensor type whose stored format keeps the values of this matrix; "F32" if none does."""
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns rows in float32."""
+        """Returns `count` rows of the matrix from row `first` on, as float32 weights."""
         rows: Floats = self.codes(reader, first, count).astype(np.float32)
         if self.zeros is not None:
             rows -= self._spread(self.zeros(reader, first, count).astype(np.float32))
-        with np.errstate(all="ignore"):  # infinite weights are refused where they are stored
+        with np.errstate(all="ignore"):  # Infinite weights are refused where weights are stored.
             rows *= self._spread(self.scales(reader, first, count))
             if self.minima is not None:
                 rows += self._spread(self.minima(reader, first, count))
         return rows
 
     def _spread(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Returns the number of each column from those of its group."""
+        """Expands numbers of groups, [rows, groups], to numbers of columns, [rows, columns]."""
         if self.places is not None:
             return numbers[:, self.places]
         if numbers.shape[1] == 1:
@@ -72,7 +75,7 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group, axis=1)[:, : self.columns]
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
-        """Returns rows with their codes and scales."""
+        """Returns `count` rows of the matrix from row `first` on, as codes and scales."""
         codes, scale = self.codes(reader, first, count), self.scales(reader, first, count)
         minimum = None if self.minima is None else self.minima(reader, first, count)
         if self.zeros is not None:
@@ -91,7 +94,9 @@ class GroupedMatrix:
         return np.repeat(numbers, self.group // GROUP, axis=1)[:, : self.columns // GROUP]
 
     def tensor(self, parts: StoredParts, note: str = "", name: str = "weight") -> ComputedTensor:
-        """Returns the matrix as a tensor of a module, with the type whose format keeps its values."""
+        """Returns the matrix as the tensor `name` of a module. parts: the stored tensors of the module; note:
+        a remark for the log.
+        """
         own = replace(self, kind=self._kind())
         unpack = None if own.kind == "F32" else own.unpack
         return parts.computed((self.rows, self.columns), own.load, own.kind, unpack, note, name)
@@ -122,7 +127,7 @@ class GroupedMatrix:
 
 
 def is_half(numbers: NDArray[Any]) -> bool:
-    """Returns True if every number is a finite float16."""
+    """Returns True if every number is finite and exactly representable as float16."""
     with np.errstate(all="ignore"):
         half = numbers.astype(np.float16)
     return bool(np.isfinite(half).all() and (half == numbers).all())

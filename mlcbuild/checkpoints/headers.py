@@ -15,7 +15,9 @@ from mlcbuild.errors import CheckpointError
 _POINTER = b"version "
 """The first bytes of a Git LFS pointer, which a checkout without LFS has in place of a weights file."""
 _END = re.compile(rb'"data_offsets"\s*:\s*\[\s*\d{1,18}\s*,\s*(\d{1,18})\s*\]')
-"""The end of a tensor's bytes, counted from the end of the header."""
+"""Matches the end offset of a tensor's bytes in the JSON header of a safetensors file. The offset is relative
+to the end of the header.
+"""
 
 
 def read_header(path: Path) -> Header:
@@ -46,7 +48,9 @@ def check_complete(path: Path) -> None:
 
 @lru_cache(maxsize=1 << 14)
 def _shortfall(path: Path, size: int, _mtime_ns: int) -> str | None:
-    """Returns what is missing of a safetensors file of `size` bytes; None for a complete one."""
+    """Returns the reason why a safetensors file of `size` bytes is incomplete, as part of a sentence; None
+    for a complete file.
+    """
     with regular.open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:

@@ -1,4 +1,4 @@
-"""All communication with a Hugging Face hub: repository names, queries, downloads, and error messages.
+"""Communicates with a Hugging Face hub: repository names, queries, downloads, and error messages.
 
 It uses huggingface_hub, which honours the cache, endpoint, token and offline mode of its environment
 variables (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE). It is imported on use, because loading it is slow.
@@ -21,7 +21,7 @@ from mlcbuild.errors import SourceError, UsageError
 ATTEMPTS = 3
 """Number of attempts to reach the hub, one second apart."""
 NAME_LIMIT = 255
-"""Largest length of one part of a path, in bytes, that common filesystems accept."""
+"""Maximum length in bytes of one component of a path, a limit of common filesystems."""
 
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ class HubSource:
 
 @dataclass(frozen=True)
 class HubFile:
-    """The hub's description of a file; `sha256` is known only for files in large-file storage."""
+    """The hub's description of a file. `sha256` is None unless the file is in large-file storage."""
 
     size: int
     git_oid: str
@@ -52,7 +52,7 @@ class HubFile:
 
 
 class UnreachableError(SourceError):
-    """The hub could not be reached; a retry may succeed."""
+    """The hub cannot be reached; a retry may succeed."""
 
 
 class AbsentError(SourceError):
@@ -64,7 +64,7 @@ def is_commit(text: str) -> bool:
 
 
 def parse_source(text: str) -> HubSource | None:
-    """Returns the repository that a `source:` names, or None for a directory.
+    """Returns the repository that the `source:` of a recipe names; None if it names a directory.
 
     Raises UsageError for a text with a scheme that is not `hf://organisation/name` or
     `hf://organisation/name@revision`.
@@ -98,7 +98,9 @@ def check_name(name: str) -> None:
 
 
 def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
-    """Returns the present commit of a repository's revision, and path -> file in it. Raises SourceError."""
+    """Returns the current commit of a repository's revision, and path -> description of each file in it.
+    Raises SourceError.
+    """
     from huggingface_hub import HfApi
 
     def ask() -> tuple[str, dict[str, HubFile]]:
@@ -118,7 +120,7 @@ def list_files(source: HubSource) -> tuple[str, dict[str, HubFile]]:
 
 
 def current_commit(source: HubSource) -> str:
-    """Returns the present commit of a branch or tag. Raises SourceError."""
+    """Returns the current commit of a branch or tag. Raises SourceError."""
     from huggingface_hub import HfApi
 
     return _patiently(
@@ -127,10 +129,11 @@ def current_commit(source: HubSource) -> str:
 
 
 def reach(source: HubSource, names: Iterable[str]) -> None:
-    """Checks that the hub can be reached, by querying the first file that is not in its cache.
+    """Checks that the hub can be reached, by querying the first of the files `names` that is not in its
+    cache.
 
-    `source` must be at a commit. Otherwise an unreachable hub would be retried for half a minute for every
-    file. In offline mode, all missing files are named at once. Raises SourceError.
+    `source` must be at a commit. Without this check, an unreachable hub would be retried for half a minute
+    for every file. In offline mode, all missing files are named at once. Raises SourceError.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -153,8 +156,8 @@ def reach(source: HubSource, names: Iterable[str]) -> None:
 def download(
     source: HubSource, name: str, again: bool = False, count: Callable[[int], None] | None = None
 ) -> Path:
-    """Returns the path of a file in the hub's cache, downloading it if necessary; `again` replaces a cached
-    copy.
+    """Returns the path of the file `name` in the hub's cache, and downloads it if necessary. again: True
+    replaces a cached copy.
 
     An interrupted transfer is resumed with an HTTP range. `count` is called with the number of new bytes,
     which is negative when a server starts over. Raises SourceError.
@@ -175,9 +178,10 @@ def download(
 
 
 def commit(source: HubSource, files: Mapping[str, Path | bytes], gone: Iterable[str], message: str) -> str:
-    """Commits changes to a branch, adding `files` and removing `gone`; returns the commit.
+    """Commits changes to a branch of a repository and returns the commit's hash. files: path -> content to
+    add; gone: paths to remove; message: the commit's message.
 
-    A missing repository is created as private, and so is a missing branch. Raises SourceError.
+    A missing repository is created as private; a missing branch is created, too. Raises SourceError.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -221,7 +225,8 @@ def _counting(count: Callable[[int], None] | None) -> type:
 
 def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -> Result:
     """Calls `ask`, a query of the hub, up to ATTEMPTS times while the hub cannot be reached, and returns its
-    result. Raises what `ask` raises."""
+    result. name: the file that an error names, or None. Raises what `ask` raises.
+    """
     for _ in range(ATTEMPTS - 1):
         try:
             with explained(source, name):
@@ -234,7 +239,9 @@ def _patiently(source: HubSource, name: str | None, ask: Callable[[], Result]) -
 
 @contextmanager
 def explained(source: HubSource, name: str | None) -> Iterator[None]:
-    """Turns expected failures of a query or transfer into SourceErrors that name the source and file."""
+    """Converts expected exceptions of a query or transfer into SourceErrors that name the source and, unless
+    it is None, the file.
+    """
     try:
         yield
     except SourceError:
@@ -261,7 +268,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _hub_refusal(error: Exception, source: HubSource) -> _Found:
-    """Returns the error class and message for a request that the hub refused; None for other errors."""
+    """Returns the class and the message of the error for a request that the hub refused; None for other
+    exceptions.
+    """
     from huggingface_hub import constants, errors
 
     page = f"{constants.ENDPOINT}/{source.repo}"
@@ -312,7 +321,7 @@ _NETWORK_FAILURES: tuple[tuple[frozenset[str], type[SourceError], str], ...] = (
     ),
     (
         frozenset({"XetError"}),
-        SourceError,  # it has tried for minutes already
+        SourceError,  # The library has already retried this for minutes.
         "the hub's Xet storage failed ({reason}); try again, or set HF_HUB_DISABLE_XET=1",
     ),
     (
@@ -341,12 +350,13 @@ _NETWORK_FAILURES: tuple[tuple[frozenset[str], type[SourceError], str], ...] = (
         "{host} does not answer like a hub ({reason}); check HF_ENDPOINT and the proxy",
     ),
 )
-"""Names of exceptions, what they become, and its message. Errors are recognised by the names of their
-classes, because huggingface_hub has changed its HTTP library twice."""
+"""(names of exception classes, error class, error message) for network failures. Exceptions are recognised by
+the names of their classes, because huggingface_hub has changed its HTTP library twice.
+"""
 
 
 def _network_failure(error: Exception) -> _Found:
-    """Returns the error class and message for a network failure; None for other errors."""
+    """Returns the class and the message of the error for a network failure; None for other exceptions."""
     from huggingface_hub import constants
 
     for cause in _chain(error):
@@ -354,10 +364,11 @@ def _network_failure(error: Exception) -> _Found:
         if "Consistency check failed" in str(cause):
             names.add("IncompleteRead")
         if type(cause).__name__.startswith("Xet") or (type(cause) is RuntimeError and "CAS" in str(cause)):
-            names = {"XetError"}  # its own kinds are subclasses of unrelated built-in ones
+            # Subclasses of XetError are also subclasses of unrelated built-in exceptions.
+            names = {"XetError"}
         for causes, result, message in _NETWORK_FAILURES:
             if names & causes:
-                # First the host, which holds no braces; a reason may.
+                # The host is inserted first, since it cannot contain braces; a reason may.
                 text = message.replace("{host}", constants.ENDPOINT)
                 return result, text.replace("{reason}", _reason(cause))
     return None

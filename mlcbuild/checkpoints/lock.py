@@ -1,14 +1,14 @@
-"""recipe.lock: the exact files of every source that is not on this machine.
+"""Reads and writes recipe.lock, which pins the exact files of every source that is not on this machine.
 
-    version: 1
-    sources:
-      "hf://organisation/name@main":
-        commit: 0123456789abcdef0123456789abcdef01234567
-        files:
-          config.json: {size: 649, sha256: 4a5f...}
+version: 1
+sources:
+  "hf://organisation/name@main":
+    commit: 0123456789abcdef0123456789abcdef01234567
+    files:
+      config.json: {size: 649, sha256: 4a5f...}
 
-Users commit it. `resolve` asks the hub and is the only function here that needs a network; a run uses
-`read` and `check`, and keeps to the pinned commits even when a branch has moved on.
+Users commit it. `resolve` queries the hub and is the only function here that needs a network; a run uses
+`read` and `check`, and uses the pinned commits even when a branch has moved on.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Locked:
     files: Mapping[str, Pinned]
 
     def params(self, source: HubSource) -> dict[str, Json]:
-        """Returns the parameters of the fetch action. They omit the branch or tag, so that no key depends on
-        it."""
+        """Returns the parameters of the fetch action. They contain no branch or tag, so that no key depends
+        on one.
+        """
         files: dict[str, Json] = {
             name: {"size": pinned.size, "sha256": pinned.sha256} for name, pinned in self.files.items()
         }
@@ -56,7 +57,7 @@ class Lock:
 
 
 def text(lock: Lock) -> str:
-    """Returns the canonical text of a lock: sorted, one line for each file, so that diffs show changes."""
+    """Returns the canonical text of a lock file: sorted, one line per file, so that diffs show changes."""
     lines = [_HEAD, f"version: {VERSION}\n", "sources:\n" if lock.sources else "sources: {}\n"]
     for source, locked in sorted(lock.sources.items()):
         lines += [f'  "{source}":\n', f'    commit: "{locked.commit}"\n', "    files:\n"]
@@ -67,7 +68,9 @@ def text(lock: Lock) -> str:
 
 
 def write(path: Path, lock: Lock) -> bool:
-    """Writes the lock unless the file has the same text; returns whether it wrote. Raises UsageError."""
+    """Writes recipe.lock and returns True; returns False if the file already has the same text. Raises
+    UsageError.
+    """
     new = text(lock).encode()
     try:
         if path.is_file() and path.read_bytes() == new:
@@ -81,8 +84,9 @@ def write(path: Path, lock: Lock) -> bool:
 
 
 def read(path: Path) -> Lock:
-    """Reads recipe.lock. Raises InputError with all problems and their places; UsageError if there is no
-    file."""
+    """Reads recipe.lock. Raises InputError with all problems and their positions, and UsageError if the file
+    does not exist.
+    """
     if not path.exists():
         raise UsageError(f"{path}: not found; run `mlcbuild lock` to pin the recipe's hf:// sources")
     try:
@@ -97,7 +101,9 @@ def read(path: Path) -> Lock:
 
 
 def _advised(problems: Iterable[Problem]) -> list[Problem]:
-    """Adds the remedy to each problem; it is the same for all, because locks are not edited by hand."""
+    """Returns the problems with a remedy added to each: to write the lock again, since it is not edited by
+    hand.
+    """
     advice = "; restore the file from version control, or delete it and run `mlcbuild lock`"
     return [Problem(p.file, p.line, p.column, p.message + advice) for p in problems]
 
@@ -160,8 +166,9 @@ class _Reader:
         return Pinned(size if type(size) is int else 0, str(sha256))
 
     def mapping(self, where: Where, keys: set[str] | None = None) -> dict[str, Data]:
-        """Returns the mapping at a place of the file, which must have exactly `keys` if they are passed;
-        reports anything else."""
+        """Returns the mapping at the position `where` of the file. Reports anything else, and a mapping
+        without exactly the keys `keys`, if they are passed.
+        """
         value = self.document.get(where)
         name = f"'{where[-1]}'" if where else "the file"
         if not isinstance(value, dict):
@@ -179,7 +186,8 @@ class _Reader:
 
 
 def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
-    """Raises UsageError, naming all of them, for sources of a recipe that the lock does not pin.
+    """Raises UsageError that names every source of a recipe that the lock does not pin. path: the lock file,
+    for the message.
 
     Unused entries are harmless; `mlcbuild lock` removes them.
     """
@@ -196,7 +204,8 @@ def check(sources: Iterable[HubSource], lock: Lock, path: Path) -> None:
 
 
 def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
-    """Queries the hub for the present state of each source. Entries of `keep` stay; unused ones are dropped.
+    """Queries the hub for the current state of each source and returns the lock. Entries of `keep` stay
+    unless no source uses them.
 
     Raises SourceError with one line for each source that failed.
     """
@@ -216,7 +225,7 @@ def resolve(sources: Iterable[HubSource], keep: Lock | None = None) -> Lock:
 
 
 def moved(lock: Lock) -> dict[HubSource, str]:
-    """Returns source -> present commit for the branches and tags that have moved since they were pinned.
+    """Returns source -> current commit for the branches and tags that have moved since they were pinned.
 
     Raises SourceError with one line for each source that cannot be queried.
     """
@@ -258,8 +267,8 @@ def _pin_file(source: HubSource, name: str, file: HubFile) -> Pinned:
 
 
 def _small_file(source: HubSource, name: str, file: HubFile) -> tuple[bytes, Pinned]:
-    """Downloads a file whose sha256 the hub does not state, as for files in git; returns its bytes and its
-    pin.
+    """Downloads a file whose sha256 the hub does not state, such as one kept in git; returns its bytes, size
+    and sha256.
 
     The bytes are checked against the size and the git object id that the hub states. Raises SourceError.
     """

@@ -40,46 +40,46 @@ _PREFIXES = (
     ("language_model.", ""),
     ("", "model."),
 )
-"""Beginnings of names in a model of several parts -> those in the text model."""
+"""(prefix of tensor names in a model of several parts, prefix in its text model)."""
 _DTYPES = ("F32", "F16", "BF16")
 _PRODUCTS = 1 << 15
-"""Elements of a product that are computed at once; they stay in a core's cache."""
+"""Number of elements of a matrix product that are computed at once; they stay in a core's cache."""
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter with its tensors."""
+    """A LoRA adapter: its config, its tensors, and its weight in the merged model."""
 
     directory: Path
     weight: float
-    """Factor of its change of the base."""
+    """Factor by which the adapter's change of the base model is multiplied."""
     config: AdapterConfig
     parts: Mapping[str, Mapping[str, Tensor]]
-    """Module -> part (A, B, magnitude; embedding_A, embedding_B) -> tensor."""
+    """Module name -> part of the adapter (A, B, magnitude, embedding_A, embedding_B) -> tensor."""
     whole: Mapping[str, Tensor]
-    """Name of a tensor of the base -> the tensor that replaces it."""
+    """Name of a tensor of the base model -> the tensor of the adapter that replaces it."""
 
 
 @dataclass(frozen=True)
 class _Change:
-    """The change of one matrix by one adapter."""
+    """The change that one adapter makes to one matrix."""
 
     left: Tensor
-    """B, [rows, rank]; A where `crossed`."""
+    """The left factor of the product: B [rows, rank], or A if `crossed`."""
     right: Tensor
-    """A, [rank, columns]; B where `crossed`."""
+    """The right factor of the product: A [rank, columns], or B if `crossed`."""
     scale: np.float32
     crossed: bool
-    """The matrix changes by the product with its axes exchanged."""
+    """True if the product of the factors is transposed before it is added."""
     magnitude: Tensor | None
 
 
 def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint, by transformers' names, with adapters merged in turn.
+    """Returns the tensors of a checkpoint, by transformers' names, with adapters merged one after the other.
 
-    directories: (an adapter's directory, factor of its change). Raises CheckpointError.
+    directories: pairs (directory of an adapter, factor of its change). Raises CheckpointError.
     """
     changes: dict[str, list[_Change]] = {}
     merged = dict(tensors)
@@ -104,7 +104,9 @@ def merging(directories: Sequence[tuple[Path, float]], tensors: Mapping[str, Ten
 
 
 def read_adapter(directory: Path, weight: float) -> Adapter:
-    """Reads an adapter's config and the header of its weights. Raises CheckpointError."""
+    """Reads an adapter's config and the header of its weights file. weight: factor of the adapter's change.
+    Raises CheckpointError.
+    """
     config = read_adapter_config(directory)
     path = next((directory / name for name in ADAPTER_WEIGHTS if (directory / name).is_file()), None)
     if path is None:
@@ -134,7 +136,9 @@ def read_adapter(directory: Path, weight: float) -> Adapter:
 
 
 def _aliases(adapter: Adapter, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns name of an adapted tensor -> its name in `tensors`, where the model is part of a larger one."""
+    """Returns name of a tensor that the adapter changes -> its name in `tensors`, which differs where the
+    model is part of a larger one.
+    """
     aliases = {}
     for name in (*adapter.whole, *(f"{module}.weight" for module in adapter.parts)):
         others = [to + name.removeprefix(prefix) for prefix, to in _PREFIXES if name.startswith(prefix)]
@@ -154,7 +158,9 @@ def _base(adapter: Adapter, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _change(adapter: Adapter, module: str, parts: Mapping[str, Tensor], base: Tensor) -> _Change:
-    """Checks the tensors of one module. Raises CheckpointError."""
+    """Checks the adapter's tensors for one module and returns the change. parts: part -> tensor; base: the
+    matrix that is changed. Raises CheckpointError.
+    """
     is_table = "embedding_A" in parts
     names = ("embedding_A", "embedding_B") if is_table else ("A", "B")
     missing = [f"lora_{name}" for name in names if name not in parts]
@@ -195,7 +201,7 @@ def _fault(tensor: Tensor, message: str) -> CheckpointError:
 
 
 def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: int, count: int) -> Floats:
-    """Returns rows of a matrix with all changes."""
+    """Returns `count` rows of a matrix from row `first` on, in float32, with all changes applied."""
     original = reader.values(base, first, count)
     rows = original.copy() if len(changes) > 1 else original
     for change in changes:
@@ -204,7 +210,7 @@ def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: 
         if change.magnitude is None:
             rows += delta
             continue
-        # PEFT measures the rows of the unmerged base, also of a second adapter.
+        # PEFT measures the rows of the unmerged base, even for a second adapter.
         own = (original + delta).astype(np.float64)
         lengths = np.sqrt(np.add.reduce(own * own, axis=1)).astype(np.float32)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -215,7 +221,7 @@ def _merged(base: Tensor, changes: Sequence[_Change], reader: RowReader, first: 
 
 
 def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats:
-    """Returns rows of the product of a change's matrices."""
+    """Returns `count` rows from row `first` on of the product of a change's two matrices."""
     if change.crossed:
         left = reader.elements(change.left, (0, change.left.shape[0]), (first, first + count))
         left = widened(left).T
@@ -226,17 +232,18 @@ def _delta(change: _Change, reader: RowReader, first: int, count: int) -> Floats
     out = np.empty((count, right.shape[1]), np.float32)
     wide_left, wide_right = left.astype(np.float64), right.astype(np.float64)
     step = max(1, _PRODUCTS // max(1, out.shape[1]))
-    with np.errstate(all="ignore"):  # infinite weights are refused where they are stored
+    with np.errstate(all="ignore"):  # Infinite weights are refused where weights are stored.
         for start in range(0, count, step):
             _multiply(wide_left[start : start + step], wide_right, out[start : start + step])
     return out
 
 
 def _multiply(left: NDArray[np.float64], right: NDArray[np.float64], out: Floats) -> None:
-    """Writes left @ right, of float32 values, as fused multiply-adds in float32 would in the order of ranks.
+    """Writes left @ right to `out`. Operands are float32 values; each sum is rounded as fused multiply-adds
+    in float32 would, in the order of ranks.
 
-    Libraries of matrix products, PyTorch's too, have this order for small ranks on CPUs with FMA. Here it is
-    the same on every machine: the product of two float32 is exact in float64.
+    Libraries of matrix products, PyTorch's too, have this order for small ranks on CPUs with FMA. Here the
+    result is the same on every machine: the product of two float32 is exact in float64.
     """
     total, product = np.zeros(out.shape), np.empty(out.shape)
     for index in range(left.shape[1]):

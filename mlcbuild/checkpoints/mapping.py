@@ -1,4 +1,6 @@
-"""Finds the parameters of a model in a Hugging Face checkpoint: in which tensors, and in which rows."""
+"""Maps the parameters of a model to the tensors of a Hugging Face checkpoint, and to the rows of these
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +30,38 @@ from mlcbuild.models.tensor_names import other_names
 
 HEAD = "lm_head.weight"
 LINES = 60
-"""Number of problems that one error lists; the others are counted."""
+"""Maximum number of problems that one error lists; further ones are only counted."""
 View: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Returns tensors by name in place of those that it is called with. Raises CheckpointError."""
+"""Function that receives name -> tensor and returns the tensors, by name, that replace them. Raises
+CheckpointError.
+"""
 
 
 @dataclass(frozen=True)
 class Views:
-    """Changes of the tensors of a checkpoint that lead to those of its model."""
+    """The functions that turn the tensors stored in a checkpoint into the tensors of its model."""
 
     quantized: View = dict
-    """Called with tensors by the names in the files: puts one tensor in place of the parts of each quantized
-    matrix."""
+    """Function of the tensors by their names in the files. Replaces the stored parts of each quantized matrix
+    by one tensor.
+    """
     adapted: View = dict
-    """Called with tensors by transformers' names: merges adapters."""
+    """Function of the tensors by transformers' names. Merges adapters."""
 
 
 PLAIN = Views()
-"""The tensors are those of the model."""
+"""The views for a checkpoint whose stored tensors are already those of the model."""
 
 
 def locate(
     root: Path, config: ModelConfig, names: TensorNames, views: Views = PLAIN
 ) -> tuple[ParameterSource, ...]:
-    """Finds the tensors of every parameter, in the order of `parameters(config)`.
+    """Returns the tensors that hold each parameter, in the order of `parameters(config)`.
 
     root: a GGUF file, or a directory with model.safetensors or, when that is absent,
     model.safetensors.index.json and the files it names (the order in which transformers looks), or else
-    safetensors files of any other names. It is only read.
+    safetensors files of any other names. Files are only read. names: which tensors hold which parameter;
+    views: transformations of the stored tensors.
 
     Raises CheckpointError that lists every problem of every file and tensor.
     """
@@ -66,7 +72,7 @@ def locate(
     located, misfits = _located(config, table, tensors)
     problems += misfits
     needed = {part.tensor: param for param, parts in table.items() for part in parts}
-    if complete:  # else a file that could not be read may hold them
+    if complete:  # If a file could not be read, it may hold the missing tensors.
         problems += index_faults(root / INDEX, index, stored, reason)
         problems += [
             f"{root}: tensor '{name}' is missing ({param} needs it); fetch the whole checkpoint"
@@ -91,8 +97,9 @@ def locate(
 
 
 def _read(root: Path) -> tuple[dict[str, Tensor], dict[str, str] | None, list[str]]:
-    """Returns the tensors of a checkpoint by their names in its files, its index (tensor -> file) if it has
-    one, and the problems of its files."""
+    """Returns (name in the files -> tensor, index or None, problems of the files). The index maps tensor
+    names to file names.
+    """
     reader = kind_of(root).reader
     if reader is not None:
         return import_module(reader).read_tensors(root), None, []
@@ -102,7 +109,9 @@ def _read(root: Path) -> tuple[dict[str, Tensor], dict[str, str] | None, list[st
 
 
 def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> dict[str, Tensor]:
-    """Returns the tensors of the model by transformers' names."""
+    """Returns the tensors of the model by transformers' names, computed from the stored tensors through
+    `views`.
+    """
     tensors = views.quantized(stored)
     sources = [part.tensor for own in names.sources.values() for part in own]
     others = other_names(sources, [*tensors])
@@ -112,8 +121,9 @@ def _viewed(stored: Mapping[str, Tensor], names: TensorNames, views: Views) -> d
 def _located(
     config: ModelConfig, table: Mapping[str, tuple[Piece, ...]], tensors: Mapping[str, Tensor]
 ) -> tuple[list[ParameterSource], list[str]]:
-    """Returns the parameters whose tensors are all there, and the problems of these tensors. table: name of a
-    parameter -> the tensors that make it up."""
+    """Returns the parameters all of whose tensors exist, and the problems of the others. table: parameter
+    name -> the tensors that make it up.
+    """
     located, problems = [], []
     for param in parameters(config):
         parts = table[param.name]
@@ -128,7 +138,9 @@ def _located(
 
 
 def _report(what: str, reasons: Mapping[str, str | None]) -> None:
-    """Prints what was done with tensors of a checkpoint and why, with a count for names alike."""
+    """Prints a line for each group of similar tensor names. what: what was done with them; reasons: tensor
+    name -> why, or None.
+    """
     kinds: dict[tuple[str, str | None], int] = {}
     for name, reason in reasons.items():
         kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", name), reason
@@ -138,14 +150,14 @@ def _report(what: str, reasons: Mapping[str, str | None]) -> None:
 
 
 def _flat(piece: Tensor) -> Tensor:
-    """Returns a tensor of a checkpoint as a vector with the same bytes."""
+    """Returns a view of a checkpoint's tensor as a vector with the same bytes."""
     return replace(piece, shape=(math.prod(piece.shape),))
 
 
 def _table(
     config: ModelConfig, names: TensorNames, tensors: Mapping[str, Tensor]
 ) -> dict[str, tuple[Piece, ...]]:
-    """Returns name of a parameter -> the tensors of the checkpoint that make it up."""
+    """Returns parameter name -> the tensors of the checkpoint that make it up."""
     table = dict(names.sources)
     embedding = parameters(config)[0].name
     if config.tie_embeddings and HEAD in tensors and table[embedding][0].tensor not in tensors:
@@ -155,7 +167,7 @@ def _table(
 
 
 def fail(problems: list[str]) -> None:
-    """Raises CheckpointError with the problems, one a line, when there are any."""
+    """Raises CheckpointError with the problems, one per line; does nothing if there are none."""
     if len(problems) > LINES:
         problems = [*problems[:LINES], f"... and {len(problems) - LINES} more problems of these kinds"]
     if problems:
@@ -163,7 +175,9 @@ def fail(problems: list[str]) -> None:
 
 
 def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Returns all tensors of the files `names` below `root` by name, and the problems of the files."""
+    """Returns all tensors of the files `names` in the directory `root`, by tensor name, and the problems of
+    these files.
+    """
     tensors: dict[str, Tensor] = {}
     problems = []
     for name in names:
@@ -188,7 +202,9 @@ def _tensors(root: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], list[
 
 
 def _misfits(source: ParameterSource, expected: Sequence[Piece]) -> list[str]:
-    """Returns a message for each tensor of a parameter with a wrong dtype or shape."""
+    """Returns an error message for each tensor of a parameter that has a wrong dtype or shape. expected: the
+    pieces that the config requires.
+    """
     problems = []
     # A stack may be one tensor, or matrices of one expert each.
     stacked = len(expected) == 1 and expected[0].rows == source.param.shape[0]
@@ -215,17 +231,18 @@ def _misfits(source: ParameterSource, expected: Sequence[Piece]) -> list[str]:
 
 
 def _joined(piece: Tensor) -> Tensor:
-    """Returns a checkpoint's tensor of three dimensions as a matrix with the same bytes."""
+    """Returns a view of a three-dimensional tensor as a matrix with the same bytes."""
     if len(piece.shape) != 3:
         return piece
     return replace(piece, shape=(piece.shape[0] * piece.shape[1], piece.shape[2]))
 
 
 def _untied(config: ModelConfig, embedding: ParameterSource, head: Tensor) -> list[str]:
-    """Returns the problem, or none, of a tied output matrix: it must be a copy of the embedding.
+    """Returns a list with one error message if a tied output matrix `head` is not a copy of the embedding,
+    and an empty list if it is.
 
-    Releases of transformers disagree on what a different one means (older ones overwrite it, version 5 unties
-    it), so it is refused.
+    Releases of transformers disagree on what a different matrix means (older ones overwrite it, version 5
+    unties it), so it is refused.
     """
     other = ParameterSource(Param(HEAD, embedding.param.shape), (head,))
     if not _misfits(other, (Piece(HEAD, config.vocab_size),)):

@@ -1,4 +1,4 @@
-"""The types of numbers that tensors of a checkpoint hold, and their values in float32."""
+"""Converts the types of numbers in a checkpoint's tensors to float32."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ DTYPES: Mapping[str, np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.u
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(np.uint16),
 }
-"""Name of a dtype in safetensors -> NumPy dtype, for the types that are packed as they are read; uint16 holds
-the bits of bfloat16."""
+"""Name of a dtype in safetensors -> NumPy dtype, for the types that can be packed without conversion; uint16
+holds the bits of bfloat16.
+"""
 
 
 def _small_floats(fraction: int, bias: int, nan: tuple[int, ...]) -> NDArray[np.float32]:
-    """Returns the value of each byte that is a float with `fraction` bits of fraction and this exponent bias.
-    `nan`: the bytes that are NaN."""
+    """Returns the value of each byte as a float with `fraction` fraction bits and the exponent bias `bias`.
+    nan: the bytes that are NaN.
+    """
     codes = np.arange(256)
     exponent, low = (codes & 127) >> fraction, codes & (1 << fraction) - 1
     whole = np.where(exponent > 0, 1 << fraction, 0) + low
@@ -48,9 +50,11 @@ _OTHERS: Mapping[str, type[np.generic]] = {
     "I16": np.int16,
     "U16": np.uint16,
 }
-"""Other types that weights may have; float32 holds each of these integers. float64 is rounded."""
+"""Name of a further dtype in safetensors that weights may have -> NumPy dtype. float32 represents each of
+these integers exactly; float64 is rounded.
+"""
 READABLE = (*DTYPES, *_OTHERS, *SMALL_FLOATS)
-"""Names of the types that weights may have."""
+"""Names, in safetensors, of all dtypes that weights may have."""
 _ELEMENTS: Mapping[str, type[np.generic]] = {
     **_OTHERS,
     "I64": np.int64,
@@ -61,23 +65,27 @@ _ELEMENTS: Mapping[str, type[np.generic]] = {
 
 
 def element_dtype(name: str) -> np.dtype[Any]:
-    """Returns the NumPy dtype of the stored elements of a type; uint8 for what NumPy lacks."""
+    """Returns the NumPy dtype in which elements of the safetensors dtype `name` are read; uint8 for dtypes
+    that NumPy does not have.
+    """
     return DTYPES[name] if name in DTYPES else np.dtype(_ELEMENTS.get(name, np.uint8))
 
 
 def convert(raw: NDArray[Any], name: str, out: NDArray[np.float32]) -> None:
-    """Writes the values of stored elements of a type in READABLE to `out`, which has their shape."""
+    """Converts stored elements to float32 and writes them to `out`, which has their shape. name: their
+    safetensors dtype, one of READABLE.
+    """
     if name in SMALL_FLOATS:
         np.take(SMALL_FLOATS[name], raw, out=out, mode="clip")
     elif name in DTYPES:
         widen(raw, out)
     else:
-        with np.errstate(over="ignore"):  # infinite weights are refused where they are stored
+        with np.errstate(over="ignore"):  # Infinite weights are refused where weights are stored.
             np.copyto(out, raw, casting="same_kind" if name == "F64" else "safe")
 
 
 def values_of(raw: NDArray[Any], name: str) -> NDArray[np.float32]:
-    """Returns the values of stored elements of a type in READABLE, in new memory."""
+    """Returns stored elements as float32 in a new array. name: their safetensors dtype, one of READABLE."""
     out = np.empty(raw.shape, np.float32)
     convert(raw, name, out)
     return out

@@ -1,4 +1,6 @@
-"""Finds the code that reads the quantized weights of a checkpoint, by what its config.json says of them."""
+"""Chooses the module that reads the quantized weights of a checkpoint, by the quantization_config in its
+config.json.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,27 @@ _ENDING = "_reader"
 
 @cache
 def methods() -> tuple[str, ...]:
-    """Returns the names of all methods, sorted: those of the files below quantized/, without `_reader`."""
+    """Returns the sorted names of all quantization methods, which are the file names below quantized/ without
+    `_reader`.
+    """
     modules = pkgutil.iter_modules(quantized.__path__)
     return tuple(sorted(module.name.removesuffix(_ENDING) for module in modules))
 
 
 def module_of(method: str) -> str:
-    """Returns the dotted name of a method's module."""
+    """Returns the dotted name of the module that reads weights of a quantization method."""
     return f"{quantized.__name__}.{method}{_ENDING}"
 
 
 def method_of(settings: object, place: str) -> str:
-    """Returns the method of a quantization_config. `place` begins the message of a CheckpointError."""
+    """Returns the name of the method in a quantization_config. place: the beginning of the message of a
+    CheckpointError.
+    """
     if not isinstance(settings, Mapping):
         raise CheckpointError(f"{place}: quantization_config: must be an object, found {_shown(settings)}")
     name = settings.get("quant_method")
     if name is None and {"bits", "group_size"} <= settings.keys():
-        name = "mlx"  # MLX writes no method
+        name = "mlx"  # MLX writes no method.
     own = name.replace("-", "_").lower() if isinstance(name, str) else ""
     if own not in methods():
         hint = did_you_mean(own, methods())
@@ -47,7 +53,9 @@ def method_of(settings: object, place: str) -> str:
 
 
 def read_settings(config: Path) -> Mapping[str, Any] | None:
-    """Returns the quantization_config that the config step wrote to a directory; None for plain weights."""
+    """Returns the quantization_config that the config step stored; None if the weights are not quantized.
+    config: the directory that this step wrote.
+    """
     path = config / "quantization.json"
     if not path.exists():
         return None

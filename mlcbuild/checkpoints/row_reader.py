@@ -1,4 +1,4 @@
-"""Reads rows of parameters from the tensors of a checkpoint, in whatever form these are stored."""
+"""Reads rows of parameters from the tensors of a checkpoint, in whatever form the tensors are stored."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from mlcbuild.quant.floats import Array, widen, widened
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """The place of one of the model's parameters in a checkpoint: tensors stacked along axis 0."""
+    """The location of one parameter of the model in a checkpoint: the tensors that hold its rows."""
 
     param: Param
     pieces: tuple[Tensor, ...]
-    """Tensors with the parameter's rows, in order; a stack of matrices has its first two dimensions
-    joined."""
+    """The tensors with the parameter's rows, in order, joined along axis 0. In a stack of matrices, the first
+    two dimensions count as one.
+    """
     parts: tuple[Piece, ...] = ()
-    """The rows of the parameter that each tensor holds; (): all of them, in order."""
+    """For each tensor, which rows of the parameter it holds; (): the tensors hold all rows, in order."""
 
     @property
     def rows(self) -> int:
@@ -45,14 +46,16 @@ class ParameterSource:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Returns how many rows of the parameter each of its tensors holds."""
+        """Returns for each tensor how many rows of the parameter it holds."""
         if self.parts:
             return tuple(part.rows for part in self.parts)
         return tuple(piece.shape[0] for piece in self.pieces)
 
     @property
     def dtype(self) -> np.dtype[np.float32] | np.dtype[np.float16] | np.dtype[np.uint16]:
-        """Returns the dtype in which the parameter's rows are read: that of all its tensors, else float32."""
+        """Returns the dtype in which the parameter's rows are read: that of its tensors if they agree, else
+        float32.
+        """
         dtypes = {
             "F32" if isinstance(piece, PackedTensor | ComputedTensor) else piece.dtype
             for piece in self.pieces
@@ -61,8 +64,9 @@ class ParameterSource:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Returns the types of its tensors; F32 for one whose columns are in another order, which no format
-        of blocks keeps."""
+        """Returns the types of the parameter's tensors. A tensor whose columns are reordered counts as F32,
+        because no block format can keep its values.
+        """
         parts = self.parts or (None,) * len(self.pieces)
         return frozenset(
             "F32" if part is not None and _is_rearranged(piece, part) else piece.dtype
@@ -74,7 +78,9 @@ class ParameterSource:
 
 
 def _is_rearranged(piece: Tensor, part: Piece) -> bool:
-    """Returns True if the rows that are stored are no rows of the parameter."""
+    """Returns True if a stored row of the tensor is not a row of the parameter, because columns are selected
+    or axes exchanged.
+    """
     if part.transposed:
         is_whole = part.taken == [*range(part.block)]
         return not (isinstance(piece, ComputedTensor) and piece.by_columns and is_whole)
@@ -98,7 +104,8 @@ class Rows:
         self._files.clear()
 
     def read(self, source: ParameterSource, start: int, out: Array) -> None:
-        """Reads rows from `start` on into `out` [rows, ...], whose dtype must be source.dtype.
+        """Reads rows of a parameter, from row `start` on, into `out` [rows, ...], whose dtype must be
+        source.dtype.
 
         Raises CheckpointError when a file cannot be read or was truncated.
         """
@@ -115,7 +122,9 @@ class Rows:
                 self._plain(piece, first, part)
 
     def values(self, tensor: Tensor, first: int, count: int) -> NDArray[np.float32]:
-        """Returns rows of a tensor in float32 [count, columns], or [count] of a vector, in new memory."""
+        """Returns `count` rows of a tensor from row `first` on, as a new float32 array [count, columns], or
+        [count] for a vector.
+        """
         out = np.empty((count, *tensor.shape[-1:]) if len(tensor.shape) > 1 else (count,), np.float32)
         self._plain(tensor, first, out)
         return out
@@ -123,9 +132,11 @@ class Rows:
     def elements(
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
-        """Returns the elements of rows start..stop-1, and of columns start..stop-1, in the stored dtype.
+        """Returns the elements in a range of rows and of columns, each passed as (start, stop), in the stored
+        dtype.
 
-        A tensor of more than two dimensions has the rows of all its matrices.
+        The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
+        other.
         """
         dtype = element_dtype(tensor.dtype)
         width = tensor.shape[-1] if len(tensor.shape) > 1 else 1
@@ -135,12 +146,15 @@ class Rows:
         if (low, high) == (0, width):
             self._fill(tensor, offset, out)
         elif out.size:
-            # Short pieces of many lines: mapped, matrices of AWQ take half the time that reads take.
+            # Mapping the file suits short pieces of many rows: AWQ matrices take half the time of separate
+            # reads.
             np.copyto(out, _mapped(tensor, offset, (len(out), width), dtype)[:, low:high])
         return out if len(tensor.shape) > 1 else out.reshape(-1)
 
     def _plain(self, piece: Tensor, first: int, out: Array) -> None:
-        """Reads rows in the order of the tensor into `out`, of the tensor's dtype or of float32."""
+        """Reads rows of a tensor from row `first` on, in stored order, into `out`, which has the tensor's
+        dtype or float32.
+        """
         if isinstance(piece, ComputedTensor):
             out.view(np.float32)[...] = piece.load(self, first, len(out)).reshape(out.shape)
         elif isinstance(piece, PackedTensor):
@@ -153,7 +167,9 @@ class Rows:
             convert(raw, piece.dtype, out.view(np.float32))
 
     def _rows(self, piece: Tensor, first: int, count: int) -> Array:
-        """Returns rows of a matrix [count, columns], or elements of a vector: float32, or as stored."""
+        """Returns `count` rows of a matrix, or elements of a vector, from index `first` on, in float32 or in
+        the stored dtype.
+        """
         if isinstance(piece, PackedTensor | ComputedTensor) or piece.dtype not in DTYPES:
             return self.values(piece, first, count)
         raw = np.empty((count, *piece.shape[-1:]) if len(piece.shape) > 1 else (count,), DTYPES[piece.dtype])
@@ -161,8 +177,8 @@ class Rows:
         return raw
 
     def blocks(self, source: ParameterSource, start: int, stop: int) -> list[BlockRows]:
-        """Reads rows start..stop-1 of quantized tensors with their values as they are stored: consecutive
-        parts, each of one type.
+        """Reads rows start..stop-1 of a quantized parameter without dequantizing them, and returns
+        consecutive parts, each of one type.
 
         Raises CheckpointError as `read` does, and for a tensor that is not quantized.
         """
@@ -180,7 +196,9 @@ class Rows:
     def _blocks(
         self, piece: PackedTensor | ComputedTensor, order: Piece | None, first: int, count: int
     ) -> Iterator[BlockRows]:
-        """Yields rows of one tensor with their values as they are stored."""
+        """Yields rows of one tensor, from row `first` on, as codes and scales. order: which rows of the
+        tensor are the parameter's; None: all, in order.
+        """
         if order is None or order.in_order:
             yield self._unpacked(piece, first, count)
         elif order.transposed:
@@ -204,13 +222,17 @@ class Rows:
         return piece.unpack(self, first, count)
 
     def _taken(self, piece: Tensor, ranges: Piece, first: int, out: Array) -> None:
-        """Reads a parameter's rows from `first` on, in another order or among others in the tensor."""
+        """Reads rows of a parameter, from row `first` on, into `out`, where the tensor holds them in another
+        order or among other rows. ranges: the rows of the tensor that the parameter has.
+        """
         rows = _taken_rows(ranges, first, len(out))
         low, high = int(rows.min()), int(rows.max()) + 1
         _cast(self._rows(piece, low, high - low)[rows - low], out)
 
     def _transposed(self, piece: Tensor, order: Piece, first: int, out: Array) -> None:
-        """Reads rows of a parameter that are columns of the tensor: of each of its rows only their span."""
+        """Reads rows of a parameter that are columns of the tensor. Only the needed columns of each of its
+        rows are read.
+        """
         width = piece.shape[1]
         columns = _indices(order.columns or ((0, width, 1),))
         done = 0
@@ -223,7 +245,9 @@ class Rows:
             done += len(own)
 
     def _lines(self, piece: Tensor, order: Piece, matrix: int, low: int, high: int) -> Array:
-        """Returns columns low..high-1 of the rows that `order` has of one of its matrices, each as a row."""
+        """Returns columns low..high-1 of one matrix of a tensor, each as a row of the result. order: which
+        rows of the matrix belong to the parameter; matrix: index of the matrix in a stack.
+        """
         base, taken = matrix * order.block, np.array(order.taken)
         if isinstance(piece, ComputedTensor) and piece.by_columns:
             return piece.load(self, matrix * piece.shape[1] + low, high - low)[:, taken]
@@ -238,14 +262,18 @@ class Rows:
         return raw.T if piece.dtype in DTYPES else values_of(raw, piece.dtype).T
 
     def wide(self, source: ParameterSource, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows start..stop-1 (cut at the end) in float32, in new memory."""
+        """Returns rows start..stop-1 of a parameter in float32, in new memory. Rows past its end are left
+        out.
+        """
         stop = min(stop, source.rows)
         raw = np.empty((stop - start, *source.row_shape), source.dtype)
         self.read(source, start, raw)
         return widened(raw)
 
     def _raw(self, piece: PackedTensor, first: int, count: int) -> NDArray[np.uint8]:
-        """Reads the bytes of rows [count, bytes of a row] in the order in which transformers has them."""
+        """Returns the stored bytes of `count` rows from row `first` on, [count, bytes of a row], in
+        transformers' order of rows.
+        """
         size = piece.size // piece.shape[0]
         dim = piece.shape[0] // piece.interleaved_heads if piece.interleaved_heads else 1
         start, stop = first // dim * dim, -(-(first + count) // dim) * dim
@@ -256,7 +284,9 @@ class Rows:
         return rows[first - start : first - start + count]
 
     def _fill(self, piece: Tensor, offset: int, out: NDArray[Any]) -> None:
-        """Reads the bytes of `out` from an offset of a tensor's file on."""
+        """Fills `out` with bytes of a tensor's file. offset: position in bytes, relative to the tensor's
+        first byte.
+        """
         view = out.reshape(-1).view(np.uint8).data
         try:
             file = self._files.get(piece.path)
@@ -274,7 +304,9 @@ class Rows:
 
 
 def _mapped(tensor: Tensor, offset: int, shape: tuple[int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Returns a part of a tensor's file, mapped into memory until the array is dropped."""
+    """Returns part of a tensor's file as an array, mapped into memory until the array is dropped. offset:
+    position in bytes, relative to the tensor's first byte.
+    """
     size = math.prod(shape) * dtype.itemsize
     try:
         if tensor.path.stat().st_size < offset + size:
@@ -286,7 +318,9 @@ def _mapped(tensor: Tensor, offset: int, shape: tuple[int, int], dtype: np.dtype
 
 
 def _row_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a row; of a tensor with several matrices, of a row of each."""
+    """Returns the number of bytes in a row of a tensor; a tensor with several matrices has the rows of all of
+    them.
+    """
     return (
         tensor.size // (math.prod(tensor.shape[:-1]) or 1)
         if len(tensor.shape) > 1
@@ -295,7 +329,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _taken_rows(ranges: Piece, first: int, count: int) -> NDArray[np.intp]:
-    """Returns the rows of a tensor that are a parameter's rows from `first` on."""
+    """Returns the indices of the tensor's rows that are rows first..first+count-1 of a parameter."""
     taken = np.array(ranges.taken)
     blocks, places = np.divmod(np.arange(first, first + count), len(taken))
     rows: NDArray[np.intp] = blocks * ranges.block + taken[places]
@@ -307,7 +341,7 @@ def _indices(ranges: Sequence[tuple[int, int, int]]) -> NDArray[np.intp]:
 
 
 def _cast(raw: Array, out: Array) -> None:
-    """Copies values of a checkpoint into rows of their dtype, or of float32."""
+    """Copies values of a checkpoint into `out`, whose dtype is the same or float32."""
     if raw.dtype == out.dtype:
         out[...] = raw
     else:
@@ -315,7 +349,9 @@ def _cast(raw: Array, out: Array) -> None:
 
 
 def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[int, int, Array]]:
-    """Yields (index of the piece, its first row, part of `out` to fill) for each piece under the rows."""
+    """Yields (index of the tensor, its first row, part of `out` to fill) for each tensor that holds rows of
+    the parameter from row `start` on.
+    """
     done = 0
     for number, first, count in _ranges(source, start, start + out.shape[0]):
         yield number, first, out[done : done + count]
@@ -323,7 +359,9 @@ def _spans(source: ParameterSource, start: int, out: Array) -> Iterator[tuple[in
 
 
 def _ranges(source: ParameterSource, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (index of the piece, its first row, number of rows) for each piece under rows start..stop-1."""
+    """Yields (index of the tensor, its first row, number of rows) for each tensor that holds some of rows
+    start..stop-1 of the parameter.
+    """
     base = 0
     for number, count in enumerate(source.counts):
         first, last = max(start, base), min(stop, base + count)

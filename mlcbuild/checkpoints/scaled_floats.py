@@ -1,4 +1,5 @@
-"""Matrices of 8-bit floats with a scale for all weights, for each row, or for each block of rows and columns.
+"""Reads matrices of 8-bit floats with one scale for the whole matrix, for each row, or for each block of rows
+and columns.
 
 A weight is the product of the float and its scale, rounded once to float32.
 """
@@ -16,21 +17,22 @@ from mlcbuild.checkpoints.shards import ComputedTensor, RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, whole
 
 FLOATS = tuple(name for name in SMALL_FLOATS if name != "F8_E8M0")
-"""Names of the types that weights may have."""
+"""Names, in safetensors, of the 8-bit float dtypes that weights may have."""
 _BLOCK = (128, 128)
-"""Rows and columns of a block where quantization_config names no size: DeepSeek's and Qwen's."""
+"""Rows and columns of a block where quantization_config states no size; DeepSeek and Qwen use these."""
 _HALF_EXPONENTS = {"F8_E4M3": (-15, 7), "F8_E5M2": (-8, 0)}
-"""Type -> the least and the greatest power of two with which every product is a float16."""
+"""Dtype -> the least and the greatest exponent of a power-of-two scale with which every product is a float16.
+"""
 
 
 @dataclass(frozen=True)
 class _Scaled:
-    """How the rows of one matrix are computed."""
+    """The tensors of one scaled matrix of 8-bit floats, and the size of its blocks."""
 
     weight: Tensor
     scale: Tensor
     block: tuple[int, int]
-    """Number of rows and of columns with the same scale."""
+    """Number of rows, and of columns, that share a scale."""
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
         rows = reader.values(self.weight, first, count)
@@ -47,17 +49,19 @@ class _Scaled:
 
 
 def _scale_rows(reader: RowReader, scale: Tensor, grid: tuple[int, ...], first: int, last: int) -> Floats:
-    """Returns rows of scales [last - first, columns of the grid]."""
+    """Returns rows first..last-1 of the scales as float32 [last - first, columns of the grid]. grid: the
+    shape of the scales, by blocks.
+    """
     if grid == (1, 1):
         return whole(reader, scale).reshape(1, 1)
     return reader.values(scale, first, last - first).reshape(-1, grid[1])
 
 
 def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTensor:
-    """Returns the weight of a module, whose 8-bit floats are multiplied by the part `scale`.
+    """Returns the weight of a module whose 8-bit floats are multiplied by the part called `scale`.
 
-    block: the rows and columns of a block, as quantization_config has them; None where it does not.
-    Raises CheckpointError.
+    block: the rows and columns of a block as quantization_config states them; None if it does not. Raises
+    CheckpointError.
     """
     rows, columns = parts.matrix("weight")
     weight = parts["weight"]
@@ -80,7 +84,9 @@ def scaled(parts: StoredParts, scale: str, block: object = None) -> ComputedTens
 def _block_sizes(
     parts: StoredParts, rows: int, columns: int, block: object
 ) -> list[tuple[tuple[int, int], list[tuple[int, ...]]]]:
-    """Returns (rows and columns with one scale, shapes that their scales may have)."""
+    """Returns for each possible number of rows and columns per scale the shapes that the tensor of scales may
+    have. rows, columns: shape of the matrix; block: what quantization_config states.
+    """
     match block:
         case None:
             high, wide = _BLOCK
@@ -98,7 +104,7 @@ def _block_sizes(
 
 
 def _kind(matrix: _Scaled) -> str:
-    """Returns F16 where every scale is a power of two that leaves the weights float16, else F32."""
+    """Returns "F16" if every scale is a power of two that keeps all weights float16 numbers, else "F32"."""
     limits = _HALF_EXPONENTS.get(matrix.weight.dtype)
     if limits is None:
         return "F32"

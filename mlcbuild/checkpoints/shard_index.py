@@ -1,4 +1,4 @@
-"""The files of a checkpoint's directory, and the index that lists their tensors."""
+"""Lists the weights files of a checkpoint's directory, and reads the index of their tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from mlcbuild.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 64 << 20
-"""Largest index of a sharded checkpoint (model.safetensors.index.json) that is read, in bytes: it has a line
-for each tensor, of which large checkpoints have some 100,000."""
+"""Maximum size in bytes of the index of a sharded checkpoint (model.safetensors.index.json). It has a line
+for each tensor; large checkpoints have about 100,000.
+"""
 OTHER_KINDS = ("adapter", "consolidated")
-"""First parts of names of safetensors files that are not read: they hold other contents, or the same weights
-under other names."""
+"""Prefixes of names of safetensors files that are ignored: they hold other contents, or the same weights
+under other names.
+"""
 
 
 def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -37,7 +39,9 @@ def weights_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def read_index(path: Path, suffix: str) -> dict[str, str]:
-    """Reads the index of files with this suffix as tensor name -> file name. Raises CheckpointError."""
+    """Returns tensor name -> file name from an index file. suffix: the suffix that its file names must have.
+    Raises CheckpointError.
+    """
     try:
         document = strict_json.decoder()(regular.read(path, LARGEST_INDEX).decode())
     except OSError as error:
@@ -63,8 +67,9 @@ def index_faults(
     tensors: Mapping[str, Tensor],
     reason: Callable[[str], str | None],
 ) -> list[str]:
-    """Returns the contradictions between a checkpoint's index and the tensors in its files. `reason` returns
-    why a tensor may be left out, or None."""
+    """Returns an error message for each contradiction between a checkpoint's index and the tensors in its
+    files. reason: function from a tensor's name to why it may be missing, or None.
+    """
     if index is None:
         return []
     problems = [

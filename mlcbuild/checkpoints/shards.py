@@ -1,5 +1,6 @@
-"""Describes tensors of checkpoints that are decoded or computed, and divides weights among the files that a
-bundle gets."""
+"""Describes tensors of checkpoints that must be decoded or computed, and divides a bundle's weights among
+files.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from mlcbuild.quant.blocks import BlockRows
 
 @dataclass(frozen=True)
 class PackedTensor(Tensor):
-    """A tensor of a checkpoint whose bytes are not simply its rows, in order, in a dtype of NumPy."""
+    """A tensor of a checkpoint that must be decoded: its bytes are not rows of a NumPy dtype in order."""
 
     decode: Callable[[NDArray[np.uint8], NDArray[np.float32]], None]
     """Function that writes the float32 values of rows, passed as bytes [rows, bytes of a row], to an array
     [rows, columns]."""
     interleaved_heads: int = 0
-    """Number of heads whose rows i and i + dim/2 are stored side by side; 0: rows are in order."""
+    """Number of heads whose rows i and i + dim/2 are stored side by side; 0 if rows are in order."""
     unpack: Callable[[NDArray[np.uint8]], BlockRows] | None = None
     """Function that returns codes and scales of rows, passed as bytes [rows, bytes of a row]; None: the
     tensor is not quantized."""
@@ -35,45 +36,53 @@ class ComputedTensor(Tensor):
     """A tensor whose rows are computed when they are read, from tensors of files."""
 
     load: Callable[[RowReader, int, int], NDArray[np.float32]]
-    """(reader, first row, number of rows) -> float32 rows [number, columns], or [number] of a vector. Rows of
-    a stack of matrices follow each other."""
+    """Function of (reader, first row, number of rows) that returns float32 rows [number, columns], or
+    [number] for a vector. The rows of a stack of matrices follow each other.
+    """
     unpack: Callable[[RowReader, int, int], BlockRows] | None = None
-    """Returns rows with codes and scales as they are stored; None: they are not kept."""
+    """Function like `load` that returns rows as codes and scales; None: the tensor has no quantized form."""
     by_columns: bool = False
-    """`load` and `unpack` count columns, each of which they return as a row."""
+    """True if the indices that `load` and `unpack` receive count columns, each of which they return as a row.
+    """
     note: str = ""
-    """A decision about its values, for the log; "" without one."""
+    """A remark for the log on how the values were interpreted; "" without one."""
 
 
 class RowReader(Protocol):
-    """Reads tensors of files, which it keeps open."""
+    """Reads rows of tensors from files, which stay open. An interface; Rows implements it."""
 
     def values(self, tensor: Tensor, first: int, count: int) -> NDArray[np.float32]:
-        """Returns rows of a tensor in float32 [count, columns], or [count] of a vector."""
+        """Returns `count` rows of a tensor from row `first` on, as float32 [count, columns], or [count] for a
+        vector.
+        """
         ...
 
     def elements(
         self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None
     ) -> NDArray[Any]:
-        """Returns the elements of rows start..stop-1, and of columns start..stop-1, in the stored dtype.
+        """Returns the elements in a range of rows and of columns, each passed as (start, stop), in the stored
+        dtype.
 
-        A tensor of more than two dimensions has the rows of all its matrices."""
+        The rows of a tensor with more than two dimensions are those of all of its matrices, one after the
+        other.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One weights file of a bundle that is to be written."""
+    """The planned contents of one weights file of a bundle."""
 
     name: str
     file: NewFile
 
 
 def lay_out(tensors: Sequence[StoredTensor], metadata: Mapping[str, str], limit: int) -> tuple[Shard, ...]:
-    """Divides tensors among weights files, in order, each of at most `limit` bytes of data, and returns
-    these.
+    """Divides tensors, in order, among weights files with at most `limit` bytes of data each, and returns the
+    files.
 
-    A tensor lies in one file, so that a large one may exceed the limit.
+    metadata: key -> text in the header of each file. A tensor is never divided, so that a file with one large
+    tensor may exceed the limit.
     """
     parts: list[list[StoredTensor]] = [[]]
     filled = 0

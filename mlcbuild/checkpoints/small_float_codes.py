@@ -1,7 +1,8 @@
-"""Matrices of 4-bit floats (E2M1), two in a byte, the first in the low bits, with a scale for each group.
+"""Reads matrices of 4-bit floats (E2M1), two in a byte, the first in the low bits, with a scale for each
+group.
 
-A weight is the float times its group's scale. Scales are powers of two in a byte (MXFP4), or 8-bit floats
-with a scale of the whole matrix beside them (NVFP4).
+A weight is the float times its group's scale. Scales are powers of two, one byte each (MXFP4), or 8-bit
+floats together with one scale of the whole matrix (NVFP4).
 """
 
 from __future__ import annotations
@@ -18,23 +19,26 @@ from mlcbuild.checkpoints.stored_parts import Floats, whole
 from mlcbuild.quant.blocks import BlockRows
 
 _TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the value of each code; zero has no sign."""
+"""Code -> twice the value of the 4-bit float, without a sign of zero."""
 _HALVES = np.ldexp(np.float32(1), np.arange(256) - 128)
-"""Half of the power of two that each byte stands for. 255 is no NaN here: such weights are infinite or huge,
-and refused where they are stored."""
+"""Byte of a scale -> half of the power of two that it stands for. Byte 255 is not treated as NaN: such
+weights become infinite or huge, and are refused where weights are stored.
+"""
 
 
 @dataclass(frozen=True)
 class Fp4Matrix:
-    """The tensors of one matrix, or of a stack of matrices whose rows follow each other."""
+    """The tensors of one matrix of 4-bit floats, or of a stack of matrices whose rows follow each other."""
 
     packed: Tensor
     scale: Tensor
     columns: int
     group: int
-    """Columns with one scale."""
+    """Number of consecutive columns that share a scale."""
     overall: Tensor | None = None
-    """The scale of the whole matrix; None for scales that are powers of two."""
+    """The tensor with the scale of the whole matrix (NVFP4); None if the scales of groups are powers of two
+    (MXFP4).
+    """
     divides: bool = False
     """True if scales are divided by `overall`, False if they are multiplied by it."""
 
@@ -44,12 +48,12 @@ class Fp4Matrix:
         return unpacked(raw.reshape(count, -1), 4)
 
     def _scales(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns half of the scales [count, groups]."""
+        """Returns half of the scales of `count` rows from row `first` on: float32 [count, groups]."""
         raw = reader.elements(self.scale, (first, first + count))
         if self.overall is None:
             return _HALVES.take(raw)
         scales, overall = values_of(raw, self.scale.dtype), whole(reader, self.overall).reshape(())
-        with np.errstate(all="ignore"):  # infinite weights are refused where they are stored
+        with np.errstate(all="ignore"):  # Infinite weights are refused where weights are stored.
             if self.divides:
                 scales /= overall
             else:
@@ -58,7 +62,7 @@ class Fp4Matrix:
         return scales
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns rows in float32."""
+        """Returns `count` rows of the matrix from row `first` on, in float32."""
         rows: Floats = _TWICE.take(self._codes(reader, first, count)).astype(np.float32)
         groups = rows.reshape(count, -1, self.group)
         with np.errstate(all="ignore"):
@@ -66,5 +70,5 @@ class Fp4Matrix:
         return rows
 
     def unpack(self, reader: RowReader, first: int, count: int) -> BlockRows:
-        """Returns rows of MXFP4 with their codes and scales."""
+        """Returns `count` rows of an MXFP4 matrix from row `first` on, as codes and scales."""
         return BlockRows(_TWICE.take(self._codes(reader, first, count)), self._scales(reader, first, count))

@@ -1,5 +1,4 @@
-"""The tensors in which a quantized checkpoint stores one matrix, and how their names, shapes and types are
-checked."""
+"""Checks the names, shapes and types of the tensors in which a quantized checkpoint stores one matrix."""
 
 from __future__ import annotations
 
@@ -26,16 +25,18 @@ IGNORED = frozenset(
         *("k_scale", "v_scale", "q_scale", "k_proj_scale", "v_proj_scale"),
     }
 )
-"""Last parts of the names of tensors that scale activations and caches, not weights."""
+"""Last parts of the names of tensors that scale activations or KV caches. They are ignored, since they do not
+change weights.
+"""
 
 
 @dataclass(frozen=True)
 class StoredParts:
-    """The tensors of one module of a model, such as model.layers.0.mlp.down_proj."""
+    """The stored tensors of one module of a model, such as model.layers.0.mlp.down_proj."""
 
     module: str
     tensors: Mapping[str, Tensor]
-    """Last part of a name -> tensor."""
+    """Last part of a tensor's name -> tensor."""
 
     def __getitem__(self, part: str) -> Tensor:
         if part not in self.tensors:
@@ -50,7 +51,9 @@ class StoredParts:
         return CheckpointError(f"{path}: module '{printable(self.module)[:200]}' {message}")
 
     def check(self, part: str, dtypes: Iterable[str], shape: tuple[int, ...]) -> Tensor:
-        """Returns one of the tensors. Raises CheckpointError if it has another type or shape."""
+        """Returns the module's tensor whose name ends with `part`. Raises CheckpointError if it is missing or
+        its type or shape is another.
+        """
         tensor, dtypes = self[part], tuple(dtypes)
         if tensor.dtype not in dtypes or tensor.shape != shape:
             raise self.fault(
@@ -60,7 +63,9 @@ class StoredParts:
         return tensor
 
     def matrix(self, part: str) -> tuple[int, int]:
-        """Returns the shape of a tensor that must be a matrix with numbers in it."""
+        """Returns (rows, columns) of the module's tensor whose name ends with `part`. Raises CheckpointError
+        unless it is a matrix that is not empty.
+        """
         tensor = self[part]
         if len(tensor.shape) != 2 or not all(tensor.shape):
             raise self.fault(f"must have a matrix as its {part}, found the shape {list(tensor.shape)}")
@@ -75,10 +80,11 @@ class StoredParts:
         note: str = "",
         name: str = "weight",
     ) -> ComputedTensor:
-        """Returns the tensor `name` of the module, made of its parts.
+        """Returns the tensor `name` of the module, computed from the stored tensors.
 
-        kind: the type whose format holds its values (see `FORMATS` of quant/as_is.py), for which `unpack`
-        returns them; F32 for none, which the note then says.
+        shape: its shape. load: function of (reader, first row, number of rows) that returns float32 rows.
+        kind: the type whose format holds the values (see `FORMATS` of quant/as_is.py), which `unpack` then
+        returns; "F32" if no format does. note: a remark for the log.
         """
         if kind == "F32":
             note = f"{note}; {_ONLY_FLOAT32}" if note else _ONLY_FLOAT32
@@ -92,11 +98,12 @@ def replaced(
     marks: Iterable[str],
     combine: Callable[[StoredParts], Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Returns tensors in which those that `combine` returns stand in place of all of each quantized module.
+    """Returns tensors in which the tensors that `combine` returns replace all stored tensors of each
+    quantized module.
 
-    marks: parts, at least one of which a quantized module has. combine: returns last part of a name -> tensor
-    for what stands in place of the parts. Tensors that scale activations are left out everywhere.
-    Raises CheckpointError with the problems of all modules.
+    marks: last parts of tensor names; a module that has one of them is quantized. combine: function that
+    returns last part of a name -> tensor for one module. Tensors that scale activations are removed
+    everywhere. Raises CheckpointError with the problems of all modules.
     """
     marks = frozenset(marks)
     result: dict[str, Tensor] = {}
@@ -125,14 +132,15 @@ def _modules(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def whole(reader: RowReader, tensor: Tensor) -> Floats:
-    """Returns all values of a tensor that is small, such as the scales of a matrix, in its shape."""
+    """Returns all values of a small tensor, such as a matrix's scales, as float32 in the tensor's shape."""
     rows = math.prod(tensor.shape[:-1]) if len(tensor.shape) > 1 else math.prod(tensor.shape)
     return values_of(reader.elements(tensor, (0, rows)), tensor.dtype).reshape(tensor.shape)
 
 
 def group_size(parts: StoredParts, columns: int, groups: int, size: object) -> int:
-    """Returns the number of columns in a group. `size`: what quantization_config says. Raises
-    CheckpointError."""
+    """Returns the number of columns in a group. groups: number of groups in a row; size: the size that
+    quantization_config states. Raises CheckpointError if they contradict each other.
+    """
     if isinstance(size, int) and size > 0 and -(-columns // size) == groups:
         return size
     if columns % groups:
@@ -143,9 +151,11 @@ def group_size(parts: StoredParts, columns: int, groups: int, size: object) -> i
 def group_places(
     parts: StoredParts, part: str, columns: int, groups: int, size: int
 ) -> NDArray[np.intp] | None:
-    """Returns the group of each column, which a part lists; None where groups are of consecutive columns.
+    """Returns the index of the group of each column, which the tensor `part` lists; None if groups are made
+    of consecutive columns.
 
-    Writers leave the part out, or fill it with 0 or -1, where columns are in order. Raises CheckpointError.
+    Writers leave the tensor out, or fill it with 0 or -1, where columns are in order. size: columns of a
+    group. Raises CheckpointError.
     """
     if parts.get(part) is None:
         return None
@@ -153,7 +163,7 @@ def group_places(
     with Rows() as reader:
         places = reader.elements(tensor, (0, columns))
     if (places == -1).all():
-        return None  # compressed-tensors marks unused lists so
+        return None  # compressed-tensors marks unused lists with -1.
     if places.min() < 0 or places.max() >= groups:
         raise parts.fault(f"has the group {places.max()} in {part}, but scales of {groups} groups")
     in_order = np.array_equal(places, np.arange(columns) // size) or not places.any()

@@ -1,6 +1,7 @@
-"""Finds the tensors in PyTorch's files (pytorch_model.bin): zip files with a pickle and the tensors' numbers.
+"""Lists the tensors in PyTorch files (pytorch_model.bin), which are zip files with a pickle and the tensors'
+numbers.
 
-The pickle is read by torch_pickle.py, which executes nothing; rows are read from where they lie in the file.
+torch_pickle.py reads the pickle without executing anything; rows are read from their position in the file.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ SINGLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
 _PICKLE = "data.pkl"
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The first bytes of files that PyTorch wrote before version 1.6."""
+"""The first bytes of files that PyTorch versions before 1.6 wrote."""
 
 
 def read_tensors(root: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a directory's files by name. Raises CheckpointError with all problems."""
+    """Returns tensor name -> tensor for all PyTorch files in a directory. Raises CheckpointError with all
+    problems.
+    """
     index = None if (root / SINGLE).is_file() else read_index(root / INDEX, ".bin")
     tensors: dict[str, Tensor] = {}
     problems = []
@@ -49,7 +52,7 @@ def read_tensors(root: Path) -> dict[str, Tensor]:
 
 
 def read_file(path: Path) -> list[Tensor]:
-    """Returns the tensors of one file of torch.save. Raises CheckpointError."""
+    """Returns the tensors of one file that torch.save wrote. Raises CheckpointError."""
     try:
         with regular.open_file(path) as file:
             return _tensors(path, file)
@@ -93,7 +96,9 @@ def _content(file: BinaryIO, own: dict[str, Member], name: str, most: int) -> by
 
 
 def _placed(name: str, tensor: PickledTensor, path: Path, start: int, size: int) -> Tensor:
-    """Returns the tensor in its file, whose storage has `size` bytes from `start` on."""
+    """Returns a tensor with its position in the file `path`. start, size: offset and size in bytes of the
+    storage that the tensor uses. Raises CheckpointError if it does not fit.
+    """
     shown = printable(name)[:200]
     item = BITS[tensor.dtype] // 8
     own = item * math.prod(tensor.shape)

@@ -1,7 +1,7 @@
-"""Reads the pickle in a file of torch.save: a mapping of names to tensors, and nothing else.
+"""Reads the pickle in a file of torch.save, which must be a mapping of names to tensors and nothing else.
 
 A pickle is a program for a stack machine that may call any function. This machine imports and calls nothing:
-the few names that torch.save writes for tensors have a meaning here, and all others are refused. Opcodes:
+it gives a fixed meaning to the few names that torch.save writes for tensors, and refuses all others. Opcodes:
 https://docs.python.org/3/library/pickletools.html
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from mlcbuild_format.fields import printable
 
 MOST_OPCODES = 1_000_000
-"""Opcodes that are executed; a tensor takes about 35."""
+"""Maximum number of opcodes that are executed; a tensor takes about 35."""
 LARGEST = 32 << 20
-"""Bytes of a pickle that are read."""
+"""Maximum size of a pickle in bytes."""
 
 _TYPED_STORAGES: Mapping[str, str] = {
     "DoubleStorage": "F64",
@@ -41,7 +41,7 @@ _NEW_DTYPES: Mapping[str, str] = {
     "uint32": "U32",
     "uint64": "U64",
 }
-"""PyTorch's name of a dtype without a type of storage -> that of safetensors."""
+"""PyTorch's name of a dtype that has no storage class of its own -> safetensors' name."""
 _MAPPING = "collections OrderedDict"
 _TENSOR, _NEW_TENSOR = "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_tensor_v3"
 _PARAMETER = "torch._utils _rebuild_parameter"
@@ -55,27 +55,27 @@ _NAMES = frozenset(
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or holds more than tensors. The message names the fault, not the file."""
+    """The pickle is damaged, or holds more than tensors. The message names the fault, not the file."""
 
 
 @dataclass(frozen=True)
 class PickledStorage:
-    """The numbers of a member of the file, which tensors have in common."""
+    """A member of the zip file with the numbers of one or more tensors."""
 
     dtype: str
-    """The name of the type in safetensors; "" if the tensor gives it."""
+    """The safetensors name of the dtype; "" if each tensor states its dtype."""
     member: str
-    """Name of the member below `data/`."""
+    """Name of the zip file's member below `data/`."""
 
 
 @dataclass(frozen=True)
 class PickledTensor:
-    """A tensor as the pickle describes it."""
+    """A tensor as the pickle describes it: its storage, shape and strides."""
 
     storage: PickledStorage
     dtype: str
     offset: int
-    """Number of elements of the storage in front of it."""
+    """Number of elements of the storage that precede the tensor."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
@@ -88,7 +88,7 @@ class _Name:
 
 
 def read(data: bytes) -> dict[str, PickledTensor]:
-    """Returns name -> tensor. Raises PickleError."""
+    """Returns tensor name -> tensor. data: the bytes of the pickle. Raises PickleError."""
     try:
         value = _Machine(data).run()
     except (IndexError, struct.error, UnicodeDecodeError):
@@ -102,14 +102,14 @@ def read(data: bytes) -> dict[str, PickledTensor]:
 
 
 class _Machine:
-    """Executes the opcodes of one pickle."""
+    """Executes the opcodes of one pickle on a stack."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
-        """The stacks below each mark."""
+        """For each mark on the stack, the values that were below it."""
         self._memo: dict[int, Any] = {}
 
     def run(self) -> Any:
@@ -160,7 +160,7 @@ class _Machine:
         self._stack = []
 
     def since_mark(self) -> list[Any]:
-        """Returns the values above the last mark and removes both."""
+        """Removes the last mark from the stack and returns the values above it."""
         values, self._stack = self._stack, self._marked.pop()
         return values
 
@@ -215,7 +215,9 @@ class _Machine:
         self._stack[-1].extend(values)
 
     def build(self) -> None:
-        """Drops attributes of a mapping: state_dict() notes versions of modules in one."""
+        """Executes the opcode BUILD: discards attributes of a mapping, in which state_dict() stores versions
+        of modules.
+        """
         self._stack.pop()
         if not isinstance(self._stack[-1], dict):
             raise PickleError("its pickle sets attributes of something other than a mapping")
@@ -307,4 +309,4 @@ _ACTIONS: Mapping[bytes, Callable[[_Machine], None]] = {
     b"Q": _Machine.storage,
     b"R": _Machine.call,
 }
-"""Opcode -> what it does."""
+"""Opcode -> function that executes it on the machine."""

@@ -1,4 +1,4 @@
-"""Finds the bytes of the members of a zip file that are stored uncompressed, without reading them.
+"""Returns the positions of uncompressed members of a zip file, without reading the members.
 
 Format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
@@ -14,16 +14,17 @@ from typing import BinaryIO
 _END, _END64, _PLACE64 = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _MEMBER, _LOCAL = b"PK\1\2", b"PK\3\4"
 _LONGEST_TAIL = 22 + 0xFFFF
-"""Bytes of the end record with the longest comment."""
+"""Size in bytes of the end record with a comment of maximum length."""
 LARGEST_DIRECTORY = 8 << 20
-"""Bytes of a central directory that are read; a file of PyTorch takes about 100 for each tensor."""
+"""Maximum size in bytes of a central directory; a PyTorch file needs about 100 bytes for each tensor."""
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
-"""Numbers in place of those that stand in a zip64 record."""
+"""Values of 16-bit and 32-bit fields that mean: the number is in a zip64 record."""
 
 
 class ZipError(ValueError):
-    """A file that is no zip file, or one whose members are not stored as they are. The message names the
-    rule, not the file."""
+    """The file is not a zip file, or its members are compressed or encrypted. The message names the rule, not
+    the file.
+    """
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,15 @@ class Member:
     """A member of a zip file, as the central directory describes it."""
 
     header: int
-    """Offset of its local header in the file."""
+    """Offset in bytes of the member's local header in the file."""
     size: int
-    """Size in bytes."""
+    """Size of the member in bytes."""
     is_plain: bool
-    """True if its bytes stand in the file as they are."""
+    """True if the member is stored uncompressed and unencrypted."""
 
 
 def members(file: BinaryIO) -> dict[str, Member]:
-    """Returns name -> member from the central directory. Raises OSError and ZipError."""
+    """Returns member name -> member, read from the central directory. Raises OSError and ZipError."""
     count, size, start = _directory(file)
     file.seek(start)
     data = file.read(size)
@@ -67,7 +68,9 @@ def members(file: BinaryIO) -> dict[str, Member]:
 
 
 def _directory(file: BinaryIO) -> tuple[int, int, int]:
-    """Returns the number of members, and size and offset of the central directory."""
+    """Returns (number of members, size, offset) of the central directory; size and offset in bytes. Raises
+    ZipError.
+    """
     end = file.seek(0, os.SEEK_END)
     first = file.seek(max(0, end - _LONGEST_TAIL))
     tail = file.read(_LONGEST_TAIL)
@@ -95,7 +98,7 @@ def _wide_directory(file: BinaryIO, tail: bytes, at: int) -> tuple[int, int, int
 
 
 def _zip64(extra: bytes) -> tuple[int, ...]:
-    """Returns the numbers of a member's zip64 field; () without one."""
+    """Returns the numbers in a member's zip64 extra field; () if it has none."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -107,7 +110,9 @@ def _zip64(extra: bytes) -> tuple[int, ...]:
 
 
 def place(file: BinaryIO, own: Mapping[str, Member], name: str) -> tuple[int, int]:
-    """Returns offset and size of the bytes of a member. Raises OSError and ZipError."""
+    """Returns (offset, size) in bytes of the content of the member `name`. own: member name -> member. Raises
+    OSError and ZipError.
+    """
     member = own.get(name)
     name = name[-80:]
     if member is None:

@@ -14,8 +14,9 @@ from mlcbuild.quant.scheme import Scheme, matches
 
 NAME = "as-is"
 AS_IS = Scheme(NAME, NAME, activation_bits=8)
-"""The scheme `as-is` of a recipe, until the types of a checkpoint's tensors are known: no format has this
-name."""
+"""The scheme `as-is` of a recipe. It names no existing format: `resolved` replaces it once the types of a
+checkpoint's tensors are known.
+"""
 
 FORMATS: Mapping[str, str] = {
     "Q4_0": "q4_0",
@@ -35,20 +36,26 @@ FORMATS: Mapping[str, str] = {
     "IQ4_XS": "iq4_xs",
     "F16": "f16",
 }
-"""Type of a GGUF tensor -> the smallest format with its values; other types are stored in float32."""
+"""Type of a GGUF tensor -> name of the smallest format that can store its values; tensors of other types are
+stored in float32.
+"""
 _NOT_IN_GGUF: Mapping[str, str] = {"Q6_1": "q8_1"}
-"""The same for types of other checkpoints, which are named as GGUF would: 6 bits with scale and minimum."""
+"""Type of a tensor in checkpoints other than GGUF, named in GGUF's style -> name of the smallest format that
+can store its values. Q6_1 has 6 bits, a scale and a minimum.
+"""
 _MIXED = (*dict.fromkeys(FORMATS.values()), "q8_1", "q8_k")
 _EXACT = "f32"
 _LAYER = re.compile(r"^layers\.\d+\.")
 LONGEST_PATTERN = 400
-"""Largest length of a pattern in characters. Longer patterns become several: a manifest bounds the length of
-its texts."""
+"""Maximum length of a pattern in characters, because a manifest limits the length of its texts. Longer
+patterns are divided into several.
+"""
 
 
 def format_for(types: Collection[str]) -> str:
-    """Returns the name of the smallest format that holds the values of all these types of tensors, which are
-    parts of one matrix."""
+    """Returns the name of the smallest format that stores the values of every type in `types`, the types of
+    the tensors that make up one matrix.
+    """
     own = {FORMATS.get(name) or _NOT_IN_GGUF.get(name, _EXACT) for name in types}
     if len(own) == 1:
         return own.pop()
@@ -64,8 +71,9 @@ def format_for(types: Collection[str]) -> str:
 
 
 def is_as_is(scheme: Scheme) -> bool:
-    """Returns True if a scheme is, or holds, `as-is`, which must be resolved for a checkpoint before it is
-    used."""
+    """Returns True if a scheme, or one of its overrides, is `as-is`, which must be resolved for a checkpoint
+    before use.
+    """
     return scheme.format == NAME
 
 
@@ -94,8 +102,9 @@ def resolved(scheme: Scheme, types: Mapping[str, Collection[str]], params: Seque
 
 
 def _patterns(names: Sequence[str], every: Sequence[str]) -> list[str]:
-    """Returns patterns for overrides that match `names` and no other of `every` name: one glob for a kind of
-    parameter where all layers have it."""
+    """Returns glob patterns for overrides that match all of `names` and no other name in `every`. Parameters
+    that all layers have are matched by one glob.
+    """
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_LAYER.sub("layers.*.", name), []).append(name)

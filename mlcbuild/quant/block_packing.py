@@ -39,8 +39,9 @@ def _number_dtypes(blocks: Blocks) -> list[DTypeLike]:
 
 
 def _conformed(blocks: Blocks, rows: BlockRows, name: str) -> tuple[NDArray[Any], ...]:
-    """Returns codes as they are stored, a byte each, and the scales and minima of each row, in the order of
-    the format's tensors."""
+    """Returns the codes as they are stored, one byte each, followed by the scales and minima of each row, in
+    the order of the format's tensors. Raises CheckpointError, naming `name`, for infinite numbers and NaN.
+    """
     codes = rows.codes.view(np.uint8) + np.uint8(blocks.zero)
     for number in (rows.scale, rows.minimum):
         if number is not None and not (np.abs(number) < _LARGEST_SCALE).all():
@@ -65,8 +66,9 @@ def _whole_tiles(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _in_tiles(numbers: NDArray[Any], dtype: DTypeLike) -> Array:
-    """Returns the numbers [rows, count] as [tiles, runs, 16] or [tiles, groups, 16 * halves] with halves side
-    by side."""
+    """Returns the numbers [rows, count] in tiles: [tiles, runs, 16], or [tiles, groups, 16 * halves] when a
+    group of 32 weights has two scales, which then lie side by side.
+    """
     whole = _whole_tiles(numbers)
     return np.ascontiguousarray(whole.reshape(-1, TILE_ROWS, whole.shape[1]).swapaxes(1, 2)).astype(
         dtype, copy=False
@@ -91,7 +93,9 @@ def _packed_codes(blocks: Blocks, codes: NDArray[np.uint8]) -> Array:
 
 
 def _high_bits(bits: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint32]]:
-    """Yields the stored lines with the bits of codes above the low four: `high` [tile, group, quad, row]."""
+    """Yields the bytes that store the bits of each code above its low four. high: those bits, [tile, group,
+    quad, row], where a quad is four consecutive weights.
+    """
     width = bits - 4
     count = 8 // width
     for first in range(0, QUADS, count):
@@ -102,7 +106,7 @@ def _high_bits(bits: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint3
 
 
 def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the matrix [N, K] in float32: code * scale + minimum, each operation rounded."""
+    """Returns the matrix [N, K] of weights, code * scale + minimum in float32, each operation rounded."""
     rows, columns = shape
     q_weight, *numbers = tensors
     codes = (_codes(blocks, q_weight) - np.uint8(blocks.zero)).view(np.int8 if blocks.signed else np.uint8)
@@ -119,7 +123,10 @@ def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> 
 
 
 def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns: int) -> NDArray[np.float32]:
-    """Returns the scales or minima of each row and group as float32: [rows, columns / group]."""
+    """Returns the scales, or the minima, of each row and group as float32: [rows, columns / group]. tensors:
+    the stored float16 or float32 tensor, and where scales have two levels also the integers of groups, which
+    have the type `steps`.
+    """
     first = _by_rows(tensors[0])
     if len(tensors) == 1:
         return first.astype(np.float32)

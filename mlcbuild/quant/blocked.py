@@ -1,6 +1,7 @@
-"""Formats that keep the values of quantized checkpoints, in tiles of 16 rows.
+"""Defines formats that keep the values of quantized checkpoints unchanged, in tiles of 16 rows.
 
-Planning loads formats, so NumPy is imported by the functions that pack: block_packing.py.
+Planning a build loads this module, so only the functions that pack import NumPy; they are in
+block_packing.py.
 """
 
 from __future__ import annotations

@@ -27,14 +27,19 @@ class Blocks:
     bits: Literal[4, 5, 6, 8]
     """Number of bits of one code."""
     group: Literal[16, 32] = 32
-    """Number of consecutive weights that share a scale, and a minimum."""
+    """Number of consecutive weights that share a scale and, where there is one, a minimum."""
     scale: Literal["float16", "float32", "levels"] = "float16"
-    """Type of the scales. levels: a float16 of BLOCK_WEIGHTS weights times an int8 of each group."""
+    """Type of the scales. "levels": the scale of a group is a float16, shared by BLOCK_WEIGHTS weights, times
+    an int8 of the group.
+    """
     minimum: bool = False
-    """True if a minimum is added: a float16 of each group, or with two levels a float16 times a uint8."""
+    """True if a minimum is added to each weight. It is a float16 of the group; with scales of two levels it
+    is a float16 times a uint8 of the group.
+    """
     signed: bool = True
-    """True if codes are -2**(bits - 1) .. 2**(bits - 1) - 1, stored with 2**(bits - 1) added; False: they
-    start at 0."""
+    """True if codes are -2**(bits - 1) .. 2**(bits - 1) - 1, stored after adding 2**(bits - 1); False if they
+    start at 0.
+    """
 
     @property
     def zero(self) -> int:
@@ -43,11 +48,13 @@ class Blocks:
 
     @property
     def halves(self) -> int:
-        """Returns the number of scales in 32 weights: 1 or 2."""
+        """Returns the number of scales for 32 consecutive weights: 1 or 2."""
         return GROUP // self.group
 
     def holds(self, other: Blocks) -> bool:
-        """Returns True if every value that `other` can hold is a value of this format, too."""
+        """Returns True if this format can store, without change, every value that a format of the kind
+        `other` can store.
+        """
         low, other_low = -self.zero, -other.zero
         high, other_high = (1 << self.bits) + low, (1 << other.bits) + other_low
         return (
@@ -61,9 +68,10 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Rows of a quantized matrix [rows, columns]: code * (scale * step) + minimum * minimum_step.
+    """Rows of a quantized matrix [rows, columns], whose weights are code * (scale * step) + minimum *
+    minimum_step.
 
-    Each operation is rounded to float32. Absent steps are 1; with an absent minimum nothing is added.
+    Each operation is rounded to float32. Absent steps count as 1; without a minimum nothing is added.
     """
 
     codes: NDArray[np.int8] | NDArray[np.uint8]
@@ -78,6 +86,6 @@ class BlockRows:
     """The integer factor of each group's minimum, shaped like `steps`; None: all are 1."""
 
     def take(self, rows: NDArray[np.intp]) -> BlockRows:
-        """Returns these of the rows, in this order."""
+        """Returns a new BlockRows with the rows whose indices are passed, in that order."""
         fields: list[Any] = [None if field is None else field[rows] for field in vars(self).values()]
         return BlockRows(*fields)

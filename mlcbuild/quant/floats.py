@@ -17,22 +17,25 @@ Array: TypeAlias = NDArray[np.float32 | np.float16 | np.uint32 | np.uint16 | np.
 OVERFLOW = 65520.0
 """The smallest number that rounds to an infinite float16."""
 BLOCK = 1 << 17
-"""Number of weights in a block: its float32 copy and scratch take a megabyte, so that one call's cost is
-spread."""
+"""Number of weights that are packed at once. Their float32 copy and scratch arrays take about 1 MB, which
+stays in a core's cache, and the cost of each NumPy call is spread over many weights.
+"""
 
 
 class Scratch:
-    """Scratch memory of one thread, used again from one matrix to the next."""
+    """Scratch memory of one thread, reused from one matrix to the next."""
 
     def __init__(self) -> None:
         self._memory: dict[str, NDArray[np.uint8]] = {}
         self._views: dict[tuple[str, tuple[int, ...], DTypeLike], NDArray[Any]] = {}
-        """(use, shape, dtype) -> array, for each one so far: a block of weights needs seven, and making them
-        takes 2% of packing."""
+        """(use, shape, dtype) -> array, for each array used so far. A block of weights needs seven, and
+        creating them anew would take 2% of the packing time.
+        """
 
     def array(self, use: str, shape: Sequence[int], dtype: DTypeLike) -> NDArray[Any]:
-        """Returns an uninitialised array of this shape and dtype. It is valid until the next call for the
-        same `use`."""
+        """Returns an uninitialised array of this shape and dtype for a purpose named by `use`. The array is
+        valid until the next call with the same `use`.
+        """
         form = use, tuple(shape), dtype
         view = self._views.get(form)
         if view is None:
@@ -107,7 +110,7 @@ def narrow(raw: Array, dtype: DTypeLike, scratch: Scratch, name: str) -> Array:
 
 
 def largest(part: Array) -> float:
-    """Returns the largest magnitude of an array's elements; it is not finite when any element is not."""
+    """Returns the largest magnitude of an array's elements, which is infinite or NaN if any element is."""
     if part.dtype == np.float16:
         # Without their sign, floating point numbers are ordered as their bits.
         return float((part.view(np.uint16) & 0x7FFF).max().view(np.float16))

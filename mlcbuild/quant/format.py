@@ -39,7 +39,7 @@ class FormatTensor:
     """One of the tensors in which a format stores a matrix."""
 
     suffix: str
-    """End of the tensor's name, which is `<parameter without .weight>.<suffix>`."""
+    """Last part of the tensor's name, which is `<parameter without .weight>.<suffix>`."""
     dtype: str
     shape: Shape
 
@@ -71,9 +71,11 @@ class Format:
     dtype: Literal["float32", "float16"] = "float16"
     """Type of the stored scales, of parameters that are no matrices, and of the KV cache."""
     rows_per_index: int = 1
-    """Number of rows that one index of axis 0 of every tensor holds."""
+    """Number of matrix rows that one index of axis 0 of every stored tensor covers."""
     blocks: Blocks | None = None
-    """The kinds of numbers of a format that keeps the values of quantized checkpoints; None for others."""
+    """The kinds of numbers that this format stores, if it keeps the values of quantized checkpoints; None for
+    other formats.
+    """
     pack_blocks: Callable[[Sequence[BlockRows], str], Sequence[Array]] | None = None
     """Function of (consecutive quantized rows, the parameter's name for errors) that returns the arrays of
     `tensors`, in place of `pack`. Raises CheckpointError for infinite weights and NaN. None: the format takes
@@ -102,7 +104,9 @@ def layouts(name: str) -> Mapping[str, Format]:
 
 
 def load_format(name: str, layout: str) -> Format:
-    """Returns a format in a physical layout. Raises UsageError if there is none of these names."""
+    """Returns the format called `name` in the physical layout called `layout`. Raises UsageError if either
+    does not exist.
+    """
     by_layout = layouts(name)
     if layout not in by_layout:
         raise UsageError(
@@ -114,7 +118,7 @@ def load_format(name: str, layout: str) -> Format:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor as weights files hold it and the library takes it."""
+    """One tensor as weights files store it and a compiled library receives it."""
 
     name: str
     shape: tuple[int, ...]

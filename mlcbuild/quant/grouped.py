@@ -1,6 +1,7 @@
-"""Formats with one scale for each group of weights, in rows or in tiles: w = (q - zero) * scale.
+"""Defines formats with one scale for each group of weights, stored by rows or by tiles: w = (q - zero) *
+scale.
 
-Planning loads them, so NumPy is imported by the functions that pack: packing.py.
+Planning a build loads this module, so only the functions that pack import NumPy; they are in packing.py.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ def _group_count(columns: int) -> int:
 
 
 def rows(groups: Groups) -> Format:
-    """Returns the format in the layout row: the codes of a row fill uint32 words from their low ends.
+    """Returns the format for the layout `row`, where the codes of one row fill uint32 words from their low
+    ends.
 
-    q_weight uint32 [N, ceil(K/32) * bits], q_scale [N, ceil(K/32)]. 4 or 8 bits: K is padded with zeros.
+    q_weight is uint32 [N, ceil(K/32) * bits], q_scale [N, ceil(K/32)]. It has 4 or 8 bits; K is padded with
+    zeros.
     """
     return _format(
         groups,

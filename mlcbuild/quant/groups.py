@@ -1,7 +1,4 @@
-"""Groups of weights that share a scale: sizes and numbers that formats and kernels have in common.
-
-Nothing else defines them.
-"""
+"""Defines sizes and numbers that formats and kernels share, for groups of weights with one scale."""
 
 from __future__ import annotations
 
@@ -45,4 +42,6 @@ class Groups:
     dtype: Literal["float32", "float16"]
     """The type in which scales are stored."""
     signed: bool = False
-    """True if scales may be negative, so that the extreme has the code 0, the end with one level more."""
+    """True if scales may be negative. The weight of largest magnitude then always gets the code 0, the end of
+    the range with one more level.
+    """

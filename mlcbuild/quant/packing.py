@@ -62,7 +62,9 @@ class Packer:
         return padded
 
     def _planes(self, block: Array, shape: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.float32]:
-        """Returns float32 [QUADS, groups * QUAD]: the block's quads, viewed as `shape`, in another order."""
+        """Returns the quads of a block as float32 [QUADS, groups * QUAD]. `block` is viewed with the shape
+        `shape`, and its axes are then permuted by `order`.
+        """
         quad = np.dtype(np.complex128 if block.itemsize == 4 else np.uint64)
         quads = block.view(quad).reshape(shape).transpose(order)
         out = self._scratch.array("planes", (QUADS, block.size // QUADS), np.float32)
@@ -75,8 +77,9 @@ class Packer:
         return out
 
     def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Writes codes and scales of a block in the layout row: eight (4 bits) or four (8 bits) consecutive
-        weights of a row in a uint32."""
+        """Writes the codes and scales of a block of rows in the layout `row`: a uint32 holds eight
+        consecutive weights of 4 bits, or four of 8 bits.
+        """
         groups = q_scale.size
         planes = self._planes(block, (groups, QUADS), (1, 0))
         q = self._quantize(planes, q_scale.reshape(groups))
@@ -91,7 +94,7 @@ class Packer:
         q_weight.view(np.uint16).reshape(groups, QUADS)[...] = merged.astype(np.uint8).view(np.uint16).T
 
     def _tiles(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Writes codes and scales of a block in the layout x16: see grouped.tiles."""
+        """Writes the codes and scales of a block of rows in the layout x16, which grouped.tiles describes."""
         tiles, groups, _ = q_scale.shape
         planes = self._planes(block, (tiles, TILE_ROWS, groups, QUADS), (3, 0, 2, 1))
         q = self._quantize(planes, q_scale.reshape(-1)).view(np.uint64)
@@ -101,8 +104,9 @@ class Packer:
         q_weight.view(np.uint32).reshape(tiles, groups, len(q), TILE_ROWS)[...] = words.transpose(1, 2, 0, 3)
 
     def _quantize(self, planes: NDArray[np.float32], out: Array) -> NDArray[np.uint8]:
-        """Returns the codes of weights in planes, which it overwrites, and writes the scale of each group
-        into `out`."""
+        """Returns the codes of weights that are arranged in planes, and writes the scale of each group into
+        `out`. Overwrites `planes`.
+        """
         groups = self._format
         out[...] = scale = self._scales(planes)
         divisor = scale.astype(np.float32)
@@ -116,7 +120,9 @@ class Packer:
         return q
 
     def _scales(self, planes: NDArray[np.float32]) -> Array:
-        """Returns the scale of each group in its stored dtype, never -0: [groups]."""
+        """Returns the scale of each group, [groups], in the type in which it is stored. A scale of zero is
+        never -0.
+        """
         groups = self._format
         extreme = self._extreme(planes)
         if groups.bits in SEARCHES:
@@ -142,9 +148,10 @@ class Packer:
 
 
 def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Returns planes of eight codes of 4 or 5 bits, a byte each, as four planes of two nibbles a byte.
+    """Returns planes of eight codes of 4 or 5 bits, one byte each, as four planes with two 4-bit values in a
+    byte.
 
-    The fifth bits are one plane more, eight to a byte. Overwrites `q`.
+    With 5 bits, one more plane holds the fifth bits, eight in a byte. Overwrites `q`.
     """
     low, high = q[: QUADS // 2], q[QUADS // 2 :]
     fifth = None
@@ -160,15 +167,18 @@ def _merged(q: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
 
 
 def _over_groups(extreme: np.ufunc, planes: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns `extreme` (np.maximum or np.minimum) over the weights of each group, NaN if it holds one:
-    [groups]."""
+    """Returns the maximum or minimum (extreme: np.maximum or np.minimum) of the weights of each group,
+    [groups]; NaN for a group that has a NaN.
+    """
     quads = extreme.reduce(planes, axis=0).reshape(-1, QUAD)
     both: NDArray[np.float32] = extreme(extreme(quads[:, 0], quads[:, 1]), extreme(quads[:, 2], quads[:, 3]))
     return both
 
 
 def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the matrix [N, K] in the layout row: (q - zero) * scale in float32, padding cut off."""
+    """Returns the matrix [N, K] from tensors in the layout `row`: (q - zero) * scale in float32, without the
+    padding.
+    """
     q_weight, q_scale = tensors
     rows, columns = shape
     shifts = np.arange(0, 32, groups.bits, dtype=np.uint32)
@@ -179,7 +189,9 @@ def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]
 
 
 def unpack_tiles(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the matrix [N, K] in the layout x16: (q - zero) * scale in float32, padding cut off."""
+    """Returns the matrix [N, K] from tensors in the layout x16: (q - zero) * scale in float32, without the
+    padding.
+    """
     q_weight, q_scale = tensors
     rows, columns = shape
     tiles, count, _ = q_weight.shape

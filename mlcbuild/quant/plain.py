@@ -1,4 +1,4 @@
-"""Formats without quantization: a matrix is one tensor of floating point numbers."""
+"""Defines formats without quantization: a matrix is one tensor of floating point numbers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def plain(dtype: Literal["float32", "float16"]) -> Format:
-    """Returns the format that stores matrices as numbers of this type. Planning loads formats, so their
-    functions import NumPy."""
+    """Returns the format that stores matrices as numbers of this type. Its functions import NumPy only when
+    called, since planning a build loads formats.
+    """
 
     def pack(weight: Array, scratch: Scratch, name: str) -> Sequence[Array]:
         from mlcbuild.quant.floats import narrow

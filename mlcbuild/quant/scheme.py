@@ -1,4 +1,4 @@
-"""Quantization schemes as values, and their form on one device: the tensors that are stored."""
+"""Defines quantization schemes, and the tensors that a scheme stores on one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlcbuild.models import Param
 from mlcbuild.quant.format import Format, StoredTensor, load_format
 
 PLAIN = "plain"
-"""The layout of those parameters that are not matrices."""
+"""Name of the layout of parameters that are not matrices, such as vectors of norms."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,19 @@ class Scheme:
     """8: activations are quantized to int8, with a scale for each group, before each product; 0: they stay
     floating point."""
     overrides: tuple[tuple[str, Scheme], ...] = ()
-    """(pattern, scheme): the first pattern that matches a parameter's name decides for it. A pattern is
-    one or more shell globs joined by `|`, matched against the name with and without `.weight`.
+    """Pairs (pattern, scheme). The first pattern that matches a parameter's name decides its scheme. A
+    pattern is one or more shell globs joined by `|`, matched against the name with and without `.weight`.
 
-    Any scheme without overrides may stand here: each parameter is stored wholly by its own scheme. What
-    belongs to no parameter (the KV cache) follows the outer scheme.
+    The schemes must not have overrides themselves. What belongs to no parameter, such as the KV cache,
+    follows the outer scheme.
     """
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A scheme with the physical layout that a device's backend chose for its format. Fields as in Scheme."""
+    """A scheme together with the physical layout that a device's backend chose for its format. The other
+    fields are those of Scheme.
+    """
 
     name: str
     format: str
@@ -50,7 +52,9 @@ class Storage:
 
     @property
     def definition(self) -> Format:
-        """Returns the scheme's format in this layout. Raises UsageError if there is none."""
+        """Returns the stored format of the scheme in this layout. Raises UsageError if the format does not
+        have it.
+        """
         return load_format(self.format, self.layout)
 
     @property
@@ -81,8 +85,9 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def scheme_for(scheme: Storage, name: str) -> Storage:
-    """Returns the storage of the parameter `name`: that of the first override that matches, or `scheme`
-    itself."""
+    """Returns how the parameter `name` is stored: by the first override whose pattern matches, or else by
+    `scheme` itself.
+    """
     for pattern, other in scheme.overrides:
         if matches(pattern, name):
             return replace(other, overrides=())
@@ -90,7 +95,9 @@ def scheme_for(scheme: Storage, name: str) -> Storage:
 
 
 def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
-    """Returns the tensors that hold one parameter. Raises UsageError for a layout that its format lacks."""
+    """Returns the tensors in which one parameter is stored. Raises UsageError for a layout that the
+    parameter's format does not have.
+    """
     own = scheme_for(scheme, param.name)
     if param.matrix is None:
         return (StoredTensor(param.name, param.shape, plain_dtype(param, own), PLAIN),)
@@ -105,12 +112,14 @@ def stored(param: Param, scheme: Storage) -> tuple[StoredTensor, ...]:
 
 
 def plain_dtype(param: Param, own: Storage) -> Literal["float32", "float16"]:
-    """Returns the type in which a parameter is stored that the scheme `own` does not pack."""
+    """Returns the type in which a parameter is stored that is not packed, because it is not a matrix. own:
+    the scheme of this parameter.
+    """
     return "float32" if param.stored == "float32" else own.dtype
 
 
 def rows_per_index(param: Param, scheme: Storage) -> int:
-    """Returns how many rows of a parameter one index of axis 0 of its stored tensors holds."""
+    """Returns how many rows of a parameter one index of axis 0 of its stored tensors covers."""
     return 1 if param.matrix is None else scheme_for(scheme, param.name).definition.rows_per_index
 
 
@@ -149,8 +158,9 @@ def check_overrides(scheme: Scheme | Storage, params: Sequence[Param]) -> tuple[
 
 
 def describe(scheme: Storage) -> dict[str, Json]:
-    """Returns the description of a scheme in libraries and manifests: its numbers in place of its format's
-    name."""
+    """Returns the description of a scheme that libraries and manifests hold: bits, group size and types,
+    instead of the format's name.
+    """
     form = scheme.definition
     return {
         "name": scheme.name,
@@ -164,8 +174,9 @@ def describe(scheme: Storage) -> dict[str, Json]:
 
 
 def to_json(scheme: Storage) -> dict[str, Json]:
-    """Returns every field of a scheme as JSON, so that a key changes with any of them. `name` enters too: a
-    built-in's."""
+    """Returns every field of a scheme as JSON, the name of a built-in scheme included, so that a change of
+    any field changes the key of a step.
+    """
     return {
         "name": scheme.name,
         "format": scheme.format,
@@ -176,8 +187,9 @@ def to_json(scheme: Storage) -> dict[str, Json]:
 
 
 def from_json(value: Json) -> Storage:
-    """Returns the scheme in a JSON value: the inverse of to_json. Raises UsageError on anything that to_json
-    would not write."""
+    """Returns the scheme that a JSON value describes: the inverse of to_json. Raises UsageError for a value
+    that to_json would not write.
+    """
     if not isinstance(value, dict):
         raise UsageError(f"a scheme must be a JSON object, found {value!r}")
     fields = {"name", "format", "layout", "activation_bits", "overrides"}

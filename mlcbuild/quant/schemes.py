@@ -19,5 +19,6 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("q8a8_1", "q8s", activation_bits=8),
     )
 }
-"""Name -> quantization scheme. Names are q<bits><float dtype>_1 as in mlc-llm; `a8` means 8-bit
-activations."""
+"""Name -> quantization scheme. A name is q<bits><type of scales>_1 as in mlc-llm; `a8` instead of the type
+means 8-bit activations.
+"""

@@ -13,23 +13,29 @@ from mlcbuild.quant.groups import QUAD, QUADS
 
 @dataclass(frozen=True)
 class Search:
-    """The starts of the search for a group's scale with one number of bits, and the codes that it uses."""
+    """Constants of the search for a group's scale, for one number of bits."""
 
     unit: int
-    """The integer that stands for the group's extreme weight: small enough for sums of eight products with a
-    code in int16, where NumPy handles twice as many numbers at once as in float32."""
+    """The integer that the group's weight of largest magnitude is scaled to. It is small enough for sums of
+    eight products with a code to fit in int16, of which NumPy handles twice as many at once as of float32.
+    """
     widths: tuple[int, ...]
     """Step widths from which the search for a scale starts. The first two divide the unit into `top` steps
     and one less, so that weights on such grids are met exactly."""
     top: int
-    """The largest code: codes are 1 - top .. top, the extreme weight being positive."""
+    """The largest code. Codes are 1 - top .. top; the sign of the scale is such that the weight of largest
+    magnitude is positive.
+    """
 
 
 SEARCHES = {4: Search(504, (63, 72, 59), 8), 5: Search(240, (15, 16), 16)}
-"""Number of bits -> parameters of the search. With 8 bits too little is to be gained."""
+"""Number of bits -> constants of the search. With 8 bits the search is left out, since it would reduce the
+error very little.
+"""
 TINY = np.float32(2.0**-96)
-"""Magnitude of a group's extreme below which it counts as zeros where a scale is fitted: its inverse could
-overflow."""
+"""Magnitude of the largest weight of a group below which the group counts as zeros when a scale is fitted:
+its inverse could overflow.
+"""
 
 
 def fit(
@@ -59,7 +65,7 @@ def fit(
     for width, along, size in zip(search.widths, *quads, strict=True):
         np.add(units, np.int16(width // 2), out=codes)
         np.floor_divide(codes, np.int16(width), out=codes)
-        if width * search.top <= search.unit:  # wider steps reach no further than codes do
+        if width * search.top <= search.unit:  # A wider step would leave the largest codes unused.
             np.clip(codes, np.int16(1 - search.top), np.int16(search.top), out=codes)
         np.einsum("pq,pq->q", units, codes, out=along)
         np.einsum("pq,pq->q", codes, codes, out=size)
@@ -82,8 +88,9 @@ def _inverse(extreme: NDArray[np.float32], unit: int) -> NDArray[np.float32]:
 
 
 def _group_sums(sums: NDArray[np.int16]) -> NDArray[np.float32]:
-    """Returns the sums of four neighbours in the last axis, none negative, as float32: [..., groups].
-    Overwrites `sums`."""
+    """Returns float32 sums of four neighbours along the last axis, [..., groups]. No element of `sums` may be
+    negative; overwrites `sums`.
+    """
     words, halves = sums.view(np.uint64), np.uint64(0x0000FFFF0000FFFF)
     pairs = words & halves
     np.right_shift(words, 16, out=words)

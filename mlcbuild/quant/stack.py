@@ -1,4 +1,4 @@
-"""A stack of matrices whose values are computed when they are read."""
+"""A stack of matrices whose values are computed when they are read, such as the weights of experts."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class Stack:
         return self.load(index)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[np.float32]:
-        """Returns all matrices as one array, which NumPy's functions call for."""
+        """Returns all matrices as one array. NumPy calls this method when the stack is used as an array."""
         return np.stack([self.load(index) for index in range(self.shape[0])]).astype(dtype or np.float32)

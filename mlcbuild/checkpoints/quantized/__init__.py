@@ -1,7 +1,7 @@
-"""The ways in which other tools store quantized weights: one file for each `quant_method`, with
-a function `view(settings, tensors)`.
+"""Reads quantized weights as other tools store them. Each `quant_method` has a file with a function
+`view(settings, tensors)`.
 
 settings: the quantization_config of the checkpoint. tensors: name in the files -> tensor. The function
-returns the tensors with one in place of the parts of each quantized matrix, and raises CheckpointError.
-Nothing lists the files: `quantization.py` finds them.
+returns the tensors, in which one tensor replaces the parts of each quantized matrix, and raises
+CheckpointError. No list of the files exists: `quantization.py` looks them up in this directory.
 """

@@ -1,5 +1,5 @@
-"""AWQ in the layout GEMM: codes and zero points packed along the outputs, eight in a word, in the order 0, 2,
-4, 6, 1, 3, 5, 7.
+"""Reads AWQ checkpoints in the layout GEMM: codes and zero points are packed along the outputs, eight in a
+word, in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
 A weight is (code - zero) * scale.
 """
@@ -25,12 +25,12 @@ from mlcbuild.errors import CheckpointError
 _FLOATS = ("F16", "BF16", "F32")
 _WORDS = ("I32", "U32")
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""The place in a word of each of its eight codes."""
+"""Index of a code -> its position among the eight codes of a word."""
 
 
 @dataclass(frozen=True)
 class _Awq:
-    """The tensors of one matrix, checked."""
+    """The checked tensors of one AWQ matrix."""
 
     parts: StoredParts
     inputs: int
@@ -56,7 +56,9 @@ class _Awq:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with one for each quantized matrix. Raises CheckpointError."""
+    """Returns the tensors of an AWQ checkpoint with one tensor in place of the parts of each quantized
+    matrix. settings: its quantization_config. Raises CheckpointError.
+    """
     layout = str(settings.get("version") or "gemm").lower()
     if layout != "gemm":
         raise CheckpointError(

@@ -1,7 +1,8 @@
-"""bitsandbytes: 4-bit codes of a table of 16 numbers (nf4, fp4), or int8 with a scale for each row.
+"""Reads bitsandbytes checkpoints: 4-bit codes of a table of 16 numbers (nf4, fp4), or int8 with a scale for
+each row.
 
 In 4 bits, a weight is the product of its number in the table (`quant_map`) and the scale of its block
-(`absmax`); blocks go over the ends of rows. Scales may be bytes themselves: numbers of a table of 256
+(`absmax`); blocks continue across the ends of rows. Scales may themselves be bytes: numbers of a table of 256
 (`nested_quant_map`), times the scale of their block (`nested_absmax`), plus an offset.
 """
 
@@ -21,15 +22,15 @@ from mlcbuild.checkpoints.shards import RowReader
 from mlcbuild.checkpoints.stored_parts import Floats, StoredParts, replaced, whole
 
 _PART = "weight#"
-"""The beginning of the names that parts such as `<module>.weight.absmax` have here."""
+"""Prefix under which this module stores the parts of a weight, such as `<module>.weight.absmax`."""
 _PER_127 = np.float32(1 / 127)
 _LARGEST_STATE = 4096
-"""Bytes of the JSON text that describes a matrix."""
+"""Maximum bytes of the JSON text that describes a quantized matrix."""
 
 
 @dataclass(frozen=True)
 class _Nested:
-    """How scales that are bytes become numbers."""
+    """The tensors and numbers that convert scales stored as bytes to float32."""
 
     table: Tensor
     scales: Tensor
@@ -39,25 +40,25 @@ class _Nested:
 
 @dataclass(frozen=True)
 class _Table:
-    """The tensors of one matrix of 4-bit codes, checked."""
+    """The checked tensors of one matrix of 4-bit codes."""
 
     packed: Tensor
     table: Tensor
     scales: Tensor
     columns: int
     block: int
-    """Number of weights with one scale."""
+    """Number of consecutive weights that share a scale."""
     nested: _Nested | None
 
     def load(self, reader: RowReader, first: int, count: int) -> Floats:
-        """Returns rows in float32."""
+        """Returns `count` rows of the matrix from row `first` on, in float32."""
         begin, end = first * self.columns, (first + count) * self.columns
         raw = reader.elements(self.packed, (begin // 2, -(-end // 2))).reshape(-1)
         codes = np.stack([raw >> 4, raw & 15], -1).reshape(-1)[begin % 2 :][: end - begin]
         values: Floats = whole(reader, self.table).take(codes)
         low, high = begin // self.block, -(-end // self.block)
         scales = np.repeat(self._scales(reader, low, high), self.block)[begin - low * self.block :]
-        with np.errstate(all="ignore"):  # infinite weights are refused where they are stored
+        with np.errstate(all="ignore"):  # Infinite weights are refused where weights are stored.
             values *= scales[: end - begin]
         return values.reshape(count, self.columns)
 
@@ -75,7 +76,9 @@ class _Table:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with one for each quantized matrix. Raises CheckpointError."""
+    """Returns the tensors of a bitsandbytes checkpoint with one tensor in place of the parts of each
+    quantized matrix. settings: its quantization_config. Raises CheckpointError.
+    """
     renamed = {}
     for name, tensor in tensors.items():
         module, dot, part = name.partition(".weight.")
@@ -92,7 +95,9 @@ def _combined(parts: StoredParts) -> dict[str, Tensor]:
 
 
 def _bytes(parts: StoredParts) -> Tensor:
-    """Returns a matrix of int8."""
+    """Returns the weight of a module that is stored as int8 with a scale for each row. Raises
+    CheckpointError.
+    """
     rows, columns = parts.matrix("weight")
     weight = parts.check("weight", ("I8",), (rows, columns))
     scale = parts.check("SCB", ("F32",), (rows,))
@@ -112,7 +117,7 @@ def _bytes(parts: StoredParts) -> Tensor:
 
 
 def _codes(parts: StoredParts) -> Tensor:
-    """Returns a matrix of 4-bit codes."""
+    """Returns the weight of a module that is stored as 4-bit codes. Raises CheckpointError."""
     state = _state(parts)
     rows, columns = _sizes(parts, state, "shape")
     (block,) = _sizes(parts, {"blocksize": [state.get("blocksize")]}, "blocksize")
@@ -142,7 +147,9 @@ def _codes(parts: StoredParts) -> Tensor:
 
 
 def _state(parts: StoredParts) -> Mapping[str, Any]:
-    """Returns the JSON object that describes a matrix."""
+    """Returns the JSON object that describes a quantized matrix, which is stored as the bytes of a tensor.
+    Raises CheckpointError.
+    """
     tensor = parts[f"{_PART}quant_state"]
     size = math.prod(tensor.shape)
     if tensor.dtype != "U8" or size > _LARGEST_STATE:

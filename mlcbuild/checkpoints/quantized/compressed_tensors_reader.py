@@ -1,4 +1,4 @@
-"""The formats of the package compressed-tensors, told apart by the tensors of each module.
+"""Reads the formats of the package compressed-tensors. The tensors of each module show which format it has.
 
 | format | tensors |
 |---|---|
@@ -9,7 +9,7 @@
 | mxfp4-pack-quantized | `weight_packed`: bytes; `weight_scale` for 32 columns, a power of two |
 
 Asymmetric integers have a `weight_zero_point`, packed along the outputs where codes are packed; those with
-act-order a `weight_g_idx`, the group of each column.
+act-order have a `weight_g_idx`, the group of each column.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _USED = (
 
 @dataclass(frozen=True)
 class _Integers:
-    """The tensors of one matrix of integers, checked."""
+    """The checked tensors of one matrix of integer codes."""
 
     parts: StoredParts
     rows: int
@@ -50,7 +50,7 @@ class _Integers:
     bits: int
     groups: int
     is_dense: bool
-    """True if codes may cross the border of two words."""
+    """True if a code may cross the border of two words."""
 
     def codes(self, reader: RowReader, first: int, count: int) -> Codes:
         packed = self.parts.get("weight_packed")
@@ -86,7 +86,9 @@ class _Integers:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with one for each quantized matrix. Raises CheckpointError."""
+    """Returns the tensors of a compressed-tensors checkpoint with one tensor in place of the parts of each
+    quantized matrix. settings: its quantization_config. Raises CheckpointError.
+    """
     form = str(settings.get("format"))
     if form in _REFUSED or settings.get("transform_config"):
         what = f"the format {printable(form)[:40]}" if form in _REFUSED else "a transform_config"
@@ -115,7 +117,7 @@ def _weight(parts: StoredParts) -> Tensor:
 
 
 def _integers(parts: StoredParts) -> _Integers:
-    """Checks the tensors of a matrix of integers. Raises CheckpointError."""
+    """Checks and returns the tensors of a matrix of integer codes. Raises CheckpointError."""
     if parts.get("weight_packed") is None:
         rows, columns = parts.matrix("weight")
         parts.check("weight", ("I8",), (rows, columns))
@@ -144,7 +146,9 @@ def _integers(parts: StoredParts) -> _Integers:
 
 
 def _columns(parts: StoredParts, rows: int) -> int:
-    """Returns the number of columns that weight_shape says."""
+    """Returns the number of columns that the tensor weight_shape of a module states. rows: the number of rows
+    it must state. Raises CheckpointError.
+    """
     tensor = parts.check("weight_shape", ("I64", "I32"), (2,))
     with Rows() as reader:
         own, columns = (int(size) for size in reader.elements(tensor, (0, 2)))
@@ -165,8 +169,10 @@ def _check_zeros(own: _Integers, scale: Tensor) -> None:
 
 
 def fp4_weight(parts: StoredParts, packed: str, overall: str, *, divides: bool) -> Tensor:
-    """Returns the weight of a module of 4-bit floats: MXFP4, or NVFP4 where it has the part `overall`. Raises
-    CheckpointError."""
+    """Returns the weight of a module of 4-bit floats. packed: the part with the codes; overall: the part that
+    scales the whole matrix, which makes it NVFP4 and not MXFP4; divides: True if scales are divided by it.
+    Raises CheckpointError.
+    """
     rows, half = parts.matrix(packed)
     parts.check(packed, ("U8",), (rows, half))
     is_wide = parts.get(overall) is None

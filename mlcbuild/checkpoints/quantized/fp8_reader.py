@@ -1,5 +1,6 @@
-"""FP8 as DeepSeek, Qwen and Mistral publish it: `weight` with `weight_scale_inv`, which is multiplied, or
-with `weight_scale`."""
+"""Reads FP8 checkpoints of DeepSeek, Qwen and Mistral: `weight` is multiplied by `weight_scale_inv` or by
+`weight_scale`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with one for each scaled matrix. Raises CheckpointError."""
+    """Returns the tensors of an FP8 checkpoint with one tensor in place of each matrix and its scales.
+    settings: its quantization_config. Raises CheckpointError.
+    """
     block = settings.get("weight_block_size")
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""GPTQ: codes packed along the inputs (`qweight`), zero points along the outputs (`qzeros`), `scales`, and
-the group of each input (`g_idx`).
+"""Reads GPTQ checkpoints: codes packed along the inputs (`qweight`), zero points along the outputs
+(`qzeros`), `scales`, and the group of each input (`g_idx`).
 
-A weight is (code - zero) * scale. The first version of the format stores zero points less 1, the second as
-they are, and files exist that name the wrong one. Weights average to zero, so the mean of codes less stored
-zero points tells the two apart: about 1 in the first version, 0 in the second.
+A weight is (code - zero) * scale. Version 1 of the format stores zero points less 1, version 2 stores them
+unchanged, and some files state the wrong version. Weights average to zero, so the mean of codes less stored
+zero points shows the version: about 1 in version 1, 0 in version 2.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ _FLOATS = ("F16", "BF16", "F32")
 _WORDS = ("I32", "U32")
 _BITS = (2, 3, 4, 5, 6, 8)
 _FORMATS = {"gptq": 1, "": 1, "gptq_v2": 2}
-"""checkpoint_format -> version of the format."""
+"""Value of checkpoint_format -> version of the GPTQ format."""
 _MODULES, _OUTPUTS = 16, 32
-"""Numbers of modules, and of rows of each, whose codes tell the version."""
+"""Number of modules, and number of rows of each, whose codes are averaged to detect the version of the
+format.
+"""
 
 
 @dataclass(frozen=True)
 class _Gptq:
-    """The tensors of one matrix, checked."""
+    """The checked tensors of one GPTQ matrix."""
 
     parts: StoredParts
     bits: int
@@ -56,7 +58,9 @@ class _Gptq:
         return values_of(raw, tensor.dtype).T
 
     def zeros(self, add: int, reader: RowReader, first: int, count: int) -> NDArray[np.int16]:
-        """Returns the zero points [count, groups]; `add` is the difference to those that are stored."""
+        """Returns zero points of rows, [count, groups]. add: the number to add to stored zero points, which
+        depends on the format's version.
+        """
         begin = first // 32  # 32 codes fill whole words
         end = min(-(-(first + count) // 32) * self.bits, self.outputs * self.bits // 32)
         words = reader.elements(self.parts["qzeros"], (0, self.groups), (begin * self.bits, end))
@@ -65,7 +69,7 @@ class _Gptq:
         return wrapped
 
     def offset(self) -> float:
-        """Returns the mean of codes less stored zero points, over some rows."""
+        """Returns the mean difference of codes and stored zero points, over the first rows."""
         with Rows() as reader:
             count = min(_OUTPUTS, self.outputs)
             codes, zeros = self.codes(reader, 0, count), self.zeros(0, reader, 0, count)
@@ -73,7 +77,9 @@ class _Gptq:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with one for each quantized matrix. Raises CheckpointError."""
+    """Returns the tensors of a GPTQ checkpoint with one tensor in place of the parts of each quantized
+    matrix. settings: its quantization_config. Raises CheckpointError.
+    """
     named = str(settings.get("checkpoint_format") or "")
     if named not in _FORMATS:
         raise CheckpointError(
@@ -120,7 +126,9 @@ def _matrix(parts: StoredParts) -> _Gptq:
 
 
 def _decision(matrices: list[_Gptq], named: int) -> tuple[int, str]:
-    """Returns what is added to stored zero points, and how that was decided."""
+    """Returns (number to add to stored zero points, sentence for the log that says how it was decided).
+    named: the version that the checkpoint states.
+    """
     some = matrices[:: max(1, len(matrices) // _MODULES)]
     offset = float(np.mean([matrix.offset() for matrix in some])) if some else 0.0
     by_value = 1 if 0.6 < offset < 1.4 else 2 if -0.4 < offset < 0.4 else named

@@ -1,4 +1,5 @@
-"""MLX: codes packed along each row (`weight`), with `scales` and `biases` for each group of columns.
+"""Reads MLX checkpoints: codes packed along each row (`weight`), with `scales` and `biases` for each group of
+columns.
 
 A weight is code * scale + bias.
 """
@@ -25,7 +26,7 @@ _USED = ("weight", "scales", "biases")
 
 @dataclass(frozen=True)
 class _Affine:
-    """The tensors of one matrix, checked."""
+    """The checked tensors of one MLX matrix."""
 
     weight: Tensor
     scale: Tensor
@@ -43,7 +44,9 @@ class _Affine:
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with one for each quantized matrix. Raises CheckpointError."""
+    """Returns the tensors of an MLX checkpoint with one tensor in place of the parts of each quantized
+    matrix. settings: its quantization_config. Raises CheckpointError.
+    """
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:
         own = settings.get(parts.module)

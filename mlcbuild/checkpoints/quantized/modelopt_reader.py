@@ -1,5 +1,6 @@
-"""NVIDIA's Model Optimizer: FP8 with `weight_scale`, or NVFP4 with `weight_scale` for 16 columns and
-`weight_scale_2` for all, which multiply."""
+"""Reads checkpoints of NVIDIA's Model Optimizer: FP8 with `weight_scale`, or NVFP4, whose weights are
+multiplied by a `weight_scale` for 16 columns and a `weight_scale_2` for the whole matrix.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +17,15 @@ _USED = ("weight", "weight_scale", "weight_scale_2")
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with one for each quantized matrix. Raises CheckpointError."""
+    """Returns the tensors of a Model Optimizer checkpoint with one tensor in place of the parts of each
+    quantized matrix. settings: its quantization_config. Raises CheckpointError.
+    """
 
     def combine(parts: StoredParts) -> dict[str, Tensor]:
         others = {part: item for part, item in parts.tensors.items() if part not in _USED}
         if parts["weight"].dtype == "U8":
-            parts["weight_scale_2"]  # without it, these would be MXFP4, which it does not write
+            # Without weight_scale_2 these would be MXFP4 weights, which Model Optimizer does not write.
+            parts["weight_scale_2"]
             weight = fp4_weight(parts, "weight", "weight_scale_2", divides=False)
         else:
             weight = scaled(parts, "weight_scale")

@@ -1,7 +1,5 @@
-"""MXFP4 as gpt-oss stores its experts: `<name>_blocks` [experts, outputs, inputs / 32, 16] and
-`<name>_scales` [experts, outputs, inputs / 32], both bytes.
-
-They stand for a tensor [experts, inputs, outputs].
+"""Returns the tensors of an MXFP4 checkpoint with one tensor in place of the parts of each stack of experts.
+settings: its quantization_config. Raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -19,7 +17,9 @@ _GROUP = 32
 
 
 def view(settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with one for each stack of experts. Raises CheckpointError."""
+    """Returns the tensors of an MXFP4 checkpoint with one tensor in place of the parts of each stack of
+    experts. settings: its quantization_config. Raises CheckpointError.
+    """
     endings = ("_blocks", "_scales")
     marks = {name.rpartition(".")[2] for name in tensors if name.endswith(endings)}
 
