@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,61 @@ def test_what_linux_does_not_tell_makes_all_cores_alike(tmp_path: Path, text: st
     write(tmp_path, {"sys/devices/cpu_atom/cpus": text, "sys/devices/system/cpu/cpu1/cpu_capacity": text})
     assert thread_count.core_speeds(range(3), tmp_path) == [1.0] * 3
     assert thread_count.core_speeds(range(3), tmp_path / "nothing") == [1.0] * 3
+
+
+def nodes(cpulists: list[str], distances: list[str]) -> dict[str, str]:
+    """Returns the files of NUMA nodes: processors of each, and its distance to every node."""
+    place = "sys/devices/system/node/"
+    files = {f"{place}node{node}/cpulist": cpus for node, cpus in enumerate(cpulists)}
+    files |= {f"{place}node{node}/distance": line for node, line in enumerate(distances)}
+    return files | {f"{place}online": f"0-{len(cpulists) - 1}"}
+
+
+TWO_SOCKETS = nodes(["0-3,8-11", "4-7,12-15"], ["10 21", "21 10"])
+FOUR_PARTS = nodes(["0-1", "2-3", "4-5", "6-7"], ["10 12 32 32", "12 10 32 32", "32 32 10 12", "32 32 12 10"])
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed", "chosen"),
+    [
+        (TWO_SOCKETS, range(16), {*range(4), *range(8, 12)}),
+        (TWO_SOCKETS, [3, 4, 5, 6, 12], {4, 5, 6, 12}),  # more of the second socket is allowed
+        (TWO_SOCKETS, [5], {5}),
+        (FOUR_PARTS, range(8), {0, 1, 2, 3}),  # a socket in two parts is one socket
+        (FOUR_PARTS, [0, 4, 5, 6], {4, 5, 6}),
+        (nodes(["0-7"], ["10"]), range(8), {*range(8)}),
+        (nodes(["0-7", ""], ["10 40", "40 10"]), range(8), {*range(8)}),  # a node with memory alone
+        (nodes(["0-3", "4-7"], ["", "x"]), range(8), {*range(8)}),
+        ({}, range(6), {*range(6)}),
+    ],
+)
+def test_one_socket_computes(
+    tmp_path: Path, files: dict[str, str], allowed: Collection[int], chosen: set[int]
+) -> None:
+    write(tmp_path, files)
+    assert thread_count.best_socket(allowed, tmp_path) == chosen
+
+
+def test_a_socket_of_fast_cores_is_preferred_to_one_of_more_slow_cores(tmp_path: Path) -> None:
+    name = "sys/devices/system/cpu/cpu{}/cpu_capacity"
+    capacities = {name.format(cpu): "1024" if cpu >= 6 else "300" for cpu in range(10)}
+    write(tmp_path, nodes(["0-5", "6-9"], ["10 21", "21 10"]) | capacities)
+    assert thread_count.best_socket(range(10), tmp_path) == {6, 7, 8, 9}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+@pytest.mark.parametrize("threads", ["None", "2"])
+def test_the_runtime_stays_on_the_socket_unless_threads_are_given(threads: str, toy_bundle: Path) -> None:
+    program = f"""
+import os, pathlib; os.environ.pop("TVM_NUM_THREADS", None)
+from mlcbuild_format import bundle
+from mlcbuild_runtime.devices import cpu_library, thread_count
+thread_count.best_socket = lambda allowed, root: frozenset({{min(allowed)}})
+cpu_library.load_runtime(pathlib.Path(r"{toy_bundle}"), bundle.read(pathlib.Path(r"{toy_bundle}")), {threads})
+print(len(os.sched_getaffinity(0)), os.environ["TVM_NUM_THREADS"])
+"""
+    count = len(os.sched_getaffinity(0))
+    assert shared.run("-c", program).stdout == ("1 1\n" if threads == "None" else f"{count} 2\n")
 
 
 def test_macos_states_the_cores_of_each_level() -> None:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import gguf
-import llama_cpp as lib
 import numpy as np
 from checkpoint import read
 
@@ -30,11 +29,11 @@ NAMES = {
 ARCHITECTURES = {"llama": "llama", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 FORMATS = {
-    "q4_0": lib.LLAMA_FTYPE_MOSTLY_Q4_0,
-    "q4_k_m": lib.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-    "q5_0": lib.LLAMA_FTYPE_MOSTLY_Q5_0,
-    "q5_k_m": lib.LLAMA_FTYPE_MOSTLY_Q5_K_M,
-    "q8_0": lib.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
+    "q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M",
+    "q5_0": "LLAMA_FTYPE_MOSTLY_Q5_0",
+    "q5_k_m": "LLAMA_FTYPE_MOSTLY_Q5_K_M",
+    "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
 }
 
 
@@ -104,13 +103,15 @@ def write(root: Path, out: Path) -> None:
 
 
 def main() -> None:
+    import llama_cpp as lib  # convert_ik.py uses `write`, and has no llama-cpp-python
+
     root, out = Path(sys.argv[1]), Path(sys.argv[2])
     write(root, out / "f32.gguf")
     # Models with experts are large: one format, and nothing left of what it was made from.
     has_experts = "num_experts" in json.loads((root / "config.json").read_text())
     for name in sys.argv[3:] or (("q4_0",) if has_experts else ("q4_0", "q8_0")):
         params = lib.llama_model_quantize_default_params()
-        params.ftype = FORMATS[name]
+        params.ftype = getattr(lib, FORMATS[name])
         # Otherwise the output matrix gets more bits than the name says; a k_m is a mixture by definition.
         params.pure = not name.endswith("_k_m")
         if lib.llama_model_quantize(

@@ -54,6 +54,8 @@ PEERS: Mapping[str, Peer] = {
     "onnxruntime": Peer((*CONVERTER, "onnx", "onnx-ir", "onnxruntime-genai"), ("int4",)),
     "openvino": Peer((*CONVERTER, "optimum-intel", "openvino-genai", "nncf"), ("int4", "int8")),
 }
+IK = "ik"
+"""The peer that is built from a source directory, because no package index has it; see ik_library.py."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def _ours(area: Path, schemes: list[str]) -> Iterator[Entry]:
 
 
 def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
-    peer, out = PEERS[name], area / name
+    peer = Peer(("gguf",), ("q4_0.gguf", "q8_0.gguf")) if name == IK else PEERS[name]
+    out = area / name
     try:
         python = installed(directory / "environments" / name, peer)
         if not out.is_dir():

@@ -15,6 +15,7 @@ OURS = "mlcbuild"
 TOOLS = {
     "ours": OURS,
     "llama": "llama.cpp",
+    "ik": "ik_llama.cpp",
     "ctranslate2": "CTranslate2",
     "onnxruntime": "onnxruntime-genai",
     "openvino": "OpenVINO",

@@ -14,7 +14,7 @@ from mlcbuild_format.bundle import Manifest
 from mlcbuild_format.errors import BundleError, SetupError
 
 from mlcbuild_runtime.devices import machine
-from mlcbuild_runtime.devices.thread_count import default_threads
+from mlcbuild_runtime.devices.thread_count import default_threads, stay_on_socket
 
 # tvm_ffi would import torch where it is installed, and compile an extension for it.
 os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")
@@ -90,7 +90,10 @@ def load_runtime(path: Path, manifest: Manifest, threads: int | None) -> int:
         os.environ.setdefault("TVM_THREAD_POOL_SPIN_COUNT", str(SPINS))
         if threads is not None:
             os.environ["TVM_NUM_THREADS"] = str(threads)
-        count = os.environ.setdefault("TVM_NUM_THREADS", str(default_threads()))
+        if "TVM_NUM_THREADS" not in os.environ:
+            os.environ["TVM_NUM_THREADS"] = str(default_threads())
+            stay_on_socket()
+        count = os.environ["TVM_NUM_THREADS"]
         if not count.isdecimal() or int(count) < 1:
             raise SetupError(f"TVM_NUM_THREADS is '{count}', which is not a number of at least 1")
         # Loading a second copy of the library would end a process that has imported tvm.

@@ -1,10 +1,11 @@
-"""Computes the number of threads with which a process starts: as many as the cores that together compute
-fastest.
+"""Computes on which processors and with how many threads a process computes: as many as the cores that
+together compute fastest.
 
 The cores of one machine may differ in speed, some run two threads each, and a control group may grant less
 than a core. What `/sys` and `/proc` hold is read below `root`, so that other machines can be simulated.
 Source of the files: Linux's Documentation/ABI/testing/sysfs-devices-system-cpu and
-Documentation/admin-guide/cgroup-v2.rst; of the names of sysctl: `man 3 sysctl` of macOS.
+Documentation/admin-guide/cgroup-v2.rst; of NUMA distances: include/linux/topology.h; of the names of sysctl:
+`man 3 sysctl` of macOS.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from mlcbuild_format.processors import sysctl
@@ -24,24 +26,61 @@ _INTEL_EFFICIENCY, _APPLE_EFFICIENCY = 0.4, 0.35
 many vector pipes at 0.7 to 0.8 of the clock.
 Estimated from published pipe counts and clocks, not measured."""
 _CPUS = "sys/devices/system/cpu"
+_NODES = "sys/devices/system/node"
+_REMOTE_DISTANCE = 20
+"""The NUMA distance from which Linux calls memory remote: another socket. The parts of one socket (Intel's
+SNC, AMD's NPS) are 11 to 12 apart."""
 _FULL = 1024
 """The value of cpu_capacity in Linux for the fastest core of a machine."""
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """Returns the number of threads that compute fastest on the cores that this process may use, within the
-    CPU quota of its control group; at least 1.
+    """Returns the number of threads that compute fastest on `default_processors`, within the CPU quota of the
+    process's control group; at least 1.
 
     One thread per physical core at most: threads of one core share its vector units.
     """
     if sys.platform == "linux":
-        speeds = core_speeds(os.sched_getaffinity(0), root)
+        speeds = core_speeds(default_processors(root), root)
     elif sys.platform == "darwin":
         speeds = apple_core_speeds(sysctl)
     else:
         speeds = []
     count = best_count(speeds or [1.0] * (os.cpu_count() or 1))
     return max(1, min(count, _quota(root) or count))
+
+
+def default_processors(root: Path = Path("/")) -> frozenset[int]:
+    """Returns the processors of the socket that computes fastest, of those that this process may use (Linux).
+
+    Weights lie in the memory of the socket whose threads read them first. A decoding step is bound by reading
+    them, so threads of another socket would wait for its memory, and every barrier of a kernel would cross
+    the link between sockets. Nodes with local distances to each other count as one socket.
+    """
+    return best_socket(os.sched_getaffinity(0), root)
+
+
+def stay_on_socket() -> None:
+    """Restricts the calling thread, and the threads it starts, to `default_processors`; only on Linux."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may forbid it; the threads then move between sockets
+            os.sched_setaffinity(0, default_processors())
+
+
+def best_socket(allowed: Collection[int], root: Path) -> frozenset[int]:
+    """Returns those of the allowed processors that are on one socket; all where the system lists no nodes.
+
+    Of equally fast sockets the one with the lowest node is returned.
+    """
+    nodes = sorted(_processor_list(root / _NODES / "online"))
+    sockets = []
+    for node in nodes:
+        distances = zip(nodes, _text(root / _NODES / f"node{node}/distance").split(), strict=False)
+        near = [other for other, text in distances if text.isdecimal() and int(text) < _REMOTE_DISTANCE]
+        lists = [_processor_list(root / _NODES / f"node{other}/cpulist") for other in near]
+        sockets.append(frozenset(allowed).intersection(frozenset().union(*lists)))
+    best = max(sockets, key=lambda socket: sum(core_speeds(socket, root)), default=frozenset())
+    return best or frozenset(allowed)
 
 
 def best_count(speeds: Collection[float]) -> int:

@@ -1,0 +1,41 @@
+"""Builds ik_llama.cpp from a source directory, and the library of plain calls that engine_ik.py loads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from engines import HERE, quietly
+
+SETTINGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_CURL=OFF",
+)
+
+
+def build(source: Path, place: Path) -> Path:
+    """Returns the library of ik_calls.c, linked with what `source` is built to; reuses both in `place`.
+
+    Raises subprocess.CalledProcessError, whose output names the log, where CMake or a compiler fails.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    tree, library, log = place / "build", place / "ik_calls.so", place / "build.log"
+    jobs = str(os.cpu_count() or 1)
+    variables = dict(os.environ)
+    quietly(["cmake", "-S", str(source), "-B", str(tree), *SETTINGS], variables, log)
+    quietly(["cmake", "--build", str(tree), "--target", "llama", "-j", jobs], variables, log)
+    headers = [f"-I{source / part}" for part in ("include", "ggml/include")]
+    objects = [
+        str(tree / part / f"lib{part_name}.so")
+        for part, part_name in (("src", "llama"), ("ggml/src", "ggml"))
+    ]
+    paths = [f"-Wl,-rpath,{Path(path).parent}" for path in objects]
+    compiler = os.environ.get("CC", "cc")
+    command = [compiler, "-O2", "-shared", "-fPIC", *headers, str(HERE / "ik_calls.c"), *objects, *paths]
+    quietly([*command, "-o", str(library)], variables, log)
+    return library

@@ -1,0 +1,67 @@
+"""The measured calls of an engine that computes batches of (token, position, sequence) rows."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from child import CONTEXT, clock, prompt, since
+
+Row = tuple[int, int, int, bool]
+"""Token, position, sequence, and whether logits of the row are computed."""
+ROOM = CONTEXT + 256
+"""Tokens of a sequence's place in the cache: its context, and the steps of a measurement."""
+ROWS = 512
+"""Largest number of rows of a batch."""
+
+
+class Batches(Protocol):
+    """A loaded model that computes one batch after the other."""
+
+    def run(self, rows: list[Row]) -> None:
+        """Computes a batch; ends the process where the engine fails."""
+        ...
+
+    def logits(self, row: int) -> np.ndarray:
+        """Returns the logits of a row of the last batch, float32 [vocabulary]."""
+        ...
+
+    def forget(self, sequence: int, first: int) -> None:
+        """Removes the tokens of a sequence from position `first` on."""
+        ...
+
+
+class Sequences:
+    """The calls of `child.Engine`, with sequences whose contexts stay in the cache between measurements."""
+
+    def __init__(self, model: Batches, vocabulary: int) -> None:
+        self.model, self.vocabulary, self.filled = model, vocabulary, 0
+
+    def _fill(self, tokens: list[int], sequence: int, every: bool = False) -> None:
+        self.model.forget(sequence, 0)
+        last = len(tokens) - 1
+        self.model.run([(token, i, sequence, every or i == last) for i, token in enumerate(tokens)])
+
+    def prefill(self, tokens: list[int]) -> None:
+        self._fill(tokens, 0)
+        self.filled = 0
+
+    def decode(self, batch: int, steps: int) -> list[tuple[float, float]]:
+        for sequence in range(self.filled, batch):
+            self._fill(prompt(CONTEXT, self.vocabulary, sequence), sequence)
+        self.filled = max(self.filled, batch)
+        samples = []
+        for step in range(steps):
+            start = clock()
+            self.model.run([(500 + step, CONTEXT + step, s, True) for s in range(batch)])
+            for row in range(batch):
+                self.model.logits(row).argmax()
+            samples.append(since(start))
+        for sequence in range(batch):
+            self.model.forget(sequence, CONTEXT)
+        return samples
+
+    def save_logits(self, tokens: list[int], path: str) -> None:
+        self._fill(tokens, 0, every=True)
+        np.stack([self.model.logits(i) for i in range(len(tokens))]).astype(np.float32).tofile(path)
+        self.filled = 0
