@@ -1,4 +1,6 @@
-"""The step action that compiles a library for a CPU; its import closure holds no other backend."""
+"""Compiles a library for a CPU, as the action of a build step. Its import closure contains no other
+backend.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out:
 
 
 def tools(target: Target) -> dict[str, str]:
-    """Returns program -> version for everything that determines a library's bytes, for its cache key.
+    """Returns program -> version of every tool that determines a library's bytes, for its cache key.
 
-    Raises SetupError.
+    Raises SetupError if a tool is missing.
     """
     return {**versions.compiler(), "linker": toolchain.linker_identity(target)}

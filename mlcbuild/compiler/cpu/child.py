@@ -1,4 +1,4 @@
-"""The process in which TVM compiles a library for a CPU."""
+"""Runs as the child process in which TVM compiles a library for a CPU."""
 
 from __future__ import annotations
 

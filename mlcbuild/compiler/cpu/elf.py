@@ -10,10 +10,10 @@ _WEAK = 2
 
 
 def undefined(data: bytes) -> frozenset[str]:
-    """Returns the names of the dynamic symbols that a shared library requires from its process; weak ones,
+    """Returns the names of the dynamic symbols that a shared library requires from its process. Weak symbols,
     which may be absent, are left out.
 
-    Raises ValueError if `data` is not a 64-bit little-endian ELF file.
+    data: the bytes of the library. Raises ValueError if they are not a 64-bit little-endian ELF file.
     """
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")

@@ -11,20 +11,21 @@ from tvm.target.codegen import llvm_get_cpu_features
 from mlcbuild.targets.target import Target
 
 Dot = Literal["vpdpbusd", "pmaddubsw", "sdot", "mul16"]
-"""The instruction that sums products of unsigned 4-bit weights and signed 8-bit activations; for 8-bit
-weights see dot.Products.way.
+"""Names of the instructions that sum products of unsigned 4-bit weights and signed 8-bit activations. For
+8-bit weights see dot.Products.way.
 
-vpdpbusd   x86 VNNI: adds four bytes to each int32 lane.
-pmaddubsw  x86: adds pairs of bytes to int16 lanes, which hold a whole group of 32 and widened once.
-sdot       Arm: adds four bytes to each int32 lane.
-mul16      no special instruction: activations are int16, and int16 lanes hold a whole group.
+vpdpbusd   x86 VNNI: adds four byte products to each int32 lane.
+pmaddubsw  x86: adds pairs of byte products to int16 lanes, which hold a group of 32 and are widened once.
+sdot       Arm: adds four byte products to each int32 lane.
+mul16      no special instruction: activations are int16, and int16 lanes hold the sum of a group.
 """
 
 
 @dataclass(frozen=True)
 class ISA:
-    """The parameters of an instruction set that kernels use. In a register tile, some rows of activations x
-    meet some rows of weights."""
+    """The parameters of an instruction set on which kernels depend. A register tile holds the sums of some
+    rows of activations x with some rows of weights.
+    """
 
     name: str
     features: tuple[str, ...]
@@ -32,20 +33,26 @@ class ISA:
     lanes: int
     """Number of float32 values in one vector."""
     half: bool
-    """True if an instruction converts float16 to float32; otherwise integer operations do."""
+    """True if the instruction set has an instruction that converts float16 to float32; False: integer
+    operations do it.
+    """
     dot: Dot
     tile_rows: int
     """Number of rows of x in the register tile of a float32 product, which is four weight rows wide."""
     stream_rows: int
-    """Number of weight rows that a matrix-vector product reads at a time."""
+    """Number of weight rows that a matrix-vector product reads in parallel."""
     batch: int
-    """Number of rows of x that share one pass over streamed unquantized weights when there are few rows;
-    weights with scales need more registers."""
+    """Number of rows of x that share one pass over unquantized weights, which stream from memory, when there
+    are few rows. Weights with scales need more registers, and fewer rows share a pass.
+    """
     dot_batch: int
-    """Number of rows of x that share one pass over streamed weights in int8 products."""
+    """Number of rows of x that share one pass over weights in int8 products, when weights stream
+    from memory.
+    """
     dot_tile: tuple[int, int] | None
-    """(rows of x, vectors of weight rows) in the register tile of an int8 product for many rows, which first
-    unpacks weights into a buffer. None: weights are unpacked again for each batch."""
+    """(rows of x, vectors of weight rows) in the register tile of an int8 product with many rows, which first
+    unpacks weights into a buffer. None: weights are unpacked again for each batch of rows.
+    """
     amx: bool = False
     """True if AMX tile registers multiply bfloat16 for many rows of x."""
 
@@ -139,11 +146,13 @@ ISAS: tuple[ISA, ...] = (
         dot_tile=(2, 2),
     ),
 )
-"""All instruction sets, best first: a target uses the first whose features it has."""
+"""All instruction sets, best first. A target uses the first one whose features its processor has."""
 
 
 def tvm_target(target: Target) -> TvmTarget:
-    """Returns the target as TVM spells it, for one core; nothing of the building machine enters it."""
+    """Returns the target as TVM describes it, for one core. The result does not depend on the machine that
+    builds.
+    """
     options = {"kind": "llvm", "mtriple": target.triple, "mcpu": target.cpu, "mattr": list(target.features)}
     return TvmTarget(options)
 

@@ -1,5 +1,6 @@
-"""Emits latent attention as calls of kernels. Products of heads with latents are moved to queries and
-results."""
+"""Emits latent attention as calls of kernels. Products of heads with latents are applied to queries and to
+results, so that the cache holds latents only.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from mlcbuild.models import LatentAttention, RmsNorm
 
 
 def latent_columns(spec: LatentAttention) -> dict[str, int]:
-    """Returns name of a scratch tensor -> float32 columns of it that latent attention needs, except for
-    queries."""
+    """Returns scratch tensor name -> number of float32 columns that latent attention needs in it, except for
+    queries.
+    """
     room = {
         "own": spec.heads * spec.query_dim,
         "token": spec.cached,
@@ -42,11 +44,13 @@ class Latents:
     parts: Parts
     layer: Layer
     view: Callable[[str, Expr, int], Tensor]
-    """Function of (name of a scratch tensor, rows, columns) that returns the tensor's beginning in this
-    shape."""
+    """Function of (scratch tensor name, rows, columns) that returns the beginning of the tensor in this
+    shape.
+    """
     product: Callable[[str, Fusion, Sequence[Tensor], Tensor], Tensor]
     """Function of (name of a matrix, fusion, inputs, out) that emits the product with this matrix of the
-    layer and returns out."""
+    layer and returns `out`.
+    """
 
     @property
     def spec(self) -> LatentAttention:
@@ -55,7 +59,9 @@ class Latents:
         return spec
 
     def attend(self, source: RowSource, inputs: Sequence[Tensor]) -> Tensor:
-        """Emits latent attention without its last product; returns float32 [n, heads * value_dim]."""
+        """Emits latent attention without the output product, and returns float32 [n, heads * value_dim].
+        source: emits input rows, from the tensors `inputs`.
+        """
         spec, n = self.spec, inputs[0].shape[0]
         own = self._own_queries(source, inputs, n)
         tokens = self.product("attn.kv_a", Fusion(source), inputs, self.view("token", n, spec.cached))
@@ -73,7 +79,7 @@ class Latents:
         return _shaped(values, n, spec.heads * spec.value_dim)
 
     def _own_queries(self, source: RowSource, inputs: Sequence[Tensor], n: Expr) -> Tensor:
-        """Emits the queries as the original model computes them, not yet rotated, and returns them."""
+        """Emits the queries as the original model computes them, before rotation, and returns them."""
         spec, weights = self.spec, self.layer.weights
         out = self.view("own", n, spec.heads * spec.query_dim)
         if not spec.query_latent:
@@ -88,7 +94,9 @@ class Latents:
         return self.product("attn.q_b", Fusion(normed), [first, *own], out)
 
     def _per_head(self, name: str, source: Any, choices: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        """Emits the product of each head's row of x with the head's matrix of a stack, into `out`."""
+        """Emits the product of each head's row of x with the head's matrix in the stack `name`, into `out`,
+        and returns `out`. source: the rows; choices: the matrix of each row.
+        """
         param, weights = self.layer.params[name], self.layer.weights[name]
         assert param.matrix is not None
         heads = self.spec.heads
@@ -97,8 +105,9 @@ class Latents:
         return into(func, [choices, x, *weights], out)
 
     def _append(self, own: Tensor, absorbed: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Emits the update of the cache with new tokens; returns the queries over cached rows, and the
-        cache."""
+        """Emits the update of the cache with new tokens, and returns the queries over cached rows, and the
+        cache. own: queries before rotation; absorbed: queries in the space of latents; tokens: rows to cache.
+        """
         spec, layer, parts, batch = self.spec, self.layer, self.parts, self.layer.batch
         bias, weight = layer.weights.get("attn.kv_a.bias", ()), norm_weights(layer.weights, "attn.kv_a_norm")
         norm = parts.norm_of(RmsNorm(spec.eps), spec.latent, weight)

@@ -1,4 +1,4 @@
-"""The compiler passes that a kernel goes through between the program's passes and LLVM."""
+"""Lists the compiler passes of a kernel, which follow the passes of the program and precede LLVM."""
 
 from __future__ import annotations
 

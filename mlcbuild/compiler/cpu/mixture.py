@@ -22,9 +22,9 @@ from mlcbuild.compiler.program.ops import Layer
 from mlcbuild.models import Experts
 
 Fed = tuple[Any, Sequence[Tensor]]
-"""The input rows of a product: (source of the rows, the tensors that it takes)."""
+"""The input rows of a product: (source of the rows, tensors that the source reads)."""
 View = Callable[[str, Expr, int], Tensor]
-"""Function of (name of a scratch tensor, rows, columns) that returns the tensor's beginning in this shape."""
+"""Function of (scratch tensor name, rows, columns) that returns the beginning of the tensor in this shape."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,19 @@ class Mixture:
         return spec
 
     def optional(self, name: str) -> Sequence[Tensor]:
-        """Returns the stored tensors of a parameter of the layer, () if it has none."""
+        """Returns the stored tensors of a parameter of the layer; () if the layer does not have it."""
         return self.layer.weights.get(name, ())
 
     def linear(self, name: str) -> Linear:
-        """Returns the product with the matrix `name` of the layer, or with one matrix of a stack."""
+        """Returns the product with the layer's matrix `name`, or with one matrix if `name` is a stack."""
         param = self.layer.params[name]
         assert param.matrix is not None
         return self.parts.linear(param.name, param.matrix)
 
     def add(self, source: Fed, out: Tensor, fresh: bool) -> Tensor:
-        """Emits out += the output of the experts for the rows of a source, of whose tensors `out` may be one;
-        returns `out`. fresh: `out` starts with zeros."""
+        """Emits out += the output of the experts for the source's rows, and returns `out`, which may be one
+        of the source's tensors. fresh: True if `out` starts with zeros.
+        """
         spec, weights = self.spec, self.layer.weights
         choices = self._route(source)
         n = choices.shape[0]
@@ -74,7 +75,7 @@ class Mixture:
         return ExpertMatrices(self.linear(name), self.spec.count, self.spec.chosen)
 
     def _route(self, source: Fed) -> Tensor:
-        """Emits the router: returns the choices of experts for each row."""
+        """Emits the router, and returns the choices of experts for each row."""
         spec, weight = self.spec, self.layer.weights["mlp.router.weight"][0]
         n = source[1][0].shape[0]
         logits = self._exact_product(source, weight, self.view("logits", n, spec.count))
@@ -88,15 +89,18 @@ class Mixture:
         return chosen
 
     def _exact_product(self, source: Fed, weight: Tensor, out: Tensor) -> Tensor:
-        """Emits the product with an unquantized matrix into `out`; a row of it is the same whatever rows are
-        beside it."""
+        """Emits the product of the source's rows with an unquantized matrix into `out`, and returns `out`. A
+        row's result does not depend on the rows beside it.
+        """
         rows, width = (int(size) for size in weight.shape)
         form = DenseRows(self.parts.isa, rows, width, dtype_of(weight))
         func = float_product.product(form, Fusion(source[0]), exact=True)
         return into(func, [*source[1], weight], out)
 
     def _gate(self, pair: Tensor, choices: Tensor) -> Fed:
-        """Returns the input rows of each expert's second product, and the tensors that they take."""
+        """Returns the input rows of the experts' second product, with the tensors that they need. pair: gates
+        and ups of each choice.
+        """
         spec, isa, bias = self.spec, self.parts.isa, self.optional("mlp.experts.gate_up.bias")
         if not bias and spec.clamp is None:
             return Gated(Gate(isa, spec.activation, spec.size), None), [pair]
@@ -104,7 +108,7 @@ class Mixture:
         return expert_gate.ExpertGate(isa, spec, dtype), [pair, *bias, *([choices] if bias else [])]
 
     def _shared_pair(self, source: Fed, n: Expr) -> Tensor:
-        """Emits gates and ups of the feed-forward that all tokens share, and returns them."""
+        """Emits gates and ups of the feed-forward that all tokens share, for n rows, and returns them."""
         spec = self.spec
         pair = self._product(
             "mlp.shared.gate_up.weight", source, self.view("shared", n, 2 * spec.shared_size)

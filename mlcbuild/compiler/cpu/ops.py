@@ -1,5 +1,6 @@
-"""The operations of a CPU (program.ops.Ops): halves of layers made of calls of kernels, and what surrounds a
-program."""
+"""Implements the operations of a program (program.ops.Ops) for CPUs: halves of layers as calls of kernels,
+and the code around them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class CpuOps(Parts):
 
     @cached_property
     def room(self) -> dict[str, int]:
-        """Returns name of a scratch tensor -> number of its float32 columns, enough for every layer."""
+        """Returns scratch tensor name -> number of float32 columns, enough for every layer."""
         room: dict[str, int] = {}
         for layer in dict.fromkeys(self.config.layers):
             for name, columns in self._columns(layer).items():
@@ -58,7 +59,7 @@ class CpuOps(Parts):
         return room
 
     def _columns(self, layer: LayerSpec) -> dict[str, int]:
-        """Returns name of a scratch tensor -> number of its columns that a layer needs."""
+        """Returns scratch tensor name -> number of float32 columns that one layer needs."""
         mixer = layer.mixer
         columns = {
             "qkv": self.heads(mixer).width,
@@ -79,7 +80,7 @@ class CpuOps(Parts):
         return columns
 
     def _amx_tile_columns(self, index: int) -> int:
-        """Returns the result of amx_tile_columns for the layer with this number."""
+        """Returns amx_tile_columns of the layer with the number `index`."""
         layer = self.config.layers[index]
         mixer = layer.mixer
         dim = mixer.value_dim if isinstance(mixer, LatentAttention) else mixer.head_dim
@@ -92,8 +93,9 @@ class CpuOps(Parts):
 
     @property
     def selects_rows(self) -> bool:
-        """Returns False if tile registers are used: their rows lie in tiles, from which single rows cannot be
-        selected."""
+        """Returns False if tile registers are used: their rows are stored in tiles, from which single rows
+        cannot be selected.
+        """
         config, room = self.config, self.room
         fits = config.hidden_size <= room["qkv"] and room.get("attended", 0) <= room["pair"]
         return not self.isa.amx and fits
@@ -115,9 +117,10 @@ class CpuOps(Parts):
         return workspace.workspace(limits, self.config.vocab_size, mod)
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns use -> kernel for each kind of matrix (by name without its layer, where all layers agree),
-        and use -> reason for slow ones. Attention in decoding is cut into parts of so many tokens; prompts
-        may have a kernel on tiles."""
+        """Returns two mappings. The first maps use -> kernel, for each kind of matrix (its name without the
+        layer, if all layers agree) and for attention. The second maps use -> reason, for kernels that are
+        slower than the processor allows.
+        """
         chosen: dict[str, str] = {
             "attention": f"paged_attention.{self.isa.name}",
             "attention.decode": f"paged_attention_by_{PART * PAGE}.{self.isa.name}",
@@ -137,7 +140,9 @@ class CpuOps(Parts):
         return dict(sorted(chosen.items())), dict(sorted(fallbacks.items()))
 
     def _products(self) -> Iterator[tuple[str, str, str | None]]:
-        """Yields (parameter, kernel, reason if it is slow) of each matrix product, and of the lookup."""
+        """Yields (parameter, kernel, reason why it is slow or None) for each matrix product and for the
+        embedding lookup.
+        """
         yield "embed.lookup", self.table.name, None
         params = parameters(self.config)
         shapes = {param.name: param.shape for param in params}
@@ -173,13 +178,14 @@ def emit_next_inputs(arguments: Variables) -> None:
 
 @dataclass(frozen=True)
 class _Halves:
-    """Emits one layer. In sequence: x += attention(norm(x)); x += mlp(norm(x)). In parallel both read the
-    same x, so the first half keeps its result aside until the second has read x."""
+    """Emits one layer. In sequence: x += attention(norm(x)); x += mlp(norm(x)). In parallel both halves read
+    the same x, so the result of the first half is kept in scratch memory until the second has read x.
+    """
 
     parts: Parts
     layer: Layer
     room: Mapping[str, Tensor]
-    """Name -> scratch tensor, with as many rows as the layer works on."""
+    """Name -> scratch tensor with as many rows as the layer computes."""
 
     @property
     def spec(self) -> LayerSpec:
@@ -193,8 +199,9 @@ class _Halves:
         return self.spec.residual != "sequential"
 
     def source(self, half: str, width: int) -> tuple[RowSource, list[Tensor]]:
-        """Returns the source of the rows that a half of the layer reads from x, and the tensors of its
-        norm."""
+        """Returns the source of the rows that a half of the layer reads from x, and the tensors of its norm.
+        half: name of the half; width: columns of x.
+        """
         before = self.spec.norms.before
         if before is None:
             return Given(), []
@@ -208,16 +215,18 @@ class _Halves:
         return self.parts.linear(param.name, (rows, columns))
 
     def product(self, name: str, fusion: Fusion, inputs: Sequence[Tensor], out: Tensor) -> Tensor:
-        """Emits the product of the source's rows (computed from `inputs`, [n, columns]) with a weight into
-        `out`; returns `out`."""
+        """Emits the product of the rows of `inputs`, [n, columns], with the weight `name` into `out`, and
+        returns `out`. fusion: what is fused with the product.
+        """
         weights = self.layer.weights[f"{name}.weight"]
         return self.linear(name).into(out, fusion, inputs, weights, self.layer.prompt)
 
     def add_product(
         self, x: Tensor, name: str, source: RowSource, inputs: Sequence[Tensor], post: str
     ) -> Tensor:
-        """Emits x += product, in one step unless the layer has a bias, a norm or a scale in between; returns
-        x."""
+        """Emits x += product, in one kernel unless the layer has a bias, a norm or a scale in between;
+        returns x. name: the matrix; source, inputs: its input rows; post: name of the norm after the product.
+        """
         extras = self.optional(f"{name}.bias"), norm_weights(self.layer.weights, post)
         if self._adds_at_once(name):
             return self.product(name, Fusion(source, residual=True), inputs, x)
@@ -229,9 +238,10 @@ class _Halves:
         return plain and not self.optional(f"{name}.bias")
 
     def selected(self, x: Tensor, attended: Tensor, rows: Tensor) -> tuple[_Halves, Tensor, Tensor]:
-        """Emits the selection of the rows int32 [q] of x and of the attention output `attended`, in memory
-        that is no longer needed. Returns the layer with scratch tensors of so many rows, and both
-        selections."""
+        """Emits the selection of rows of x and of the attention output `attended`, into memory that is no
+        longer needed. rows: int32 [q]. Returns (the layer with scratch tensors of q rows, selected x,
+        selected attention output).
+        """
         count, gather = rows.shape[0], self.parts.gather
         x = gather(x, rows, self.view("qkv", count, int(x.shape[1])))
         attended = gather(attended, rows, self.view("pair", count, int(attended.shape[1])))
@@ -239,19 +249,22 @@ class _Halves:
         return replace(self, room=room), x, attended
 
     def scratch(self, name: str, width: int) -> Tensor:
-        """Returns a scratch tensor with `width` columns; another layer may need more of them."""
+        """Returns the scratch tensor `name` with `width` columns; its memory may be wider for other
+        layers.
+        """
         whole = self.room[name]
         return whole if int(whole.shape[1]) == width else self.view(name, whole.shape[0], width)
 
     def view(self, name: str, rows: Expr, width: int) -> Tensor:
-        """Returns the beginning of a scratch tensor in the shape [rows, width]."""
+        """Returns the beginning of the scratch tensor `name` in the shape [rows, width]."""
         whole, shape = self.room[name]._expr, relax.ShapeExpr([rows, width])
         view = relax.op.memory.view(whole, shape, "float32", 0)
         return Tensor(_expr=relax.BlockBuilder.current().emit(view))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Emits attention for all rows, without its last product, and returns it; keys and values are cached
-        then."""
+        """Emits attention for all rows, without the output product, and returns it. It also writes keys and
+        values to the cache.
+        """
         parts, spec = self.parts, self.spec.mixer
         source, weights = self.source("attn", int(x.shape[1]))
         if isinstance(spec, LatentAttention):
@@ -265,8 +278,9 @@ class _Halves:
         return parts.paged_attention(spec, qkv, pages, self.layer, out)
 
     def project(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Emits x += the output product of `attended`, the result of attend(), or keeps this product aside;
-        returns x and the scratch tensors from then on."""
+        """Emits x += the output product of `attended`, the result of attend(); in a parallel layer stores the
+        product for add_branch() instead. Returns x and the scratch tensors from then on.
+        """
         source = Given(self.parts.amx_tile_columns(self.spec, self.linear("attn.o")))
         if self.is_parallel:
             branch = self.product("attn.o", Fusion(source), [attended], self.room["branch"])
@@ -274,8 +288,9 @@ class _Halves:
         return self.add_product(x, "attn.o", source, [attended], "attn_post_norm"), self.room
 
     def add_branch(self, x: Tensor) -> Tensor:
-        """Emits x += the result that the first half kept aside, after which nothing reads the old x; returns
-        x."""
+        """Emits x += the stored result of the first half of a parallel layer, once nothing reads the old x
+        any more; returns x.
+        """
         if not self.is_parallel:
             return x
         extras = self.optional("attn.o.bias"), norm_weights(self.layer.weights, "attn_post_norm")

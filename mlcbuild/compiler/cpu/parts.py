@@ -1,6 +1,7 @@
-"""Emits the parts of a program as calls of a CPU's kernels: each one or two steps of the library's program.
+"""Emits the parts of a program as calls of a CPU's kernels. Each is one or two steps of the library's
+program.
 
-All read and write float32 rows. ops.py makes halves of layers of them.
+All read and write float32 rows. ops.py combines them to halves of layers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from mlcbuild.targets.target import Target
 
 
 def mixture_columns(spec: Experts) -> dict[str, int]:
-    """Returns name of a scratch tensor -> float32 columns of it that a mixture of experts needs."""
+    """Returns scratch tensor name -> number of float32 columns that a mixture of experts needs in it."""
     room = {"pair": 2 * spec.size * spec.chosen, "logits": spec.count, "choices": 2 * spec.chosen}
     if spec.shared_size:
         room["shared"] = 2 * spec.shared_size
@@ -74,15 +75,16 @@ class Parts:
         return isa_for(self.machine)
 
     def heads(self, spec: Mixer) -> Heads:
-        """Returns the shapes of heads on which attention and the cache of a layer depend."""
+        """Returns the shapes of heads that determine the attention and the cache of a layer."""
         layers = len(self.config.layers)
         if isinstance(spec, LatentAttention):
             return Heads(layers, spec.heads, 1, spec.cached, self.scheme.dtype, spec.latent)
         return Heads(layers, spec.heads, spec.kv_heads, spec.head_dim, self.scheme.dtype)
 
     def attending(self, spec: Mixer) -> AttentionKernel:
-        """Returns the shape of a layer's attention kernel. Prompts may be rounded where the scheme rounds
-        activations anyway."""
+        """Returns the shape of a layer's attention kernel. Rows of prompts may be rounded to bfloat16 if the
+        scheme rounds activations anyway.
+        """
         rounded = self.scheme.activation_bits > 0
         if isinstance(spec, LatentAttention):
             return AttentionKernel(self.isa, self.heads(spec), spec.scale, None, rounded)
@@ -93,7 +95,9 @@ class Parts:
         )
 
     def norm_of(self, spec: Norm, size: int, weights: Sequence[Tensor]) -> norm.Norm:
-        """Returns the norm of `size` values with these stored weights: those that the spec has, in order."""
+        """Returns the norm of `size` values. weights: its stored tensors, in the order weight, bias, those
+        that it has.
+        """
         dtypes: list[str | None] = [dtype_of(weight) for weight in weights]
         centered = isinstance(spec, LayerNorm)
         weight = None if isinstance(spec, LayerNorm) and not spec.weight else dtypes.pop(0)
@@ -107,7 +111,7 @@ class Parts:
         return embedding(self.isa, own, self.config.vocab_size, self.config.hidden_size)
 
     def linear(self, name: str, shape: tuple[int, int]) -> Linear:
-        """Returns the product with the parameter `name`, a matrix of this [out, in] shape."""
+        """Returns the product with the parameter `name`. shape: (outputs, inputs) of its matrix."""
         return linear(self.isa, quant.scheme_for(self.scheme, name), *shape)
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
@@ -121,7 +125,9 @@ class Parts:
         return self._normed_rows(config.embedding_norm, rows, norm_weights(weights, "embed_norm"))
 
     def add_positions(self, x: Tensor, positions: Tensor, table: Sequence[Tensor]) -> Tensor:
-        """Emits a copy of x plus the rows of the table of learned positions, and returns it."""
+        """Emits a copy of x plus rows of the table of learned positions, and returns it. positions: int32
+        [n].
+        """
         config, own = self.config, quant.scheme_for(self.scheme, "position.weight")
         lookup = embedding(self.isa, own, config.learned_positions, config.hidden_size)
         if config.position_offset:
@@ -138,7 +144,7 @@ class Parts:
         return _call(activation.copied(self.isa, self.config.hidden_size), [x], float_rows(*x.shape))
 
     def gather(self, x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-        """Emits a copy of the rows int32 [q] of x into `out`, and returns it."""
+        """Emits a copy of rows of x into `out`, and returns it. rows: their indices, int32 [q]."""
         return _into(activation.gathered(self.isa, int(x.shape[1])), [x, rows], out)
 
     def last_norm(self, x: Tensor, weights: Weights) -> Tensor:
@@ -149,13 +155,16 @@ class Parts:
         return _call(func, [x, *weights], float_rows(*x.shape))
 
     def select_rows(self, x: Tensor, rows: Tensor, weights: Weights) -> Tensor:
-        """Emits the model's last norm for the rows int32 [q] of x, and returns them."""
+        """Emits the model's last norm for some rows of x, and returns them. rows: their indices,
+        int32 [q].
+        """
         own = norm_weights(weights, "norm")
         func = norm.gather_norm(self.norm_of(self.config.norm, x.shape[1], own))
         return _call(func, [x, rows, *own], float_rows(rows.shape[0], x.shape[1]))
 
     def rope_append(self, spec: Attention, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Emits the rotation of queries, in place in qkv, and of keys, which go into the cache with values.
+        """Emits the rotation of queries, in place in qkv, and of keys, which are written to the cache
+        together with values.
 
         Returns qkv and the cache.
         """
@@ -198,8 +207,9 @@ class Parts:
         return query, key
 
     def paged_attention(self, spec: Mixer, qkv: Tensor, pages: Tensor, layer: Layer, out: Tensor) -> Tensor:
-        """Emits attention into `out`, and returns it. Rows of prompts may be packed where `out` has more
-        columns than it needs; see amx_tile_columns."""
+        """Emits attention into `out`, and returns it. If `out` has more columns than the result needs, rows
+        of prompts may be stored packed; see amx_tile_columns.
+        """
         batch, kernel = layer.batch, self.attending(spec)
         tensors = [qkv, pages, batch.q_indptr, batch.page_indptr, batch.page_table, batch.kv_lengths]
         numbers = [layer.index, layer.window, *([layer.prompt] if kernel.has_prompt_variant else [])]
@@ -216,8 +226,9 @@ class Parts:
         return _into(attention(kernel), [*tensors, batch.positions, *numbers], out)
 
     def amx_tile_columns(self, spec: LayerSpec, output: Linear) -> int:
-        """Returns the columns of the tensor for gates and ups if attention can write rows of prompts to it as
-        AMX tiles for the product `output` after it; otherwise 0."""
+        """Returns the number of columns of the tensor for gates and ups, if attention can store rows of
+        prompts in it as AMX tiles for the product `output` that follows; otherwise 0.
+        """
         columns = self.pair_columns(spec.feed_forward)
         able = (
             self.attending(spec.mixer).has_prompt_variant
@@ -227,7 +238,7 @@ class Parts:
         return columns if able and columns >= 2 * output.k else 0
 
     def feed_forward_columns(self, spec: Dense | Experts) -> dict[str, int]:
-        """Returns name of a scratch tensor -> columns of it that a feed-forward needs."""
+        """Returns scratch tensor name -> number of float32 columns that a feed-forward needs in it."""
         return mixture_columns(spec) if isinstance(spec, Experts) else {"pair": self.pair_columns(spec)}
 
     def pair_columns(self, spec: Dense | Experts) -> int:
@@ -237,7 +248,9 @@ class Parts:
     def add(
         self, spec: LayerSpec, x: Tensor, delta: Tensor, bias: Sequence[Tensor], post: Sequence[Tensor]
     ) -> Tensor:
-        """Emits x += [scale *] [post norm of] (delta + bias), in place, and returns x."""
+        """Emits x += [scale *] [post norm of] (delta + bias), in place, and returns x. bias, post: their
+        stored tensors, empty if there are none.
+        """
         width = int(x.shape[1])
         after = None if spec.norms.after is None else self.norm_of(spec.norms.after, width, post)
         func = norm.residual(norm.Residual(self.isa, width, _dtype(bias), after, spec.residual_scale))
@@ -252,22 +265,29 @@ class Parts:
         return activation.Gate(self.isa, spec.activation, spec.size)
 
     def gated(self, spec: Dense, bias: Sequence[Tensor], packed: bool) -> Gated:
-        """Returns the source of a product's input rows that computes act(gate) * up."""
+        """Returns the source of a product's input rows that computes act(gate) * up. packed: True if the
+        tensor already holds them as tiles.
+        """
         return Gated(self.gate(spec), _dtype(bias), packed)
 
     def activated(self, spec: Dense, bias: Sequence[Tensor], scalars: Sequence[Tensor]) -> Activated:
-        """Returns the source of a product's input rows that computes act(up)."""
+        """Returns the source of a product's input rows that computes act(up). scalars: the activation's
+        parameters, if it has any.
+        """
         return Activated(self.isa, spec.activation, spec.size, _dtype(bias), _dtype(scalars))
 
     def packs(self, first: Linear, second: Linear, bias: Sequence[Tensor]) -> bool:
-        """Returns True if the first of two products writes gated rows of prompts packed for the second."""
+        """Returns True if the first of two products writes gated rows of prompts in the packed form that the
+        second reads.
+        """
         return (
             first.has_prompt_variant and second.has_prompt_variant and not bias and amx.Packed.fits(second.k)
         )
 
     def gated_fallback(self, first: Linear, second: Linear, bias: bool) -> str | None:
-        """Returns the reason why gated rows of prompts are not packed, though tile registers multiply them;
-        None if they are."""
+        """Returns the reason why gated rows of prompts are not packed although tile registers multiply them;
+        None if they are packed.
+        """
         if not (first.has_prompt_variant and second.has_prompt_variant) or (
             not bias and amx.Packed.fits(second.k)
         ):
@@ -291,12 +311,15 @@ class Parts:
         return _into(activation.capped(self.isa, config.logit_softcap, config.vocab_size), [], logits)
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
-        """Emits a mask on logits [q, vocab], in place, and returns them: tokens that the mask leaves out
-        cannot be sampled."""
+        """Emits a mask on logits [q, vocab], in place, and returns them. The logits of tokens that a mask
+        excludes become minus infinity.
+        """
         return _into(logit_mask.masked(self.isa), [masks], logits)
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
-        """Emits the sampling of a token for each row of logits [1, q, vocab] into `out`; returns logits."""
+        """Emits the sampling of a token for each row of logits [1, q, vocab] into `out`, and returns the
+        logits. params: sampling parameters of each row.
+        """
         func = sampling.sample(self.isa)
         shapes = [Tensor.placeholder(logits.shape, "float32"), Tensor.placeholder(out.shape, "int32")]
         inputs = [logits, params, out]
@@ -305,7 +328,7 @@ class Parts:
 
 
 def norm_weights(weights: Weights, name: str) -> list[Tensor]:
-    """Returns the weight and the bias of the norm `name`, those of the two that it has."""
+    """Returns the stored weight and bias of the norm `name`, or the one of them that it has."""
     return [tensor for kind in ("weight", "bias") for tensor in weights.get(f"{name}.{kind}", ())]
 
 

@@ -28,7 +28,7 @@ _C_LIBRARY = "memcpy memmove memset sinf cosf sincosf expf exp2f logf powf tanhf
 ALLOWED = frozenset(
     [*_C_LIBRARY.split(), "TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIErrorSetRaisedFromCStr"]
 )
-"""Symbols that a library may leave undefined: Python and libtvm_runtime bring all of them."""
+"""Symbols that a library may leave undefined, because Python and libtvm_runtime provide them."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Linker:
 
     command: tuple[str, ...]
     flavour: str
-    """The kind of command line: gnu for GNU ld's options, lld-macho for those of Apple's ld, clang-macho for
-    a compiler driver."""
+    """The kind of command line: "gnu" for the options of GNU ld, "lld-macho" for those of Apple's ld,
+    "clang-macho" for a compiler driver.
+    """
     name: str
     """The linker's name in cache keys: a program's name, never a path."""
 
@@ -51,14 +52,15 @@ def linker_identity(target: Target) -> str:
 
 
 def link(objects: Sequence[Path], out: Path, target: Target) -> None:
-    """Links objects in one directory to `out`: a shared library, or one object for the output "object".
+    """Links objects, all in one directory, to the file `out`: a shared library, or one object if the target's
+    output is "object".
 
     Raises SetupError if there is no linker for the target, CompileError if linking fails or if the library
     would need symbols that a serving process may not have.
     """
     linker = _linker(target)
     where = objects[0].parent
-    names = [path.name for path in objects]  # relative, so that no directory enters the result
+    names = [path.name for path in objects]  # relative paths, so that no directory's name enters the result
     command = [*linker.command, *_options(linker, target), "-o", str(out.absolute()), *names]
     done = _run(command, where)
     if done.returncode != 0:
@@ -110,8 +112,9 @@ def _options(linker: Linker, target: Target) -> list[str]:
 
 
 def _macos_version(target: Target) -> str:
-    """Returns the system version at the end of the target triple, such as 11.0 of
-    arm64-apple-macosx11.0.0."""
+    """Returns the system version at the end of the target triple, such as 11.0 in
+    arm64-apple-macosx11.0.0.
+    """
     digits = target.triple.rpartition("macosx")[2].split(".")
     return ".".join([*digits, "0"][:2]) if digits[0].isdigit() else "11.0"
 
@@ -137,7 +140,7 @@ def _candidates(target: Target) -> Iterator[Linker]:
 
 
 def programs(target: Target) -> tuple[str, ...]:
-    """Returns the names of the programs that may link for a target."""
+    """Returns the names of all programs that mlcbuild tries as linkers for a target."""
     if target.system == "macos":
         return ("clang", "ld64.lld")
     if target.system == "windows":

@@ -16,14 +16,17 @@ from tvm.tirx import AllocBuffer, Bind, Buffer, PrimFunc, SeqStmt, Stmt, Var
 from mlcbuild.compiler.program.decoder import bounds
 
 BLOCK = 4096
-"""Granularity, in bytes, of the runtime's memory pool, which allocates multiples of this and keeps what is
-returned."""
+"""Granularity, in bytes, of the runtime's memory pool, which allocates multiples of this and keeps blocks
+that are returned.
+"""
 STACK = 1024
 """Maximum bytes of an array of constant size that TVM puts on the stack."""
 
 
 def workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the bytes of scratch memory of a module whose buffers are planned for the library's limits."""
+    """Returns the number of bytes of scratch memory that a module needs, with buffers planned for the
+    library's limits.
+    """
     return _workspace(limits, vocab_size, mod) + _kernels(limits, vocab_size, mod)
 
 
@@ -32,9 +35,11 @@ def _size(shape: Iterable[int], dtype: str) -> int:
 
 
 def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
-    """Returns the bytes of the memory pool's blocks: for each block size, as many as are in use at one time.
+    """Returns the number of bytes in the memory pool's blocks: for each block size, the largest number in use
+    at one time.
 
-    A step uses the embeddings, then the blocks of the trunk and one layer, then its own.
+    A step uses the embeddings, then the blocks of the trunk together with those of one layer, then those of
+    the functions around.
     """
     planned = {
         str(name.name_hint): _blocks(function)
@@ -45,7 +50,7 @@ def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
     moments = [
         embedded + trunk + inner_blocks for name, inner_blocks in planned.items() if name.startswith("layer")
     ]
-    # The trunk's result is in one of its own blocks.
+    # The trunk's result is in one of the trunk's blocks.
     moments += [trunk + inner_blocks for name, inner_blocks in planned.items() if name.startswith("step")]
     moments += [
         embedded + trunk + inner_blocks
@@ -59,8 +64,9 @@ def _workspace(limits: Limits, vocab_size: int, mod: IRModule) -> int:
 
 
 def _touched(limits: Limits, vocab_size: int, blocks: Counter[int]) -> Counter[int]:
-    """Returns block size in bytes -> count, with logits of max_batch rows: they are planned for every row of
-    a chunk, but serving writes no more."""
+    """Returns block size in bytes -> count, with logits for max_batch rows only: they are planned for every
+    row of a chunk, but serving never writes more.
+    """
     row = vocab_size * 4
     planned, used = (_rounded(count * row) for count in (limits.rows, limits.max_batch))
     touched = Counter(blocks)
@@ -88,15 +94,17 @@ def _rounded(size: int) -> int:
 
 def _kernels(limits: Limits, vocab_size: int, mod: IRModule) -> int:
     """Returns the largest number of bytes that any kernel allocates from the pool of its thread, which keeps
-    them."""
+    them.
+    """
     largest = {**bounds(limits), "v": vocab_size}
     kernels = (function for function in mod.functions.values() if isinstance(function, PrimFunc))
     return max(taken_by(kernel, largest, limits.rows) for kernel in kernels)
 
 
 def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
-    """Returns the maximum bytes of the arrays that a kernel holds at one time, on one thread. `bounds` maps
-    dimension name -> largest value; `other` is the largest value of all other dimensions."""
+    """Returns the maximum number of bytes of the arrays that a kernel holds at one time, on one thread.
+    bounds: dimension name -> largest value; other: the largest value of all other dimensions.
+    """
     analyzer = Analyzer()
     for param in kernel.params:
         for size in getattr(param.ty, "shape", ()):
@@ -107,8 +115,9 @@ def taken_by(kernel: PrimFunc, bounds: Mapping[str, int], other: int) -> int:
 
 
 def _held(statement: Stmt, analyzer: Analyzer) -> int:
-    """Returns the bytes of the arrays in a statement: arrays of a sequence live together to the end of their
-    scope, plus the largest inner scope."""
+    """Returns the maximum number of bytes that the arrays in a statement take at one time. Arrays of a
+    sequence live to the end of their scope; the largest inner scope is added.
+    """
     own = inner = 0
     for part in statement.seq if isinstance(statement, SeqStmt) else [statement]:
         if isinstance(part, AllocBuffer):
@@ -123,8 +132,9 @@ def _held(statement: Stmt, analyzer: Analyzer) -> int:
 
 
 def _most(buffer: Buffer, analyzer: Analyzer) -> int:
-    """Returns the maximum bytes that a buffer takes from the pool; small arrays of constant size lie on the
-    stack."""
+    """Returns the maximum number of bytes that a buffer takes from the pool; small arrays of constant size
+    are on the stack and take 0.
+    """
     bounds = [analyzer.const_int_bound(size) for size in buffer.shape]
     bytes_ = _size((int(bound.max_value) for bound in bounds), str(buffer.ty.dtype))
     is_constant = all(int(bound.min_value) == int(bound.max_value) for bound in bounds)

@@ -1,2 +1,3 @@
-"""CPU kernels for stored weights, one file for each format: its `KERNELS` maps physical layouts to
-`FormatKernel`."""
+"""CPU kernels for stored weights. Each format has one file, whose `KERNELS` maps physical layout ->
+`FormatKernel`.
+"""

@@ -1,4 +1,4 @@
-"""Kernels for unquantized matrices of float16."""
+"""CPU kernels that multiply float32 activations with unquantized float16 matrices."""
 
 from mlcbuild.compiler.cpu.kernels.dense import DenseRows
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel

@@ -1,4 +1,6 @@
-"""Kernels for rows of 4-bit codes with a float32 scale for each group."""
+"""CPU kernels that multiply float32 activations with rows of 4-bit codes with a float32 scale for
+each group.
+"""
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel
 from mlcbuild.compiler.cpu.kernels.row_group import GroupRows

@@ -1,4 +1,4 @@
-"""Kernels for tiles of 4-bit codes with signed scales, and int8 activations."""
+"""CPU kernels that multiply int8 activations with tiles of 4-bit codes with signed scales."""
 
 from mlcbuild.compiler.cpu.kernels.format_kernels import FormatKernel
 from mlcbuild.compiler.cpu.kernels.table_rows import copy_tiled_row

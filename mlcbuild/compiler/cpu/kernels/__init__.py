@@ -1,1 +1,3 @@
-"""CPU kernels in TensorIR: matrix products and embeddings of every stored format, and the rest of a layer."""
+"""CPU kernels in TensorIR: matrix products and embeddings for every stored format, and the other operations
+of a layer.
+"""

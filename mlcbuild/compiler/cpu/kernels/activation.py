@@ -15,20 +15,23 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, size
 from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
-"""Largest number of rows whose activation costs less than waking the other cores."""
+"""Maximum number of rows whose activation one core computes alone, since waking the other cores would take
+longer.
+"""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A gated activation: act(gate) * up, for rows that hold `inner` gates followed by `inner` ups."""
+    """A gated activation, act(gate) * up, for rows that hold `inner` gates followed by `inner` ups."""
 
     isa: ISA
     activation: Activation
     inner: int
 
     def row(self, pair: Buffer, bias: Buffer | None, row: Expr, out: tuple[Buffer, Expr]) -> None:
-        """Emits code for the gated activation of one row of pair [.., 2 * inner], after adding bias [2 *
-        inner] if there is one; out = (buffer float32 [.., inner], its row)."""
+        """Emits code that computes the gated activation of one row. pair: the buffer [.., 2 * inner] of gates
+        and ups; bias: [2 * inner], added first, or None; out: (buffer float32 [.., inner], index of its row).
+        """
         floats = Floats.dividing(self.isa, self.inner)
 
         def read(at: Expr) -> Expr:
@@ -42,9 +45,10 @@ class Gate:
 
 
 def activate(floats: Floats, activation: Activation, x: Expr) -> Expr:
-    """Emits and returns an activation of x. silu(x) = x sigmoid(x); gelu_tanh(x) = x sigmoid(2 sqrt(2/pi) (x
-    + 0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel,
-    2016)."""
+    """Emits an activation of x and returns its value. silu(x) = x sigmoid(x); gelu_tanh(x) = x sigmoid(2
+    sqrt(2/pi) (x + 0.044715 x^3)), the same curve as 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+    (Hendrycks and Gimpel, 2016).
+    """
     if activation == "silu":
         return x * floats.sigmoid(x)
     if activation == "gelu":
@@ -62,13 +66,15 @@ ERFC_TAIL = (
     *(-0.21976045, -0.52955323, 1.0327699, -0.62863165, 0.13542472),
 )
 """Coefficients of ln(erfc(z) / t) + z^2 in rising powers of t = 1 / (1 + z / 2), fitted for z up to 9 and
-rounded to float32: erfc with a relative error of 1e-7. They are written out because a fit at import time has
-other last bits on other machines, and libraries would differ."""
+rounded to float32. They give erfc with a relative error of 1e-7. They are constants because a fit at import
+time would have other last bits on other machines, and libraries would differ.
+"""
 
 
 def _gelu(floats: Floats, x: Expr) -> Expr:
-    """Emits and returns the exact GELU, x (1 + erf(x / sqrt 2)) / 2, by erfc(|x| / sqrt 2) = t
-    exp(polynomial(t) - x^2 / 2): small results of negative x stay exact."""
+    """Emits the exact GELU, x (1 + erf(x / sqrt 2)) / 2, and returns its value. It uses erfc(|x| / sqrt 2) =
+    t exp(polynomial(t) - x^2 / 2), so that small results of negative x stay exact.
+    """
     size = T.bind(floats.fabs(x))
     t = T.bind(
         floats.constant(1.0) / floats.fma(size, floats.constant(math.sqrt(0.5) / 2), floats.constant(1.0))
@@ -81,12 +87,13 @@ def _gelu(floats: Floats, x: Expr) -> Expr:
 
 
 SCALARS = 4
-"""Number of the activation xIELU's scalars: alpha_p, alpha_n, beta, eps."""
+"""Number of scalar parameters of the activation xIELU: alpha_p, alpha_n, beta, eps."""
 
 
 def xielu_factors(floats: Floats, scalars: Buffer) -> tuple[Expr, ...]:
-    """Emits and returns the factors of the activation xIELU: softplus(alpha_p), beta + softplus(alpha_n),
-    beta, eps."""
+    """Emits the factors of the activation xIELU and returns them: softplus(alpha_p), beta +
+    softplus(alpha_n), beta, eps.
+    """
     one = floats.scalar
     alpha_p, alpha_n, beta, eps = (T.bind(one.load(scalars, i)) for i in range(SCALARS))
 
@@ -99,7 +106,9 @@ def xielu_factors(floats: Floats, scalars: Buffer) -> tuple[Expr, ...]:
 
 
 def xielu(floats: Floats, factors: tuple[Expr, ...], x: Expr) -> Expr:
-    """Emits and returns the activation xIELU of x (Huang and Schlag, 2024); see models.param.Activation."""
+    """Emits the activation xIELU of x (Huang and Schlag, 2024) and returns its value. factors: the result of
+    xielu_factors. See models.param.Activation.
+    """
     above, below, beta, eps = factors
     left = floats.exp(T.min(x, eps)) - floats.constant(1.0) - x
     return T.Select(x > floats.constant(0.0), above * x * x, left * below) + beta * x
@@ -179,8 +188,9 @@ def copied(isa: ISA, width: int) -> PrimFunc:
 
 
 def gathered(isa: ISA, width: int) -> PrimFunc:
-    """Returns the kernel (x float32 [n, width], rows int32 [q]) that copies these rows of x to a tensor [q,
-    width]."""
+    """Returns the kernel (x float32 [n, width], rows int32 [q], out) that copies the rows of x with these
+    indices to a tensor [q, width].
+    """
     floats = Floats.dividing(isa, width)
     with kernel("gather") as function:
         count = size_var("q")

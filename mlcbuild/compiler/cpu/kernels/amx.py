@@ -33,26 +33,27 @@ from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, i64, span, splat, ty
 LANES = 16
 """Number of rows in an AMX tile, and of int32 or float32 values in one row of it."""
 STEP = 32
-"""Number of values along k in an AMX tile of bfloat16."""
+"""Number of values along k, the dimension that is summed, in an AMX tile of bfloat16."""
 BLOCK = 32
-"""Number of rows, and of columns, of results that are computed together: four tiles of sums, two of x, two of
-weights."""
+"""Number of rows, and of columns, of the block of results that is computed at a time: four tiles of sums,
+from two tiles of x and two of weights."""
 PANEL = 576
-"""Maximum columns of a task whose sums are kept in memory."""
+"""Maximum number of columns for which one task keeps sums in memory."""
 CHUNK = 512
-"""Maximum rows of a task: a pass over x then takes half a MiB, and the stored sums take a MiB."""
+"""Maximum number of rows in one task. A pass over x then takes half a MiB, and the stored sums take 1 MiB."""
 SHARE = 128
-"""Minimum rows of a task for which converting weights to tiles pays off."""
+"""Minimum number of rows in a task for which converting weights to tiles pays off."""
 PASS_STEPS = 18
-"""Maximum steps of k in one pass: two tiles of weights then take 36 KiB of a first-level cache of 48 KiB."""
+"""Maximum number of steps of k in one pass. Two tiles of weights then take 36 KiB of a first-level cache of
+48 KiB."""
 X_EXPONENT = 104
 """Exponent of the power of two by which x is multiplied; see amx_weights."""
 
 Ready = Callable[[Expr], tuple[Buffer, Expr]]
-"""ready(row) emits one row of x and returns the buffer that holds it as float32, and its row index there."""
+"""Function that emits one row of x and returns (buffer that holds it as float32, index of its row there)."""
 Unpack = Callable[[Buffer, tuple[Expr, Expr], Expr, Expr], None]
-"""unpack(buffer, place, tile, step) emits the stores of a tile of weights times 2**-X_EXPONENT: for each line
-an int32x16, one lane for each of 16 columns, at buffer[(*place, line, lanes)]."""
+"""Function of (buffer, place, tile, step) that emits stores of a tile of weights times 2**-X_EXPONENT. For
+each line it stores an int32x16, one lane for each of 16 columns, at buffer[(*place, line, lanes)]."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Shape:
     n: int
     k: int
     gated: bool = False
-    """True for a matrix of gates followed by as many ups: tiles of both are computed together."""
+    """True for a matrix of gates followed by as many ups. Tiles of both are then computed together."""
 
     @property
     def steps(self) -> int:
@@ -70,8 +71,7 @@ class Shape:
 
     @property
     def passes(self) -> int:
-        """Returns the number of parts of k that are computed one after the other; sums are kept in memory
-        between them."""
+        """Returns the number of passes over parts of k. Sums are kept in memory from one pass to the next."""
         return -(-self.steps // PASS_STEPS)
 
     @property
@@ -81,14 +81,14 @@ class Shape:
 
     @property
     def lines(self) -> int:
-        """Returns the lines of results that are written per step of k, so that a block is written in the
-        shortest pass."""
+        """Returns the number of lines of results to write per step of k, so that a block is written within
+        the shortest pass."""
         return -(-BLOCK // (self.steps // self.passes))
 
     @property
     def unit(self) -> int:
-        """Returns the number of columns that must stay together: a block of results, or a step of the next
-        product."""
+        """Returns the number of adjacent columns that one task must compute: a block of results, or a step of
+        the next product."""
         return 2 * STEP if self.gated else BLOCK
 
     @property
@@ -97,17 +97,18 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Returns the number of columns of the widest panel."""
+        """Returns the number of columns of the widest panel, the columns that a thread computes together."""
         return (self.units if self.passes == 1 else min(PANEL // self.unit, self.units)) * self.unit
 
     def panels(self, threads: Expr) -> Expr:
-        """Returns the number of panels that each of `threads` computes; x is read once for each panel."""
+        """Returns the number of panels of columns that each of `threads` threads computes. x is read once for
+        each panel."""
         each = T.truncdiv(i64(self.units * self.unit - 1), threads * self.width) + 1
         return T.bind(T.min(T.bind(threads * each), i64(self.units)))
 
     def sums_at(self, pair: Expr, block: Expr) -> Expr:
-        """Returns the first line of the sums of a pair of tiles and a block of rows. Those of a complete k
-        are written while the next block is computed, so there is room for two blocks."""
+        """Returns the first line at which the sums of a pair of tiles and a block of rows are stored.
+        Complete sums are written out while the next block is computed, so two blocks have memory."""
         if self.passes == 1:
             return T.truncmod(block, i64(2)) * BLOCK
         return (pair * (CHUNK // BLOCK) + block) * BLOCK
@@ -118,7 +119,7 @@ class Shape:
         return 2 * BLOCK if self.passes == 1 else self.width // BLOCK * CHUNK
 
     def tile(self, column: Expr, number: Expr) -> Expr:
-        """Returns the index, in the matrix, of the `number`-th tile from `column` on."""
+        """Returns the index, in the matrix, of tile `number`, counted from column `column` on."""
         if not self.gated:
             return T.min(T.truncdiv(column, i64(LANES)) + number, i64(-(-self.n // LANES) - 1))
         up, place = T.truncmod(number, i64(2)), T.truncdiv(number, i64(2))
@@ -127,8 +128,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of x as tiles of bfloat16 pairs in lines of 64 bytes: in an int32 buffer [rows / 16, steps, 16,
-    16] of their own, or inside a float32 tensor, from its start."""
+    """Rows of x as tiles of bfloat16 pairs in lines of 64 bytes. They are stored in a separate int32 buffer
+    [rows / 16, steps, 16, 16], or at the start of an existing float32 tensor."""
 
     buffer: Buffer
     strides: tuple[Expr, Expr] | None = None
@@ -136,27 +137,28 @@ class Packed:
 
     @classmethod
     def inside(cls, pair: Buffer, k: int, m: Expr) -> Packed:
-        """Returns the place of act(gate) * up inside the tensor of gate and up, float32 [m, 2 * k]: tile
-        after tile, or step after step where whole tiles do not fit."""
+        """Returns the location of packed act(gate) * up inside the tensor of gate and up, float32 [m, 2 * k].
+        It is stored tile after tile, or step after step if whole tiles do not fit."""
         tiles = m >= BLOCK // 4
         strides = T.Select(tiles, i64(k // STEP * LANES), i64(LANES)), T.Select(tiles, i64(LANES), m)
         return cls(pair, (T.bind(strides[0]), T.bind(strides[1])))
 
     @staticmethod
     def fits(k: int) -> bool:
-        """Returns True if packed rows fit for any number of rows, even if a block is read from the last row
-        on."""
+        """Returns True if packed rows of k values fit into the tensor for any number of rows, even if a block
+        is read from the last row on."""
         return k % STEP == 0 and k >= 352
 
     def line(self, row: Expr, step: Expr) -> tuple[Expr, ...]:
-        """Returns the index at which the line of a row starts."""
+        """Returns the index in the buffer at which the line of a row and step starts."""
         tile, line = T.truncdiv(row, i64(LANES)), T.truncmod(row, i64(LANES))
         if self.strides is None:
             return tile, step, line, i64(0)
         return i64(0), (tile * self.strides[0] + step * self.strides[1] + line) * LANES
 
     def put(self, row: Expr, step: Expr, low: Expr, high: Expr) -> None:
-        """Emits stores of the two halves of a line of packed x, float32x16 each."""
+        """Emits stores of a line of packed x for a row and step. low, high: its two halves,
+        float32x16 each."""
         factor = f32(2.0**X_EXPONENT, LANES)
         *place, start = self.line(row, step)
         bits = rounded(low * factor, high * factor)
@@ -167,16 +169,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class GatedOutput:
-    """The output of a matrix of gates and ups: `gate` turns pairs of both into rows of x for the next
-    product."""
+    """The output of a product with a matrix of gates and ups. `gate` turns pairs of both into rows of x for
+    the next product."""
 
     gate: Callable[[Expr, Expr], Expr]
     out: Packed
 
 
 def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | GatedOutput) -> None:
-    """Emits output = x [m, k] @ W.T, in chunks of rows and panels of columns that are split over the
-    threads."""
+    """Emits output = x [m, k] @ W.T, in chunks of rows and panels of columns that are divided among the
+    threads. unpack: emits a tile of weights."""
     if isinstance(output, Output):
         output = replace(output, step=BLOCK)
     all_blocks = T.bind(T.truncdiv(m + (BLOCK - 1), i64(BLOCK)))
@@ -206,8 +208,8 @@ def product(shape: Shape, x: Packed, m: Expr, unpack: Unpack, output: Output | G
 
 
 def _part(number: Expr, parts: Expr, whole: Expr) -> tuple[Expr, Expr]:
-    """Returns first and count of part `number` when `whole` items are divided into `parts` of nearly equal
-    size."""
+    """Returns (first item, number of items) of part `number` when `whole` items are divided into `parts`
+    parts of nearly equal size."""
     first, after = (T.truncdiv((number + i) * whole, parts) for i in range(2))
     return T.bind(first), T.bind(after - first)
 
@@ -226,12 +228,12 @@ class _Task:
     """First column of the task."""
     weights: Buffer  # int32 [2, pass_steps, 16, 16]
     sums: Buffer  # float32 [shape.sums, 32]
-    halves: Buffer  # float32 [CHUNK, 16], what a gate makes of the first half of a step of the next product
+    halves: Buffer  # float32 [CHUNK, 16]: the gated values of the first half of a step of the next product
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two tiles of columns of a product, in one pass over k."""
+    """Two tiles of columns of a product, during one pass over k."""
 
     task: _Task
     number: Expr
@@ -244,7 +246,7 @@ class _Pair:
     """Indices of the two tiles in the matrix."""
 
     def bring(self, step: Expr) -> None:
-        """Emits code that converts the weights of one step of k to tiles."""
+        """Emits code that converts the weights of one step of k to tiles for the AMX registers."""
         task = self.task
         with T.serial(0, i64(2)) as j:
             tile = T.bind(self.tiles[0] + j * (self.tiles[1] - self.tiles[0]))
@@ -252,7 +254,8 @@ class _Pair:
 
 
 def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
-    """Emits one pass over k for a pair of tiles: sums of all rows."""
+    """Emits one pass over k for a pair of tiles, which adds to the sums of all rows. part: index of the pass;
+    number: index of the pair; blocks: number of blocks of rows."""
     shape = task.shape
     first, count = _part(part, i64(shape.passes), i64(shape.steps))
     low, high = (T.bind(shape.tile(task.column, number * 2 + j)) for j in range(2))
@@ -266,8 +269,8 @@ def _pair(task: _Task, part: Expr, number: Expr, blocks: Expr) -> None:
 
 def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
     """Emits sums += x . weights for a block of rows. Sums start at zero if `fresh`, or always if it is None.
-    During the first block, weights are converted to tiles; during each other block, the 32 rows of results of
-    the block before it are written."""
+    During the first block, weights are also converted to tiles; during every other block, the 32 rows of
+    results of the previous block are also written."""
     task = pair.task
     row, held = T.bind(task.rows[0] + block * BLOCK), T.bind(task.shape.sums_at(pair.number, block))
     ready = T.bind(T.Select(T.And(pair.last, block > 0), i64(BLOCK), i64(0)))
@@ -291,7 +294,8 @@ def _block(pair: _Pair, block: Expr, fresh: Expr | None) -> None:
 
 
 def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
-    """Emits the four tiles of sums: zeros if they are fresh, otherwise loaded from memory."""
+    """Emits code that fills the four tiles of sums with zeros if `fresh`, or else loads them from memory.
+    held: first line of the stored sums."""
 
     def zero() -> None:
         for number in range(4):
@@ -309,7 +313,8 @@ def _start(sums: Buffer, held: Expr, fresh: Expr | None) -> None:
 
 
 def _corners(line: Expr) -> list[tuple[Expr, Expr]]:
-    """Returns the positions at which the four tiles of a block of sums start."""
+    """Returns the positions in memory at which the four tiles of a block of sums start. line: the block's
+    first line."""
     return [(line + i * LANES, i64(j * LANES)) for i in range(2) for j in range(2)]
 
 
@@ -333,8 +338,8 @@ def _finish(pair: _Pair, block: Expr, line: Expr) -> None:
 
 
 def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
-    """Emits code that packs x float32 [m, k] into tiles. Rows after the last one repeat it; their results are
-    dropped."""
+    """Emits code that packs x float32 [m, k] into tiles, and returns their location. ready: emits a row of x.
+    Rows that pad the last tile repeat the last row; their results are dropped."""
     rows = T.bind((m + (BLOCK - 1)) // BLOCK * BLOCK)
     packed = Packed(T.alloc_buffer((rows // LANES, shape.steps, LANES, LANES), "int32"))
     with T.parallel(0, rows // LANES) as tile, T.serial(0, i64(LANES)) as line:
@@ -353,7 +358,7 @@ def pack(shape: Shape, ready: Ready, m: Expr) -> Packed:
 
 
 def rounded(low: Expr, high: Expr) -> Expr:
-    """Returns two vectors of float32 rounded to bfloat16, as the low and high halves of int32 lanes."""
+    """Returns int32 lanes whose low and high halves hold two float32 vectors, rounded to bfloat16."""
     ints = typed("int32", LANES)
     first, second = (T.reinterpret(ints, half) + i32(0x8000, LANES) for half in (low, high))
     first = T.reinterpret(ints, T.reinterpret(typed("uint32", LANES), first) >> splat(T.uint32(16), LANES))
@@ -370,7 +375,8 @@ def configure() -> None:
 
 
 def move(name: str, number: int, buffer: Buffer, place: tuple[Expr | int, ...], stride: int) -> None:
-    """Emits a load or store of a tile whose rows are `stride` bytes apart in memory."""
+    """Emits a load or store of tile register `number`, whose rows are `stride` bytes apart in memory. name:
+    the LLVM intrinsic; place: index of the tile's first element in `buffer`."""
     instruction(name, T.int8(number), T.address_of(buffer[place]), i64(stride))
 
 

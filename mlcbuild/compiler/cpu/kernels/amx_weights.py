@@ -1,7 +1,7 @@
-"""Unpacks 4-, 5- and 8-bit weights to tiles of bfloat16 for the products of amx.py, in a few instructions for
-32.
+"""Unpacks 4-, 5- and 8-bit weights to bfloat16 tiles for the products of amx.py, in a few instructions for 32
+weights.
 
-A table maps a level to a float16, which is multiplied by its scale. The bits of the product, shifted into the
+A table maps a code to a float16, which is multiplied by its scale. The bits of the product, shifted into the
 position of a bfloat16, represent 2**-112 of its value; 112 = 104 + 8, the exponents of the powers of two by
 which x and the scales are multiplied. |x| may be up to 2**24, a scale up to 32.
 """
@@ -23,8 +23,9 @@ average; that place is 1 / (2 ln 2) times 2**-7 of the value, averaged over loga
 
 
 def pair_scales(scales: Expr) -> Expr:
-    """Returns the scales of 16 columns, float16x16, as float16x32 with each of them twice, the form that
-    `scaled` takes."""
+    """Returns the scales of 16 columns, float16x16, as float16x32 with each scale twice, which is the form
+    that `scaled` requires.
+    """
     wide = T.Cast(typed("float32", LANES), scales) * f32(_CUT * 2**SCALE_EXPONENT, LANES)
     bits = T.reinterpret(typed("int16", LANES), T.Cast(typed("float16", LANES), wide))
     lanes = T.bind(T.Cast(typed("int32", LANES), bits) & i32(0xFFFF, LANES))
@@ -32,8 +33,9 @@ def pair_scales(scales: Expr) -> Expr:
 
 
 def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
-    """Returns one line of a weight tile as pairs of float16, from the int32x16 vectors of a group: the
-    weights in byte `byte` of quad j and of quad 4 + j, minus 2**(bits - 1)."""
+    """Returns one line of a weight tile, as pairs of float16, from the int32x16 vectors `lines` of a group.
+    It has the weights in byte `byte` of quad j and of quad 4 + j, minus 2**(bits - 1).
+    """
     if bits == 8:
         return _bytes(lines[j], lines[4 + j], byte)
     fields = _fields(lines[j], 8 * byte)
@@ -48,8 +50,9 @@ def levels(lines: Sequence[Expr], bits: int, j: int, byte: int) -> Expr:
 
 
 def _fields(packed: Expr, start: int) -> Expr:
-    """Returns int8x64 with eight bits from each int32 lane, from `start` on (twice) and from four bits later
-    (twice). Bits outside of the lane come from its neighbour."""
+    """Returns int8x64 with eight bits from each int32 lane: twice those from bit `start` on, and twice those
+    from four bits later. Bits beyond the lane are those of the next lane.
+    """
     starts = [(32 * lane + start + 4 * half) % 64 for lane in (0, 1) for half in (0, 0, 1, 1)]
     control = splat(T.int64(int.from_bytes(bytes(starts), "little")), 8)
     operands = (T.reinterpret("int8x64", operand) for operand in (control, packed))
@@ -63,7 +66,7 @@ def _bytes(low: Expr, high: Expr, byte: int) -> Expr:
 
 
 def scaled(levels: Expr, scales: Expr) -> Expr:
-    """Returns pairs of float16 levels times their scales: one line of a weight tile."""
+    """Returns one line of a weight tile: pairs of float16 levels, multiplied by their scales."""
     bits = T.reinterpret("int16x32", levels * scales)
     cut = (bits >> splat(T.int16(3), 32)) & splat(T.int16(0x8FFF - 0x10000), 32)
     return T.reinterpret(typed("int32", LANES), cut)

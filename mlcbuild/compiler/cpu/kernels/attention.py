@@ -1,16 +1,16 @@
-"""Causal attention over the paged cache: one kernel for decoding, prefilling, and both in one batch.
+"""Causal attention over the paged KV cache: one kernel for decoding, prefilling, and both in one batch.
 
-The rows of a sequence are cut into blocks; a task is (block, kv head) and handles the block's rows for every
-query head of the group, so that a key or value is read once for all of them. Pages are visited once, with the
-running maximum and denominator of Milakov and Gimelshein (2018). Nothing depends on the number of sequences,
-pages or rows at compile time.
+The rows of a sequence are divided into blocks. A task is (block, kv head) and computes the block's rows for
+every query head that shares the kv head, so that a key or value is read once for all of them. Pages are
+visited once, with the running maximum and denominator of Milakov and Gimelshein (2018). Nothing depends on
+the number of sequences, pages or rows at compile time.
 
-A sequence with few rows, as in decoding, is cut along its pages, too: there are too few heads to keep all
-cores busy. Parts lie at fixed places, so what a row gets depends on nothing but its own sequence; their sums
-are put together at the end, as in flash decoding (Dao et al., 2023).
+A sequence with few rows, as in decoding, is also divided along its pages, because there are too few heads to
+keep all cores busy. Parts start at fixed positions, so the result of a row depends only on its own sequence.
+The parts' sums are combined at the end, as in flash decoding (Dao et al., 2023).
 
-Prompts may take tile registers instead (attention_amx.py), which round to bfloat16: the caller says whether
-rows are prompts', as for products.
+Prompts may use tile registers instead (attention_amx.py), which round to bfloat16. The caller passes whether
+rows belong to prompts, as for products.
 """
 
 from __future__ import annotations
@@ -38,36 +38,39 @@ from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, registers, scra
 from mlcbuild.compiler.cpu.kernels.vectors import i64, prefetch
 
 MANY_TASKS = 16
-"""Number of attention tasks for one head that keep all cores equally busy in any order."""
+"""Minimum number of attention tasks per head that keep all cores equally busy in any order of the tasks."""
 SHORT = 4
 """Largest number of rows of a sequence for which reading keys and values takes longer than computing."""
 
 _Place = tuple[Buffer, Expr, Expr, Expr]
-"""Place of keys or values in the cache: (pages, layer, page, kv head)."""
+"""The location of keys or values in the cache: (pages, layer, page, kv head)."""
 _Ahead = tuple[Expr, Expr]
-"""Page to prefetch: (whether to prefetch, page)."""
+"""A page to prefetch: (condition under which it is prefetched, page)."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """The scratch buffers of one attention task, in which a *vector* is one query head of one row."""
+    """The scratch buffers of one attention task. A *vector* is one query head of one row."""
 
     spec: AttentionKernel
     query: Buffer  # [capacity, dim], scaled
     total: Buffer  # [capacity, value_dim], weighted sum of values so far
-    weight: Buffer  # [capacity, PAGE], of the page at hand
+    weight: Buffer  # [capacity, PAGE], weights of the current page
     denominator: Buffer  # [capacity, PAGE], one partial sum for each lane
     highest: Buffer  # [capacity], maximum so far
-    shrink: Buffer  # [capacity], what older sums are multiplied by
+    shrink: Buffer  # [capacity], factor for the older sums
     position: Buffer  # int32 [capacity]
-    slope: Buffer | None  # [capacity], of ALiBi
+    slope: Buffer | None  # [capacity], slopes of ALiBi
 
 
 def attention(spec: AttentionKernel) -> PrimFunc:
-    """(qkv float32 [n, width] with rotated queries, pages, q_indptr int32 [b+1], page_indptr int32 [b+1],
-    page_table int32 [p], kv_lengths int32 [b], positions int32 [n], layer int64, window int64, prompt int64
-    if has_prompt_variant: all rows are prompts' unless it is 0, slopes float32 [heads] with ALiBi, sinks
-    [heads] if there are any) -> float32 [n, heads * value_dim], or what AttentionKernel.columns says.
+    """Returns the attention kernel. Its arguments are (qkv float32 [n, width] with rotated queries, pages,
+    q_indptr int32 [b+1], page_indptr int32 [b+1], page_table int32 [p], kv_lengths int32 [b], positions int32
+    [n], layer int64, window int64, prompt int64 if has_prompt_variant, slopes float32 [heads] with ALiBi,
+    sinks [heads] if there are any, out).
+
+    All rows belong to prompts unless `prompt` is 0. `out` is float32 [n, heads * value_dim], or as
+    AttentionKernel.columns describes.
     """
     heads = spec.heads
     with kernel("paged_attention") as function:
@@ -124,9 +127,9 @@ def _prompts(call: Call, total: Expr) -> None:
 
 
 def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr]:
-    """Returns (line of the plan, kv head) of a task. With many parts of sequences that have few rows, all
-    heads of a part follow each other, as their keys and values do in a page; otherwise a head's tasks do,
-    folded."""
+    """Returns (line of the plan, kv head) of a task. If there are many parts of sequences with few rows, the
+    tasks of all heads of a part follow each other, as their keys and values do in a page. Otherwise the tasks
+    of a head follow each other, in the order of `_folded`."""
     heads = i64(call.spec.heads.kv)
     streamed = T.bind(T.And(total >= MANY_TASKS, rows <= call.batch * SHORT))
     number = T.Select(streamed, T.truncdiv(index, heads), _folded(T.bind(T.truncmod(index, total)), total))
@@ -134,15 +137,15 @@ def _place(call: Call, rows: Expr, total: Expr, index: Expr) -> tuple[Expr, Expr
 
 
 def _folded(index: Expr, blocks: Expr) -> Expr:
-    """Returns the index in the order 0, last, 1, last - 1, ...: late blocks of a sequence see more keys, so
-    any run of indices that one core takes has early and late ones."""
+    """Returns entry `index` of the order 0, last, 1, last - 1, ... of `blocks` blocks. Later blocks of a
+    sequence see more keys, so every run of indices that one core computes has early and late ones."""
     half = T.bind(T.truncdiv(index, T.int64(2)))
     return T.Select(half * 2 == index, half, blocks - 1 - half)
 
 
 def _task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows over one part of the pages they see, or over all of them for many
-    rows."""
+    """Emits attention of one block of rows over one part of the pages that the rows see, or over all of these
+    pages if there are many rows. number: index of the task; head: kv head."""
     spec = call.spec
     sequence, first, count, begin, stop, end, line = (T.bind(call.plan[number, i]) for i in range(7))
     task = _start(call, (first, count, head))
@@ -169,8 +172,8 @@ def _tiles(spec: AttentionKernel, count: Expr) -> Expr:
 
 
 def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
-    """Emits the scratch of a task, with the scaled queries of its rows. Padding of the last tile repeats the
-    last one."""
+    """Emits code that fills the scratch buffers of a task with the scaled queries of its rows, and returns
+    them. The last query pads the last tile. block: (sequence, first row, number of rows)."""
     spec, qkv, (first, count, head) = call.spec, call.qkv, block
     heads, wide, narrow, room = spec.heads, spec.values, spec.scores, spec.capacity
     task = _Task(
@@ -206,8 +209,9 @@ def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
 
 
 def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Expr, int]) -> None:
-    """Emits prefetches of elements [start, start + count) of the next page. Pages lie anywhere, so the
-    hardware cannot guess; the first tile prefetches for all that follow it."""
+    """Emits prefetches of the next page's elements. Pages lie anywhere in memory, so the hardware cannot
+    predict them. kind: 0 for keys, 1 for values; span: (first element, number of elements); only the first
+    tile prefetches."""
     pages, layer, _, head = place
     condition, page = ahead
     start, count = span
@@ -218,7 +222,8 @@ def _fetch(task: _Task, place: _Place, ahead: _Ahead, kind: int, span: tuple[Exp
 
 
 def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
-    """Emits weight[vectors of the tile] = query . key for the 16 tokens of a page."""
+    """Emits weight[vectors of the tile] = query . key for the 16 tokens of a page. ahead: the page to
+    prefetch."""
     if task.spec.heads.latent:
         _latent_scores(task, place, tile, ahead)
         return
@@ -252,7 +257,7 @@ def _scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
 
 
 def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> None:
-    """Emits the scores of one tile of vectors against a page whose keys are stored token by token."""
+    """Emits the scores of one tile of query vectors with a page whose keys are stored token by token."""
     spec, floats, (pages, layer, page, head) = task.spec, task.spec.values, place
     dim, rows = spec.heads.dim, [tile * spec.tile + row for row in range(spec.tile)]
     sums = [registers(1, floats.lanes)[0] for _ in rows]
@@ -272,7 +277,8 @@ def _latent_scores(task: _Task, place: _Place, tile: Expr, ahead: _Ahead) -> Non
 
 
 def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
-    """Emits exp(score - maximum) in place of scores, and updates maximum, denominator and shrink factor."""
+    """Emits code that replaces scores by exp(score - maximum), and updates maximum, denominator and shrink
+    factor. base: position of the page's first token; window: tokens that a query sees."""
     spec, floats = task.spec, task.spec.scores
     with T.serial(spec.tile) as inner:
         row = T.bind(tile * spec.tile + inner)
@@ -289,8 +295,9 @@ def _weights(task: _Task, tile: Expr, base: Expr, window: Expr) -> None:
 
 
 def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Expr) -> Expr:
-    """Returns the scores of the tokens from base + part on, soft-capped; minus infinity in effect where the
-    token is later than the query or has left its window."""
+    """Returns the soft-capped scores of a query row for the tokens from base + part on, where tokens = (base,
+    part). A token that is later than the query, or has left the window, gets HIDDEN, which acts as minus
+    infinity."""
     spec, floats, (base, part) = task.spec, task.spec.scores, tokens
     score = T.bind(floats.load(task.weight, row, part))
     if spec.softcap is not None:
@@ -305,20 +312,21 @@ def _visible_scores(task: _Task, row: Expr, tokens: tuple[Expr, int], window: Ex
 
 
 def _bias(task: _Task, slopes: Buffer, row: Expr, place: tuple[Expr, Expr]) -> Expr:
-    """Returns the ALiBi biases of one vector's keys; place: (position of the first key, of the query)."""
+    """Returns the ALiBi biases of the keys for one query vector. place: (position of the first key, position
+    of the query)."""
     spec, floats, (start, newest) = task.spec, task.spec.scores, place
     slope = floats.spread(T.bind(slopes[row]))
     keys = T.ramp(start, 1, floats.lanes) if floats.lanes > 1 else start
     if spec.alibi == "exact":
         return slope * floats.whole(keys - floats.spread(newest))
-    # Rounded as the models do: of a few thousand keys, neighbours have the same bias.
+    # Rounded to bfloat16 as the models do: of a few thousand keys, neighbours have the same bias.
     numbers = T.bind(floats.rounded(floats.whole(keys)))
     return floats.rounded(slope * numbers) * floats.constant(spec.scale)
 
 
 def _values(task: _Task, place: _Place, tile: Expr, tokens: Expr, ahead: _Ahead) -> None:
-    """Emits total = total * shrink + weight . values, for the `tokens` first tokens of a page. Later ones may
-    never have been written: even a weight of zero would let a NaN through."""
+    """Emits total = total * shrink + weight . values for the first `tokens` tokens of a page. Memory of later
+    tokens may never have been written: even with a weight of zero, a NaN in it would reach the sum."""
     spec, floats = task.spec, task.spec.values
     pages, layer, page, head = place
     vectors, dim, kind = range(spec.value_vectors), spec.heads.dim, spec.heads.kinds - 1
@@ -356,7 +364,8 @@ def _denominator(task: _Task, vector: Expr) -> Expr:
 
 
 def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
-    """Emits code that stores maximum, denominator and sum of one part, from scratch row `line` on."""
+    """Emits code that stores maximum, denominator and sum of one part of a sequence. line: first row of the
+    scratch memory; part: (index of the part, number of parts)."""
     (count, head), heads, wide = part, task.spec.heads, task.spec.values
     with T.serial(count * heads.group) as vector:
         row, column = vector // heads.group, head * heads.group + vector % heads.group
@@ -368,7 +377,8 @@ def _keep(task: _Task, call: Call, line: Expr, part: tuple[Expr, Expr]) -> None:
 
 
 def _finish(task: _Task, call: Call, block: tuple[Expr, Expr, Expr]) -> None:
-    """Emits out = total / denominator for the rows of the block."""
+    """Emits out = total / denominator for the rows of a block. block: (sequence, first row, number
+    of rows)."""
     first, count, head = block
     spec, wide, heads = task.spec, task.spec.values, task.spec.heads
     with T.serial(count * heads.group) as vector:

@@ -1,14 +1,15 @@
-"""Attention of prompts on x86 tile registers (see amx.py): the task that attention.py runs for their rows.
+"""Attention of prompts on x86 tile registers (see amx.py): the task that attention.py runs for rows of
+prompts.
 
-Four pages, 64 tokens, are one step. Their keys and values are turned into tiles of bfloat16 once for all
-query vectors of the task. Then 32 vectors at a time: scores by tiles, their exponentials on vectors, and
-weights times values by tiles again, added to totals in float32. Steps lie at fixed places, and what is hidden
-weighs exactly nothing, so what a row gets depends on nothing but its own sequence.
+Four pages, 64 tokens, are one step. Their keys and values are converted to tiles of bfloat16 once for all
+query vectors of the task. Then, for 32 vectors at a time, tiles compute scores, vectors compute exponentials,
+and tiles multiply weights with values, which are added to totals in float32. Steps start at fixed positions,
+and masked tokens have a weight of exactly zero, so the result of a row depends only on its own sequence.
 
 Tiles pair element i of a step of 32 with element 16 + i, as in amx.py: for scores along the head dimension,
-for values along the tokens of two pages. A float16 becomes a bfloat16 of 2**-112 of its value by a shift of
-its bits; X_EXPONENT of these powers of two are made up for by queries and weights, the rest by factors that
-are there anyway. A shift makes no NaN of what was never written.
+for values along the tokens of two pages. Shifting the bits of a float16 makes a bfloat16 of 2**-112 of its
+value. Queries and weights compensate X_EXPONENT of these powers of two, and existing factors the rest. A
+shift makes no NaN of memory that was never written.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from mlcbuild.compiler.cpu.kernels.floats import scratch
 from mlcbuild.compiler.cpu.kernels.vectors import f32, i32, intrinsic, lane_sums, prefetch, span, splat, typed
 
 AHEAD = 4
-"""Number of rows of queries that are prefetched: they are too far apart for the hardware prefetcher."""
+"""Prefetch distance in rows of queries, which are too far apart for the hardware prefetcher."""
 PAGES = 4
 """Number of KV cache pages in one step of attention."""
 TOKENS = PAGES * PAGE
 SLACK = 4.0
-"""Power of two of the largest weight: 2**(104 + SLACK) of each of 2**18 tokens still is a float32."""
+"""Exponent of the power of two that is the largest weight: sums of 2**18 weights of 2**(104 + SLACK) still
+are float32 numbers.
+"""
 _SLACK_BITS = int(np.float32(SLACK).view(np.int32))
 
 
@@ -47,13 +50,13 @@ class _Task:
     query: Buffer  # int32 [capacity / 16, dim / 32, 16, 16], pairs of bfloat16
     total: Buffer  # float32 [capacity, dim], weighted sums of values so far
     denominator: Buffer  # float32 [capacity, 16], one partial sum for each lane
-    highest: Buffer  # float32 [capacity], what scores are compared with: about the maximum so far
+    highest: Buffer  # float32 [capacity], what is subtracted from scores: about the maximum so far
     position: Buffer  # int32 [capacity]
-    keys: Buffer  # int32 [PAGES, dim / 32, 16, 16], of the step at hand
+    keys: Buffer  # int32 [PAGES, dim / 32, 16, 16], keys of the current step
     values: Buffer  # int32 [PAGES / 2, dim / 16, 16, 16]
-    scores: Buffer  # float32 [PAIR, TOKENS], of the vectors at hand
+    scores: Buffer  # float32 [PAIR, TOKENS], scores of the current vectors
     weights: Buffer  # int32 [2, PAGES / 2, 16, 16]
-    start: Buffer  # float32 [16], of each vector at hand: where exponents start, or what sums shrink to
+    start: Buffer  # float32 [16], of each current vector: where exponents start, or what sums shrink to
 
     packed: amx.Packed | None  # where results go as tiles
 
@@ -71,31 +74,35 @@ class _Task:
 
     @property
     def raised(self) -> int:
-        """The exponent of the power of two that scales queries and weights before they are rounded."""
+        """Returns the exponent of the power of two by which queries and weights are multiplied before they
+        are rounded.
+        """
         return amx.X_EXPONENT if self.shifted else 0
 
     @property
     def unit(self) -> float:
         """Returns the factor that turns a score as tiles compute it into the true score; 1.0 if nothing is
-        scaled."""
+        scaled.
+        """
         return 2.0 ** (112 - self.raised) if self.shifted else 1.0
 
     @property
     def capped_unit(self) -> float:
-        """Returns the factor that `unit` is after soft-capping, which already applies `unit`."""
+        """Returns the factor `unit` for scores after soft-capping, which already includes it."""
         return self.unit if self.call.spec.softcap is None else 1.0
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of attention: 64 tokens from `number` * 64 on. Pages before `begin` and from `stop` on are
-    never read: the step reads others in their place, and masks their scores."""
+    """One step of attention: 64 tokens from `number` * 64 on. Pages before `begin`, and from `stop` on, are
+    not read: the step reads other pages in their place and masks the scores.
+    """
 
     number: Expr
     begin: Expr
     stop: Expr
     end: Expr
-    """Position from which on no token was written yet."""
+    """Position of the first token that has not been written yet."""
     entries: Expr
     """Index, in the page table, of the first page of the sequence."""
 
@@ -105,7 +112,9 @@ class _Step:
 
 
 def task(call: Call, number: Expr, head: Expr) -> None:
-    """Emits attention of one block of rows over all pages that they see."""
+    """Emits attention of one block of rows over all pages that they see. number: index of the task; head: kv
+    head.
+    """
     sequence, first, count, begin, stop, end = (T.bind(call.plan[number, i]) for i in range(6))
     entries = T.bind(call.page_indptr[sequence])
     task_state = _start(call, (first, count, head))
@@ -128,8 +137,9 @@ def task(call: Call, number: Expr, head: Expr) -> None:
 
 
 def _start(call: Call, block: tuple[Expr, Expr, Expr]) -> _Task:
-    """Emits the scratch memory of a task, filled with the queries of its rows. Vectors that pad the last pair
-    repeat the last one; their results are not stored."""
+    """Emits code that fills the scratch buffers of a task with the queries of its rows, and returns them.
+    Vectors that pad the last pair repeat the last one; their results are not stored.
+    """
     (first, count, head), spec, heads = block, call.spec, call.spec.heads
     room, dim = spec.prompt_capacity, heads.dim
     task = _Task(
@@ -176,7 +186,7 @@ def _packed(call: Call) -> amx.Packed | None:
 
 
 def _read_keys(task: _Task, step: _Step) -> None:
-    """Emits code that turns the keys of a step into tiles: a column for each token."""
+    """Emits code that converts the keys of a step to tiles, with a column for each token."""
     call = task.call
     with T.serial(PAGES) as i:
         page, after = step.page(call, i), step.page(call, i + PAGES)
@@ -189,8 +199,9 @@ def _read_keys(task: _Task, step: _Step) -> None:
 
 
 def _read_values(task: _Task, step: _Step) -> None:
-    """Emits code that turns the values of a step into tiles: a column for each element. Values of tokens that
-    were never written may be NaN, which a weight of zero would let through, so they become zero."""
+    """Emits code that converts the values of a step to tiles, with a column for each element. Values of
+    tokens that were never written may be NaN, which would survive a weight of zero, so zeros replace them.
+    """
     call = task.call
     with T.serial(PAGES // 2) as pair:
         pages = [step.page(call, pair * 2 + i) for i in range(2)]
@@ -206,8 +217,9 @@ def _read_values(task: _Task, step: _Step) -> None:
 
 
 def _paired(task: _Task, places: list[tuple[Expr, ...]], written: list[Expr] | None) -> Expr:
-    """Returns two vectors of the cache as the low and high halves of int32 lanes; zero where not
-    `written`."""
+    """Returns int32 lanes whose low and high halves hold two vectors of the cache. places: the vectors'
+    indices; written: conditions, a vector is zero where its condition is false; None: both are read.
+    """
     low, high = (task.call.pages[place] for place in places)
     if not task.shifted:
         if written is not None:
@@ -222,7 +234,7 @@ def _paired(task: _Task, places: list[tuple[Expr, ...]], written: list[Expr] | N
 
 
 def _scores(task: _Task, pair: Expr) -> None:
-    """Emits scores = queries . keys for 32 query vectors."""
+    """Emits scores = queries . keys for 32 query vectors. pair: their index."""
     with T.serial(PAGES // 2) as pages:
         for number in range(4):
             amx.instruction("tilezero", T.int8(number))
@@ -240,8 +252,9 @@ def _scores(task: _Task, pair: Expr) -> None:
 
 
 def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
-    """Emits the soft cap of scores, and masks those of tokens, from `first` on, that are later than the query
-    or have left its window; `last` is the latest query's position."""
+    """Emits the soft cap of scores, and masks tokens that are later than the query or have left its window.
+    first: position of the first token; last: position of the latest query.
+    """
     floats, softcap, window = task.floats, task.call.spec.softcap, task.call.window
     if softcap is not None:
         with T.serial(PAIR) as row, T.serial(PAGES) as i:
@@ -261,8 +274,9 @@ def _hide(task: _Task, pair: Expr, first: Expr, last: Expr) -> None:
 
 
 def _weigh(task: _Task, pair: Expr) -> None:
-    """Emits weights, exp(score - maximum), of 32 vectors in place of scores, and updates denominators and
-    totals."""
+    """Emits code that replaces the scores of 32 vectors by the weights exp(score - maximum), and updates
+    denominators and totals.
+    """
     floats = task.floats
     slope = f32(math.log2(math.e) * task.capped_unit, LANES)
     with T.serial(PAIR // LANES) as half:
@@ -285,8 +299,9 @@ def _weigh(task: _Task, pair: Expr) -> None:
 
 
 def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
-    """Emits a new running maximum for those of 16 vectors whose scores lie far above it. Sums are of weights
-    up to 2**SLACK, so that this is rare; whether it happens depends on nothing but a vector's own scores."""
+    """Emits a new running maximum for those of 16 vectors whose scores exceed it by far. Sums allow weights
+    up to 2**SLACK, so this is rare; it depends only on a vector's own scores.
+    """
     floats = task.floats
     tops = []
     for row in range(LANES):
@@ -295,7 +310,8 @@ def _raise(task: _Task, half: Expr, first: Expr, slope: Expr) -> None:
     highest_score = T.bind(lane_sums(tops, LANES, T.max))
     highest = T.bind(floats.load(task.highest, first))
     above = T.bind((highest_score - highest) * slope)
-    # As integers, the bits of positive floats are in their order; a maximum of floats is a chain of scalars.
+    # As integers, the bits of positive floats have the same order; LLVM makes a chain of scalars of a maximum
+    # of floats.
     bits = T.reinterpret(typed("int32", LANES), above)
     rises = intrinsic("int32", "llvm.vector.reduce.smax", bits) > T.int32(_SLACK_BITS)
     with T.If(rises), T.Then():

@@ -15,25 +15,29 @@ from mlcbuild.compiler.cpu.kernels.kv_cache import Heads
 from mlcbuild.models import Alibi
 
 PART = 8
-"""Number of KV cache pages in a part of a sequence: several microseconds of reading for each head, and many
-parts where they matter."""
+"""Number of KV cache pages in a part of a sequence. Reading one takes several microseconds per head, and
+there are many parts where dividing matters.
+"""
 FEW = 16
 """Largest number of rows of a sequence that is divided along its pages: a token with its draft tokens, but no
 prompt."""
 LOWEST = -1e30
 """The initial value of a running maximum of scores."""
 HIDDEN = -2e30
-"""Value of a masked score: far below the first maximum, so that its weight is next to nothing, not NaN."""
+"""Value of a masked score. It is so far below the first maximum that its weight is almost zero, and
+not NaN.
+"""
 PAIR = 32
-"""Number of query vectors that tile registers compute together: two tiles of them."""
+"""Number of query vectors that tile registers compute together: two tiles."""
 PROMPT_VECTORS = 192
-"""Largest number of query vectors of a task on tile registers: they share the cost of turning keys and values
-into tiles."""
+"""Maximum number of query vectors of a task on tile registers. They share the cost of converting keys and
+values to tiles.
+"""
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The shape of the attention kernel: how many query vectors it keeps in registers and in caches."""
+    """The shapes of an attention kernel: how many query vectors it keeps in registers and in caches."""
 
     isa: ISA
     heads: Heads
@@ -42,22 +46,24 @@ class AttentionKernel:
     rounded: bool = False
     """True if prompt rows may be computed with queries, keys, values and weights rounded to bfloat16."""
     columns: int = 0
-    """Number of columns of the result tensor if it has more than the heads need, else 0. With more, prompt
-    rows are stored there as tiles, the layout that the following matrix product reads."""
+    """Number of columns of the result tensor if it has more than the heads need, else 0. Rows of prompts are
+    then stored as tiles, the layout that the following matrix product reads.
+    """
     alibi: Alibi | None = None
     sinks: str | None = None
     """Stored type of the attention sinks; None: there are none."""
 
     @property
     def has_prompt_variant(self) -> bool:
-        """Returns True if the kernel has a variant for rows of prompts, as products have."""
+        """Returns True if the kernel has a variant for rows of prompts, which rounds to bfloat16."""
         plain = not (self.alibi or self.sinks or self.heads.latent)
         return self.rounded and self.isa.amx and self.heads.dim % 32 == 0 and plain
 
     @property
     def fallback(self) -> str | None:
-        """Returns the reason why prompts take a slower path than the processor offers; None where they do
-        not."""
+        """Returns the reason why prompts are computed more slowly than the processor allows; None if they are
+        not.
+        """
         if not self.rounded or not self.isa.amx or self.has_prompt_variant:
             return None
         if self.heads.latent:
@@ -81,15 +87,18 @@ class AttentionKernel:
 
     @property
     def tile(self) -> int:
-        """Returns how many query vectors are computed together: their scores of one page fill at most half
-        the registers. Three, not four, where a group's heads then leave less of their last tile empty: in
-        decoding there are no others."""
+        """Returns the number of query vectors that are computed together, such that their scores for one page
+        fill at most half of the registers. It is three instead of four if the heads of a group then fill
+        their last tile better, since decoding has no other vectors.
+        """
         most, group = max(1, min(4, self.registers * self.scores.lanes // (2 * PAGE))), self.heads.group
         return 3 if most == 4 and group > 2 and -group % 3 < -group % 4 else most
 
     @property
     def value_vectors(self) -> int:
-        """Returns how many vectors of each output row are kept in registers at a time; it divides a row."""
+        """Returns the number of vectors of an output row that are kept in registers at a time; it divides a
+        row.
+        """
         limit = max(1, self.registers // (2 * self.tile))
         whole = self.heads.value_dim // self.values.lanes
         return max(count for count in range(1, limit + 1) if whole % count == 0)
@@ -102,7 +111,7 @@ class AttentionKernel:
 
     @property
     def capacity(self) -> int:
-        """Returns the number of query vectors that a task has room for: whole tiles."""
+        """Returns the number of query vectors for which a task has memory: whole tiles."""
         return -(-self.block * self.heads.group // self.tile) * self.tile
 
     @property
@@ -117,8 +126,9 @@ class AttentionKernel:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of the attention kernel, and scratch memory for the results of the parts of a sequence:
-    one line for each part, row and query head."""
+    """The arguments of the attention kernel, and the scratch memory for partial results: one line for each
+    part of a sequence, row and query head.
+    """
 
     spec: AttentionKernel
     qkv: Buffer
@@ -132,8 +142,10 @@ class Call:
     layer: Expr
     window: Expr
     prompt: Expr | None
-    """Not 0 where tile registers compute all rows; None for a kernel without them."""
-    slopes: Buffer | None  # float32 [heads], of ALiBi
+    """The argument that is not 0 if tile registers compute all rows; None for a kernel without tile
+    registers.
+    """
+    slopes: Buffer | None  # float32 [heads], slopes of ALiBi
     sinks: Buffer | None  # [heads]
     out: Buffer
     total: Buffer  # [lines, value_dim]
@@ -143,20 +155,23 @@ class Call:
     lines: Buffer  # int32 [b, 2]: first line and number of parts of each sequence
 
     def pages_seen(self, sequence: Expr, first: Expr, count: Expr) -> tuple[Expr, Expr, Expr]:
-        """Returns the first and last page that `count` > 0 rows from `first` on attend to, and the position
-        after the last token that they see."""
+        """Returns the first and last page that the rows first .. first + count - 1 of a sequence attend to,
+        and the position after the last token that they see. count must be above 0.
+        """
         end = T.bind(T.min(self.positions[first + count - 1] + 1, self.kv_lengths[sequence]))
         oldest = T.max(T.Cast("int64", self.positions[first]) - self.window + 1, T.int64(0))
         return T.bind(T.Cast("int32", oldest) // PAGE), T.bind((end - 1) // PAGE), end
 
     @property
     def block(self) -> Expr:
-        """Returns the number of rows in a task."""
+        """Returns the number of rows of one sequence in a task."""
         few, many = T.int32(self.spec.block), T.int32(self.spec.prompt_block)
         return few if self.prompt is None else T.Select(self.prompt == 0, few, many)
 
     def few(self, count: Expr) -> Expr:
-        """Returns whether a sequence with `count` new rows has so few that it is divided along its pages."""
+        """Returns the condition that a sequence with `count` new rows has so few that it is divided along its
+        pages.
+        """
         return count <= (FEW if self.prompt is None else T.Select(self.prompt == 0, T.int32(FEW), T.int32(0)))
 
     def blocks(self, count: Expr) -> Expr:
@@ -164,15 +179,17 @@ class Call:
         return T.bind(T.truncdiv(count + block - 1, block))
 
     def parts(self, sequence: Expr, first: Expr, count: Expr) -> Expr:
-        """Returns the number of parts along the pages into which each block of a sequence is divided; 1 where
-        there are many rows."""
+        """Returns the number of parts into which the pages of a block of rows are divided; 1 if there are
+        many rows.
+        """
         start, stop, _ = self.pages_seen(sequence, first, T.max(count, 1))
         return T.bind(T.Select(self.few(count), stop // PART - start // PART + 1, 1))
 
 
 def plan(call: Call) -> Expr:
-    """Emits code that fills the tables of tasks; returns the number of tasks. The tables are in memory,
-    because LLVM takes many seconds to analyse which pages a task reads otherwise."""
+    """Emits code that fills the tables of tasks, and returns the number of tasks. The tables are in memory
+    because LLVM would otherwise take many seconds to analyse which pages a task reads.
+    """
     at = registers(1, 2, "int32")[0]
     for i in range(2):
         T.buffer_store(at, T.int32(0), [i])
@@ -204,8 +221,9 @@ def plan(call: Call) -> Expr:
 
 
 def join(call: Call, sequence: Expr) -> None:
-    """Emits out = sum of totals / sum of denominators over the parts of a sequence, each scaled to one
-    maximum."""
+    """Emits out = sum of totals / sum of denominators over the parts of a sequence, after scaling each part
+    to the common maximum.
+    """
     first = T.bind(call.q_indptr[sequence])
     count = T.bind(call.q_indptr[sequence + 1] - first)
     with T.If(call.few(count)), T.Then():
@@ -215,8 +233,9 @@ def join(call: Call, sequence: Expr) -> None:
 
 
 def _join_row(call: Call, lines: tuple[Expr, Expr, Expr], place: tuple[Expr, Expr]) -> None:
-    """Emits the combination of the parts of one row. lines = (first line, distance of lines from part to
-    part, parts); place = (row, query head)."""
+    """Emits code that combines the parts of one row. lines: (first line, distance of lines from part to part,
+    number of parts); place: (row, query head).
+    """
     (start, stride, parts), (row, head), heads = lines, place, call.spec.heads
     floats, scalar = call.spec.values, call.spec.values.scalar
 

@@ -1,4 +1,4 @@
-"""Elementary functions for values that are rounded to bfloat16 afterwards, in a few AVX-512 instructions."""
+"""Elementary functions for values that will be rounded to bfloat16, in a few AVX-512 instructions each."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _EVERY, _CURRENT = T.int16(-1), T.int32(4)
 
 class Rough(Floats):
     """Arithmetic on vectors of 16 float32 lanes with relative errors below 1.3e-4, a fifteenth of the
-    rounding error of bfloat16."""
+    rounding error of bfloat16.
+    """
 
     def exp2(self, x: Expr) -> Expr:
-        """Emits and returns 2^x; zero where that is below the range of float32, infinite where it is
-        above."""
+        """Emits 2^x and returns it; zero if that is below the range of float32, infinite if it is above."""
         x = T.bind(x)
         name, floor = "llvm.x86.avx512.mask.reduce.ps.512", T.int32(1)
         part = T.bind(intrinsic("float32x16", name, x, floor, x, _EVERY, _CURRENT))
@@ -31,7 +31,7 @@ class Rough(Floats):
         for coefficient in reversed(_EXP2[:-1]):
             value = self.fma(value, part, self.constant(coefficient))
         value = T.bind(value)
-        name = "llvm.x86.avx512.mask.scalef.ps.512"  # times 2^floor(x)
+        name = "llvm.x86.avx512.mask.scalef.ps.512"  # value * 2^floor(x)
         return T.bind(intrinsic("float32x16", name, value, x, value, _EVERY, _CURRENT))
 
     def sigmoid(self, x: Expr) -> Expr:

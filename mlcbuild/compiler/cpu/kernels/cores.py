@@ -1,4 +1,4 @@
-"""Parallel loops over the cores: work sharing and barriers."""
+"""Emits parallel loops over the cores, with work sharing and barriers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ define linkonce_odr i64 @mlcbuild_take(ptr %counter) alwaysinline nounwind {
   ret i64 %taken
 }
 """
-"""LLVM code of an atomic fetch-and-add, which returns the counter's old value: no intrinsic does it."""
+"""LLVM code of an atomic fetch-and-add, which returns the counter's old value. It is a function because no
+LLVM intrinsic does this.
+"""
 FIXED = 75
 """Percentage of a loop's iterations that are assigned to cores statically."""
 _AWAY = 8
@@ -25,9 +27,10 @@ _AWAY = 8
 
 
 def one_launch() -> AbstractContextManager[None]:
-    """Returns a context in which parallel loops are launched on all cores together. A core continues with the
-    next loop when its share of one is done, so a loop whose results other cores read must come in
-    `before_others`."""
+    """Returns a context in which parallel loops are launched on all cores together. A core starts the next
+    loop when its part of the current one is done, so a loop whose results other cores read must be in
+    `before_others`.
+    """
     return cast(AbstractContextManager[None], T.attr(T.int32(0), "pragma_parallel_launch_point", T.int32(1)))
 
 
@@ -46,11 +49,12 @@ def counter() -> Buffer:
 
 
 def shared(count: Expr, counter: Buffer, emit: Callable[[Expr], None], fixed: Expr | None = None) -> None:
-    """Emits a loop in `one_launch` that calls `emit` for 0 .. count - 1 on all cores.
+    """Emits a loop in `one_launch` that calls `emit` for 0 .. count - 1, divided among all cores. counter: a
+    new counter.
 
     `fixed` percent of the iterations are assigned statically, consecutive ones to one core, which hardware
-    prefetching needs. The rest is taken dynamically, so that the others need not wait for a core that is
-    slower or interrupted. Fully dynamic sharing is up to a fifth slower where memory bandwidth is the limit.
+    prefetching needs. The others are assigned dynamically, so that no core waits for a slower or interrupted
+    one. Fully dynamic sharing is up to a fifth slower where memory bandwidth is the limit.
     """
 
     def take() -> Expr:

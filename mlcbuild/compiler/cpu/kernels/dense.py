@@ -1,4 +1,4 @@
-"""Reads matrices that are stored unquantized: float32 or float16 [n, k]."""
+"""Reads matrices that are stored unquantized, as float32 or float16 [n, k]."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, fetch_rows, i64, loa
 
 @dataclass(frozen=True)
 class DenseRows:
-    """The RowFormat (see float_product) of a plain matrix: a block is 1, 2 or 4 vectors of consecutive
-    values, as many as divide a row."""
+    """The RowFormat (see float_product) of an unquantized matrix. A block is 1, 2 or 4 vectors of consecutive
+    values, as many as divide a row.
+    """
 
     isa: ISA
     n: int
@@ -31,7 +32,9 @@ class DenseRows:
 
     @property
     def lanes(self) -> int:
-        """Returns the largest power of two that fits both a register and a row, in values."""
+        """Returns the number of values in a vector: the largest power of two that fits a register and divides
+        a row.
+        """
         return min(self.isa.lanes, 1 << (self.k.bit_length() - 1))
 
     @property
@@ -57,7 +60,7 @@ class DenseRows:
         return (argument("weight", (self.n, self.k), self.dtype),)
 
     def stacked(self, count: int) -> DenseRows:
-        """Returns the format of a matrix with `count` times the rows."""
+        """Returns the format of a matrix that has `count` times as many rows."""
         return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:

@@ -1,8 +1,8 @@
 """Products of 4- to 8-bit weights with 8-bit activations, one group of 32 at a time, for any instruction set.
 
 A *quad* is four consecutive k. The weights of a quad are the four bytes of an int32 lane, one lane for each
-row of a tile. The activations of a quad are one int32, or two (`parts`) where the instruction set has no byte
-products. Sums over a group are exact; stored weights are too large by `offset`, which the group's correction
+row of a tile. The activations of a quad are one int32, or two (`parts`) if the instruction set has no byte
+products. Sums over a group are exact. Stored weights are too large by `offset`, which the group's correction
 (-offset times the sum of its activations) compensates.
 """
 
@@ -23,7 +23,8 @@ _PAIRS_OF_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs
 _PAIRS_OF_WORDS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 _QUADS_OF_BYTES = {
-    ("vpdpbusd", 8): "llvm.x86.avx512.vpdpbusd.256",  # LLVM encodes it as AVX-VNNI where that is all there is
+    # LLVM encodes it as AVX-VNNI if the processor has no more
+    ("vpdpbusd", 8): "llvm.x86.avx512.vpdpbusd.256",
     ("vpdpbusd", 16): "llvm.x86.avx512.vpdpbusd.512",
     ("sdot", 4): "llvm.aarch64.neon.sdot",
 }
@@ -31,20 +32,22 @@ _QUADS_OF_BYTES = {
 
 @dataclass(frozen=True)
 class Products:
-    """The instructions with which weights of a given number of bits are multiplied with activations on an
-    instruction set."""
+    """The instructions by which an instruction set multiplies weights of a given number of bits with
+    activations.
+    """
 
     isa: ISA
     bits: int
     """Number of bits of a weight: 4, 5, 6 or 8."""
     signed: bool = True
-    """True if weights have either sign, so that stored ones are too large by `offset`."""
+    """True if weights may be negative, in which case stored weights are too large by `offset`."""
 
     @property
     def way(self) -> Dot | Literal["pmaddwd", "widening"]:
-        """Returns the instruction used: the instruction set's own, unless its int16 sums are too narrow for
-        8-bit weights. Then `pmaddwd` adds pairs of int16 products to int32 lanes, and `widening` adds them
-        one by one."""
+        """Returns the name of the instruction: that of the instruction set, unless its int16 sums are too
+        narrow for 8-bit weights. Then `pmaddwd` adds pairs of int16 products to int32 lanes, or `widening`
+        adds them one by one.
+        """
         if self.bits == 4:
             return self.isa.dot
         wide: dict[Dot, Literal["pmaddwd", "widening"]] = {"pmaddubsw": "pmaddwd", "mul16": "widening"}
@@ -52,8 +55,9 @@ class Products:
 
     @property
     def parts(self) -> int:
-        """Returns how many int32 values hold the activations of one quad; with two, one holds k 0 and 2, the
-        other 1 and 3."""
+        """Returns the number of int32 values that hold the activations of one quad: 1, or 2 if one holds k 0
+        and 2, the other 1 and 3.
+        """
         return 2 if self.way in ("pmaddwd", "mul16", "widening") else 1
 
     @property
@@ -63,26 +67,29 @@ class Products:
 
     @property
     def offset(self) -> int:
-        """Returns the number by which stored weights are too large."""
+        """Returns the number by which stored weights exceed the true ones."""
         if not self.signed or (self.way == "sdot" and self.bits == 8):
             return 0
         return 1 << (self.bits - 1)
 
     @property
     def high_lines(self) -> int:
-        """Returns how many runs of 4 * lanes bytes of a group in the x16 layout hold the bits of weights
-        above the low four."""
+        """Returns the number of runs of 4 * lanes bytes, in a group of the x16 layout, that hold the bits of
+        weights above the low four.
+        """
         return self.bits - 4 if self.bits < 8 else 0
 
     @property
     def fields(self) -> int:
-        """Returns how many quads 4 * lanes bytes of the x16 layout hold: two (j and 4 + j, in the halves of
-        each byte), or one with 8 bits."""
+        """Returns the number of quads in 4 * lanes bytes of the x16 layout: two (j and 4 + j, in the low and
+        high half of each byte), or one with 8 bits.
+        """
         return 1 if self.bits == 8 else 2
 
     def operands(self, j: int, packed: Expr, high: Sequence[Expr]) -> list[list[Expr]]:
-        """Emits and returns the operands of each quad in int32 lanes, from `packed`, the j-th 4 * lanes bytes
-        of a group in the x16 layout, and `high`, the high_lines."""
+        """Emits code that unpacks weights, and returns for each quad its operands in int32 lanes. packed: the
+        j-th run of 4 * lanes bytes of a group in the x16 layout; high: the runs with the bits above four.
+        """
         lanes = self.isa.lanes
         if self.bits == 8 and self.parts == 1:
             flipped = packed ^ i32(0x80808080, lanes) if self.way == "sdot" else packed
@@ -102,15 +109,17 @@ class Products:
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
 
     def start(self, correction: Expr) -> Expr:
-        """Returns the accumulator for the start of a group of 32 weights. int16 lanes get the correction at
-        the end, because they hold the sums of a whole group (at most 16 * 15 * 127 = 30480) and no more."""
+        """Returns the initial sum for a group of 32 weights: the correction, or 0 in int16 lanes, which have
+        space for the products of a group (at most 16 * 15 * 127 = 30480) and get the correction at the end.
+        """
         if self.narrow:
             return splat(T.int16(0), 2 * self.isa.lanes)
         return splat(correction, self.isa.lanes)
 
     def step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
         """Returns `total` plus the products of one operand of weights with the int32 of activations that
-        belongs to it."""
+        belongs to it.
+        """
         lanes = self.isa.lanes
         both = (weights, splat(activations, lanes))
         if self.parts == 2:

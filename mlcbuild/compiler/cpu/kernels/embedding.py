@@ -36,15 +36,16 @@ class Embedding:
         return f"embedding.{kind}.{self.isa.name}"
 
     def apply(self, tokens: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Emits the lookup of tokens, int32 [n], each in 0 .. vocab - 1 (not checked), in the table's tensors
-        in stored order; returns float32 [n, hidden]."""
+        """Emits the lookup of tokens, int32 [n], each in 0 .. vocab - 1 (not checked), and returns float32
+        [n, hidden]. weights: the table's tensors in stored order.
+        """
         out = Tensor.placeholder([tokens.shape[0], self.hidden], "float32")
         lookup = kernel(self)
         return tensor_ir_op(lookup, str(lookup.attrs["global_symbol"]), [tokens, *weights], out)
 
 
 def embedding(isa: ISA, scheme: Storage, vocab: int, hidden: int) -> Embedding:
-    """Returns the lookup in an embedding table [vocab, hidden] that is stored under a scheme."""
+    """Returns the lookup for an embedding table [vocab, hidden] that is stored under a scheme."""
     return Embedding(isa, scheme, vocab, hidden)
 
 

@@ -1,4 +1,6 @@
-"""Stores a product's results: in a row-major output, with the tail of its width and an optional bias."""
+"""Stores the results of a product in a row-major output, with the remainder of its width and an optional
+bias.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from mlcbuild.compiler.cpu.kernels.vectors import shuffle, span
 
 
 class Stores(Protocol):
-    """Stores the results of a product."""
+    """Receives the results of a product and stores them."""
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
-        """Emits the store of `lanes` results of a row, of which those beyond its end are left out."""
+        """Emits the store of `lanes` results of a row from `column` on. Results beyond the end of the row are
+        left out. first: True for the first part of the sums over K.
+        """
         ...
 
 
@@ -30,14 +34,17 @@ class Output:
     n: int
     bias: Buffer | None
     step: int
-    """Columns are visited up to the first multiple of this number from n on; it is a multiple of a vector's
-    length."""
+    """Number that divides the end of the columns that are visited: columns from n up to the next multiple are
+    computed and dropped. It is a multiple of a vector's length.
+    """
     residual: bool
-    """True if results are added to the numbers that the buffer already holds."""
+    """True if results are added to the values that the buffer already holds."""
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
-        """Emits the store of `lanes` results, or as many as the row has left. With `first` the bias is added
-        to them; otherwise they are a later part of the sums over K and are added to the first part."""
+        """Emits the store of `lanes` results, or of as many as the row has left. With `first` the bias is
+        added to them; otherwise they are a later part of the sums over K and are added to the stored first
+        part.
+        """
         if self.n % self.step == 0:
             self._put(row, column, values, lanes, first)
             return
@@ -61,8 +68,9 @@ class Output:
 
 @contextmanager
 def once(rows: Sequence[Expr], i: int) -> Iterator[None]:
-    """Skips the code emitted inside if rows[i] equals rows[i - 1], as for rows that pad a batch. Without this
-    a residual would be added twice."""
+    """Returns a context. The code emitted in it is skipped if rows[i] equals rows[i - 1], as for rows that
+    pad a batch: otherwise a residual would be added twice.
+    """
     if i == 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""The gates of experts that have biases or a clamp, and the biases added to the experts' results."""
+"""The gates of experts that have biases or a clamp, and the biases that are added to the experts' results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class ExpertGate:
     """The input rows of an expert's second product: the gated values of pairs float32 [pairs, 2 * size],
     gates first.
 
-    With biases of type `dtype`, [experts, 2 * size], it also takes the choices float32 [n, 2 * chosen].
+    If there are biases, of type `dtype` and shape [experts, 2 * size], the kernel also takes the choices of
+    experts, float32 [n, 2 * chosen].
     """
 
     isa: ISA
@@ -30,12 +31,12 @@ class ExpertGate:
 
     @property
     def name(self) -> str:
-        """Returns the beginning of the kernel's name."""
+        """Returns the first part of the kernel's name."""
         gate = "clamped" if self.spec.clamp else self.spec.activation
         return f"{gate}_bias_" if self.dtype else f"{gate}_"
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares and returns the first arguments of the kernel, for `m` rows of `k` values."""
+        """Declares the first arguments of the kernel, for `m` rows of `k` values, and returns them."""
         pair = argument("gate_up", (m, 2 * k), "float32")
         if self.dtype is None:
             return (pair,)
@@ -43,7 +44,9 @@ class ExpertGate:
         return pair, bias, argument("bias_choices", (T.int64(), 2 * self.spec.chosen), "float32")
 
     def row(self, inputs: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits code that computes one row of x; returns the buffer where it is, and its row there."""
+        """Emits code that computes one row of x, and returns (buffer that holds it, index of its
+        row there).
+        """
         size = self.spec.size
         floats, line = Floats.dividing(self.isa, size), scratch((1, size))
         expert = None if self.dtype is None else _expert(inputs[2], self.spec.chosen, row)
@@ -74,7 +77,9 @@ def _expert(choices: Buffer, chosen: int, pair: Expr) -> Expr:
 
 def add_biases(isa: ISA, spec: Experts, hidden: int, dtype: str) -> PrimFunc:
     """Returns the kernel (choices float32 [n, 2 * chosen], bias [experts, hidden], x float32 [n, hidden] in
-    place): x += the biases of the chosen experts' results, times their weights."""
+    place) that adds to each row of x the biases of its chosen experts, times their weights. dtype: stored
+    type of the biases.
+    """
     floats = Floats.dividing(isa, hidden)
     with kernel("expert_bias_add") as built:
         rows = size_var("n")

@@ -30,12 +30,14 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument, i64, prim_func, regi
 from mlcbuild.quant.groups import TILE_ROWS
 
 CHUNKS = 8
-"""Parts of the columns for each core when several rows are scattered, so that cores finish together."""
+"""Number of parts of the columns per core when several rows are scattered, so that cores finish at the same
+time.
+"""
 
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """The matrices of all experts of a layer, and how many of them a row uses."""
+    """The matrices of all experts of a layer, and the number of experts that a row uses."""
 
     linear: Linear
     """The product with the matrix of one expert."""
@@ -45,41 +47,43 @@ class ExpertMatrices:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The pairs (row, choice) in the order of their experts."""
+    """The pairs (row, choice), sorted by expert."""
 
     experts: Buffer
-    """Numbers of the experts that have rows, int32 [experts]."""
+    """Numbers of the experts that have rows, ascending, int32 [experts]."""
     starts: Buffer
-    """For each expert with rows the place of its first pair in `order`, and then the end, int32 [experts +
-    1]."""
+    """For each expert with rows, the index of its first pair in `order`; then the number of pairs. int32
+    [experts + 1].
+    """
     order: Buffer
-    """The pairs by expert, int32 [pairs]: each is row * chosen + choice."""
+    """The pairs sorted by expert, int32 [pairs], each as row * chosen + choice."""
     used: Expr
     """Number of experts that have rows."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some tiles of one expert's matrix, multiplied with all rows of that expert."""
+    """Some tiles of one expert's matrix, to be multiplied with all rows of that expert."""
 
     tile: Callable[[Expr, Expr, Sequence[Expr], Sequence[Expr]], None]
-    """Function of (expert, tile, rows of x, places of their results) that emits the results of one tile."""
+    """Function of (expert, tile, rows of x, output rows) that emits the results of one tile."""
     tiles: int
     width: int
-    """Number of columns of a tile."""
+    """Number of columns in a tile."""
     batches: tuple[int, ...]
-    """Numbers of rows with which a tile is multiplied at once, ascending."""
+    """Numbers of rows with which a tile can be multiplied at once, ascending."""
 
 
 @cache
 def kernel(
     stack: ExpertMatrices, source: RowSource, scatter: bool, fresh: bool = False, pairs: bool = False
 ) -> PrimFunc:
-    """Returns the kernel (choices float32 [m, 2 * chosen], arguments of the source, stored tensors, out) for
-    products with experts.
+    """Returns the kernel (choices float32 [m, 2 * chosen], arguments of the source, stored tensors, out) that
+    multiplies rows with the matrices of their experts.
 
-    source: gives the rows x [m, k] for gather, one row per pair for scatter and pairs. fresh: `out` starts
-    with zeros.
+    source: emits the rows x [m, k]. scatter: True if results are added to the rows of `out`, by weight; False
+    if each pair has a row of results. fresh: True if `out` starts with zeros. pairs: True if x has one row
+    for each pair.
     """
     linear = stack.linear
     kind, by_pair = "scatter" if scatter else "pairs" if pairs else "gather", pairs
@@ -132,15 +136,16 @@ def _output(stack: ExpertMatrices, out: Buffer, residual: bool) -> Output:
 
 @dataclass(frozen=True)
 class _Weighted:
-    """Output that adds the results of a pair (row, choice) to its row, times the pair's weight."""
+    """The output that adds the results of a pair (row, choice) to its row, times the pair's weight."""
 
     output: Output
     choices: Buffer
     chosen: int
 
     def store(self, row: Expr, column: Expr, values: Expr, lanes: int, first: bool) -> None:
-        """Emits the addition of `lanes` results of a pair, whose number is `row`, to the pair's row from
-        `column` on."""
+        """Emits the addition of `lanes` results of a pair to the pair's row from `column` on. row: the number
+        of the pair.
+        """
         own, choice = T.truncdiv(row, i64(self.chosen)), T.truncmod(row, i64(self.chosen))
         weight = T.bind(self.choices[own, self.chosen + choice])
         self.output.store(own, column, values * splat(weight, lanes), lanes, first)
@@ -189,7 +194,8 @@ def _product(
     rows: Expr,
 ) -> tuple[Make, _Part]:
     """Returns two functions: one emits a row of x in the form that the product reads, the other multiplies
-    tiles."""
+    tiles. ready: emits a row of x as float32; output: stores results; rows: number of rows.
+    """
     linear = stack.linear
     form = row_format(linear)
     if form is not None:
@@ -214,7 +220,9 @@ def _product(
 
 
 def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, by_pair: bool) -> None:
-    """Emits the product of each expert's rows with each tile of its matrix."""
+    """Emits the product of each expert's rows with each tile of its matrix. by_pair: True if x has one row
+    for each pair.
+    """
 
     def unit(number: Expr) -> None:
         place, tile = (T.bind(cut(number, i64(part.tiles))) for cut in (T.truncdiv, T.truncmod))
@@ -224,16 +232,18 @@ def _gather(stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, by_p
 
 
 def _fixed(plan: _Plan, stack: ExpertMatrices) -> Expr:
-    """Returns the percentage of parts that are assigned to cores in advance: all where experts have one row
-    each."""
+    """Returns the percentage of parts that are assigned to cores in advance: 100 if every expert
+    has one row.
+    """
     return T.Select(plan.used <= stack.chosen, i64(100), i64(FIXED))
 
 
 def _scatter(
     stack: ExpertMatrices, plan: _Plan, part: _Part, taken: Buffer, out: tuple[Buffer, Expr, bool]
 ) -> None:
-    """Emits the products of all experts with each part of the columns. out: (buffer, its number of rows,
-    whether it starts with zeros)."""
+    """Emits the products of all experts with each part of the columns. out: (buffer, number of its rows, True
+    if it starts with zeros).
+    """
     threads = T.bind(T.Cast("int64", T.call_packed("runtime.NumThreads")))
     parts = T.Select(plan.used <= stack.chosen, threads, threads * CHUNKS)
     parts = T.bind(T.min(parts, i64(part.tiles)))
@@ -249,14 +259,15 @@ def _scatter(
 
 
 def _clear(out: Buffer, rows: Expr, columns: tuple[Expr, Expr]) -> None:
-    """Emits zeros in the columns columns[0] up to before columns[1] of `rows` rows of `out`."""
+    """Emits zeros in columns columns[0] .. columns[1] - 1 of the first `rows` rows of `out`."""
     with T.serial(0, rows) as row, T.serial(0, columns[1] - columns[0]) as column:
         T.buffer_store(out, T.float32(0), [row, columns[0] + column])
 
 
 def _rows(plan: _Plan, part: _Part, place: Expr, tile: Expr, row: Callable[[Expr], Expr]) -> None:
-    """Emits one tile times all rows of the expert at `place` of the plan, in batches; row(pair) is the row of
-    x for a pair."""
+    """Emits the product of one tile with all rows of an expert, in batches. place: index of the expert in the
+    plan; row: function from a pair to its row of x.
+    """
     expert = T.bind(T.Cast("int64", plan.experts[place]))
     last = T.bind(T.Cast("int64", plan.starts[place + 1]))
     at = register(T.Cast("int64", plan.starts[place]), 1, "int64")

@@ -1,4 +1,4 @@
-"""The product x @ W.T in float32 over weights stored row by row, for any row format.
+"""The product x @ W.T in float32 with weights stored row by row, for any row format.
 
 Vectors run along K, so neither x nor the weights are transposed: lanes are summed once at the end of a row. A
 row is read in blocks of `planes` vectors. x is first packed into the order in which a block's vectors appear;
@@ -46,15 +46,15 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 COLUMNS = 4
 """Weight rows in a register tile; their lane sums form one vector of the output."""
 STREAMED_ROWS = 16
-"""Maximum rows of x for which weights are not unpacked into a buffer first."""
+"""Maximum number of rows of x for which weights are streamed and not unpacked into a buffer."""
 BLOCK_VALUES = 1024
-"""Maximum weights of one row that are unpacked at a time."""
+"""Maximum number of weights of one row that are unpacked at a time."""
 SERIAL_BYTES = 48 << 10
-"""Maximum bytes of a matrix that is not split over threads for one row of x: waking them costs more."""
+"""Maximum bytes of a matrix that one core multiplies alone if x has one row: waking others costs more."""
 
 
 class RowFormat(Protocol):
-    """Reads one stored matrix [n, k]. A loaded block is whatever `load` returns."""
+    """Reads one stored matrix [n, k] in blocks; a loaded block is the tuple that `load` returns."""
 
     @property
     def name(self) -> str: ...
@@ -68,8 +68,7 @@ class RowFormat(Protocol):
     def lanes(self) -> int: ...
     @property
     def planes(self) -> int:
-        """Number of vectors in a block; lane l of vector p is at k = start + l * lane_step + p *
-        plane_step."""
+        """Returns vectors per block; lane l of vector p is k = start + l * lane_step + p * plane_step."""
         ...
 
     @property
@@ -82,7 +81,7 @@ class RowFormat(Protocol):
     def row_bytes(self) -> int: ...
     @property
     def offset(self) -> float:
-        """The number by which streamed values are too large, before their scale; 0 where they are exact."""
+        """Returns the excess of streamed values, before their scale; 0 if they are exact."""
         ...
 
     def factor(self, plane: int) -> float:
@@ -94,32 +93,32 @@ class RowFormat(Protocol):
         ...
 
     def stacked(self, count: int) -> RowFormat:
-        """Returns the format of a matrix with `count` times the rows."""
+        """Returns the format of a matrix that has `count` times as many rows."""
         ...
 
     def start(self, block: Expr) -> Expr:
-        """Returns the first k of a block."""
+        """Returns the index along k at which a block starts."""
         ...
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]: ...
     def streamed(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector of a block times its plane's factor, before offset and scale."""
+        """Returns one vector of a loaded block, times its plane's factor, without offset and scale."""
         ...
 
     def scale(self, loaded: tuple[Expr, ...]) -> Expr | None: ...
     def unpacked(self, loaded: tuple[Expr, ...], plane: int) -> Expr:
-        """Returns one vector of a block times its plane's factor, with offset and scale applied."""
+        """Returns one vector of a loaded block, times its plane's factor, with offset and scale applied."""
         ...
 
     def fetch(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> None:
-        """Prefetches the cache lines that will be read after this block."""
+        """Emits prefetches of the cache lines that will be read after this block of a row."""
         ...
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The order of a packed row of x: for each block `planes` vectors and, if weights have an offset, one
-    vector of minus that offset times the sum of x over the planes."""
+    """The order of the values in a packed row of x. A block has `planes` vectors and, if weights have an
+    offset, one more vector: minus the offset times the sum of x over the planes."""
 
     lanes: int
     planes: int
@@ -133,8 +132,8 @@ class PackedRow:
 
     @property
     def stride(self) -> int:
-        """Returns the floats from row to row: an odd number of cache lines, so that rows do not share cache
-        sets."""
+        """Returns the number of floats from one packed row to the next: an odd number of cache lines, so that
+        rows do not share cache sets."""
         return odd_lines(self.blocks * self.step)
 
 
@@ -143,21 +142,20 @@ def packed(form: RowFormat) -> PackedRow:
 
 
 def block_rows(n: int) -> int:
-    """Returns the number of weight rows unpacked at a time: 256 KiB, which fits L2, but enough blocks for a
-    few threads."""
+    """Returns the number of weight rows that are unpacked at a time: 256 KiB, which fits the L2 cache, but
+    less if a few threads would otherwise have no block."""
     return 64 if n >= 1024 else 32
 
 
 def streamed_batch(form: RowFormat) -> int:
-    """Returns the rows of x that share a pass over streamed weights. With offset and scale each sum takes two
-    registers, so that fewer fit."""
+    """Returns the rows of x per pass over streamed weights; with an offset, a sum takes two registers."""
     return 2 if form.offset else form.isa.batch
 
 
 def product(form: RowFormat, fusion: Fusion, exact: bool = False) -> PrimFunc:
     """Returns the kernel (arguments of x's source, stored tensors, bias f32[n] if fused, out f32[m, n]).
 
-    With `exact`, weights are streamed for any number of rows, so that a row's results never depend on it.
+    exact: True if weights are streamed for any number of rows, so that a row's results never depend on it.
     """
     name = fusion.named(f"{form.name}_{form.n}x{form.k}{'_exact' * exact}")
 
@@ -197,8 +195,8 @@ class FloatCall:
     """First row of the matrix if `weights` hold a stack of matrices; None if they hold one."""
 
     def row(self, row: Expr) -> Expr:
-        """Returns the index of a weight row; beyond the end that of the last row, whose results are not
-        stored."""
+        """Returns the index of a weight row. A row beyond the end is replaced by the last one, and its
+        results are not stored."""
         own = T.min(row, i64(self.form.n - 1)) if self.form.n % COLUMNS else row
         return own if self.first is None else self.first + own
 
@@ -231,7 +229,8 @@ def _several_rows(call: FloatCall, lines: Buffer, exact: bool) -> None:
 
 
 def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: Expr) -> None:
-    """Emits code that packs a row of x, source = (buffer, row), in the order of `PackedRow`."""
+    """Emits code that packs a row of x into row `row` of `lines`, in the order of `PackedRow`. source:
+    (buffer, row of x)."""
     x, line = source
     order = packed(form)
     whole = form.k // (form.lanes * form.planes)
@@ -263,9 +262,10 @@ def pack_row(form: RowFormat, source: tuple[Buffer, Expr], lines: Buffer, row: E
 def stream_tile(
     call: FloatCall, lines: Buffer, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits a few outputs of a few rows of x, with weights going through registers from memory.
+    """Emits a few outputs of a few rows of x, with weights streamed from memory through registers.
 
-    `places` are the output rows, by default `rows`; a place that repeats the one before it is not stored.
+    lines: packed rows of x. places: the output rows, by default `rows`; a row that repeats the one before it
+    is not stored.
     """
     places = rows if places is None else places
     form = call.form
@@ -317,7 +317,7 @@ def _stream_block(
 
 
 def _start(x: _XBlock, order: PackedRow, i: int) -> Expr:
-    """Returns the value with which a block's sum begins."""
+    """Returns the initial value of a block's sum for row i of x: the stored offset term, or zero."""
     return x.vector(order, i, order.planes) if order.offset else f32(0, order.lanes)
 
 
@@ -330,7 +330,7 @@ class _Chunk:
 
 
 def _blocks_at_once(form: RowFormat) -> int:
-    """Returns the number of blocks of one row in a chunk; chunks have nearly equal sizes."""
+    """Returns the number of blocks of one row in a chunk. Chunks have nearly equal sizes."""
     most = max(1, BLOCK_VALUES // (form.planes * form.lanes))
     chunks = -(-form.blocks // most)
     return -(-form.blocks // chunks)
@@ -341,7 +341,7 @@ def _scratch_stride(form: RowFormat) -> int:
 
 
 def _block_product(call: FloatCall, lines: Buffer, index: Expr) -> None:
-    """Emits the product of a block of weight rows with all rows of x."""
+    """Emits the product of block `index` of weight rows with all rows of x."""
     form, m, high = call.form, call.m, block_rows(call.form.n)
     tiles = (T.min(i64(high), form.n - index * high) + (COLUMNS - 1)) // COLUMNS
     scratch = T.alloc_buffer((high, _scratch_stride(form)), "float32")
@@ -377,8 +377,8 @@ def _unpack_row(call: FloatCall, scratch: Buffer, index: Expr, r: Expr, chunk: _
 def _tile_product(
     call: FloatCall, lines: Buffer, scratch: Buffer, corner: tuple[Expr, Expr], chunk: _Chunk
 ) -> list[list[Register]]:
-    """Emits a register tile over one chunk, for rows of x from corner[0] and unpacked weight rows from
-    corner[1]; returns its accumulators."""
+    """Emits a register tile over one chunk and returns its accumulators. corner: (first row of x, first
+    unpacked weight row)."""
     form, lanes = call.form, call.form.lanes
     acc = registers(form.isa.tile_rows, COLUMNS, lanes)
     rows = [T.min(corner[0] + i, call.m - 1) for i in range(form.isa.tile_rows)]

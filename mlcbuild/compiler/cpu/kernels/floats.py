@@ -1,4 +1,4 @@
-"""Emits float32 arithmetic on vectors of one length, and loop shapes that light kernels share."""
+"""Emits float32 arithmetic on vectors of one length, and the loops that light kernels share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Combine = Callable[[Expr, Expr], Expr]
 
 
 NAME = "mlcbuild.name"
-"""Name of the attribute that holds a kernel's name in a library, before a number makes the name unique."""
+"""Name of the attribute that holds a kernel's base name in a library. A number is appended if several kernels
+have the same one.
+"""
 
 
 class Kernel:
@@ -30,11 +32,13 @@ class Kernel:
     def tensor(
         self, name: str, shape: Sequence[Expr | int], dtype: str = "float32", align: int = -1
     ) -> Buffer:
-        """Declares the next argument: a tensor of this shape."""
+        """Declares the next argument, a tensor of this shape, and returns its buffer. align: the multiple of
+        bytes at which its data start; -1 for the default.
+        """
         return vectors.argument(name, shape, dtype, align)
 
     def number(self, name: str) -> Var:
-        """Declares the next argument of the kernel: an int64."""
+        """Declares the next argument, an int64, and returns its variable."""
         return T.arg(name, T.int64())
 
     @contextmanager
@@ -48,7 +52,7 @@ class Kernel:
 
 @contextmanager
 def kernel(name: str) -> Iterator[Kernel]:
-    """Builds one function whose loops are final: no later pass schedules it."""
+    """Returns a context in which one function is built. Its loops are final: no later pass schedules it."""
     building = Kernel()
     with IRBuilder() as builder:
         # Private, because a module may hold several kernels of one name for other types and renames them.
@@ -60,7 +64,7 @@ def kernel(name: str) -> Iterator[Kernel]:
 
 
 def size_var(name: str) -> Var:
-    """Returns a dimension whose value is known only when the library runs."""
+    """Returns the symbol of a dimension whose value is known only when the library runs."""
     return Var(name, "int64")
 
 
@@ -78,24 +82,26 @@ def over_rows(rows: Expr, serial_up_to: int, emit: Callable[[Expr], None]) -> No
 
 
 def registers(count: int, lanes: int, dtype: str = "float32") -> list[Buffer]:
-    """Returns `count` arrays of `lanes` values that live in registers: less than 1024 bytes each, TVM's limit
-    for the stack."""
+    """Returns `count` arrays of `lanes` values that live in registers. Each must take less than 1024 bytes,
+    TVM's limit for the stack.
+    """
     return [T.alloc_buffer((lanes,), dtype) for _ in range(count)]
 
 
 def scratch(shape: Sequence[int], dtype: str = "float32") -> Buffer:
-    """Returns a scratch array, from the workspace pool of the running thread if it is large."""
+    """Returns a scratch array. A large one comes from the workspace pool of the running thread."""
     return T.alloc_buffer(tuple(shape), dtype)
 
 
-_LN2_HIGH = float(np.float32(0.693145751953125))  # 14 bits: products with whole numbers to 2^9 are exact
+_LN2_HIGH = float(np.float32(0.693145751953125))  # 14 bits: products with integers up to 2^9 are exact
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
 _ROUND = 1.5 * 2.0**23
 
 
 def _exp_polynomial(degree: int) -> list[float]:
-    """Returns coefficients of e^r for |r| <= ln(2)/2, interpolated at Chebyshev nodes; error 2e-9 at degree
-    6."""
+    """Returns the coefficients of a polynomial for e^r, |r| <= ln(2)/2, interpolated at Chebyshev nodes. The
+    error at degree 6 is 2e-9.
+    """
     half = math.log(2.0) / 2
     nodes = np.cos((np.arange(degree + 1) + 0.5) * np.pi / (degree + 1)) * half
     fitted: list[float] = np.polynomial.Polynomial.fit(nodes, np.exp(nodes), degree).convert().coef.tolist()
@@ -114,7 +120,9 @@ class Floats:
 
     @staticmethod
     def dividing(isa: ISA, extent: int) -> Floats:
-        """Returns the longest vectors whose length divides `extent`, so that loops have no remainder."""
+        """Returns operations on the longest vectors whose length divides `extent`, so that loops have no
+        remainder.
+        """
         return Floats(isa, math.gcd(extent, isa.lanes))
 
     @property
@@ -122,12 +130,15 @@ class Floats:
         return Floats(self.isa, 1)
 
     def load(self, buffer: Buffer, *index: Expr | int) -> Expr:
-        """Emits a load of consecutive float32 or float16 elements from `index` on, as float32."""
+        """Emits a load of consecutive float32 or float16 elements from `index` on, and returns them as
+        float32.
+        """
         return vectors.load_f32(self.isa, buffer, index, self.lanes)
 
     def store(self, buffer: Buffer, value: Expr, *index: Expr | int) -> None:
-        """Emits a store of consecutive elements from `index` on, rounded to float16 if the buffer holds
-        that."""
+        """Emits a store of consecutive elements from `index` on, rounded to float16 if the buffer has that
+        type.
+        """
         if buffer.ty.dtype == "float16":
             value = self._half(value)
         T.buffer_store(buffer, value, [*index[:-1], vectors.span(index[-1], self.lanes)])
@@ -173,8 +184,10 @@ class Floats:
         return vectors.intrinsic(vectors.typed("float32", self.lanes), "llvm.fabs", x)
 
     def fold(self, value: Expr, combine: Combine) -> Expr:
-        """Reduces a vector (of a power of two of lanes) with `combine`, by halving in registers: halves that
-        are read back from memory would be taken apart with general registers by LLVM."""
+        """Emits code that reduces a vector, whose number of lanes is a power of two, with `combine`, and
+        returns the scalar. It halves the vector in registers, because LLVM would take halves apart that are
+        read back from memory.
+        """
         half = self.lanes // 2
         while half:
             value = T.bind(value)
@@ -184,9 +197,10 @@ class Floats:
         return T.bind(value)
 
     def opaque(self, x: Expr) -> Expr:
-        """Returns x by way of a register, which costs nothing. TVM's code generator simplifies the value of
-        each variable with the values of all variables in it: where each is used twice, in time that doubles
-        with every step."""
+        """Returns x through a register, which costs nothing. It hides x from TVM's code generator, whose
+        simplification of nested variables takes time that doubles with every step in which each is used
+        twice.
+        """
         place = registers(1, self.lanes)[0]
         self.store(place, x, 0)
         return T.bind(self.load(place, 0))
@@ -223,13 +237,14 @@ class Floats:
         return self.constant(cap) * self.tanh(T.bind(x * self.constant(1 / cap)))
 
     def whole(self, value: Expr) -> Expr:
-        """Returns the whole numbers `value`, int32 below 2^22, as float32, by the bits of a sum with 1.5 *
-        2^23: TVM's analysis of ranges does not survive a cast of counted lanes."""
+        """Returns integers below 2^22, int32, as float32, through the bits of a sum with 1.5 * 2^23: TVM's
+        analysis of ranges fails for a cast of counted lanes.
+        """
         bits = T.reinterpret(vectors.typed("float32", self.lanes), value + self._int(0x4B400000))
         return bits - self.constant(1.5 * 2.0**23)
 
     def rounded(self, value: Expr) -> Expr:
-        """Returns values rounded to bfloat16, the upper half of a float32, ties to even."""
+        """Returns values rounded to bfloat16, ties to even, as float32."""
         ints = vectors.typed("int32", self.lanes)
         bits = T.bind(T.reinterpret(ints, value))
         odd = T.shift_right(bits, self._int(16)) & self._int(1)

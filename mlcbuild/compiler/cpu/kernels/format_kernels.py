@@ -1,4 +1,5 @@
-"""The CPU kernels of each stored format: one file in mlcbuild/compiler/cpu/formats/, loaded by its name.
+"""Loads the CPU kernels of each stored format, one file in mlcbuild/compiler/cpu/formats/, by the format's
+name.
 
 No import statement names such a file. A library step lists those of its scheme in `Step.code`, so that they
 are in the keys of libraries with these formats, and in no others.
@@ -19,7 +20,7 @@ from mlcbuild.errors import CompileError
 from mlcbuild.quant import Storage
 
 SUFFIX = "_kernel"
-"""End of the name of a format's module, after the name of the format."""
+"""Last part of the name of a format's module, after the name of the format."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class FormatKernel:
     """Function of (instruction set, rows, columns) that returns a reader of such a matrix row by row, for
     products in float32; None for tiles of the layout x16, which int8_product.py reads."""
     copy_row: Callable[[TableRow], None] | None = None
-    """Function that emits the copy of a row of an embedding table; None: the row is copied number by number,
-    as `rows` unpacks it."""
+    """Function that emits the copy of a row of an embedding table; None: the row is copied value by value, as
+    `rows` unpacks it.
+    """
 
 
 def kernels() -> dict[tuple[str, str], FormatKernel]:

@@ -1,10 +1,10 @@
 """The product x @ W.T with 4- to 8-bit weights in the x16 layout and activations quantized to 8 bits.
 
-Weights come in tiles of 16 rows, a lane for each row, so sums need no reduction over lanes. There are three
-paths by the number of rows m of x: one row streams the weights; more rows go over a tile of them in batches,
-the first of which brings it from memory while it computes; where there are few registers, many rows run
-register tiles over a block that is first unpacked into an L1-sized buffer. A fourth path is for prompts, on
-processors with tile registers.
+Weights are stored in tiles of 16 rows, with a lane for each row, so sums need no reduction over lanes. There
+are three paths by the number of rows m of x. One row streams the weights. More rows go over a tile of weights
+in batches, the first of which loads the tile from memory while it computes. If there are few registers, many
+rows run register tiles over a block that is first unpacked into an L1-sized buffer. A fourth path is for
+prompts, on processors with tile registers.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ FETCH_BYTES = 3072
 """Prefetch distance for weights in bytes. It is less than a page of 4 KiB, because the second level's own
 prefetcher, which follows the reader within a page, would otherwise find nothing left to do."""
 FAR_BYTES = 8192
-"""Distance in bytes at which one line of each group is prefetched, too, while several rows of x are
-multiplied: the hardware prefetcher then starts on a page before products need it, and memory does not idle.
+"""Distance in bytes at which one line of each group is also prefetched while several rows of x are
+multiplied. The hardware prefetcher then starts on a page before products need it, and memory is never idle.
 """
 STREAMED_BATCHES = 6
-"""Maximum batches of rows of x for which weights are not unpacked into a buffer first."""
+"""Maximum number of batches of rows of x for which weights are not unpacked into a buffer first."""
 FEW, FEW_FIXED = 32, 92
 """Up to FEW rows of x, FEW_FIXED percent of the tiles are assigned to cores statically: memory bandwidth is
-the limit, so the core that uses weights must prefetch them."""
+the limit, so the core that uses weights must also prefetch them."""
 SERIAL_BYTES = 48 << 10
-"""Maximum bytes of a matrix that is not split over threads for one row of x: waking them costs more."""
+"""Maximum bytes of a matrix that one core multiplies alone if x has one row: waking others costs more."""
 
 
 @dataclass(frozen=True)
 class Int8Call:
-    """The operands of one product that is being emitted."""
+    """The operands of one int8 product whose code is being emitted."""
 
     matrix: TiledMatrix
     weights: tuple[Buffer, ...]
     """The tensors that store the matrix, in order."""
     output: Stores
     ready: Callable[[Expr], tuple[Buffer, Expr]]
-    """Emits the code that prepares one row of x; returns the buffer that holds it, and its row index
-    there."""
+    """Function that emits the code which prepares one row of x, and returns (buffer that holds it, index of
+    its row there)."""
     records: Buffer
     m: Expr
     first: Expr | None = None
@@ -76,7 +76,8 @@ class Int8Call:
         return self.matrix.isa
 
     def operands(self, tile: Expr, group: Expr, vector: int) -> list[list[Expr]]:
-        """Returns, for each quad of a group, the operands with the weights of one vector of rows."""
+        """Returns for each quad of a group the operands with the weights of one vector of rows. vector: index
+        of the vector in the tile."""
         form = self.matrix.dot
         count = QUADS // form.fields
         high = [T.bind(self.packed(tile, group, QUADS // 2 + i, vector)) for i in range(form.high_lines)]
@@ -92,11 +93,11 @@ class Int8Call:
         return T.reinterpret(typed("int32", lanes), raw)
 
     def column(self, tile: Expr, group: Expr, vector: int) -> Column:
-        """Returns the weights of one vector of rows in a group."""
+        """Returns the weights of one vector of rows in a group, with their scales and minima."""
         return Column(self.operands(tile, group, vector), *self.numbers(tile, group, vector))
 
     def numbers(self, tile: Expr, group: Expr, vector: int) -> tuple[list[Expr], list[Expr]]:
-        """Returns the scales and minima of one vector of rows in a group."""
+        """Returns (scales, minima) of one vector of rows in a group."""
         matrix, halves = self.matrix, range(self.matrix.records.halves)
         place = self.stored(tile), group, vector
         scales = [matrix.scales(self.weights, place, half) for half in halves]
@@ -104,28 +105,29 @@ class Int8Call:
         return scales, minima
 
     def stored(self, tile: Expr) -> Expr:
-        """Returns the index of a tile of the matrix in `weights`."""
+        """Returns the index of a tile of the matrix in `weights`, which may hold a stack of matrices."""
         return tile if self.first is None else self.first + tile
 
 
 @dataclass(frozen=True)
 class Column:
-    """One vector of rows of weights in one group."""
+    """The weights of one vector of rows in one group."""
 
     operands: list[list[Expr]]
-    """For each quad of a group, the operands with the weights."""
+    """For each quad of the group, the operands with the weights."""
     scales: list[Expr]
-    """One vector for each half of the group that has scales of its own, or for the whole group."""
+    """The scales: one vector for the whole group, or one for each half of the group."""
     minima: list[Expr]
     """The minima in the same form as `scales`; [] for weights without minima."""
 
 
 def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
-    """Returns the kernel (arguments of x's source, stored tensors, bias f32[n] if fused, out f32[m, n]).
+    """Returns the kernel (arguments of x's source, stored tensors, bias f32[n] if fused, out f32[m, n]) that
+    computes x @ W.T.
 
-    With tile registers there is also an int64 argument `prompt` before `out`: they multiply bfloat16, so rows
-    are not quantized, and compute all rows of prompts, however few; other rows are the same with and without
-    them.
+    With tile registers there is also an int64 argument `prompt` before `out`. Tile registers multiply
+    bfloat16, so rows of prompts are not quantized; they compute all rows of prompts, however few. Other rows
+    get the same results with and without tile registers.
     """
     isa, n, k = matrix.isa, matrix.n, matrix.k
     name = fusion.named(f"{matrix.name}_{n}x{k}")
@@ -158,7 +160,7 @@ def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
 
 
 def _prompt(call: Int8Call, fusion: Fusion, arguments: Sequence[Buffer]) -> None:
-    """Emits the product of all rows on tile registers."""
+    """Emits the product of all rows on tile registers. arguments: the arguments of x's source."""
     matrix, m, source, gate = call.matrix, call.m, fusion.source, fusion.gate
     shape = amx.Shape(matrix.n, matrix.k, gate is not None)
     x = amx.Packed.inside(arguments[0], matrix.k, m) if source.packed else amx.pack(shape, call.ready, m)
@@ -230,7 +232,8 @@ def _in_batches(call: Int8Call, batch: int, tiles: Buffer) -> None:
 
 
 def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile: Expr, group: Expr) -> None:
-    """Emits code that unpacks one group of a tile for the tile registers."""
+    """Emits code that unpacks one group of a tile for the tile registers. place: index in `buffer` at which
+    the tile of weights is stored."""
     scales = amx_weights.pair_scales(call.weights[1][tile, group, span(0, TILE_ROWS)])
     bits = call.matrix.bits
     lines = [T.bind(call.packed(tile, group, i, 0)) for i in range(bits)]
@@ -241,8 +244,8 @@ def _unpack_tile(call: Int8Call, buffer: Buffer, place: tuple[Expr, Expr], tile:
 
 
 def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
-    """Prefetches weights that are needed later. With one row of x, prefetching into the first level would
-    only delay them."""
+    """Emits prefetches of weights that are needed later. alone: True if x has one row; prefetching into the
+    first-level cache would then only delay the row."""
     for line in range(0, call.matrix.tile_bytes, 64):
         place = (call.stored(tile), group, line + FETCH_BYTES)
         prefetch(call.weights[0], place, locality=2 if alone else 3)
@@ -253,9 +256,9 @@ def _fetch(call: Int8Call, tile: Expr, group: Expr, alone: bool) -> None:
 def stream_tile(
     call: Int8Call, tile: Expr, rows: Sequence[Expr], places: Sequence[Expr] | None = None
 ) -> None:
-    """Emits the outputs of one tile for a few rows of x, with weights going through registers from memory.
+    """Emits the outputs of one tile for a few rows of x, with weights streamed from memory through registers.
 
-    `places` are the output rows, by default `rows`; a place that repeats the one before it is not stored.
+    places: the output rows, by default `rows`; a row that repeats the one before it is not stored.
     """
     places = rows if places is None else places
     matrix, isa = call.matrix, call.isa
@@ -273,7 +276,7 @@ def stream_tile(
 
 
 def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Register]]:
-    """Returns the accumulators of a register tile before the first group."""
+    """Returns the accumulators of a register tile, initialised for the first group."""
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
     return [[register(start, lanes) for _ in range(vectors)] for start in starts]
@@ -313,7 +316,7 @@ def _add_group(
 @dataclass(frozen=True)
 class _Scratch:
     """A block of unpacked weights: operands int32 [groups, quad operands, lanes of all tiles], and scales and
-    minima float32 [groups, their number, lanes of all tiles]."""
+    minima float32 [groups, number of scales or minima, lanes of all tiles]."""
 
     operands: Buffer
     numbers: Buffer
@@ -322,7 +325,8 @@ class _Scratch:
 
 
 def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
-    """Emits the product of block_tiles tiles with all rows of x, in register tiles of this shape."""
+    """Emits the product of block `block` of tiles with all rows of x, in register tiles. shape: (rows of x,
+    vectors of weight rows) of a register tile."""
     matrix, isa, m = call.matrix, call.isa, call.m
     wide = matrix.block_tiles * TILE_ROWS
     operands = T.alloc_buffer((matrix.block_groups, QUADS * matrix.dot.parts, wide), "int32")
@@ -366,7 +370,8 @@ def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr) -> None
 def _tile_product(
     call: Int8Call, scratch: _Scratch, rows: Sequence[Expr], vectors: range
 ) -> list[list[Register]]:
-    """Emits a register tile over the unpacked groups; returns its accumulators."""
+    """Emits a register tile over the unpacked groups, and returns its accumulators. vectors: indices of the
+    vectors of weight rows."""
     isa = call.isa
     acc = _sums(call, rows, len(vectors))
     count = call.matrix.dot.parts

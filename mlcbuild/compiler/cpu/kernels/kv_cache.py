@@ -26,12 +26,15 @@ class Heads:
     dtype: str
     """The type in which keys and values are stored."""
     latent: int = 0
-    """Number of leading dimensions of the one key that are also its value; 0: values are apart from keys."""
+    """Number of leading dimensions of the single key that are also its value (latent attention); 0: keys and
+    values are separate.
+    """
 
     @property
     def width(self) -> int:
-        """Returns the number of columns of a qkv row: queries, keys and values; for latent attention queries
-        alone."""
+        """Returns the number of columns in a row of qkv: queries, keys and values; only queries for latent
+        attention.
+        """
         return (self.query + (0 if self.latent else 2 * self.kv)) * self.dim
 
     @property
@@ -41,7 +44,7 @@ class Heads:
 
     @property
     def kinds(self) -> int:
-        """Returns the number of tensors of a page: 2 for keys and values, 1 for rows that are both."""
+        """Returns the number of tensors in a page: 2 for keys and values, 1 if each row is both."""
         return 1 if self.latent else 2
 
     @property

@@ -1,5 +1,6 @@
 """Kernels around the products of latent attention: what is cached for a token, and queries in the space of
-latents."""
+latents.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument
 from mlcbuild.models import LatentAttention
 
 SERIAL_TOKENS = 4
-"""Largest number of tokens whose work costs less than waking the other cores."""
+"""Maximum number of tokens that one core processes alone, since waking the other cores would take longer."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class Leading:
 
 
 def every_head(isa: ISA, heads: int) -> PrimFunc:
-    """Returns the kernel (choices float32 [n, 2 * heads]): each row chooses matrices 0 .. heads - 1 of a
-    stack, with weights of 1."""
+    """Returns the kernel (choices float32 [n, 2 * heads] out) with which each row chooses the matrices 0 ..
+    heads - 1 of a stack, with weights of 1.
+    """
     scalar = Floats(isa, 1)
     with kernel("every_head") as built:
         rows = size_var("n")
@@ -54,15 +56,15 @@ def every_head(isa: ISA, heads: int) -> PrimFunc:
 
 @dataclass(frozen=True)
 class LatentAppend:
-    """The computations on a token between the products of latent attention and attention itself."""
+    """The computations on a token after the products of latent attention and before attention itself."""
 
     isa: ISA
     spec: LatentAttention
     heads: Heads
     norm: Norm
-    """The norm of the latents."""
+    """The norm that is applied to latents."""
     bias: str | None
-    """Stored type of the bias that is added to a token's row; None: it has none."""
+    """Stored type of the bias that is added to a token's row; None: there is no bias."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,9 @@ def _rotate(
     source: tuple[Buffer, Expr, Expr],
     target: tuple[Buffer, Expr, Expr],
 ) -> None:
-    """Emits the rotation of rope_dim values by the angles of a row; source and target: (buffer, row, first
-    column)."""
+    """Emits the rotation of rope_dim values by the angles of a row. source, target: (buffer, row, first
+    column).
+    """
     half = form.spec.rope_dim // 2
     floats = Floats.dividing(form.isa, half)
     (x, line, start), (out, out_row, out_start) = source, target
@@ -169,7 +172,9 @@ def _rotate(
 
 
 def _fork(form: LatentAppend, call: _Call, places: tuple[Expr, Expr], count: Expr) -> None:
-    """Emits the copy of the first tokens of a page to another one; places: (from page, to page)."""
+    """Emits the copy of the first `count` tokens of one page to another one. places: (source page,
+    destination page).
+    """
     (source, target), floats = places, Floats.dividing(form.isa, form.spec.cached)
     with T.serial(count) as token, T.serial(form.spec.cached // floats.lanes) as k:
         at = token * form.spec.cached + k * floats.lanes

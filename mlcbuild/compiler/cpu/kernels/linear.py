@@ -1,5 +1,4 @@
-"""The matrix product of every scheme: chooses the kernel that computes it, and emits the calls that a model
-makes."""
+"""Chooses the kernel of each matrix product by its scheme, and emits the calls that a model makes."""
 
 from __future__ import annotations
 
@@ -31,14 +30,13 @@ class Linear:
 
     @property
     def name(self) -> str:
-        """Returns the name of kernel and instruction set, for example w4a8.avx512vnni."""
+        """Returns the name of the kernel and the instruction set, for example w4a8.avx512vnni."""
         rows = row_format(self)
         return f"{rows.name if rows else tiles(self).name}.{self.isa.name}"
 
     @property
     def fallback(self) -> str | None:
-        """Returns the reason why a slow path is used; None where the kernel is the best one for the
-        target."""
+        """Returns the reason why a slow kernel is used; None if the kernel is the best one for the target."""
         if self.isa.name == "portable":
             return "no vector instructions known for this target: vectors of 4 without fused or dot products"
         return None
@@ -47,13 +45,15 @@ class Linear:
     def has_prompt_variant(self) -> bool:
         """Returns True if the kernel has a variant for rows of prompts, which rounds differently. An answer
         must not depend on the other rows of a step, so the number of rows cannot decide which variant is
-        used."""
+        used.
+        """
         return self.isa.amx and row_format(self) is None and self.scheme.definition.blocks is None
 
     def apply(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Emits the product of x float32 [m, k] (m >= 1, may be symbolic) with W's tensors in stored order;
-        returns float32 [m, n]. It is one call of a kernel, which all calls with an equal Linear share, and
-        never of the variant for prompts."""
+        """Emits the product of x float32 [m, k] with W, and returns float32 [m, n]. weights: W's tensors in
+        stored order; m >= 1 may be symbolic. It is one call of a kernel, which all calls with an equal Linear
+        share, and never of the variant for prompts.
+        """
         out = Tensor.placeholder([x.shape[0], self.n], "float32")
         function = kernel(self, Fusion())
         never = [relax.prim_value(0)] if self.has_prompt_variant else []
@@ -68,8 +68,9 @@ class Linear:
         prompt: relax.Expr,
     ) -> Tensor:
         """Emits the product into `out`, an existing float32 [m, n], with the prologue and epilogue that are
-        fused with it. `inputs` are the arguments of the source of x; `prompt` is an int64, not 0 for rows of
-        prompts."""
+        fused with it, and returns `out`. inputs: the arguments of the source of x; weights: W's tensors;
+        prompt: an int64, not 0 for rows of prompts.
+        """
         function = kernel(self, fusion)
         arguments = [*inputs, *weights, *([prompt] if self.has_prompt_variant else []), out]
         shape = Tensor.placeholder(out.shape, "float32")
@@ -91,8 +92,9 @@ def row_format(of: Linear) -> float_product.RowFormat | None:
 
 
 def tiles(of: Linear) -> TiledMatrix:
-    """Returns the reader of the matrix in the x16 layout. Tile registers would round the values of a
-    checkpoint to bfloat16, so they are never used for these."""
+    """Returns the reader of the matrix in the x16 layout. Matrices that keep a checkpoint's values never use
+    tile registers, which would round them to bfloat16.
+    """
     isa = of.isa if of.scheme.definition.blocks is None else replace(of.isa, amx=False)
     return TiledMatrix(isa, of.scheme, of.n, of.k)
 

@@ -1,4 +1,4 @@
-"""The kernel that sets the logits of disallowed tokens to minus infinity, before tokens are sampled."""
+"""Emits the kernel that sets the logits of disallowed tokens to minus infinity before tokens are sampled."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from mlcbuild.compiler.cpu.kernels.sampling_row import BLOCK, TASK, infinity
 from mlcbuild.compiler.cpu.kernels.vectors import i32, span, splat
 
 PART = BLOCK * TASK
-"""Tokens of one parallel task. Even a single row is masked by all threads, each about the part that it has
-computed and will read next: fetching a row from another core's caches takes longer than computing it."""
+"""Number of tokens in one parallel task. Even a single row is masked by all threads, each about the part that
+it has computed and will read next: fetching a row from another core's caches takes longer than computing it.
+"""
 
 
 def masked(isa: ISA) -> PrimFunc:
-    """Returns the kernel (masks int32 [m, 1 + w], logits float32 [q, v] in place). A mask is the index of its
-    row, then at least v bits, lowest token first, set for allowed tokens."""
+    """Returns the kernel (masks int32 [m, 1 + w], logits float32 [q, v] in place) that masks logits. A mask
+    is the index of its row, followed by at least v bits, lowest token first, which are set for allowed
+    tokens.
+    """
     floats, scalar = Floats(isa, isa.lanes), Floats(isa, 1)
     lanes = floats.lanes
     with kernel("masked_logits") as building:

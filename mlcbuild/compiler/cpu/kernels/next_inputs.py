@@ -1,7 +1,7 @@
-"""The kernel that prepares the next decode step, in which each sequence again has one token.
+"""Emits the kernel that prepares the next decode step, in which each sequence again has one token.
 
-With it several steps are one call of a library: the caller's work is done once for all of them, and its code
-and data are fetched into the caches once, which the model's weights have evicted.
+With it, several steps are one call of a library. The caller's work is then done once for all of them, and the
+caller's code and data, which the model's weights have evicted from the caches, are fetched once.
 """
 
 from __future__ import annotations

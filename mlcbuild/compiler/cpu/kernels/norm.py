@@ -15,17 +15,19 @@ from mlcbuild.compiler.cpu.isa import ISA
 from mlcbuild.compiler.cpu.kernels.floats import Floats, kernel, over_rows, registers, size_var
 
 SERIAL_ROWS = 8
-"""Largest number of rows whose norm costs less than waking the other cores."""
+"""Maximum number of rows whose norm one core computes alone, since waking the other cores would
+take longer.
+"""
 
 Read = Callable[[Expr], Expr]
 Write = Callable[[Expr, Expr], None]
 Weights = tuple[Buffer | None, Buffer | None]
-"""The buffers with weights and biases of a norm; None for those that it lacks."""
+"""(weights, biases): the buffers of a norm, each None if the norm lacks it."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm over `size` values."""
+    """A norm over `size` values: RMSNorm, or LayerNorm if `centered`."""
 
     isa: ISA
     size: int
@@ -34,7 +36,7 @@ class Norm:
     centered: bool = False
     """True for LayerNorm, which subtracts the mean before scaling."""
     weight: str | None = "float32"
-    """Stored type of the weights; None: there are none. `bias` is the same for biases."""
+    """Stored type of the weights; None: there are none. `bias` is the type of the biases."""
     bias: str | None = None
 
     @property
@@ -46,13 +48,16 @@ class Norm:
         return "layer_norm" if self.centered else "rms_norm"
 
     def tensors(self, declare: Callable[[str, str], Buffer], name: str = "") -> Weights:
-        """Declares and returns the weights and biases that the norm has. `declare(name, type)` declares a
-        buffer."""
+        """Declares the weights and biases that the norm has, and returns them. declare: function of (name,
+        type) that declares a buffer; name: the first part of the names.
+        """
         weight = declare(f"{name}weight", self.weight) if self.weight else None
         return weight, declare(f"{name}bias", self.bias) if self.bias else None
 
     def mean(self, read: Read) -> Expr:
-        """Emits and returns the mean of the values that `read` returns."""
+        """Emits the mean of a row's values and returns it. read: function from an index to the vector of
+        values that starts there.
+        """
         floats = self.floats
         sums = registers(1, floats.lanes)[0]
         floats.store(sums, floats.constant(0.0), 0)
@@ -62,8 +67,9 @@ class Norm:
         return T.bind(total * floats.scalar.constant(1 / self.size))
 
     def scale(self, read: Read) -> Expr:
-        """Emits and returns 1 / sqrt(mean(v^2) + eps) of the values that `read` returns, a vector at a
-        time."""
+        """Emits 1 / sqrt(mean(v^2) + eps) of a row's values v and returns it. read: function from an index to
+        the vector of values that starts there.
+        """
         one, step = self.floats, self.floats.lanes
         parts = 4 if self.size % (4 * step) == 0 else 1
         whole = Floats(self.isa, parts * step)
@@ -80,8 +86,9 @@ class Norm:
         return T.bind(T.float32(1.0) / T.sqrt(mean + one.scalar.constant(self.eps)))
 
     def row(self, read: Read, weights: Weights, write: Write, first: Expr | int = 0) -> None:
-        """Emits the norm of one row: `read(at)` returns and `write(at, value)` stores a vector that starts at
-        `at`. The norm's weights and biases begin at index `first`."""
+        """Emits the norm of one row. read: function from an index to the vector that starts there; write:
+        function that stores a vector at an index; first: index of the row's first weight and bias.
+        """
         floats = self.floats
         if self.centered:
             mean, uncentered = floats.spread(self.mean(read)), read
@@ -100,7 +107,8 @@ class Norm:
 
 def all_rows(norm: Norm) -> PrimFunc:
     """Returns the kernel (x float32 [n, size], weight [size]?, bias [size]?, out float32 [n, size]) that
-    normalizes every row."""
+    normalizes every row. A question mark means: if the norm has it.
+    """
     with kernel(norm.name) as function:
         rows = size_var("n")
         x = function.tensor("x", (rows, norm.size))
@@ -113,7 +121,8 @@ def all_rows(norm: Norm) -> PrimFunc:
 
 def gather_norm(norm: Norm) -> PrimFunc:
     """Returns the kernel (x float32 [n, size], rows int32 [q], weight [size]?, bias [size]?, out float32 [q,
-    size]) that normalizes chosen rows."""
+    size]) that normalizes the rows with these indices. A question mark means: if the norm has it.
+    """
     with kernel(f"gather_{norm.name}") as function:
         total, count = size_var("n"), size_var("q")
         x = function.tensor("x", (total, norm.size))
@@ -133,7 +142,9 @@ def gather_norm(norm: Norm) -> PrimFunc:
 def _between(
     norm: Norm, source: tuple[Buffer, Expr], weights: Weights, target: tuple[Buffer, Expr]
 ) -> tuple[Read, Weights, Write]:
-    """Returns the arguments of Norm.row for reading one row of a buffer and writing one row of another."""
+    """Returns the arguments of Norm.row that read one row of a buffer and write one row of another. source,
+    target: (buffer, row).
+    """
     floats = norm.floats
     return (
         lambda at: floats.load(*source, at),
@@ -144,15 +155,18 @@ def _between(
 
 @dataclass(frozen=True)
 class Residual:
-    """One addition to the residual stream that is not part of a product: x += scale * [norm](delta [+
-    bias])."""
+    """An addition to the residual stream that is not fused with a product: x += scale * [norm](delta [+
+    bias]).
+    """
 
     isa: ISA
     size: int
     bias: str | None
     """Stored type of the bias that is added; None: there is none."""
     norm: Norm | None
-    """Norm of the values that are added, before the addition (Gemma 2); None: they are not normalized."""
+    """The norm that is applied to the values before they are added (Gemma 2); None: they are not
+    normalized.
+    """
     scale: float = 1.0
 
     @property
@@ -167,7 +181,9 @@ class Residual:
 
 def residual(spec: Residual) -> PrimFunc:
     """Returns the kernel (delta float32 [n, size], bias [size]?, post weight [size]?, post bias [size]?, x
-    float32 [n, size] in place) that adds to the residual stream."""
+    float32 [n, size] in place) that adds delta to the residual stream x. A question mark means: if it has
+    one.
+    """
     size, norm = spec.size, spec.norm
     with kernel(spec.name) as function:
         rows = size_var("n")

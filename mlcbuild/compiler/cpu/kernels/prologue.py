@@ -1,7 +1,7 @@
-"""The prologue and epilogue of a matrix product: how rows of x are computed, and where results go.
+"""The prologue and epilogue of a matrix product: how rows of x are computed, and where results are stored.
 
-The code that packs or quantizes a row computes it right before, in a scratch buffer of its own: only the
-product reads it, so no tensor holds it and no separate kernel computes it.
+The code that packs or quantizes a row of x computes the row immediately before, in a separate scratch buffer.
+Only the product reads the row, so no tensor holds it and no separate kernel computes it.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ from mlcbuild.compiler.cpu.kernels.vectors import argument
 from mlcbuild.models import Activation
 
 SERIAL_ROWS = 4
-"""Largest number of rows that are prepared on one core: these take less time than waking the other cores."""
+"""Maximum number of rows that are prepared on one core, since waking the other cores would take longer."""
 
 
 class RowSource(Protocol):
-    """The source of the rows of x [m, k] for a matrix product, fused in front of it."""
+    """The source of the rows of x [m, k] of a matrix product: code that is fused in front of it."""
 
     @property
     def packed(self) -> bool:
-        """Returns True if rows arrive packed as tiles for tile registers, in the first argument."""
+        """Returns True if the first argument holds rows that are already packed as tiles for tile
+        registers.
+        """
         ...
 
     @property
     def name(self) -> str:
-        """Returns the prefix of a kernel's name; "" for rows that are stored already."""
+        """Returns the prefix of a kernel's name; "" for rows that are already stored."""
         ...
 
     def arguments(self, m: Expr, k: int) -> tuple[Buffer, ...]:
-        """Declares and returns the first arguments of the kernel, for rows x [m, k]."""
+        """Declares the first arguments of the kernel, for rows x [m, k], and returns them."""
         ...
 
     def row(self, arguments: Sequence[Buffer], row: Expr) -> tuple[Buffer, Expr]:
-        """Emits one row of x; returns the buffer that holds it as float32, and its row index there."""
+        """Emits one row of x, and returns (buffer that holds it as float32, index of its row there)."""
         ...
 
 
 @dataclass(frozen=True)
 class Given:
-    """Input rows x of a product, float32 [m, k], that are stored already: plain, or in the first columns of a
-    tensor with `columns`, packed for tile registers."""
+    """Input rows x of a product, float32 [m, k], that are already stored. With `columns` they are in the
+    first columns of a wider tensor, packed for tile registers.
+    """
 
     columns: int = 0
 
@@ -70,8 +73,9 @@ class Given:
 
 @dataclass(frozen=True)
 class Normed:
-    """Input rows of a product that are the norm of x, float32 [m, k], with its weight [k] and its bias [k]
-    where it has them."""
+    """Input rows of a product that are the norm of x, float32 [m, k]. The kernel takes x, the weight [k] and
+    the bias [k], if the norm has them.
+    """
 
     norm: Norm
     packed = False
@@ -101,14 +105,15 @@ class Normed:
 
 @dataclass(frozen=True)
 class Gated:
-    """Input rows of a product that are act(gate) * up of gate_up, float32 [m, 2 * k], after adding a bias [2
-    * k] if there is one."""
+    """Input rows of a product that are act(gate) * up, computed from gate_up, float32 [m, 2 * k], after
+    adding a bias [2 * k] if there is one.
+    """
 
     gate: Gate
     dtype: str | None
     """Stored type of the bias; None if there is none."""
     packed: bool = False
-    """True if the tensor holds act(gate) * up already, packed for tile registers: see Fusion.gate."""
+    """True if the tensor already holds act(gate) * up, packed for tile registers: see Fusion.gate."""
 
     @property
     def name(self) -> str:
@@ -127,8 +132,9 @@ class Gated:
 
 @dataclass(frozen=True)
 class Activated:
-    """Input rows of a product that are act(up) of up, float32 [m, k], after adding a bias [k] if there is
-    one. An activation with scalars of its own (xielu) takes them as the last argument."""
+    """Input rows of a product that are act(up), computed from up, float32 [m, k], after adding a bias [k] if
+    there is one. The scalars of an activation that has some (xIELU) are the last argument.
+    """
 
     isa: ISA
     activation: Activation
@@ -179,13 +185,16 @@ class Fusion:
     bias: bool = False
     """True if a float32 bias [n] is added to the results."""
     residual: bool = False
-    """True if the results are added to what the output holds."""
+    """True if the results are added to the values that the output already holds."""
     gate: Gate | None = None
     """The gate that turns results, which are pairs of gate and up, into act(gate) * up; None for other
     products. Kernels for tile registers then write the gated values, packed for the next product; other
-    kernels write the results."""
+    kernels write the results unchanged.
+    """
 
     def named(self, product: str) -> str:
-        """Returns the name of the kernel that computes a product with this fusion."""
+        """Returns the name of the kernel that computes a product with this fusion. product: the name of the
+        product alone.
+        """
         gate = f"_{self.gate.activation}" if self.gate else ""
         return self.source.name + product + "_bias" * self.bias + "_add" * self.residual + gate

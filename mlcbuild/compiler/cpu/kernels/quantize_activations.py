@@ -4,10 +4,10 @@ read.
 A group is one record of int32: the activations of its quads (see dot), the scale, the correction. scale = max
 |x| / 127; values are rounded to nearest even; K is padded with zeros to whole groups.
 
-For 4-bit weights the scale is rounded up to a power of two, and it is stored as the integer that multiplies a
-float32 by it when added to the float's bits: an integer addition, for which processors have free units beside
-the products. This doubles the squared error of activations on average, which is then 0.4 % of the error of
-such weights (with 5- and 8-bit weights it would be 2 % and as much as 100 %).
+For 4-bit weights the scale is rounded up to a power of two. It is stored as the integer that, added to the
+bits of a float32, multiplies it by the scale: an integer addition, for which processors have free units
+beside the products. This doubles the squared error of activations on average, which is then 0.4 % of the
+error of such weights (with 5- and 8-bit weights it would be 2 % and as much as 100 %).
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class Records:
     dot: dot.Products
     k: int
     blocks: Blocks | None = None
-    """The kinds of numbers of weights whose values come from a checkpoint; None for formats of this
-    project."""
+    """The kinds of numbers of a format that keeps a checkpoint's values; None for formats of this project."""
 
     @property
     def isa(self) -> ISA:
@@ -73,8 +72,9 @@ class Records:
 
     @property
     def numbers(self) -> int:
-        """Returns the number of int32 values at the end of a record: the scale, and for each half of the
-        group a correction and, with `sums`, a sum."""
+        """Returns the number of int32 values at the end of a record: the scale and, for each half of the
+        group that has a scale, a correction and, with `sums`, a sum.
+        """
         return 1 + self.halves * (1 + self.sums)
 
     @property
@@ -84,14 +84,14 @@ class Records:
 
     @property
     def halves(self) -> int:
-        """Returns the number of weight scales in a group of 32 (1 or 2), each of which has a correction of
-        its own."""
+        """Returns the number of weight scales in a group of 32, 1 or 2. Each of them needs a correction."""
         return 1 if self.blocks is None else self.blocks.halves
 
     @property
     def sums(self) -> bool:
-        """Returns True if the sums of activations are kept, times their scale, because weights have a
-        minimum, too."""
+        """Returns True if records hold the sums of activations, times their scale, which weights with a
+        minimum need.
+        """
         return self.blocks is not None and self.blocks.minimum
 
     @property
@@ -103,12 +103,15 @@ class Records:
         return [records[row, group * self.step + quad * count + part] for part in range(count)]
 
     def start(self, records: Buffer, row: Expr) -> Expr:
-        """Returns the initial sum of a row: 0, or NaN where power-of-two scales cannot represent that the row
-        has NaN."""
+        """Returns the initial sum of a row of results: 0, or NaN if the row of activations has a NaN, which
+        power-of-two scales cannot represent.
+        """
         return T.reinterpret("float32", records[row, self.groups * self.step]) if self.powers else f32(0)
 
     def scaled(self, records: Buffer, row: Expr, group: Expr, scales: Expr) -> Expr:
-        """Returns one vector of weight scales, none of which may be 0, times the scale of the row's group."""
+        """Returns one vector of weight scales, none of which may be 0, multiplied by the scale of the row's
+        group.
+        """
         lanes, stored = self.isa.lanes, records[row, self.place(group, 0)]
         if not self.powers:
             return scales * splat(T.reinterpret("float32", stored), lanes)
@@ -119,16 +122,20 @@ class Records:
         return records[row, self.place(group, 1 + half)]
 
     def place(self, group: Expr, number: int) -> Expr:
-        """Returns the index, in a row of records, of one of the `numbers` of a group."""
+        """Returns the index, in a row of records, of number `number` of those at the end of a
+        group's record.
+        """
         return group * self.step + self.step - (self.numbers - number)
 
     def sum(self, records: Buffer, row: Expr, group: Expr, half: int) -> Expr:
-        """Returns the sum of the activations that share a minimum, in float32."""
+        """Returns the sum, in float32, of the activations of a row that share a minimum. half: 0 or 1, the
+        half of the group.
+        """
         return T.reinterpret("float32", records[row, self.place(group, 1 + self.halves + half)])
 
 
 def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, row: Expr) -> None:
-    """Emits code that quantizes a row of float32, source = (buffer, row), into one row of records."""
+    """Emits code that quantizes a float32 row into row `row` of `records`. source: (buffer, row)."""
     x, line = source
     lanes = form.isa.lanes
     whole = form.k // GROUP
@@ -157,8 +164,9 @@ def quantize_row(form: Records, source: tuple[Buffer, Expr], records: Buffer, ro
 def _quantize_group(
     form: Records, records: Buffer, row: Expr, group: Expr, read: Callable[[int], Expr]
 ) -> Expr:
-    """Emits code that quantizes one group; `read(v)` returns vector v of its values. Returns the bits of the
-    largest |x|."""
+    """Emits code that quantizes one group, and returns the bits of the largest |x|. read: function from v to
+    vector v of the group's values.
+    """
     lanes = form.isa.lanes
     ints = typed("int32", lanes)
     values = [T.bind(read(v)) for v in range(GROUP // lanes)]
@@ -187,14 +195,14 @@ def _quantize_group(
 
 
 def _quotient(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns the stored scale and its inverse, from the bits of the largest |x|."""
+    """Returns (stored scale, its inverse). largest: the bits of the largest |x|."""
     value = T.bind(T.reinterpret("float32", largest))
     inverse = T.bind(T.if_then_else(value > f32(0), f32(127) / value, f32(0)))
     return T.reinterpret("int32", value * f32(1 / 127)), inverse
 
 
 def _power(largest: Expr) -> tuple[Expr, Expr]:
-    """Returns the stored power-of-two scale and its inverse, from the bits of the largest |x|."""
+    """Returns (stored power-of-two scale, its inverse). largest: the bits of the largest |x|."""
     quotient = T.reinterpret("int32", T.reinterpret("float32", largest) * f32(1 / 127))
     bounded = T.max(i32(_ONE + (_LEAST << 23)), T.min(quotient, i32(_ONE + (_MOST << 23))))
     power = T.bind((bounded + i32(_FRACTION)) & i32(0xFF800000))

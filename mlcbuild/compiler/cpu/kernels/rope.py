@@ -1,7 +1,8 @@
-"""Kernels for rotary position embedding, and for writing new keys and values into the cache.
+"""Kernels that rotate queries and keys (rotary position embedding) and write new keys and values into the
+cache.
 
 Angles: Su et al., RoFormer (2021), in the half-split form that checkpoints of the Llama line use: the pair
-(i, i + dim/2) turns by position * inv_freq[i].
+(i, i + dim/2) is rotated by position * inv_freq[i].
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from mlcbuild.compiler.cpu.kernels.norm import Norm, Weights
 from mlcbuild.models import QueryScale
 
 SERIAL_TOKENS = 4
-"""Largest number of tokens whose rotation costs less than waking the other cores."""
+"""Maximum number of tokens whose rotation one core computes alone, since waking the other cores would take
+longer.
+"""
 
 
 def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = None) -> PrimFunc:
@@ -55,7 +58,7 @@ def angles(isa: ISA, dim: int, factor: float, query_scale: QueryScale | None = N
 
 @dataclass(frozen=True)
 class Append:
-    """The computations on a token's query, key and value between their product and attention."""
+    """The computations on a token's query, key and value after their product and before attention."""
 
     isa: ISA
     heads: Heads
@@ -64,15 +67,16 @@ class Append:
     bias: str | None
     """Stored type of the bias of query, key and value; None: there is none."""
     norms: tuple[Norm, Norm] | None
-    """The norms of queries and of keys, each over one head or over all heads of a token; None: there are
-    none."""
+    """The norms of queries and of keys, each over one head or over all heads of a token; None: they are not
+    normalized.
+    """
     own_weights: bool = False
-    """True if each head has its own weights in its norm."""
+    """True if the norm has separate weights for each head."""
     norm_last: bool = False
     """True if queries and keys are normalized after the rotation."""
     clip: float | None = None
     query_scale: bool = False
-    """True if the last column of the angles multiplies queries."""
+    """True if queries are multiplied by the last column of the angles."""
 
     @property
     def joint(self) -> bool:
@@ -82,27 +86,27 @@ class Append:
 
 @dataclass(frozen=True)
 class _Row:
-    """The tensors that hold one token's query, key and value, and the weights that apply to them."""
+    """The tensors of one token: its query, key and value, and the weights that apply to them."""
 
     qkv: Buffer
     row: Expr
     turns: Buffer | None
     bias: Buffer | None
     weights: tuple[Weights, Weights]
-    """The weights of the norms of queries and of keys."""
+    """The weights of the norm of queries, and of the norm of keys."""
 
 
 def rope_append(spec: Append) -> PrimFunc:
-    """Returns the kernel that adds the bias, normalizes and rotates; queries stay where they are, keys and
-    values go into the cache.
+    """Returns the kernel that adds the bias to queries, keys and values, normalizes and rotates. Queries are
+    changed in place, keys and values are written to the cache.
 
     Its arguments are: angles float32 [n, rope_dim]?, slots int32 [n], forks int32 [f, 3], bias [width]?,
     q_norm weight?, bias?, k_norm weight?, bias?, qkv float32 [n, width] in place, pages in place, layer
-    int64.
+    int64. A question mark means: if there is one.
 
     Each fork is (source page, destination page, tokens): after all rows, one fork after the other, the first
-    `tokens` keys and values of a page are copied to another one. So a branch of a tree of draft tokens gets a
-    last page of its own, and attention reads the same lanes as after the same tokens without a tree.
+    `tokens` keys and values of a page are copied to another one. So each branch of a tree of draft tokens has
+    a separate last page, and attention reads the same lanes as after the same tokens without a tree.
     """
     heads, scalar = spec.heads, Floats(spec.isa, 1)
     with kernel("rope_append") as emitter:
@@ -153,8 +157,9 @@ def _weights(emitter: Kernel, spec: Append, kind: int) -> Weights:
 
 
 def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: Expr) -> None:
-    """Emits the copy of the first `tokens` keys and values of a page to another one, whose later tokens stay.
-    place = (layer, source page, destination page)."""
+    """Emits the copy of the first `tokens` keys and values of a page to another one; the other tokens of that
+    page stay. place: (layer, source page, destination page).
+    """
     (layer, source, target), heads = place, spec.heads
     by_token = math.gcd(PAGE, spec.isa.lanes)
     by_value = math.gcd(heads.dim, spec.isa.lanes)
@@ -172,7 +177,7 @@ def _fork(spec: Append, pages: Buffer, place: tuple[Expr, Expr, Expr], tokens: E
 
 
 def _normalize_all(spec: Append, token: _Row) -> None:
-    """Emits bias, limit and norm over all heads of a token's queries, and of its keys."""
+    """Emits bias, clipping and norm over all heads of a token's queries, and of its keys."""
     assert spec.norms is not None
     for kind, norm in enumerate(spec.norms):
         start = spec.heads.query * spec.heads.dim if kind else 0
@@ -181,8 +186,9 @@ def _normalize_all(spec: Append, token: _Row) -> None:
 
 
 def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, first: Expr | int = 0) -> None:
-    """Emits the norm of values of a token's row, in place, from column `start` on. `first`: index of the
-    first weight."""
+    """Emits the norm of values of a token's row, in place, from column `start` on. weights: those of the
+    norm; first: index of the first of them.
+    """
     whole = norm.floats
     norm.row(
         lambda at: whole.load(token.qkv, token.row, start + at),
@@ -193,8 +199,9 @@ def _normalize(norm: Norm, token: _Row, start: Expr | int, weights: Weights, fir
 
 
 def _turn(spec: Append, token: _Row, kind: int, place: tuple[Expr, Expr]) -> None:
-    """Emits bias, norm and rotation of one head; place: (its number among queries (kind 0) or keys (1), its
-    column)."""
+    """Emits bias, norm and rotation of one head. kind: 0 for queries, 1 for keys; place: (index of the head,
+    its column).
+    """
     head, start = place
     norm = None if spec.norms is None or spec.joint else spec.norms[kind]
     first = head * spec.heads.dim if spec.own_weights else 0
@@ -226,8 +233,9 @@ def _rotate(spec: Append, token: _Row, turns: Buffer, start: Expr) -> None:
 
 
 def _adjust(spec: Append, token: _Row, start: Expr | int, size: int) -> None:
-    """Emits code that adds the bias to `size` values of a token's row from column `start` on, and clips
-    them."""
+    """Emits code that adds the bias to `size` values of a token's row from column `start` on, and
+    clips them.
+    """
     if token.bias is None and spec.clip is None:
         return
     floats = Floats.dividing(spec.isa, size)

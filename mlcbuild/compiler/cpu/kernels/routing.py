@@ -1,8 +1,8 @@
-"""Kernels for the choice of experts: from a logit for each expert to the chosen ones and their weights.
+"""Kernels that choose experts: from a logit for each expert to the chosen experts and their weights.
 
-Choices of a row are 2 * c float32 values: the numbers of its c experts, ascending, then their weights. A
-float32 holds numbers of experts exactly. Results are added in this order, so that a sum depends on nothing
-but its own row. Of equal scores the lowest number is chosen.
+The choices of a row are 2 * c float32 values: the numbers of its c experts, ascending, then their weights. A
+float32 represents numbers of experts exactly. Results are added in this order, so that a sum depends only on
+its own row. Of equal scores the lowest number is chosen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from mlcbuild.compiler.cpu.kernels.vectors import Register, f32, i64, register
 from mlcbuild.models import Experts
 
 SERIAL_ROWS = 4
-"""Largest number of rows whose choices cost less than waking the other cores."""
+"""Maximum number of rows whose experts one core chooses alone, since waking the other cores would take
+longer.
+"""
 _LEAST = float("-inf")
 _SMALLEST_SUM = 1e-20
 """Lower bound of the sums of scores by which weights are divided, since sigmoids may all be 0."""
@@ -26,7 +28,9 @@ _SMALLEST_SUM = 1e-20
 
 def route(isa: ISA, spec: Experts) -> PrimFunc:
     """Returns the kernel (logits float32 [n, experts], bias [experts]?, correction [experts]?, choices
-    float32 [n, 2 * chosen]) that chooses experts for each row; logits are overwritten."""
+    float32 [n, 2 * chosen] out) that chooses experts for each row. Logits are overwritten; a question mark
+    means: if the router has it.
+    """
     router = spec.router
     with kernel(f"route_{router.scores}") as built:
         rows = size_var("n")
@@ -56,18 +60,23 @@ def _each(count: Expr | int, emit: Callable[[Expr], None]) -> None:
 
 
 class _Picks:
-    """Emits the choice of experts for one row: numbers and weights, in the order in which they are chosen."""
+    """Emits the choice of experts for one row: their numbers and weights, in the order in which they are
+    chosen.
+    """
 
     def __init__(self, spec: Experts, floats: Floats, left: Buffer, picked: Buffer) -> None:
-        """Prepares the choice for one row. left: float32 [experts], the scores to choose by, -inf once
-        chosen. picked: float32 [2 * chosen]."""
+        """Prepares the choice for one row. left: float32 [experts], the scores to choose by, -inf for an
+        expert that has been chosen. picked: float32 [2 * chosen], the choices.
+        """
         self.spec = spec
         self.floats = floats
         self.left = left
         self.picked = picked
 
     def scored(self, logits: Buffer, row: Expr, correction: Buffer | None) -> None:
-        """Emits choices by the scores computed from logits, which overwrite the logits."""
+        """Emits the choice by scores, which are computed from logits and overwrite them. row: the row of
+        logits; correction: float32 [experts] that is added to scores for choosing only, or None.
+        """
         spec, router = self.spec, self.spec.router
         self._score(logits, row)
 
@@ -114,7 +123,7 @@ class _Picks:
         _each(spec.count, lambda e: T.buffer_store(logits, logits[row, e] * whole, [row, e]))
 
     def _drop_groups(self) -> None:
-        """Emits code that leaves only the experts of the groups with the largest scores to choose from."""
+        """Emits code that excludes all experts except those of the groups with the largest scores."""
         router = self.spec.router
         size = self.spec.count // router.groups
         sums, kept = scratch((router.groups,)), scratch((router.groups,))
@@ -147,7 +156,8 @@ class _Picks:
 
     def sparsemixer(self, logits: Buffer, row: Expr) -> None:
         """Emits two choices by the sparsemixer rule; see models.experts.Router. The weight of the largest
-        logit is 1 / the sum."""
+        logit is 1 / the sum of exponentials.
+        """
         spec, floats = self.spec, self.floats
         assert spec.router.jitter is not None
         near = f32(2 * spec.router.jitter)
@@ -169,7 +179,9 @@ class _Picks:
         _each(spec.chosen, choose)
 
     def _largest(self, values: Buffer, count: int) -> Expr:
-        """Emits a search for the largest of `count` values; returns its index, 0 where none is above -inf."""
+        """Emits a search for the largest of `count` values and returns its index; 0 if all values
+        are -inf.
+        """
         best, place = register(f32(_LEAST), 1), register(i64(0), 1, "int64")
 
         def look(index: Expr) -> None:
@@ -190,7 +202,7 @@ class _Picks:
         T.buffer_store(self.picked, weight, [self.spec.chosen + number])
 
     def store(self, choices: Buffer, row: Expr) -> None:
-        """Emits stores of the choices in the order of ascending expert numbers."""
+        """Emits stores of the choices into row `row` of `choices`, by ascending expert number."""
         count = self.spec.chosen
 
         def place(number: Expr) -> None:

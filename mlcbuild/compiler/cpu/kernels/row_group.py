@@ -50,12 +50,14 @@ class GroupRows:
 
     @property
     def words(self) -> int:
-        """Returns the number of uint32 words in a row; a group takes `bits` of them."""
+        """Returns the number of uint32 words in a row; a group takes `bits` words."""
         return self.groups * self.bits
 
     @property
     def lanes(self) -> int:
-        """Returns the largest power of two that fits both a register and a row, in words."""
+        """Returns the number of words in a vector: the largest power of two that fits a register and divides
+        a row.
+        """
         return min(self.isa.lanes, 1 << (self.words.bit_length() - 1))
 
     @property
@@ -92,14 +94,16 @@ class GroupRows:
         )
 
     def stacked(self, count: int) -> GroupRows:
-        """Returns the format of a matrix with `count` times the rows."""
+        """Returns the format of a matrix that has `count` times as many rows."""
         return replace(self, n=count * self.n)
 
     def start(self, block: Expr) -> Expr:
         return self._word(block) * self.planes
 
     def load(self, weights: Sequence[Buffer], row: Expr, block: Expr) -> tuple[Expr, ...]:
-        """Emits loads of a block's words, and of the scale of each word; returns both vectors."""
+        """Emits loads of a block's words and of the scale of each word, and returns both vectors. row: the
+        row of the matrix.
+        """
         words = T.bind(weights[0][row, span(self._word(block), self.lanes)])
         count = max(1, self.lanes // self.bits)
         scales = load_f32(self.isa, weights[1], (row, self._word(block) // self.bits), count)
@@ -125,8 +129,9 @@ class GroupRows:
         fetch_rows(weights[0], row, block * self.lanes, self.row_bytes)
 
     def _word(self, block: Expr) -> Expr:
-        """Returns the index of a block's first word; it is always the first of a group, or inside the only
-        one."""
+        """Returns the index of a block's first word, which is the first word of a group, or inside the only
+        group.
+        """
         if self.words % self.lanes == 0:
             return block * self.lanes
         return T.min(block * self.lanes, i64(self.words - self.lanes))

@@ -1,4 +1,4 @@
-"""The kernel that samples one token from each row of logits, with a given random number.
+"""The kernel that samples one token from each row of logits, with a random number that the caller passes.
 
 A token's weight is exp((logit - largest) / temperature) in float32; sums of many weights are float64. A row's
 token depends only on the row's own logits and parameters: not on other rows or on the number of threads.
@@ -65,7 +65,7 @@ def sample(isa: ISA) -> PrimFunc:
                     with T.Else():
                         T.buffer_store(out, T.int32(NO_TOKEN), [row])
 
-            # Also for a single row, because choosing between two variants would double the code.
+            # A single row also uses both loops, because choosing between two variants would double the code.
             for count, emit in ((rows * groups, task), (rows, token)):
                 with T.parallel(count) as index:
                     emit(index)
@@ -73,8 +73,9 @@ def sample(isa: ISA) -> PrimFunc:
 
 
 def _look(row: Row, first: Expr) -> None:
-    """Emits a first pass over a row: stores the largest logit of each block of a task and, where nothing is
-    filtered, each block's weight relative to its own largest logit."""
+    """Emits a first pass over a row, for the blocks of one task: stores the largest logit of each block and,
+    if nothing is filtered, each block's weight relative to its largest logit. first: the first block.
+    """
     row.fill_tail()
     plain = T.bind(T.And(row.parameter("inverse_temperature") > T.float64(0), T.Not(row.filtered)))
     with T.serial(T.min(T.int64(TASK), row.blocks - first)) as number:
@@ -92,8 +93,9 @@ def _weighed(row: Row, source: LogitBlock, at: Expr, highest: Expr) -> Expr:
 
 
 def _peak(row: Row, block: Expr, source: LogitBlock) -> None:
-    """Emits the store of the largest logit of a block. A float maximum drops NaN, so the bit patterns without
-    sign are compared instead."""
+    """Emits the store of the largest logit of a block. `max` drops NaN, so the bit patterns without sign are
+    compared instead.
+    """
     floats, lanes, ints = row.floats, row.floats.lanes, typed("int32", row.floats.lanes)
     most = [register(infinity(-1, lanes), lanes) for _ in range(4)]
     bits = [register(i32(0, lanes), lanes, "int32") for _ in range(4)]
@@ -133,7 +135,7 @@ def _token(row: Row) -> Expr:
 
 
 def _first(row: Row, most: Expr) -> Expr:
-    """Emits a search for the first token with the largest logit `most`, and returns it."""
+    """Emits a search for the first token whose logit is the largest, `most`, and returns the token."""
     block, place = (register(T.int64(0), 1, "int64") for _ in range(2))
     with T.serial(row.blocks) as back:
         each = T.bind(row.blocks - 1 - back)
@@ -149,7 +151,9 @@ def _first(row: Row, most: Expr) -> Expr:
 
 
 def _drawn(row: Row, least: Expr) -> Expr:
-    """Emits sampling: returns the token into whose part of the total weight the row's random number falls."""
+    """Emits sampling and returns the token: the one into whose part of the total weight the row's random
+    number falls. least: the smallest logit that may be sampled.
+    """
     sums = T.alloc_buffer((BLOCK,), "float32")
     block, share = _place(row.blocks, lambda at: row.sums[row.row, at], row.parameter("random"))
     highest = row.top(block)
@@ -169,8 +173,9 @@ def _drawn(row: Row, least: Expr) -> Expr:
 
 
 def _place(count: Expr, weight: Read, number: Expr) -> tuple[Expr, Expr]:
-    """Emits a search through `count` weights; returns the index of the one into which `number`, from 0 to 1
-    of their sum, falls, and how far into it; never one of weight 0."""
+    """Emits a search through `count` weights. Returns (index of the weight into which `number` times their
+    sum falls, how far into it). `number` is from 0 to 1; a weight of 0 is never returned.
+    """
     total, run, before = (register(T.float64(0), 1, "float64") for _ in range(3))
     with T.serial(count) as at:
         total.set(total.value + T.Cast("float64", weight(at)))
@@ -183,7 +188,7 @@ def _place(count: Expr, weight: Read, number: Expr) -> tuple[Expr, Expr]:
         before.set(T.Select(passed, run.value, before.value))
         index.set(index.value + T.Select(passed, T.int64(1), T.int64(0)))
         last.set(T.Select(each > T.float64(0), T.Cast("int64", at), last.value))
-    # Rounding can put the number behind all weights; then it is in the last one.
+    # Rounding can make the number exceed all weights; then it counts for the last one.
     place = T.bind(T.min(index.value, last.value))
     inside = (aim - before.value) / T.Cast("float64", weight(place))
     return place, T.bind(T.Select(index.value <= last.value, inside, T.float64(1)))

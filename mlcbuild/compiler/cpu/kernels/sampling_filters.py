@@ -27,7 +27,7 @@ from mlcbuild.compiler.cpu.kernels.sampling_row import (
 from mlcbuild.compiler.cpu.kernels.vectors import Register, f32, i32, intrinsic, register
 
 FEW = 512
-"""Largest number of tokens between two bounds for which they are copied to a list."""
+"""Maximum number of tokens between two bounds for which they are copied to a list."""
 _LIMITED = 1 << 8
 """Maximum number of bisections: each halves the distance of two numbers that lie 87 temperatures apart, and
 float32 numbers near zero may be only 2**-149 apart."""
@@ -35,12 +35,13 @@ float32 numbers near zero may be only 2**-149 apart."""
 
 @dataclass(frozen=True)
 class _Bounds:
-    """The interval in which bisection searches a threshold on logits: at `low` enough is kept, at `high` too
-    little."""
+    """The interval in which bisection searches a threshold on logits. At `low` enough tokens are kept, at
+    `high` too few.
+    """
 
     low: Register
     high: Register
-    above: Register  # float64: what is left at `high`
+    above: Register  # float64: weight or number of tokens kept at `high`
 
     @classmethod
     def of(cls, low: Register, most: Expr) -> _Bounds:
@@ -59,8 +60,9 @@ class _Bounds:
 
 
 def set_filters(row: Row, most: Expr, least: Register) -> None:
-    """Emits code that sets the smallest logit that may be sampled, and the weight of each block's tokens that
-    may be."""
+    """Emits code that computes the smallest logit that may be sampled, in `least`, and the weight of the
+    tokens of each block that may be sampled. most: the row's largest logit.
+    """
     room = T.alloc_buffer((T.bind(row.blocks * BLOCK),), "float32")
     floor = T.Cast("float32", T.Cast("float64", most) + row.parameter("logit_drop"))
     least.set(T.max(floor, T.bind(most - T.float32(FAR) / row.scale)))
@@ -83,7 +85,7 @@ def set_filters(row: Row, most: Expr, least: Register) -> None:
 
 
 def _log(value: Expr) -> Expr:
-    """Emits and returns the natural logarithm, up to 0.06 too small, from the bits of a float32."""
+    """Emits the natural logarithm, up to 0.06 too small, from the bits of a float32, and returns it."""
     bits = T.Cast("float32", T.reinterpret("int32", value))
     return (bits * T.float32(2.0**-23) - T.float32(127.0)) * T.float32(math.log(2.0))
 
@@ -109,7 +111,9 @@ def _weigh(row: Row, most: Expr, least: Expr, room: Buffer) -> None:
 
 
 def _restrict(row: Row, least: Expr, room: Buffer) -> None:
-    """Emits code that removes the weights of logits below `least` from the blocks' sums."""
+    """Emits code that subtracts the weights of logits below `least` from the sums of the blocks. room:
+    scratch memory.
+    """
     floats = row.floats
     with T.serial(row.blocks) as block, T.If(row.top(block) >= least):
         with T.Then():
@@ -128,9 +132,10 @@ def _restrict(row: Row, least: Expr, room: Buffer) -> None:
 
 
 def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, goal: Expr) -> None:
-    """Emits a search that raises the first of `start` to the largest logit from which on `goal` is kept: a
-    number of tokens, or their weight if there is `room`. The other two of `start`, tried first, are the
-    largest logit and a guess."""
+    """Emits a search that raises the first element of `start` to the largest logit from which on `goal` is
+    kept: a number of tokens, or their weight if `room` is passed, scratch memory for weights. start:
+    (threshold, the row's largest logit, a guess).
+    """
     least, most, guess = start
     bounds = _Bounds.of(least, most)
     inside, below = (register(T.Cast("float64", row.width), 1, "float64") for _ in range(2))
@@ -155,14 +160,16 @@ def _select(row: Row, start: tuple[Register, Expr, Expr], room: Buffer | None, g
         size = FEW + row.floats.lanes
         lists = [T.alloc_buffer((size,), "float32") for _ in range(1 if room is None else 2)]
         count = _listed(row, bounds, room, lists)
-        # The list may have room for too few where rounding hides tokens, whose weight is then negligible.
+        # The list may be too short where rounding hides tokens, whose weight is then negligible.
         with T.If(count <= FEW), T.Then():
             _narrow(row.floats, (lists[0], ()), count, lists[1:], (bounds, goal))
 
 
 def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> None:
-    """Emits the choice of the two logits to try next: on either side of where linear interpolation puts the
-    goal; sometimes at two thirds, in case the curve is far from linear."""
+    """Emits the choice of the two logits to try next, into `tried`. They lie on either side of where linear
+    interpolation puts the goal; every few turns at two thirds, in case the curve is far from linear. share:
+    the position of the goal between the bounds, 0 to 1; turn: number of the iteration.
+    """
     low, wide = T.bind(bounds.low.value), T.bind(bounds.high.value - bounds.low.value)
     line = T.bind(T.truncmod(turn, T.int32(3)) != 2)
     share = T.bind(T.min(T.max(share, T.float32(3 / 32)), T.float32(29 / 32)))
@@ -173,12 +180,13 @@ def _aim(bounds: _Bounds, tried: list[Register], share: Expr, turn: Expr) -> Non
 
 
 def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
-    """Emits and returns, for each of two logits, the lower one first, the number of tokens with this logit or
-    a larger one, or their weight if there is `room`."""
+    """Emits for each of two logits, the lower one first, the number of tokens with this logit or a larger
+    one, or their weight if there is `room`, and returns both.
+    """
     floats, lanes = row.floats, row.floats.lanes
     totals = [register(T.float64(0), 1, "float64") for _ in mids]
     with T.serial((row.blocks + (TASK - 1)) // TASK) as group:
-        # Two sums for each, because an addition has to wait for the one before it.
+        # Two sums for each logit, because an addition waits for the previous one.
         sums = [[register(f32(0, lanes), lanes) for _ in range(2)] for _ in mids]
         with T.serial(T.min(T.int64(TASK), row.blocks - group * TASK)) as number:
             block = T.bind(group * TASK + number)
@@ -203,8 +211,9 @@ def _measure(row: Row, mids: list[Expr], room: Buffer | None) -> list[Expr]:
 
 
 def _listed(row: Row, bounds: _Bounds, room: Buffer | None, lists: list[Buffer]) -> Expr:
-    """Emits the copy of the first FEW logits between two bounds, and of their weights; returns how many there
-    are."""
+    """Emits the copy of the first FEW logits between two bounds, and of their weights, to `lists`; returns
+    their number.
+    """
     floats, scalar, lanes = row.floats, row.floats.scalar, row.floats.lanes
     low, high = T.bind(bounds.low.value), T.bind(bounds.high.value)
     count = register(T.int64(0), 1, "int64")
@@ -242,8 +251,9 @@ def _narrow(
     weights: list[Buffer] | None,
     aim: tuple[_Bounds, Expr],
 ) -> None:
-    """Emits a search like that of `_select`, over the first `count` values of a buffer that is padded to
-    whole vectors."""
+    """Emits a search like that of `_select` over the first `count` values of a buffer that is padded to whole
+    vectors. values: (buffer, index of the first value); aim: (bounds, goal).
+    """
     (buffer, index), (bounds, goal), lanes = values, aim, floats.lanes
     vectors = T.bind((count + (lanes - 1)) // lanes)
     with T.serial(vectors * lanes - count) as pad:

@@ -1,4 +1,6 @@
-"""One row of logits as the sampling kernel reads it: in blocks, whose maxima and sums are stored."""
+"""One row of logits as the sampling kernel reads it: in blocks, whose maxima and sums of weights
+are stored.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ Read = Callable[[Expr], Expr]
 
 @dataclass(frozen=True)
 class LogitBlock:
-    """The logits of a block, or of a copy of the last block that is padded with minus infinity."""
+    """The logits of a block, or of the padded copy of the last block, whose padding is minus infinity."""
 
     buffer: Buffer
     index: tuple[Expr, ...]
@@ -52,14 +54,16 @@ class Row:
     row: Expr
     logits: Buffer  # [., ., v], rows in order
     sampling_params: Buffer  # float64 [q, SAMPLING_COLUMNS]
-    tops: Buffer  # [q, stride], the largest logit of each block; infinite where one is no number
-    sums: Buffer  # [q, stride], what the tokens of each block weigh
+    tops: Buffer  # [q, stride], the largest logit of each block; infinite if one is NaN
+    sums: Buffer  # [q, stride], the weight of each block's tokens
     tail: Buffer  # [BLOCK], the last block, if it is not whole
     width: Expr
     blocks: Expr
 
     def parameter(self, column: str) -> Expr:
-        """Emits and returns a sampling parameter of the row; see abi.SamplingParams."""
+        """Emits a load of a sampling parameter of the row and returns it. column: a name of
+        abi.SamplingParams.
+        """
         return T.bind(self.sampling_params[self.row, SAMPLING_COLUMNS.index(column)])
 
     @property
@@ -84,8 +88,9 @@ class Row:
                 T.buffer_store(self.tail, self.logits[0, self.row, whole + at], [at])
 
     def each(self, block: Expr, emit: Callable[[LogitBlock], None]) -> None:
-        """Emits the same code, by calling `emit`, for a full block and for the padded copy of the last
-        one."""
+        """Emits code for a block twice, by calling `emit`: for a full block in the row, and for the padded
+        copy of the last block.
+        """
         start = T.bind(block * BLOCK)
         with T.If(start + BLOCK <= self.width):
             with T.Then():
@@ -99,9 +104,10 @@ class Row:
             emit(T.bind(k * self.floats.lanes))
 
     def weight(self, floats: Floats, logit: Expr, highest: Expr) -> Expr:
-        """Returns e^((logit - highest) * scale), 0 where the logit is not finite. The integer part of the
-        base-2 exponent goes into the exponent bits, and a polynomial of the rest, from -1/2 to 1/2, into the
-        others; error 1e-7."""
+        """Emits e^((logit - highest) * scale), 0 if the logit is not finite, and returns it. The integer part
+        of the base-2 exponent goes into the exponent bits, and a polynomial of the rest, from -1/2 to 1/2,
+        into the others; error 1e-7.
+        """
         dtype, ints = typed("float32", floats.lanes), typed("int32", floats.lanes)
         scale = T.bind(self.scale * T.float32(1 / math.log(2)))
         distance = T.bind(logit - floats.spread(highest))
@@ -123,7 +129,9 @@ def infinity(sign: int, lanes: int = 1) -> Expr:
 
 
 def sum_block(row: Row, block: Expr, value: Read) -> None:
-    """Emits the sum of `value(at)` over the vectors of a block, and stores it as the block's weight."""
+    """Emits the sum of `value(at)` over the vectors of a block, and stores it as the block's weight. value:
+    function from an index to a vector of weights.
+    """
     floats = row.floats
     total = register(f32(0, floats.lanes), floats.lanes)
     row.vectors(lambda at: total.set(total.value + value(at)))

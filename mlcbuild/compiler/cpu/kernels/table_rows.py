@@ -1,4 +1,6 @@
-"""Emits code that copies one row of a stored embedding table as float32, for each way of storing matrices."""
+"""Emits code that copies one row of a stored embedding table as float32, for each form in which matrices are
+stored.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS
 
 @dataclass(frozen=True)
 class TableRow:
-    """One row of a table that is copied to one row of the output."""
+    """One row of an embedding table, and the row of the output to which it is copied."""
 
     isa: ISA
     hidden: int
@@ -31,7 +33,7 @@ class TableRow:
 
     @property
     def bits(self) -> int:
-        """Returns the number of bits of a stored code; 0: the table holds floating point numbers."""
+        """Returns the number of bits of a stored code; 0 if the table holds floating point numbers."""
         return self.scheme.bits
 
     def write(self, column: Expr, values: Expr, lanes: int) -> None:
@@ -46,7 +48,7 @@ class TableRow:
 
 
 def copy_plain(lookup: TableRow) -> None:
-    """Emits the copy of a row of floating point numbers, one by one."""
+    """Emits the copy of a row of floating point numbers, value by value."""
     with T.serial(0, i64(lookup.hidden)) as k:
         T.buffer_store(
             lookup.out, load_f32(lookup.isa, lookup.weights[0], (lookup.token, k), 1), [lookup.row, k]
@@ -69,9 +71,10 @@ def copy_grouped_row(lookup: TableRow) -> None:
 
 
 def copy_tiled_row(lookup: TableRow) -> None:
-    """Emits the copy of a row stored in tiles, four bytes of a group at a time: with 8 bits, values 4j.. ;
-    with fewer, values 4j.. in the low halves and 16 + 4j.. in the high halves, with the bits above four in
-    the bytes that follow."""
+    """Emits the copy of a row that is stored in tiles, four bytes of a group at a time. With 8 bits these are
+    values 4j to 4j + 3. With fewer bits the low halves are values from 4j on, the high halves values from 16
+    + 4j on, and the bits above four are in the bytes that follow.
+    """
     bits, matrix = lookup.bits, TiledMatrix(lookup.isa, lookup.scheme, 1, lookup.hidden)
     width, halves = (8, 1) if bits == 8 else (4, 2)
     words = lookup.weights[0]
@@ -106,13 +109,14 @@ def copy_tiled_row(lookup: TableRow) -> None:
 
 
 def _of_half(numbers: Sequence[Expr], half: int | None, quad: Expr) -> Expr:
-    """Returns the scale or minimum of a half of a group; half None: of the half in which the quad `quad`
-    lies."""
+    """Returns the scale or minimum of a half of a group. half: 0 or 1; None: the half in which the quad
+    `quad` lies.
+    """
     return numbers[half] if half is not None else T.Select(quad < QUADS // 2, numbers[0], numbers[1])
 
 
 def copy_unpacked(lookup: TableRow, form: RowFormat) -> None:
-    """Emits the copy of a row as products unpack it, number by number, for any row format."""
+    """Emits the copy of a row as products unpack it, value by value, for any row format."""
     with T.serial(0, i64(form.blocks)) as block:
         loaded = form.load(lookup.weights, lookup.token, block)
         for plane in range(form.planes):

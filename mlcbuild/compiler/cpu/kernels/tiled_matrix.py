@@ -1,4 +1,4 @@
-"""Reads a matrix in the x16 layout, which is divided into tiles of 16 rows and groups of 32 columns."""
+"""Reads a matrix in the x16 layout, which consists of tiles of 16 rows and groups of 32 columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
 from mlcbuild.quant.groups import GROUP, TILE_ROWS
 
 BLOCK_GROUPS = 16
-"""Number of groups unpacked at a time: with two tiles 16 KiB, half of a small L1 cache."""
+"""Number of groups that are unpacked at a time: with two tiles they take 16 KiB, half of a small L1 cache."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,22 @@ class TiledMatrix:
         return f"w{self.bits}a8" if self.blocks is None else f"{self.scheme.format}a8"
 
     def arguments(self, count: int) -> tuple[Buffer, ...]:
-        """Declares and returns the tensors that store a stack of `count` matrices."""
+        """Declares the tensors that store a stack of `count` matrices, and returns them."""
         tensors = ((item, item.shape(self.n, self.k)) for item in self.scheme.definition.tensors)
         return tuple(
             argument(item.suffix, (count * shape[0], *shape[1:]), item.dtype) for item, shape in tensors
         )
 
     def scales(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
-        """Emits and returns the scales of one vector of rows for a half of a group; place = (stored tile,
-        group, vector)."""
+        """Emits the scales of one vector of rows for a half of a group, and returns them. place: (stored
+        tile, group, vector).
+        """
         return self._numbers(weights[1:], place, half, "int8")
 
     def minima(self, weights: Sequence[Buffer], place: tuple[Expr, Expr, int], half: int) -> Expr:
-        """Emits and returns the minima of one vector of rows for a half of a group; place = (stored tile,
-        group, vector)."""
+        """Emits the minima of one vector of rows for a half of a group, and returns them. place: (stored
+        tile, group, vector).
+        """
         first = len(weights) // 2 + 1
         return self._numbers(weights[first:], place, half, "uint8")
 
@@ -76,8 +78,9 @@ class TiledMatrix:
     def row_numbers(
         self, weights: Sequence[Buffer], place: tuple[Expr, Expr, Expr]
     ) -> tuple[list[Expr], list[Expr]]:
-        """Emits and returns the scales and minima of one row; place = (stored tile, group, row of the
-        tile)."""
+        """Emits the scales and minima of one row, and returns both. place: (stored tile, group, row of the
+        tile).
+        """
         halves, first = range(self.records.halves), len(weights) // 2 + 1
         minima = halves if self.records.sums else range(0)
         return (
@@ -93,8 +96,10 @@ class TiledMatrix:
         steps: str,
         lanes: int,
     ) -> Expr:
-        """Emits and returns the scales or minima of a half of a group, for `lanes` rows of a tile from the
-        last index of `place` on."""
+        """Emits the scales or minima of a half of a group for `lanes` rows of a tile, and returns them.
+        tensors: their stored tensors; place: (stored tile, group, first row or vector); steps: type of the
+        integers of groups.
+        """
         tile, group, lane = place
         if self.blocks is None or self.blocks.scale != "levels":
             return load_f32(self.isa, tensors[0], (tile, group, lane), lanes)
@@ -110,7 +115,7 @@ class TiledMatrix:
 
     @property
     def tile_bytes(self) -> int:
-        """Returns the number of bytes of a tile's weights in one group."""
+        """Returns the number of bytes that a tile's weights take in one group."""
         return GROUP * TILE_ROWS * self.bits // 8
 
     @property
@@ -119,7 +124,7 @@ class TiledMatrix:
 
     @property
     def vectors(self) -> int:
-        """Returns the number of vectors that the rows of a tile take."""
+        """Returns the number of vectors that cover the rows of a tile."""
         return TILE_ROWS // self.isa.lanes
 
     @property
@@ -133,6 +138,8 @@ class TiledMatrix:
 
     @property
     def block_groups(self) -> int:
-        """Returns the number of groups that are unpacked together; all blocks have nearly equal size."""
+        """Returns the number of groups that are unpacked together, such that all blocks have nearly equal
+        size.
+        """
         groups = self.records.groups
         return -(-groups // -(-groups // BLOCK_GROUPS))

@@ -18,7 +18,9 @@ from mlcbuild.compiler.cpu.isa import ISA
 
 
 def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
-    """Returns a finished kernel; `body` declares the arguments and emits everything inside one block."""
+    """Returns a finished kernel. body: function that declares the arguments and emits everything inside one
+    block.
+    """
     with IRBuilder() as builder:
         with T.prim_func(s_tir=True):
             T.func_name(name)
@@ -28,8 +30,9 @@ def prim_func(name: str, body: Callable[[], None]) -> PrimFunc:
 
 
 def argument(name: str, shape: Sequence[Expr | int], dtype: str, align: int = -1) -> Buffer:
-    """Declares the next argument of the kernel, a dense row-major tensor whose data start at a multiple of
-    `align` bytes, 64 by default."""
+    """Declares the next argument of the kernel, a dense row-major tensor, and returns its buffer. align: the
+    multiple of bytes at which its data start; -1 means 64.
+    """
     return T.match_buffer(T.arg(name, T.handle()), tuple(shape), dtype, align=align)
 
 
@@ -96,12 +99,12 @@ def registers(rows: int, columns: int, lanes: int) -> list[list[Register]]:
 
 
 def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int) -> Expr:
-    """Loads `lanes` consecutive float32 or float16 elements as float32; the last index is the first
-    element's.
+    """Emits a load of `lanes` consecutive float32 or float16 elements, and returns them as float32. The last
+    index is that of the first element.
 
     Without a conversion instruction, the bits of a float16 are moved to a float32's position, and a
-    multiplication corrects the exponent; this is exact for zeros, subnormal and normal numbers, and
-    infinities become large.
+    multiplication corrects the exponent. This is exact for zeros, subnormal and normal numbers; infinities
+    become large.
     """
     value = buffer[(*indices[:-1], span(indices[-1], lanes))]
     if buffer.ty.dtype == "float32":
@@ -116,8 +119,9 @@ def load_f32(isa: ISA, buffer: Buffer, indices: Sequence[Expr | int], lanes: int
 
 
 def prefetch(buffer: Buffer, indices: Sequence[Expr | int], locality: int = 3, write: bool = False) -> None:
-    """Emits a prefetch of an element's cache line, which may lie outside the buffer. A locality of 2 fetches
-    into the second-level cache only; `write` prepares for a store."""
+    """Emits a prefetch of the cache line of an element, which may lie outside the buffer. locality: 3 fetches
+    into all caches, 2 not into the first level; write: True prepares for a store.
+    """
     arguments = (T.address_of(buffer[tuple(indices)]), T.int32(write), T.int32(locality), T.int32(1))
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", *arguments))
 
@@ -128,8 +132,9 @@ def shuffle(vectors: Sequence[Expr], indices: Sequence[int]) -> Expr:
 
 
 def repeat_each(vector: Expr, lanes: int, times: int) -> Expr:
-    """Emits and returns a vector with every element of `vector` repeated `times` times in a row. A shuffle
-    may not be longer than its inputs."""
+    """Emits a vector with every element of `vector` repeated `times` times in a row, and returns it. A
+    shuffle must not be longer than its inputs.
+    """
     if lanes == 1:
         return splat(vector, times)
     return shuffle([vector] * times, [index for index in range(lanes) for _ in range(times)])
@@ -162,7 +167,9 @@ def lane_sums(vectors: Sequence[Expr], lanes: int, join: Callable[[Expr, Expr], 
 
 def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
     """Emits prefetches for loops that stream a matrix four rows at a time: the same column of the next four
-    rows, or 4 KiB ahead in this row where rows are long enough for the hardware prefetcher."""
+    rows or, if rows are long enough for the hardware prefetcher, 4 KiB ahead in this row. row_bytes: bytes of
+    a row.
+    """
     if 4 * row_bytes <= 16 << 10:
         prefetch(buffer, (row + 4, column))
     else:
@@ -170,13 +177,14 @@ def fetch_rows(buffer: Buffer, row: Expr, column: Expr, row_bytes: int) -> None:
 
 
 def odd_lines(values: int) -> int:
-    """Returns a row length of at least `values` 4-byte values that is an odd number of 64-byte lines, so that
-    rows do not compete for the same cache sets."""
+    """Returns the smallest row length of at least `values` 4-byte values that is an odd number of 64-byte
+    lines, so that rows do not compete for the same cache sets.
+    """
     return (-(-values // 16) | 1) * 16
 
 
 def moved(bits: Expr, shift: int, lanes: int) -> Expr:
-    """Returns int32 lanes shifted to the right, or to the left if `shift` is negative."""
+    """Returns int32 lanes shifted right by `shift` bits, or left if `shift` is negative."""
     if shift == 0:
         return bits
     return bits >> i32(shift, lanes) if shift > 0 else bits << i32(-shift, lanes)
