@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
 from mlcbuild.checkpoints import lock
+from mlcbuild.models import ModelConfig, layers
+from mlcbuild.models.experts import Experts, Router
+from mlcbuild.models.family import LAYER, ConfigRules, TensorRules
+from mlcbuild.models.latent import LatentAttention
+from mlcbuild.models.param import Activation
+from mlcbuild.models.tensor_names import WHOLE
 from tests.conftest import ROOT, TINY
 from tests.test_tour import Tour, blocks, free_port, shell
 
@@ -58,6 +66,70 @@ def test_formats_of_the_upgrading_table_are_those_of_the_program() -> None:
     assert len(stated) == 7
     assert set(stated) <= set(strings())
     assert f"| `version: {lock.VERSION}` |" in text
+
+
+def rows(text: str) -> dict[str, str]:
+    """Returns the name at the beginning of each row of the tables in a text -> the row's second column."""
+    return dict(re.findall(r"^\| `(\w+)`[^|]* \| (.*) \|$", text, re.MULTILINE))
+
+
+BLOCKS = (
+    layers.LayerSpec,
+    layers.Attention,
+    LatentAttention,
+    layers.Dense,
+    Experts,
+    Router,
+    layers.Norms,
+    layers.RmsNorm,
+    layers.LayerNorm,
+    ModelConfig,
+)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_guide_lists_the_fields_of_each_block(block: Any) -> None:
+    required, optional = [], []
+    for field in dataclasses.fields(block):
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        (required if is_required else optional).append(field.name)
+    text = rows(section("mlcbuild/README.md", "Extend: a model family"))[block.__name__]
+    listed = [re.findall(r"\w+", part) for part in f"{text} \\|".split("\\|")[:2]]
+    assert listed == [required, optional]
+
+
+def test_the_guide_lists_the_values_of_fields_with_few() -> None:
+    text = section("mlcbuild/README.md", "Extend: a model family")
+    stated = dict(re.findall(r"^\| (\w+) \| (`.*) \|$", text, re.M))
+    values = {
+        "residual": layers.Residual,
+        "activation": Activation,
+        "qk_norm_span": layers.HeadNorm,
+        "alibi": layers.Alibi,
+        "scores": get_type_hints(Router)["scores"],
+    }
+    assert {name: re.findall(r"`(\w+)`", text) for name, text in stated.items()} == {
+        name: [*get_args(value)] for name, value in values.items()
+    }
+
+
+def test_the_guide_lists_the_rules_of_families() -> None:
+    text = section("mlcbuild/README.md", "Extend: a model family")
+    for rules in (ConfigRules, TensorRules):
+        table = text.partition(f"| `{rules.__name__}` |")[2].partition("\n\n")[0]
+        first_column = "".join(re.findall(r"^\| (`[^|]*) \|", table, re.M))
+        assert {*re.findall(r"`(\w+)`", first_column)} == {field.name for field in dataclasses.fields(rules)}
+
+
+def test_the_guide_lists_the_tensors_of_parameters() -> None:
+    text = section("mlcbuild/README.md", "Extend: a model family").partition("| parameter |")[2]
+    stated = {}
+    for left, right in re.findall(r"^\| ([^|]*`[^|]*) \| ([^|]*) \|$", text, re.M):
+        names, sources = re.findall(r"`([\w.]+)`", left), re.split(r"; (?:else )?", right)
+        for name, tensors in zip(names, sources, strict=True):
+            stated[f"{name}.weight"] = tuple(f"{tensor}.weight" for tensor in tensors.split(", "))
+    assert len(stated) == 12
+    assert stated == {name: {**LAYER, **WHOLE}[name] for name in stated}
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "targets").glob("*.yaml")))

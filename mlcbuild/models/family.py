@@ -141,18 +141,9 @@ class Common:
 
 
 @dataclass(frozen=True)
-class Family:
-    """One model family, which config.json names by its model_type."""
+class ConfigRules:
+    """The meaning of a family's config.json where it differs from Llama's."""
 
-    name: str
-    architecture: str
-    """The class that `architectures` in config.json must name, where it names any."""
-    read: Callable[[Fields, Common], ModelConfig]
-    """Function that reads the fields that only this family has, and returns the model with its layers."""
-    rope: RopeRules | None = field(default_factory=RopeRules)
-    """Rules for reading the rotary embedding; None: no layer is rotated."""
-    names: Names | Callable[[ModelConfig], Names] = field(default_factory=dict)
-    """Names of tensors that differ from those in LAYER and WHOLE; they may depend on the config."""
     head_dim: int | None = None
     """Dimensions of an attention head where config.json does not state them; None: hidden_size /
     num_attention_heads."""
@@ -162,17 +153,24 @@ class Family:
     """The value of tie_word_embeddings where config.json has none."""
     activation_field: str = "hidden_act"
     activation: str = "silu"
-    remote_code: bool = False
-    """True if checkpoints may name code of their own (auto_map), since it computes what this family does."""
+    """The name of the activation function where config.json has none."""
+    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
     norm: Norm = field(default_factory=lambda: RmsNorm(1.0))
-    """The kind of all norms of the model; config.json gives their eps."""
+    """The kind of all norms of the model; config.json gives their eps, as rms_norm_eps."""
     defaults: Mapping[str, object] = field(default_factory=dict)
     """Field -> the value that transformers gives it where config.json lacks it."""
     spellings: Mapping[str, str] = field(default_factory=dict)
     """The family's own name of a field -> the name that other families have for it."""
     wide: bool = False
     """True if an absent intermediate_size means 4 * hidden_size."""
-    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
+
+
+@dataclass(frozen=True)
+class TensorRules:
+    """The names and the arrangement of tensors in a family's checkpoints, where they differ from Llama's."""
+
+    names: Names | Callable[[ModelConfig], Names] = field(default_factory=dict)
+    """Names of tensors that differ from those in LAYER and WHOLE; they may depend on the config."""
     layers: str = "model.layers."
     """The beginning of the names of layers' tensors, which a number follows."""
     fused_heads: bool = False
@@ -184,6 +182,27 @@ class Family:
     unused: str = ""
     """Regular expression of the names of tensors that no model of the family reads; {layers} stands for the
     number of layers, which is that of a further layer for drafts where a checkpoint has one."""
+
+    def own_names(self, config: ModelConfig) -> Names:
+        """Returns `names` for a config."""
+        return self.names(config) if callable(self.names) else self.names
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family, which config.json names by its model_type."""
+
+    name: str
+    architecture: str
+    """The class that `architectures` in config.json must name, where it names any."""
+    read: Callable[[Fields, Common], ModelConfig]
+    """Function that reads the fields that only this family has, and returns the model with its layers."""
+    rope: RopeRules | None = field(default_factory=RopeRules)
+    """Rules for reading the rotary embedding; None: no layer is rotated."""
+    config: ConfigRules = field(default_factory=ConfigRules)
+    tensors: TensorRules = field(default_factory=TensorRules)
+    remote_code: bool = False
+    """True if checkpoints may name code of their own (auto_map), since it computes what this family does."""
     texts: tuple[Family, ...] = ()
     """Families of the text model, if config.json holds it under `text_config` beside other parts. The first
     is that of a `text_config` without a model_type."""
@@ -191,15 +210,14 @@ class Family:
 
 def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
     """Returns parameter -> the tensors of a checkpoint that make it up, to be stacked along axis 0."""
-    own_names = family.names(config) if callable(family.names) else family.names
-    names = {**LAYER, **WHOLE, **own_names}
+    names = {**LAYER, **WHOLE, **family.tensors.own_names(config)}
     sources = {}
     for param in parameters(config):
         _, _, rest = param.name.partition("layers.")
         index, _, own = rest.partition(".")
         tensors = names[own or param.name]
         if own:
-            tensors = tuple(f"{family.layers}{index}.{name}" for name in tensors)
+            tensors = tuple(f"{family.tensors.layers}{index}.{name}" for name in tensors)
         pieces = _pieces(family, param, tensors)
         mixer = config.layers[int(index)].mixer if own else None
         if isinstance(mixer, LatentAttention):
@@ -234,10 +252,10 @@ def _whole(family: Family, param: Param, tensor: str) -> Piece:
     """Returns the one tensor that holds a whole parameter, with the order of its rows."""
     kind, count = param.name.split(".", 2)[-1], param.shape[0]
     columns: tuple[Range, ...] = ()
-    if family.alternating and kind.startswith("mlp.experts.gate_up."):
+    if family.tensors.alternating and kind.startswith("mlp.experts.gate_up."):
         rows = param.shape[1]
         columns = ((0, rows, 2), (1, rows, 2))
-    if kind not in family.transposed:
+    if kind not in family.tensors.transposed:
         return Piece(tensor, count, columns=columns)
     *_, out, inner = param.shape
     return Piece(tensor, param.count * out, inner, ((0, inner, 1),), columns, transposed=True)
@@ -250,7 +268,7 @@ def _reordered(
     rows."""
     kind, dim = param.name.split(".", 2)[-1], mixer.head_dim
     is_qkv = kind.startswith("attn.qkv.")
-    if is_qkv and family.fused_heads:
+    if is_qkv and family.tensors.fused_heads:
         group = mixer.heads // mixer.kv_heads * dim
         spans = ((0, group, 1), (group, group + dim, 1), (group + dim, group + 2 * dim, 1))
         own = zip(param.parts, spans, strict=True)

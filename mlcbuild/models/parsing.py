@@ -66,7 +66,7 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
 
 def _model(fields: Fields, family: Family) -> ModelConfig:
     """Reads the fields of a text model from config.json; problems are added to `fields`."""
-    fields = fields.respelled(family.spellings, family.defaults)
+    fields = fields.respelled(family.config.spellings, family.config.defaults)
     config = family.read(fields, _common(fields, family))
     fields.ignore(IRRELEVANT)
     fields.ignore_private()
@@ -110,7 +110,7 @@ def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
 def tensor_names(config: ModelConfig) -> TensorNames:
     """Returns the checkpoint tensors of each parameter, as the config's family names them."""
     family = load_family(config.family)
-    unused = family.unused.replace("{layers}", str(len(config.layers)))
+    unused = family.tensors.unused.replace("{layers}", str(len(config.layers)))
     return TensorNames(sources_of(family, config), unused)
 
 
@@ -129,6 +129,7 @@ def _family(fields: Fields) -> Family:
 def _common(fields: Fields, family: Family) -> Common:
     """Reads the fields of config.json that all families have."""
     _check_code(fields, family)
+    rules = family.config
     hidden = fields.integer("hidden_size", high=2**20)
     heads = fields.integer("num_attention_heads", high=2**14)
     kv_heads = _kv_heads(fields, family, heads)
@@ -143,10 +144,10 @@ def _common(fields: Fields, family: Family) -> Common:
         fields.ignore(ROPE_FIELDS)
         ropes = {"": _STAND_IN}
     vocab_size = fields.integer("vocab_size", high=2**24)
-    inner = fields.integer("intermediate_size", default=4 * hidden if family.wide else None, high=2**22)
-    norm = replace(family.norm, eps=fields.number("rms_norm_eps", high=1.0))
-    activation = fields.choice(family.activation_field, family.activations, family.activation)
-    tied = fields.flag("tie_word_embeddings", family.tied)
+    inner = fields.integer("intermediate_size", default=4 * hidden if rules.wide else None, high=2**22)
+    norm = replace(rules.norm, eps=fields.number("rms_norm_eps", high=1.0))
+    activation = fields.choice(rules.activation_field, rules.activations, rules.activation)
+    tied = fields.flag("tie_word_embeddings", rules.tied)
     rope = 0 if ropes else None
     unique = tuple(dict.fromkeys(ropes.values()))
     return Common(
@@ -161,7 +162,7 @@ def _common(fields: Fields, family: Family) -> Common:
 def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
     name = "num_key_value_heads"
     # null explicitly means as many as heads; absence means it in the oldest families only.
-    optional = family.kv_heads_optional or fields.get(name) is None
+    optional = family.config.kv_heads_optional or fields.get(name) is None
     kv_heads = fields.integer(name, default=heads if optional else None, high=2**14)
     if fields.sound("num_attention_heads", name) and heads % kv_heads:
         fields.problem(name, f"must divide num_attention_heads {heads}, found {kv_heads}")
@@ -169,8 +170,8 @@ def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
 
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
-    if fields.has("head_dim") or family.head_dim is not None:
-        return fields.integer("head_dim", default=family.head_dim, high=2**12)
+    if fields.has("head_dim") or family.config.head_dim is not None:
+        return fields.integer("head_dim", default=family.config.head_dim, high=2**12)
     fields.get("head_dim")
     if fields.sound("hidden_size", "num_attention_heads") and hidden % heads:
         fields.problem(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.rope import RopeRules
 
@@ -23,21 +23,25 @@ FAMILY = Family(
     "ApertusForCausalLM",
     _read,
     RopeRules(theta=12e6),
-    {
-        "attn_norm.weight": ("attention_layernorm.weight",),
-        "mlp_norm.weight": ("feedforward_layernorm.weight",),
-    },
-    kv_heads_optional=True,
-    activation="xielu",
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 12e6,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+    config=ConfigRules(
+        kv_heads_optional=True,
+        activation="xielu",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12e6,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
         },
-    },
+    ),
+    tensors=TensorRules(
+        {
+            "attn_norm.weight": ("attention_layernorm.weight",),
+            "mlp_norm.weight": ("feedforward_layernorm.weight",),
+        }
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 
 
@@ -20,7 +20,5 @@ FAMILY = Family(
     "arcee",
     "ArceeForCausalLM",
     _read,
-    kv_heads_optional=True,
-    activation="relu2",
-    defaults={"rms_norm_eps": 1e-5},
+    config=ConfigRules(kv_heads_optional=True, activation="relu2", defaults={"rms_norm_eps": 1e-5}),
 )

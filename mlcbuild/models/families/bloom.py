@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import KINDS, MEGATRON, Common, Family
+from mlcbuild.models.family import KINDS, MEGATRON, Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 
@@ -27,24 +27,28 @@ FAMILY = Family(
     "BloomForCausalLM",
     _read,
     None,
-    {
-        "embed.weight": ("transformer.word_embeddings.weight",),
-        **{f"embed_norm.{kind}": (f"transformer.word_embeddings_layernorm.{kind}",) for kind in KINDS},
-        **{f"norm.{kind}": (f"transformer.ln_f.{kind}",) for kind in KINDS},
-        **MEGATRON,
-    },
-    kv_heads_optional=True,
-    tied=True,
-    activation="gelu_pytorch_tanh",
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-    spellings={
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_embed": "hidden_size",
-        "layer_norm_epsilon": "rms_norm_eps",
-    },
-    layers="transformer.h.",
-    fused_heads=True,
-    wide=True,
+    config=ConfigRules(
+        kv_heads_optional=True,
+        tied=True,
+        activation="gelu_pytorch_tanh",
+        norm=LayerNorm(1.0),
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        spellings={
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_embed": "hidden_size",
+            "layer_norm_epsilon": "rms_norm_eps",
+        },
+        wide=True,
+    ),
+    tensors=TensorRules(
+        {
+            "embed.weight": ("transformer.word_embeddings.weight",),
+            **{f"embed_norm.{kind}": (f"transformer.word_embeddings_layernorm.{kind}",) for kind in KINDS},
+            **{f"norm.{kind}": (f"transformer.ln_f.{kind}",) for kind in KINDS},
+            **MEGATRON,
+        },
+        layers="transformer.h.",
+        fused_heads=True,
+    ),
 )

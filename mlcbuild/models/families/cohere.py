@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 from mlcbuild.models.rope import RopeRules
@@ -29,10 +29,17 @@ FAMILY = Family(
     "CohereForCausalLM",
     _read,
     RopeRules(theta=5e5, interleaved=True),
-    {"attn.q_norm.weight": ("self_attn.q_norm.weight",), "attn.k_norm.weight": ("self_attn.k_norm.weight",)},
-    kv_heads_optional=True,
-    tied=True,
-    norm=LayerNorm(1.0, bias=False),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={"layer_norm_eps": "rms_norm_eps"},
+    config=ConfigRules(
+        kv_heads_optional=True,
+        tied=True,
+        norm=LayerNorm(1.0, bias=False),
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={"layer_norm_eps": "rms_norm_eps"},
+    ),
+    tensors=TensorRules(
+        {
+            "attn.q_norm.weight": ("self_attn.q_norm.weight",),
+            "attn.k_norm.weight": ("self_attn.k_norm.weight",),
+        }
+    ),
 )

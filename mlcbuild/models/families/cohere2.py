@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family, every, layer_windows, unrotated, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, every, layer_windows, unrotated, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 from mlcbuild.models.rope import RopeRules
@@ -29,9 +29,11 @@ FAMILY = Family(
     "Cohere2ForCausalLM",
     _read,
     RopeRules(interleaved=True),
-    kv_heads_optional=True,
-    tied=True,
-    norm=LayerNorm(1.0, bias=False),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={"layer_norm_eps": "rms_norm_eps"},
+    config=ConfigRules(
+        kv_heads_optional=True,
+        tied=True,
+        norm=LayerNorm(1.0, bias=False),
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={"layer_norm_eps": "rms_norm_eps"},
+    ),
 )

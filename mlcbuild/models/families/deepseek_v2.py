@@ -8,7 +8,7 @@ from dataclasses import replace
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import layers_after, mixed, read_experts
 from mlcbuild.models.experts import Router
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.latent_fields import SPELLINGS, read_latent
 from mlcbuild.models.layers import LayerSpec, Norms
@@ -45,9 +45,8 @@ FAMILY = Family(
     "DeepseekV2ForCausalLM",
     _read,
     RopeRules(interleaved=True),
-    head_dim=64,
-    kv_heads_optional=True,
+    config=ConfigRules(
+        head_dim=64, kv_heads_optional=True, defaults={"rms_norm_eps": 1e-6}, spellings=SPELLINGS
+    ),
     remote_code=True,
-    defaults={"rms_norm_eps": 1e-6},
-    spellings=SPELLINGS,
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import grouped_router, layers_after, mixed, read_experts
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.latent_fields import SPELLINGS, read_latent
 from mlcbuild.models.layers import LayerSpec, Norms
@@ -46,10 +46,9 @@ FAMILY = Family(
     "DeepseekV3ForCausalLM",
     _read,
     RopeRules(interleaved=True),
-    head_dim=64,
-    kv_heads_optional=True,
+    config=ConfigRules(
+        head_dim=64, kv_heads_optional=True, defaults={"rms_norm_eps": 1e-6}, spellings=SPELLINGS
+    ),
+    tensors=TensorRules(unused=r"model\.layers\.{layers}\..*"),
     remote_code=True,
-    defaults={"rms_norm_eps": 1e-6},
-    spellings=SPELLINGS,
-    unused=r"model\.layers\.{layers}\..*",
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import grouped_router, layers_after, mixed, read_experts
-from mlcbuild.models.family import Common, Family, layer_windows, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, layer_windows, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import LAYER_KINDS
@@ -30,4 +30,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return replace(common.model, layers=mixed(layers, sparse, experts, common.feed_forward))
 
 
-FAMILY = Family("dots1", "Dots1ForCausalLM", _read, kv_heads_optional=True)
+FAMILY = Family(
+    "dots1",
+    "Dots1ForCausalLM",
+    _read,
+    config=ConfigRules(kv_heads_optional=True),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.rope import RopeRules
 
@@ -22,8 +22,6 @@ FAMILY = Family(
     "Ernie4_5ForCausalLM",
     _read,
     RopeRules(theta=5e5, interleaved=True),
-    head_dim=128,
-    tied=True,
-    defaults={"rms_norm_eps": 1e-5},
+    config=ConfigRules(head_dim=128, tied=True, defaults={"rms_norm_eps": 1e-5}),
     remote_code=True,
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import mixed, read_experts
 from mlcbuild.models.experts import Router
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import RopeRules
@@ -39,11 +39,14 @@ FAMILY = Family(
     "Ernie4_5_MoeForCausalLM",
     _read,
     RopeRules(theta=5e5, interleaved=True),
-    {"mlp.router.correction": ("mlp.moe_statics.e_score_correction_bias",)},
-    kv_heads_optional=True,
-    tied=True,
+    config=ConfigRules(
+        kv_heads_optional=True,
+        tied=True,
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
+    ),
+    tensors=TensorRules(
+        {"mlp.router.correction": ("mlp.moe_statics.e_score_correction_bias",)}, unused=r"model\.mtp_.*"
+    ),
     remote_code=True,
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
-    unused=r"model\.mtp_.*",
 )

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import POST_NORMS, Common, Family, every, layer_windows, unrotated, windowed
+from mlcbuild.models.family import (
+    POST_NORMS,
+    Common,
+    ConfigRules,
+    Family,
+    TensorRules,
+    every,
+    layer_windows,
+    unrotated,
+    windowed,
+)
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import Norms
 from mlcbuild.models.rope import LAYER_KINDS
@@ -26,4 +36,10 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return common.of(unrotated(windowed(layer, windows), rotated))
 
 
-FAMILY = Family("exaone4", "Exaone4ForCausalLM", _read, names=POST_NORMS, defaults={"rms_norm_eps": 1e-5})
+FAMILY = Family(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    _read,
+    config=ConfigRules(defaults={"rms_norm_eps": 1e-5}),
+    tensors=TensorRules(POST_NORMS),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import KINDS, MEGATRON, Common, Family, Names
+from mlcbuild.models.family import KINDS, MEGATRON, Common, ConfigRules, Family, Names, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm, LayerSpec, Norms, Residual
 
@@ -44,17 +44,17 @@ FAMILY = Family(
     "falcon",
     "FalconForCausalLM",
     _read,
-    names=_names,
-    kv_heads_optional=True,
-    tied=True,
-    activation_field="activation",
-    activation="gelu",
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-    spellings={"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"}
-    | {"layer_norm_epsilon": "rms_norm_eps", "n_embed": "hidden_size"},
+    config=ConfigRules(
+        kv_heads_optional=True,
+        tied=True,
+        activation_field="activation",
+        activation="gelu",
+        norm=LayerNorm(1.0),
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        spellings={"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"}
+        | {"layer_norm_epsilon": "rms_norm_eps", "n_embed": "hidden_size"},
+        wide=True,
+    ),
+    tensors=TensorRules(_names, layers="transformer.h.", fused_heads=True),
     remote_code=True,
-    layers="transformer.h.",
-    fused_heads=True,
-    wide=True,
 )

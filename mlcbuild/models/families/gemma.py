@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import ACTIVATIONS, Common, Family, scaled_embedding
+from mlcbuild.models.family import ACTIVATIONS, Common, ConfigRules, Family, scaled_embedding
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import RmsNorm
 
@@ -19,11 +19,12 @@ FAMILY = Family(
     "gemma",
     "GemmaForCausalLM",
     _read,
-    norm=RmsNorm(1.0, offset=1.0),
-    head_dim=256,
-    defaults={"rms_norm_eps": 1e-6},
-    tied=True,
-    activation="gelu_pytorch_tanh",
-    # The first configs say gelu and mean its approximation.
-    activations={**ACTIVATIONS, "gelu": "gelu_tanh"},
+    config=ConfigRules(
+        norm=RmsNorm(1.0, offset=1.0),
+        head_dim=256,
+        defaults={"rms_norm_eps": 1e-6},
+        tied=True,
+        activation="gelu_pytorch_tanh",
+        activations={**ACTIVATIONS, "gelu": "gelu_tanh"},
+    ),
 )

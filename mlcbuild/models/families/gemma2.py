@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family, layer_windows, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules, layer_windows, windowed
 from mlcbuild.models.fields import ABSENT, Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import LAYER_KINDS
@@ -42,13 +42,14 @@ FAMILY = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     _read,
-    names={
-        "attn_post_norm.weight": ("post_attention_layernorm.weight",),
-        "mlp_norm.weight": ("pre_feedforward_layernorm.weight",),
-        "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
-    },
-    head_dim=256,
-    tied=True,
-    activation_field="hidden_activation",
-    activation="gelu_pytorch_tanh",
+    config=ConfigRules(
+        head_dim=256, tied=True, activation_field="hidden_activation", activation="gelu_pytorch_tanh"
+    ),
+    tensors=TensorRules(
+        {
+            "attn_post_norm.weight": ("post_attention_layernorm.weight",),
+            "mlp_norm.weight": ("pre_feedforward_layernorm.weight",),
+            "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
+        }
+    ),
 )

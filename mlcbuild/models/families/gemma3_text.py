@@ -1,5 +1,4 @@
-"""The model family Gemma 3: windows with a rope of their own in five of six layers, norms of queries and
-keys."""
+"""Gemma 3: windows with a rope of their own in five of six layers, norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -7,7 +6,16 @@ import math
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import POST_NORMS, Common, Family, every, layer_windows, scaled_embedding
+from mlcbuild.models.family import (
+    POST_NORMS,
+    Common,
+    ConfigRules,
+    Family,
+    TensorRules,
+    every,
+    layer_windows,
+    scaled_embedding,
+)
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import Norms, RmsNorm
 from mlcbuild.models.rope import RopeRules
@@ -32,25 +40,21 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     )
 
 
+_DEFAULTS: dict[str, object] = {"num_hidden_layers": 26, "hidden_size": 2304, "intermediate_size": 9216}
+_DEFAULTS |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
+_DEFAULTS |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-6}
+
 FAMILY = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
     _read,
     RopeRules(by_kind=True, theta=1e6, local_theta=1e4),
-    POST_NORMS,
-    tied=True,
-    activation_field="hidden_activation",
-    activation="gelu_pytorch_tanh",
-    norm=RmsNorm(1.0, offset=1.0),
-    defaults={
-        "vocab_size": 262208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-    },
+    config=ConfigRules(
+        tied=True,
+        activation_field="hidden_activation",
+        activation="gelu_pytorch_tanh",
+        norm=RmsNorm(1.0, offset=1.0),
+        defaults=_DEFAULTS,
+    ),
+    tensors=TensorRules(POST_NORMS),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.rope import RopeRules
 
@@ -18,9 +18,10 @@ FAMILY = Family(
     "GlmForCausalLM",
     _read,
     RopeRules(partial=True, share=0.5, interleaved=True),
-    {
-        "mlp.gate_up.weight": ("mlp.gate_up_proj.weight",),
-    },
-    head_dim=128,
-    defaults={"rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2},
+    config=ConfigRules(head_dim=128, defaults={"rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2}),
+    tensors=TensorRules(
+        {
+            "mlp.gate_up.weight": ("mlp.gate_up_proj.weight",),
+        }
+    ),
 )

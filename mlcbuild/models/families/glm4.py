@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import Norms
 from mlcbuild.models.rope import RopeRules
@@ -22,11 +22,12 @@ FAMILY = Family(
     "Glm4ForCausalLM",
     _read,
     RopeRules(partial=True, share=0.5, interleaved=True),
-    {
-        "mlp.gate_up.weight": ("mlp.gate_up_proj.weight",),
-        "attn_post_norm.weight": ("post_self_attn_layernorm.weight",),
-        "mlp_post_norm.weight": ("post_mlp_layernorm.weight",),
-    },
-    head_dim=128,
-    defaults={"rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2},
+    config=ConfigRules(head_dim=128, defaults={"rms_norm_eps": 1.5625e-07, "num_key_value_heads": 2}),
+    tensors=TensorRules(
+        {
+            "mlp.gate_up.weight": ("mlp.gate_up_proj.weight",),
+            "attn_post_norm.weight": ("post_self_attn_layernorm.weight",),
+            "mlp_post_norm.weight": ("post_mlp_layernorm.weight",),
+        }
+    ),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import grouped_router, layers_after, mixed, read_experts
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import RopeRules
@@ -34,5 +34,5 @@ FAMILY = Family(
     "Glm4MoeForCausalLM",
     _read,
     RopeRules(partial=True),
-    unused=r"model\.layers\.{layers}\..*",
+    tensors=TensorRules(unused=r"model\.layers\.{layers}\..*"),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import grouped_router, layers_after, mixed, read_experts
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import ABSENT, Fields, show
 from mlcbuild.models.latent_fields import SPELLINGS, read_latent
 from mlcbuild.models.layers import LayerSpec, Norms
@@ -45,9 +45,8 @@ FAMILY = Family(
     "Glm4MoeLiteForCausalLM",
     _read,
     RopeRules(interleaved=True),
-    head_dim=64,
-    kv_heads_optional=True,
-    defaults={"rms_norm_eps": 1e-5},
-    spellings=SPELLINGS,
-    unused=r"model\.layers\.{layers}\..*",
+    config=ConfigRules(
+        head_dim=64, kv_heads_optional=True, defaults={"rms_norm_eps": 1e-5}, spellings=SPELLINGS
+    ),
+    tensors=TensorRules(unused=r"model\.layers\.{layers}\..*"),
 )

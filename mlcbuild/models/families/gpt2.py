@@ -6,17 +6,12 @@ from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.families import gptj
-from mlcbuild.models.family import KINDS, Common, Family
+from mlcbuild.models.family import KINDS, Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 
-_PRODUCTS = {
-    "attn.qkv": "attn.c_attn",
-    "attn.o": "attn.c_proj",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
-_ALL = {**_PRODUCTS, "attn_norm": "ln_1", "mlp_norm": "ln_2"}
+_PARTS = {"attn.qkv": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+_ALL = {**_PARTS, "attn_norm": "ln_1", "mlp_norm": "ln_2"}
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:
@@ -40,21 +35,25 @@ FAMILY = Family(
     "GPT2LMHeadModel",
     _read,
     None,
-    {
-        "embed.weight": ("transformer.wte.weight",),
-        "position.weight": ("transformer.wpe.weight",),
-        **{f"norm.{kind}": (f"transformer.ln_f.{kind}",) for kind in KINDS},
-        **{f"{own}.{kind}": (f"{_ALL[own]}.{kind}",) for own in _ALL for kind in KINDS},
-    },
-    kv_heads_optional=True,
-    tied=True,
-    activation_field="activation_function",
-    activation="gelu_new",
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings=gptj.FAMILY.spellings,
-    layers="transformer.h.",
-    transposed=tuple(f"{name}.weight" for name in _PRODUCTS),
-    unused=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
-    wide=True,
+    config=ConfigRules(
+        kv_heads_optional=True,
+        tied=True,
+        activation_field="activation_function",
+        activation="gelu_new",
+        norm=LayerNorm(1.0),
+        defaults={"rms_norm_eps": 1e-5},
+        spellings=gptj.FAMILY.config.spellings,
+        wide=True,
+    ),
+    tensors=TensorRules(
+        {
+            "embed.weight": ("transformer.wte.weight",),
+            "position.weight": ("transformer.wpe.weight",),
+            **{f"norm.{kind}": (f"transformer.ln_f.{kind}",) for kind in KINDS},
+            **{f"{own}.{kind}": (f"{_ALL[own]}.{kind}",) for own in _ALL for kind in KINDS},
+        },
+        layers="transformer.h.",
+        transposed=tuple(f"{name}.weight" for name in _PARTS),
+        unused=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
+    ),
 )

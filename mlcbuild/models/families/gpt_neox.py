@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 from mlcbuild.models.rope import RopeRules
@@ -25,30 +25,34 @@ FAMILY = Family(
     "GPTNeoXForCausalLM",
     _read,
     RopeRules(partial=True, share=0.25),
-    {
-        "embed.weight": ("gpt_neox.embed_in.weight",),
-        "norm.weight": ("gpt_neox.final_layer_norm.weight",),
-        "norm.bias": ("gpt_neox.final_layer_norm.bias",),
-        "lm_head.weight": ("embed_out.weight",),
-        "attn.qkv.weight": ("attention.query_key_value.weight",),
-        "attn.qkv.bias": ("attention.query_key_value.bias",),
-        "attn.o.weight": ("attention.dense.weight",),
-        "attn.o.bias": ("attention.dense.bias",),
-        "mlp.up.weight": ("mlp.dense_h_to_4h.weight",),
-        "mlp.up.bias": ("mlp.dense_h_to_4h.bias",),
-        "mlp.down.weight": ("mlp.dense_4h_to_h.weight",),
-        "mlp.down.bias": ("mlp.dense_4h_to_h.bias",),
-    },
-    kv_heads_optional=True,
-    activation="gelu",
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={
-        "layer_norm_eps": "rms_norm_eps",
-        "rotary_pct": "partial_rotary_factor",
-        "rotary_emb_base": "rope_theta",
-    },
-    layers="gpt_neox.layers.",
-    fused_heads=True,
-    unused=r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+    config=ConfigRules(
+        kv_heads_optional=True,
+        activation="gelu",
+        norm=LayerNorm(1.0),
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={
+            "layer_norm_eps": "rms_norm_eps",
+            "rotary_pct": "partial_rotary_factor",
+            "rotary_emb_base": "rope_theta",
+        },
+    ),
+    tensors=TensorRules(
+        {
+            "embed.weight": ("gpt_neox.embed_in.weight",),
+            "norm.weight": ("gpt_neox.final_layer_norm.weight",),
+            "norm.bias": ("gpt_neox.final_layer_norm.bias",),
+            "lm_head.weight": ("embed_out.weight",),
+            "attn.qkv.weight": ("attention.query_key_value.weight",),
+            "attn.qkv.bias": ("attention.query_key_value.bias",),
+            "attn.o.weight": ("attention.dense.weight",),
+            "attn.o.bias": ("attention.dense.bias",),
+            "mlp.up.weight": ("mlp.dense_h_to_4h.weight",),
+            "mlp.up.bias": ("mlp.dense_h_to_4h.bias",),
+            "mlp.down.weight": ("mlp.dense_4h_to_h.weight",),
+            "mlp.down.bias": ("mlp.dense_4h_to_h.bias",),
+        },
+        layers="gpt_neox.layers.",
+        fused_heads=True,
+        unused=r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+    ),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import read_experts
 from mlcbuild.models.experts import Clamp, Router
-from mlcbuild.models.family import Common, Family, layer_windows, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules, layer_windows, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import LAYER_KINDS, RopeRules
@@ -36,17 +36,21 @@ FAMILY = Family(
     "GptOssForCausalLM",
     _read,
     RopeRules(theta=150000.0),
-    {
-        "mlp.router.weight": ("mlp.router.weight",),
-        "mlp.router.bias": ("mlp.router.bias",),
-        "mlp.experts.gate_up.weight": ("mlp.experts.gate_up_proj",),
-        "mlp.experts.gate_up.bias": ("mlp.experts.gate_up_proj_bias",),
-        "mlp.experts.down.weight": ("mlp.experts.down_proj",),
-        "mlp.experts.down.bias": ("mlp.experts.down_proj_bias",),
-    },
-    head_dim=64,
-    kv_heads_optional=True,
-    transposed=("mlp.experts.gate_up.weight", "mlp.experts.down.weight"),
-    defaults={"rms_norm_eps": 1e-5, "num_local_experts": 128, "num_experts_per_tok": 4},
-    alternating=True,
+    config=ConfigRules(
+        head_dim=64,
+        kv_heads_optional=True,
+        defaults={"rms_norm_eps": 1e-5, "num_local_experts": 128, "num_experts_per_tok": 4},
+    ),
+    tensors=TensorRules(
+        {
+            "mlp.router.weight": ("mlp.router.weight",),
+            "mlp.router.bias": ("mlp.router.bias",),
+            "mlp.experts.gate_up.weight": ("mlp.experts.gate_up_proj",),
+            "mlp.experts.gate_up.bias": ("mlp.experts.gate_up_proj_bias",),
+            "mlp.experts.down.weight": ("mlp.experts.down_proj",),
+            "mlp.experts.down.bias": ("mlp.experts.down_proj_bias",),
+        },
+        transposed=("mlp.experts.gate_up.weight", "mlp.experts.down.weight"),
+        alternating=True,
+    ),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import KINDS, Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 from mlcbuild.models.rope import RopeRules
@@ -27,33 +27,33 @@ FAMILY = Family(
     "GPTJForCausalLM",
     _read,
     RopeRules(rotary_dim=True, interleaved=True),
-    {
-        "embed.weight": ("transformer.wte.weight",),
-        "norm.weight": ("transformer.ln_f.weight",),
-        "norm.bias": ("transformer.ln_f.bias",),
-        "attn_norm.weight": ("ln_1.weight",),
-        "attn_norm.bias": ("ln_1.bias",),
-        "attn.qkv.weight": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
-        "attn.o.weight": ("attn.out_proj.weight",),
-        "mlp.up.weight": ("mlp.fc_in.weight",),
-        "mlp.up.bias": ("mlp.fc_in.bias",),
-        "mlp.down.weight": ("mlp.fc_out.weight",),
-        "mlp.down.bias": ("mlp.fc_out.bias",),
-    },
-    kv_heads_optional=True,
-    activation_field="activation_function",
-    activation="gelu_new",
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5, "rotary_dim": 64},
-    spellings={
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_layer": "num_hidden_layers",
-        "n_inner": "intermediate_size",
-        "n_positions": "max_position_embeddings",
-        "layer_norm_epsilon": "rms_norm_eps",
-    },
-    layers="transformer.h.",
-    unused=r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
-    wide=True,
+    config=ConfigRules(
+        kv_heads_optional=True,
+        activation_field="activation_function",
+        activation="gelu_new",
+        norm=LayerNorm(1.0),
+        defaults={"rms_norm_eps": 1e-5, "rotary_dim": 64},
+        spellings={
+            "n_embd": "hidden_size",
+            "n_head": "num_attention_heads",
+            "n_layer": "num_hidden_layers",
+            "n_inner": "intermediate_size",
+            "n_positions": "max_position_embeddings",
+            "layer_norm_epsilon": "rms_norm_eps",
+        },
+        wide=True,
+    ),
+    tensors=TensorRules(
+        {
+            "embed.weight": ("transformer.wte.weight",),
+            **{f"norm.{kind}": (f"transformer.ln_f.{kind}",) for kind in KINDS},
+            **{f"attn_norm.{kind}": (f"ln_1.{kind}",) for kind in KINDS},
+            "attn.qkv.weight": ("attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight"),
+            "attn.o.weight": ("attn.out_proj.weight",),
+            **{f"mlp.up.{kind}": (f"mlp.fc_in.{kind}",) for kind in KINDS},
+            **{f"mlp.down.{kind}": (f"mlp.fc_out.{kind}",) for kind in KINDS},
+        },
+        layers="transformer.h.",
+        unused=r"transformer\.h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
+    ),
 )

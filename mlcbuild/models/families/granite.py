@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 
 
@@ -25,5 +25,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 FAMILY = Family(
-    "granite", "GraniteForCausalLM", _read, kv_heads_optional=True, defaults={"rms_norm_eps": 1e-6}
+    "granite",
+    "GraniteForCausalLM",
+    _read,
+    config=ConfigRules(kv_heads_optional=True, defaults={"rms_norm_eps": 1e-6}),
 )

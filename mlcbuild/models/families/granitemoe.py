@@ -7,7 +7,7 @@ from dataclasses import replace
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import read_experts
 from mlcbuild.models.experts import Router
-from mlcbuild.models.family import Common, Family, Names
+from mlcbuild.models.family import Common, ConfigRules, Family, Names, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 
@@ -42,6 +42,6 @@ FAMILY = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
     lambda fields, common: read(fields, common, 0),
-    names=NAMES,
-    kv_heads_optional=True,
+    config=ConfigRules(kv_heads_optional=True),
+    tensors=TensorRules(NAMES),
 )

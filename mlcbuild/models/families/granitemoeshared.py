@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.families.granitemoe import NAMES, read
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 
 
@@ -12,4 +12,10 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return read(fields, common, fields.integer("shared_intermediate_size", 1024, low=0, high=2**22))
 
 
-FAMILY = Family("granitemoeshared", "GraniteMoeSharedForCausalLM", _read, names=NAMES, kv_heads_optional=True)
+FAMILY = Family(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    _read,
+    config=ConfigRules(kv_heads_optional=True),
+    tensors=TensorRules(NAMES),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family, Names
+from mlcbuild.models.family import Common, ConfigRules, Family, Names, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.rope import RopeRules
 
@@ -29,7 +29,6 @@ FAMILY = Family(
     "HunYuanDenseV1ForCausalLM",
     read,
     RopeRules(alpha=True),
-    NAMES,
-    kv_heads_optional=True,
-    defaults={"rms_norm_eps": 1e-5},
+    config=ConfigRules(kv_heads_optional=True, defaults={"rms_norm_eps": 1e-5}),
+    tensors=TensorRules(NAMES),
 )

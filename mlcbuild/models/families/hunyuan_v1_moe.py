@@ -7,12 +7,13 @@ from dataclasses import replace
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.experts import Experts
 from mlcbuild.models.families import hunyuan_v1_dense
-from mlcbuild.models.family import Common
+from mlcbuild.models.family import Common, TensorRules
 from mlcbuild.models.fields import Fields
 
 _OFF = ("group_limited_greedy", "position_embedding_xdrope", "use_cla", "use_mla")
 _ON = ("norm_topk_prob", "use_mixed_mlp_moe", "use_qk_norm", "use_rotary_pos_emb")
 _NULL = ("kv_lora_rank", "n_group", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "topk_group")
+_SPELLINGS = {"attention_head_dim": "head_dim", "num_experts_per_tok": "moe_topk"}
 _ALONE = {
     **dict.fromkeys(_OFF, (False,)),
     **dict.fromkeys(_ON, (True,)),
@@ -36,24 +37,24 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     fields.ignore(("cla_share_factor", "dense_list", "moe_drop_tokens", "moe_random_routing_dropped_token"))
     fields.ignore(("anyres_pooling_size", "num_media_embeds", "output_router_logits", "skip_cls_token"))
     experts = Experts(count, 1, size, common.feed_forward.activation, shared_size=size)
-    layers = [
-        replace(layer, feed_forward=replace(experts, chosen=own))
-        for layer, own in zip(dense.layers, chosen, strict=True)
-    ]
-    return replace(dense, layers=tuple(layers))
+    pairs = zip(dense.layers, chosen, strict=True)
+    layers = tuple(replace(layer, feed_forward=replace(experts, chosen=own)) for layer, own in pairs)
+    return replace(dense, layers=layers)
 
 
 FAMILY = replace(
     hunyuan_v1_dense.FAMILY,
+    config=replace(hunyuan_v1_dense.FAMILY.config, spellings=_SPELLINGS),
+    tensors=TensorRules(
+        {
+            **hunyuan_v1_dense.NAMES,
+            "mlp.router.weight": ("mlp.gate.wg.weight",),
+            "mlp.shared.gate_up.weight": ("mlp.shared_mlp.gate_proj.weight", "mlp.shared_mlp.up_proj.weight"),
+            "mlp.shared.down.weight": ("mlp.shared_mlp.down_proj.weight",),
+        }
+    ),
     name="hunyuan_v1_moe",
     architecture="HunYuanMoEV1ForCausalLM",
     read=_read,
-    names={
-        **dict(hunyuan_v1_dense.NAMES),
-        "mlp.router.weight": ("mlp.gate.wg.weight",),
-        "mlp.shared.gate_up.weight": ("mlp.shared_mlp.gate_proj.weight", "mlp.shared_mlp.up_proj.weight"),
-        "mlp.shared.down.weight": ("mlp.shared_mlp.down_proj.weight",),
-    },
-    spellings={"attention_head_dim": "head_dim", "num_experts_per_tok": "moe_topk"},
     remote_code=True,
 )

@@ -19,11 +19,14 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 FAMILY = replace(
     llama.FAMILY,
+    config=replace(
+        llama.FAMILY.config,
+        head_dim=128,
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 2},
+        spellings={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
     name="internlm3",
     architecture="InternLM3ForCausalLM",
     read=_read,
-    head_dim=128,
-    defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 2},
-    spellings={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
     remote_code=True,
 )

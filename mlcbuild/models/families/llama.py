@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family, same_window, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, same_window, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 
@@ -19,4 +19,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return replace(common.model, layers=windowed(layer, same_window(fields, common.count, None)))
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", _read, kv_heads_optional=True)
+FAMILY = Family(
+    "llama",
+    "LlamaForCausalLM",
+    _read,
+    config=ConfigRules(kv_heads_optional=True),
+)

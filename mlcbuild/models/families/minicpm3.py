@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import sqrt
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.latent_fields import SPELLINGS, read_latent
 from mlcbuild.models.layers import LayerSpec, Norms
@@ -31,10 +31,8 @@ FAMILY = Family(
     "minicpm3",
     "MiniCPM3ForCausalLM",
     _read,
-    head_dim=32,
-    kv_heads_optional=True,
-    tied=True,
+    config=ConfigRules(
+        head_dim=32, kv_heads_optional=True, tied=True, defaults={"rms_norm_eps": 1e-5}, spellings=SPELLINGS
+    ),
     remote_code=True,
-    defaults={"rms_norm_eps": 1e-5},
-    spellings=SPELLINGS,
 )

@@ -9,7 +9,7 @@ from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import read_experts
 from mlcbuild.models.experts import Router
 from mlcbuild.models.families import mixtral
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import ABSENT, Fields, show
 from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import RopeRules
@@ -44,9 +44,10 @@ FAMILY = Family(
     "MiniMaxM2ForCausalLM",
     _read,
     RopeRules(partial=True, rotary_dim=True, theta=5e6),
-    {**mixtral.NAMES, "mlp.router.correction": ("block_sparse_moe.e_score_correction_bias",)},
-    head_dim=128,
+    config=ConfigRules(head_dim=128, defaults={"rms_norm_eps": 1e-6}),
+    tensors=TensorRules(
+        {**mixtral.NAMES, "mlp.router.correction": ("block_sparse_moe.e_score_correction_bias",)},
+        unused=r"model\.layers\.{layers}\..*",
+    ),
     remote_code=True,
-    defaults={"rms_norm_eps": 1e-6},
-    unused=r"model\.layers\.{layers}\..*",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family, layer_windows, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, layer_windows, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.rope import LAYER_KINDS
 
@@ -15,4 +15,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return common.of(windowed(common.layer(), windows))
 
 
-FAMILY = Family("ministral", "MinistralForCausalLM", _read, defaults={"rms_norm_eps": 1e-6})
+FAMILY = Family(
+    "ministral",
+    "MinistralForCausalLM",
+    _read,
+    config=ConfigRules(defaults={"rms_norm_eps": 1e-6}),
+)

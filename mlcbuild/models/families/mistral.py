@@ -17,4 +17,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return replace(common.model, layers=windowed(layer, same_window(fields, common.count, window)))
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", _read)
+FAMILY = Family(
+    "mistral",
+    "MistralForCausalLM",
+    _read,
+)

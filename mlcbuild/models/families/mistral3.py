@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from mlcbuild.models.families import ministral3, mistral
 
+_CONFIG = replace(mistral.FAMILY.config, defaults={"rms_norm_eps": 1e-6})
+
 FAMILY = replace(
     mistral.FAMILY,
     name="mistral3",
     architecture="Mistral3ForConditionalGeneration",
-    texts=(replace(mistral.FAMILY, defaults={"rms_norm_eps": 1e-6}), ministral3.FAMILY),
+    texts=(replace(mistral.FAMILY, config=_CONFIG), ministral3.FAMILY),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import read_experts
 from mlcbuild.models.experts import Router
-from mlcbuild.models.family import Common, Family, Names, same_window, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, Names, TensorRules, same_window, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 
@@ -34,6 +34,6 @@ FAMILY = Family(
     "mixtral",
     "MixtralForCausalLM",
     _read,
-    names=NAMES,
-    kv_heads_optional=True,
+    config=ConfigRules(kv_heads_optional=True),
+    tensors=TensorRules(NAMES),
 )

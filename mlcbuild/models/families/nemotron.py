@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 from mlcbuild.models.rope import RopeRules
@@ -23,9 +23,11 @@ FAMILY = Family(
     "NemotronForCausalLM",
     _read,
     RopeRules(partial=True, share=0.5),
-    kv_heads_optional=True,
-    activation="relu2",
-    norm=LayerNorm(1.0, offset=1.0),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={"norm_eps": "rms_norm_eps", "rope_percent": "partial_rotary_factor"},
+    config=ConfigRules(
+        kv_heads_optional=True,
+        activation="relu2",
+        norm=LayerNorm(1.0, offset=1.0),
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={"norm_eps": "rms_norm_eps", "rope_percent": "partial_rotary_factor"},
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 
@@ -19,7 +19,7 @@ FAMILY = Family(
     "olmo",
     "OlmoForCausalLM",
     _read,
-    kv_heads_optional=True,
-    norm=LayerNorm(1.0, weight=False, bias=False),
-    defaults={"rms_norm_eps": 1e-5},
+    config=ConfigRules(
+        kv_heads_optional=True, norm=LayerNorm(1.0, weight=False, bias=False), defaults={"rms_norm_eps": 1e-5}
+    ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import POST_NORMS, Common, Family
+from mlcbuild.models.family import POST_NORMS, Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import Norms
 
@@ -21,7 +21,6 @@ FAMILY = Family(
     "olmo2",
     "Olmo2ForCausalLM",
     _read,
-    names=POST_NORMS,
-    kv_heads_optional=True,
-    defaults={"rms_norm_eps": 1e-5},
+    config=ConfigRules(kv_heads_optional=True, defaults={"rms_norm_eps": 1e-5}),
+    tensors=TensorRules(POST_NORMS),
 )

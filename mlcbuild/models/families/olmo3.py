@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import POST_NORMS, Common, Family, every, layer_windows
+from mlcbuild.models.family import POST_NORMS, Common, ConfigRules, Family, TensorRules, every, layer_windows
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import Norms
 from mlcbuild.models.rope import RopeRules
@@ -24,7 +24,6 @@ FAMILY = Family(
     "Olmo3ForCausalLM",
     _read,
     RopeRules(by_kind=True, theta=5e5),
-    POST_NORMS,
-    kv_heads_optional=True,
-    defaults={"rms_norm_eps": 1e-5},
+    config=ConfigRules(kv_heads_optional=True, defaults={"rms_norm_eps": 1e-5}),
+    tensors=TensorRules(POST_NORMS),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import read_experts
 from mlcbuild.models.experts import Router
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 
@@ -29,4 +29,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return replace(common.model, layers=(layer,) * common.count)
 
 
-FAMILY = Family("olmoe", "OlmoeForCausalLM", _read, kv_heads_optional=True)
+FAMILY = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    _read,
+    config=ConfigRules(kv_heads_optional=True),
+)

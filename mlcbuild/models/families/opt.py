@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 
@@ -35,22 +35,26 @@ FAMILY = Family(
     "OPTForCausalLM",
     _read,
     None,
-    {
-        **{f"norm.{kind}": (f"model.decoder.final_layer_norm.{kind}",) for kind in ("weight", "bias")},
-        "embed.weight": ("model.decoder.embed_tokens.weight",),
-        "position.weight": ("model.decoder.embed_positions.weight",),
-        **{f"attn_norm.{kind}": (f"self_attn_layer_norm.{kind}",) for kind in ("weight", "bias")},
-        **{f"mlp_norm.{kind}": (f"final_layer_norm.{kind}",) for kind in ("weight", "bias")},
-        **{f"attn.o.{kind}": (f"self_attn.out_proj.{kind}",) for kind in ("weight", "bias")},
-        **{f"mlp.up.{kind}": (f"fc1.{kind}",) for kind in ("weight", "bias")},
-        **{f"mlp.down.{kind}": (f"fc2.{kind}",) for kind in ("weight", "bias")},
-    },
-    kv_heads_optional=True,
-    tied=True,
-    activation_field="activation_function",
-    activation="relu",
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={"ffn_dim": "intermediate_size"},
-    layers="model.decoder.layers.",
+    config=ConfigRules(
+        kv_heads_optional=True,
+        tied=True,
+        activation_field="activation_function",
+        activation="relu",
+        norm=LayerNorm(1.0),
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={"ffn_dim": "intermediate_size"},
+    ),
+    tensors=TensorRules(
+        {
+            **{f"norm.{kind}": (f"model.decoder.final_layer_norm.{kind}",) for kind in ("weight", "bias")},
+            "embed.weight": ("model.decoder.embed_tokens.weight",),
+            "position.weight": ("model.decoder.embed_positions.weight",),
+            **{f"attn_norm.{kind}": (f"self_attn_layer_norm.{kind}",) for kind in ("weight", "bias")},
+            **{f"mlp_norm.{kind}": (f"final_layer_norm.{kind}",) for kind in ("weight", "bias")},
+            **{f"attn.o.{kind}": (f"self_attn.out_proj.{kind}",) for kind in ("weight", "bias")},
+            **{f"mlp.up.{kind}": (f"fc1.{kind}",) for kind in ("weight", "bias")},
+            **{f"mlp.down.{kind}": (f"fc2.{kind}",) for kind in ("weight", "bias")},
+        },
+        layers="model.decoder.layers.",
+    ),
 )

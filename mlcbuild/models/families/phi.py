@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 from mlcbuild.models.rope import RopeRules
@@ -24,23 +24,27 @@ FAMILY = Family(
     "PhiForCausalLM",
     _read,
     RopeRules(partial=True, share=0.5),
-    {
-        "norm.weight": ("model.final_layernorm.weight",),
-        "norm.bias": ("model.final_layernorm.bias",),
-        "attn.q_norm.weight": ("self_attn.q_layernorm.weight",),
-        "attn.q_norm.bias": ("self_attn.q_layernorm.bias",),
-        "attn.k_norm.weight": ("self_attn.k_layernorm.weight",),
-        "attn.k_norm.bias": ("self_attn.k_layernorm.bias",),
-        "attn.o.weight": ("self_attn.dense.weight",),
-        "attn.o.bias": ("self_attn.dense.bias",),
-        "mlp.up.weight": ("mlp.fc1.weight",),
-        "mlp.up.bias": ("mlp.fc1.bias",),
-        "mlp.down.weight": ("mlp.fc2.weight",),
-        "mlp.down.bias": ("mlp.fc2.bias",),
-    },
-    kv_heads_optional=True,
-    activation="gelu_new",
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={"layer_norm_eps": "rms_norm_eps"},
+    config=ConfigRules(
+        kv_heads_optional=True,
+        activation="gelu_new",
+        norm=LayerNorm(1.0),
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={"layer_norm_eps": "rms_norm_eps"},
+    ),
+    tensors=TensorRules(
+        {
+            "norm.weight": ("model.final_layernorm.weight",),
+            "norm.bias": ("model.final_layernorm.bias",),
+            "attn.q_norm.weight": ("self_attn.q_layernorm.weight",),
+            "attn.q_norm.bias": ("self_attn.q_layernorm.bias",),
+            "attn.k_norm.weight": ("self_attn.k_layernorm.weight",),
+            "attn.k_norm.bias": ("self_attn.k_layernorm.bias",),
+            "attn.o.weight": ("self_attn.dense.weight",),
+            "attn.o.bias": ("self_attn.dense.bias",),
+            "mlp.up.weight": ("mlp.fc1.weight",),
+            "mlp.up.bias": ("mlp.fc1.bias",),
+            "mlp.down.weight": ("mlp.fc2.weight",),
+            "mlp.down.bias": ("mlp.fc2.bias",),
+        }
+    ),
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family, same_window, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules, same_window, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import RopeRules
@@ -22,17 +22,18 @@ FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     _read,
-    # Early checkpoints call LongRoPE by the names of its predecessors.
     RopeRules(
         partial=True,
         types=("default", "longrope"),
         aliases={"su": "longrope", "yarn": "longrope"},
         original_max_position=4096,
     ),
-    {
-        "attn.qkv.weight": ("self_attn.qkv_proj.weight",),
-        "mlp.gate_up.weight": ("mlp.gate_up_proj.weight",),
-    },
-    kv_heads_optional=True,
+    config=ConfigRules(kv_heads_optional=True),
+    tensors=TensorRules(
+        {
+            "attn.qkv.weight": ("self_attn.qkv_proj.weight",),
+            "mlp.gate_up.weight": ("mlp.gate_up_proj.weight",),
+        }
+    ),
     remote_code=True,
 )

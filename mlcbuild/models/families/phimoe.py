@@ -8,7 +8,7 @@ from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import read_experts
 from mlcbuild.models.experts import Router
 from mlcbuild.models.families import mixtral
-from mlcbuild.models.family import Common, Family, same_window, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules, same_window, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm, LayerSpec, Norms
 from mlcbuild.models.rope import RopeRules
@@ -32,9 +32,7 @@ FAMILY = Family(
     "PhimoeForCausalLM",
     _read,
     RopeRules(types=("default", "longrope"), theta=1e6, mscales=True),
-    mixtral.NAMES,
-    kv_heads_optional=True,
+    config=ConfigRules(kv_heads_optional=True, norm=LayerNorm(1.0), defaults={"rms_norm_eps": 1e-5}),
+    tensors=TensorRules(mixtral.NAMES),
     remote_code=True,
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5},
 )

@@ -34,4 +34,8 @@ def upper_windows(fields: Fields, count: int) -> tuple[int | None, ...]:
     return layer_windows(fields, [sliding if i >= first else full for i in range(count)], window)
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", _read)
+FAMILY = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    _read,
+)

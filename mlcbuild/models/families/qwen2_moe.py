@@ -8,7 +8,7 @@ from dataclasses import replace
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.expert_fields import layers_by_step, mixed, read_experts
 from mlcbuild.models.experts import Router
-from mlcbuild.models.family import Common, Family, layer_windows, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules, layer_windows, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 from mlcbuild.models.rope import LAYER_KINDS
@@ -41,13 +41,15 @@ FAMILY = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     _read,
-    names={
-        "mlp.shared.gate_up.weight": (
-            "mlp.shared_expert.gate_proj.weight",
-            "mlp.shared_expert.up_proj.weight",
-        ),
-        "mlp.shared.down.weight": ("mlp.shared_expert.down_proj.weight",),
-        "mlp.shared_gate.weight": ("mlp.shared_expert_gate.weight",),
-    },
-    kv_heads_optional=True,
+    config=ConfigRules(kv_heads_optional=True),
+    tensors=TensorRules(
+        {
+            "mlp.shared.gate_up.weight": (
+                "mlp.shared_expert.gate_proj.weight",
+                "mlp.shared_expert.up_proj.weight",
+            ),
+            "mlp.shared.down.weight": ("mlp.shared_expert.down_proj.weight",),
+            "mlp.shared_gate.weight": ("mlp.shared_expert_gate.weight",),
+        }
+    ),
 )

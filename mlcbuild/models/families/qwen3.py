@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
 from mlcbuild.models.families.qwen2 import upper_windows
-from mlcbuild.models.family import Common, Family, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerSpec, Norms
 
@@ -18,4 +18,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return replace(common.model, layers=windowed(layer, upper_windows(fields, common.count)))
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", _read, head_dim=128)
+FAMILY = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    _read,
+    config=ConfigRules(head_dim=128),
+)

@@ -25,4 +25,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return replace(common.model, layers=mixed(layers, sparse, experts, common.feed_forward))
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", _read)
+FAMILY = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _read,
+)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.rope import RopeRules
 
@@ -22,7 +22,6 @@ _TEXT = Family(
     "Qwen3VLTextModel",
     _read,
     RopeRules(theta=5e5, ignored=("mrope_section", "mrope_interleaved")),
-    head_dim=128,
-    defaults={"rms_norm_eps": 1e-6},
+    config=ConfigRules(head_dim=128, defaults={"rms_norm_eps": 1e-6}),
 )
 FAMILY = replace(_TEXT, name="qwen3_vl", architecture="Qwen3VLForConditionalGeneration", texts=(_TEXT,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family
 from mlcbuild.models.fields import Fields
 
 
@@ -18,4 +18,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     return common.of(common.all_alike(fields, replace(layer, feed_forward=feed_forward)))
 
 
-FAMILY = Family("seed_oss", "SeedOssForCausalLM", _read, head_dim=128, defaults={"rms_norm_eps": 1e-6})
+FAMILY = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    _read,
+    config=ConfigRules(head_dim=128, defaults={"rms_norm_eps": 1e-6}),
+)

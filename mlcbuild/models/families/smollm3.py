@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family, layer_windows, unrotated, windowed
+from mlcbuild.models.family import Common, ConfigRules, Family, layer_windows, unrotated, windowed
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.rope import LAYER_KINDS, RopeRules
 
@@ -34,7 +34,5 @@ FAMILY = Family(
     "SmolLM3ForCausalLM",
     _read,
     RopeRules(theta=2e6),
-    tied=True,
-    kv_heads_optional=True,
-    defaults={"rms_norm_eps": 1e-6},
+    config=ConfigRules(tied=True, kv_heads_optional=True, defaults={"rms_norm_eps": 1e-6}),
 )

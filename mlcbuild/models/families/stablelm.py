@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 from mlcbuild.models.rope import RopeRules
@@ -29,12 +29,14 @@ FAMILY = Family(
     "StableLmForCausalLM",
     _read,
     RopeRules(partial=True, share=0.25),
-    {
-        "attn.q_norm.weight": ("self_attn.q_layernorm.norms.{}.weight",),
-        "attn.k_norm.weight": ("self_attn.k_layernorm.norms.{}.weight",),
-    },
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={"layer_norm_eps": "rms_norm_eps"},
+    config=ConfigRules(
+        norm=LayerNorm(1.0), defaults={"rms_norm_eps": 1e-5}, spellings={"layer_norm_eps": "rms_norm_eps"}
+    ),
+    tensors=TensorRules(
+        {
+            "attn.q_norm.weight": ("self_attn.q_layernorm.norms.{}.weight",),
+            "attn.k_norm.weight": ("self_attn.k_layernorm.norms.{}.weight",),
+        }
+    ),
     remote_code=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlcbuild.models.config import ModelConfig
-from mlcbuild.models.family import Common, Family
+from mlcbuild.models.family import Common, ConfigRules, Family, TensorRules
 from mlcbuild.models.fields import Fields
 from mlcbuild.models.layers import LayerNorm
 
@@ -23,15 +23,19 @@ FAMILY = Family(
     "starcoder2",
     "Starcoder2ForCausalLM",
     _read,
-    names={
-        "mlp.up.weight": ("mlp.c_fc.weight",),
-        "mlp.up.bias": ("mlp.c_fc.bias",),
-        "mlp.down.weight": ("mlp.c_proj.weight",),
-        "mlp.down.bias": ("mlp.c_proj.bias",),
-    },
-    tied=True,
-    activation="gelu_pytorch_tanh",
-    norm=LayerNorm(1.0),
-    defaults={"rms_norm_eps": 1e-5},
-    spellings={"norm_epsilon": "rms_norm_eps"},
+    config=ConfigRules(
+        tied=True,
+        activation="gelu_pytorch_tanh",
+        norm=LayerNorm(1.0),
+        defaults={"rms_norm_eps": 1e-5},
+        spellings={"norm_epsilon": "rms_norm_eps"},
+    ),
+    tensors=TensorRules(
+        {
+            "mlp.up.weight": ("mlp.c_fc.weight",),
+            "mlp.up.bias": ("mlp.c_fc.bias",),
+            "mlp.down.weight": ("mlp.c_proj.weight",),
+            "mlp.down.bias": ("mlp.c_proj.bias",),
+        }
+    ),
 )
