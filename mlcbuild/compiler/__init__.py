@@ -1,1 +1,1 @@
-"""The compiler: the only place that imports TVM, and only in processes of its own."""
+"""The compiler: the only package that imports TVM, and only in child processes."""

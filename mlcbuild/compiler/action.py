@@ -1,4 +1,4 @@
-"""Compiles a library for any device: checks the request, runs TVM in a process, and links."""
+"""Compiles a library for any device: checks the request, runs TVM in a child process, and links."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 
 TIMEOUT = 3600
-"""Maximum seconds for compiling a library, which usually takes a few."""
+"""Maximum number of seconds for compiling a library, which usually takes a few seconds."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The device-specific programs and checks for building a library; the code in the compiling process is
-    elsewhere."""
+    """The programs and checks of one device that building a library needs. The code generator itself runs in
+    the child process.
+    """
 
     child: str
-    """Name of the module whose `main` runs in the compiling process."""
+    """Name of the module whose `main` runs in the child process."""
     check: Callable[[Target], object]
     """Function that raises SetupError if this machine cannot link for a target."""
     link: Callable[[Sequence[Path], Path, Target], None]
@@ -46,7 +47,7 @@ def compile_library(
 ) -> None:
     """Writes model.so, model.dylib or model.o, and library.json, into `out`.
 
-    `params` has scheme, target and limits as JSON (a null context_window stands for the model's own), and
+    params has scheme, target and limits as JSON (a null context_window means the model's maximum), and
     inputs["config"] is the directory with the converted config.json. Raises CompileError if a limit, the
     target or the compiler prevents it, CheckpointError for an invalid config, SetupError if this machine
     cannot link for the target.
@@ -57,8 +58,8 @@ def compile_library(
     limits = _limits(model, cast("Mapping[str, int | None]", params["limits"]))
     params = {**params, "limits": asdict(limits)}
     _check(model, limits, params, target)
-    toolchain.check(target)  # report a missing linker before the long part
-    # Below `out`, which the next run removes when this process is killed.
+    toolchain.check(target)  # A missing linker is reported before the part that takes long.
+    # The directory is below `out`, which the next run removes if this process is killed.
     with tempfile.TemporaryDirectory(prefix=".compile-", dir=out) as area:
         directory = Path(area)
         (directory / "request.json").write_text(json.dumps({**params, "config": config}))
@@ -78,7 +79,7 @@ def library_name(target: Target) -> str:
 
 
 def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
-    """Returns the limits of a library for a model; a null context window becomes the model's own."""
+    """Returns the limits of a library. A null context window becomes the model's maximum."""
     window = models.context_window(config, requested["context_window"])
     chunk, max_batch = requested["prefill_chunk"] or 0, requested["max_batch"] or 0
     return Limits(window, min(chunk, window), max_batch)
@@ -105,8 +106,9 @@ def _check(config: ModelConfig, limits: Limits, params: Mapping[str, Json], targ
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:
-    """Runs the compiler in a process of its own on the request in `directory`, for at most `seconds`. Raises
-    CompileError, or the error that the process reported."""
+    """Compiles the request in `directory` in a child process, for at most `seconds`. module: the child's
+    module. Raises CompileError, or the error that the child reported.
+    """
     command = [sys.executable, "-c", f"from {module} import main; main()", str(directory)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TVM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONHASHSEED": "0"}
@@ -128,7 +130,7 @@ def run_child(directory: Path, seconds: float, module: str) -> None:
                 f"the compiler did not finish in {seconds:g} s; it was at '{_phase(directory)}'"
             ) from None
     text = errors.read_text(errors="replace")
-    sys.stderr.write(text)  # into the step's log
+    sys.stderr.write(text)  # copied into the step's log
     if done.returncode != 0:
         raise _failure(directory, done.returncode, text)
 

@@ -30,7 +30,7 @@ from mlcbuild.targets.target import Target
 
 @dataclass(frozen=True)
 class LibraryMemory:
-    """Bytes of memory that a library needs when it runs."""
+    """The memory, in bytes, that a library needs when it runs."""
 
     weights: int
     kv_page: int
@@ -38,8 +38,9 @@ class LibraryMemory:
     kv_cache: int
     """Bytes of the KV cache for max_batch sequences of context_window tokens each."""
     workspace: int
-    """Maximum bytes for everything between kernels, with the logits of max_batch rows, and for the scratch
-    buffers of a kernel on one thread. It is allocated once and kept."""
+    """Maximum bytes of the buffers between kernels, with the logits of max_batch rows, and of the scratch
+    buffers of a kernel on one thread. They are allocated once and kept.
+    """
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,15 @@ class CompileRequest:
 
 
 MakeOps = Callable[[ModelConfig, Storage, Target], Ops]
-"""The constructor of a backend: it returns the operations of a target's device for a model and a scheme."""
+"""Constructor of a backend: function of (model, scheme, target) that returns the operations of the target's
+device.
+"""
 
 
 def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops: MakeOps) -> list[Path]:
-    """Compiles a request (a Request as JSON), writes its object files and library.json into `directory`, and
-    returns the object files. `mark` is called with the name of each phase."""
+    """Compiles a request, writes its object files and library.json into `directory`, and returns the object
+    files. data: a CompileRequest as JSON; mark: called with the name of each phase.
+    """
     versions.check()
     request = CompileRequest.from_json(data)
     mark("choose kernels")
@@ -82,7 +86,9 @@ def build(data: Mapping[str, Json], directory: Path, mark: phases.Mark, make_ops
 
 
 def describe(request: CompileRequest, decoder: Decoder, needed: LibraryMemory) -> dict[str, Json]:
-    """Returns the library's metadata, which its function `_metadata` returns and library.json holds."""
+    """Returns the metadata of a library, which is written to library.json and returned by the library's
+    function `_metadata`.
+    """
     params = [[item.name, list(item.shape), item.dtype, item.layout] for item in decoder.tensors]
     chosen, fallbacks = decoder.ops.kernel_names()
     return {
@@ -101,7 +107,9 @@ def describe(request: CompileRequest, decoder: Decoder, needed: LibraryMemory) -
 
 
 def estimate(decoder: Decoder, mod: IRModule) -> LibraryMemory:
-    """Returns the memory that a library needs, from a module whose buffers are planned for its limits."""
+    """Returns the memory that a library needs. mod: the module whose buffers are planned for the library's
+    limits.
+    """
     page = decoder.ops.cache.page_bytes
     return LibraryMemory(
         weights=sum(math.prod(item.shape) * np.dtype(item.dtype).itemsize for item in decoder.tensors),

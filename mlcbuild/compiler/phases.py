@@ -1,4 +1,4 @@
-"""Turns a module of kernels into object files: all passes of the program in order."""
+"""Turns a module of kernels into object files, and lists all compiler passes in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlcbuild.compiler.passes.trusted_calls import trusted_calls
 from mlcbuild.errors import CompileError
 
 Mark = Callable[[str], None]
-"""A callback that receives the name of each phase as it starts."""
+"""A callback that receives the name of each phase when it starts."""
 
 Phases = tuple[tuple[str, Callable[[], Callable[[IRModule], IRModule]]], ...]
 """Pairs (description, constructor of the pass), in order. A pass is constructed where it runs."""
@@ -32,7 +32,7 @@ PLAN: Phases = (
     ("call kernels with their outputs", R.CallTIRRewrite),
     ("plan memory", R.StaticPlanBlockMemory),
 )
-"""The compiler passes up to memory planning, after which a library's memory is known."""
+"""The compiler passes up to memory planning. After them the memory that a library needs is known."""
 
 LOWER: Phases = (
     ("allocate tensors in storage", R.LowerAllocTensor),
@@ -44,12 +44,13 @@ LOWER: Phases = (
     ("trust callers", lambda: trusted_calls),
     ("name functions", R.AttachGlobalSymbol),
 )
-"""The compiler passes from memory planning to the program of TVM's virtual machine."""
+"""The compiler passes from memory planning to the bytecode of TVM's virtual machine."""
 
 
 def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModule:
-    """Applies compiler passes in order and returns the module. Raises CompileError if a pass yields an
-    ill-formed module."""
+    """Applies compiler passes in order and returns the module. mark: called with each pass's description.
+    Raises CompileError if a pass yields an ill-formed module.
+    """
     with target:
         for name, make in phases:
             mark(name)
@@ -62,8 +63,9 @@ def run(mod: IRModule, phases: Phases, target: TvmTarget, mark: Mark) -> IRModul
 
 
 def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kernels: Phases) -> list[Path]:
-    """Compiles a module to object files, the kernels' machine code and the virtual machine's program, and
-    returns their paths."""
+    """Compiles a module to two object files, the kernels' machine code and the virtual machine's program, and
+    returns their paths.
+    """
     mark("generate machine code")
     executable = relax.build(mod, target, relax_pipeline=None, tir_pipeline=kernel_pipeline(kernels))
     paths: list[Path] = []
@@ -77,8 +79,9 @@ def objects(mod: IRModule, target: TvmTarget, directory: Path, mark: Mark, kerne
 
 
 def kernel_pipeline(kernels: Phases) -> str:
-    """Registers the kernels' passes, followed by TVM's own final passes, and returns the name that TVM uses
-    for them."""
+    """Registers the kernels' passes, followed by TVM's final passes, with TVM, and returns the name under
+    which TVM finds them.
+    """
 
     def passes() -> tuple[transform.Pass, Callable[[], transform.Pass], Callable[[], transform.Pass]]:
         return (

@@ -1,4 +1,4 @@
-"""Versions of the programs that determine a library's bytes. This module does not import TVM."""
+"""Names the versions of the programs that determine a library's bytes. This module does not import TVM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 from mlcbuild.errors import SetupError
 
 LLVM = "22"
-"""Major version of the LLVM that is inside TVM's wheel; the compiling process checks it."""
+"""Major version of the LLVM inside TVM's wheel; the child process checks it."""
 
 
 @cache
@@ -26,7 +26,7 @@ def compiler() -> dict[str, str]:
 
 
 def check() -> None:
-    """Checks, in the compiling process, that TVM carries the LLVM that cache keys name. Raises SetupError."""
+    """Raises SetupError, in the child process, if TVM's LLVM is not the version that cache keys name."""
     from tvm.target.codegen import llvm_version_major
 
     carried = str(llvm_version_major())

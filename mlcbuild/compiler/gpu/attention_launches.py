@@ -1,4 +1,4 @@
-"""Translates the mixers of layers into launches: grouped-query attention, and latent attention."""
+"""Translates the mixers of layers into kernel launches: grouped-query attention, and latent attention."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from mlcbuild.compiler.gpu.launches import Buffers, LaunchBuilder
 from mlcbuild.models import Attention, LatentAttention, LayerSpec, RmsNorm
 
 _SPLIT_TOKENS = 512
-"""Context length, in tokens, for each of which attention gets one more split."""
+"""Number of tokens of the context window for each of which attention is divided into one more split."""
 _MAX_SPLITS = 8
 
 
 def attention_spec(build: LaunchBuilder, index: int, layer: LayerSpec) -> AttentionSpec:
-    """Returns the attention of a layer as kernels compute it."""
+    """Returns the description of a layer's attention from which kernels are built. index: the
+    layer's number.
+    """
     mixer, is_half = layer.mixer, build.scheme.dtype == "float16"
     reach = min(build.limits.context_window, mixer.window or NO_WINDOW)
     splits = max(1, min(_MAX_SPLITS, -(-reach // _SPLIT_TOKENS)))
@@ -42,8 +44,7 @@ def attention_spec(build: LaunchBuilder, index: int, layer: LayerSpec) -> Attent
 
 
 def attention_columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dict[str, int]:
-    """Returns name of a workspace buffer -> number of columns that a layer's mixer needs of it, for each
-    row."""
+    """Returns workspace buffer name -> number of columns per row that a layer's mixer needs in it."""
     mixer, cache = layer.mixer, attention_spec(build, index, layer).cache
     needed = {"query": cache.heads * cache.head_dim, "attended": cache.heads * cache.value_dim}
     if not isinstance(mixer, LatentAttention):
@@ -62,8 +63,9 @@ def attention_columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dic
 def attention_launches(
     build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns the launches of a mixer up to its sum, and those that add it to the residual stream. rows: as
-    in layer_launches.py."""
+    """Returns two lists of launches: those of a mixer up to the sum that it adds, and those that add it to
+    the residual stream. rows: as in layer_launches.py.
+    """
     if isinstance(layer.mixer, LatentAttention):
         return _latent_attention(build, index, layer, rows)
     base = f"layers.{index}.attn"
@@ -76,7 +78,7 @@ def attention_launches(
 
 
 def _attend(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the launches from queries and the cache to what heads have attended to."""
+    """Returns the launches that compute the results of attention from queries and the cache."""
     mixer, spec, places = layer.mixer, attention_spec(build, index, layer), build.calls.places
     pages = f"pages.{index}"
     sinks = {} if spec.half_sinks is None else {"sinks": f"layers.{index}.attn.sinks"}
@@ -124,8 +126,9 @@ def _prepare_heads(build: LaunchBuilder, index: int, mixer: Attention) -> list[L
 def _latent_attention(
     build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns the launches of latent attention, whose heads multiply their queries and their results by
-    matrices of their own."""
+    """Returns the two lists of launches of latent attention, as `attention_launches` does. Its heads multiply
+    queries and results by a separate matrix each.
+    """
     base, mixer, places = f"layers.{index}.attn", layer.mixer, build.calls.places
     assert isinstance(mixer, LatentAttention)
     sizes = (mixer.heads, mixer.latent, mixer.head_dim, mixer.rope_dim, build.limits.context_window)
@@ -153,7 +156,9 @@ def _latent_attention(
 
 
 def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the launches for the queries of all heads."""
+    """Returns the launches that compute the queries of all heads. base: prefix of the layer's parameter
+    names.
+    """
     mixer, norm_name = layer.mixer, f"{base}_norm"
     assert isinstance(mixer, LatentAttention)
     if not mixer.query_latent:
@@ -177,8 +182,9 @@ def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None
 def _head_product(
     build: LaunchBuilder, name: str, rows: int | None, places: tuple[str, str], stride: int
 ) -> Launch:
-    """Returns the launch of the products of each head with its matrix. places: buffers that are read and
-    written; stride: columns of a head in the latter, if more than the matrix has."""
+    """Returns the launch that multiplies the vector of each head by the head's matrix. places: (buffer to
+    read, buffer to write); stride: columns per head in the latter, if more than the matrix has.
+    """
     count, (source, out) = build.params[name].count, places
     spec = build.product(name, stride=stride)
     make: Callable[..., Any] = latent_heads.head_gemm if rows is None else latent_heads.head_gemv

@@ -1,4 +1,4 @@
-"""The sizes of calls of a GPU program, and the places of a call's inputs in the buffer that holds them."""
+"""The sizes of calls of a GPU program, and the sections of the buffer that holds a call's inputs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from mlcbuild.compiler.gpu.kernels import prompt_attention
 from mlcbuild.compiler.gpu.kernels.page_layout import InputPlaces
 
 DRAFT_ROWS = 16
-"""Number of rows that a decoding step may have at least, for draft tokens of few sequences."""
+"""Minimum number of rows that every library allows in a decoding step, so that few sequences can have draft
+tokens.
+"""
 STEPS = 16
-"""Number of decoding steps whose tokens the buffer `history` holds."""
+"""Number of decoding steps whose tokens the buffer `history` can hold."""
 FORKS = 256
-"""Largest number of copies of KV cache pages in one call."""
+"""Maximum number of KV cache pages that are copied in one call."""
 _LOGITS_BYTES = 32 << 20
-"""Bytes of the logits of one call, unless one row has more."""
+"""Maximum bytes of the logits of one call, unless a single row has more."""
 
 
 @dataclass(frozen=True)
 class CallSizes:
-    """The largest sizes of a call, for a model with so many tokens in its vocabulary."""
+    """The maximum sizes of a call, for a model with this number of tokens in its vocabulary."""
 
     vocab_size: int
     limits: Limits
 
     @property
     def decode_rows(self) -> int:
-        """Returns the largest number of rows of a decoding step."""
+        """Returns the maximum number of rows of a decoding step."""
         return max(self.limits.max_batch, DRAFT_ROWS)
 
     @property
@@ -40,7 +42,7 @@ class CallSizes:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Returns name of a size of calls -> its largest value."""
+        """Returns name of a size of calls -> its maximum."""
         return {
             "n": max(self.limits.rows, self.decode_rows),
             "q": self.logit_rows,
@@ -52,12 +54,12 @@ class CallSizes:
 
     @property
     def mask_rows(self) -> int:
-        """Returns the largest number of logit masks of one call."""
+        """Returns the maximum number of logit masks of one call."""
         return min(self.decode_rows, self.logit_rows)
 
     @cached_property
     def sections(self) -> dict[str, Section]:
-        """Returns name of an input that every call has -> its section of the buffer."""
+        """Returns name of an input that every call has -> section of the buffer that holds it."""
         sizes: dict[str, Expression] = {
             "count": 1,
             "tokens": "n",

@@ -20,7 +20,7 @@ from mlcbuild.compiler.gpu.tensorir import KernelBuilder
 from mlcbuild.errors import CompileError
 
 Make = Callable[..., KernelBuilder]
-"""Function of (name, further arguments) that builds a kernel."""
+"""Function of (name, further arguments) that returns the builder of a finished kernel."""
 
 
 @dataclass
@@ -30,14 +30,15 @@ class Emitter:
     dialect: Dialect = WGSL
     shaders: dict[str, Shader] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
-    """File name of a kernel -> its text."""
+    """File name of a kernel -> its source text."""
     buffers: dict[str, Buffer] = field(default_factory=dict)
     functions: dict[str, tuple[CallVariant, ...]] = field(default_factory=dict)
     _names: dict[object, str] = field(default_factory=dict)
 
     def kernel(self, make: Make, *arguments: object) -> str:
-        """Returns the name of the kernel that `make(name, *arguments)` builds; it is lowered once for the
-        same arguments."""
+        """Returns the name of the kernel that `make(name, *arguments)` builds. Equal arguments give the same
+        kernel, which is built and lowered once.
+        """
         case = (make.__name__, arguments)
         if case not in self._names:
             name = f"{make.__name__}_{len(self._names)}"
@@ -51,17 +52,18 @@ class Emitter:
         return name
 
     def function(self, name: str, variants: Mapping[int, tuple[Mapping[str, int], list[Launch]]]) -> None:
-        """Adds a function to the program. variants: any number -> (largest sizes, launches), in ascending
-        order."""
+        """Adds a function to the program. variants: any number -> (maximum sizes of a call, launches);
+        numbers are in ascending order.
+        """
         ordered = (CallVariant(dict(sizes), tuple(launches)) for sizes, launches in variants.values())
         self.functions[name] = tuple(ordered)
 
     def launch(
         self, kernel: str, scalars: Mapping[str, Expression], buffers: Mapping[str, str | BoundBuffer]
     ) -> Launch:
-        """Returns a launch of a kernel. scalars and buffers: by the kernel's names for them.
+        """Returns a launch of a kernel. scalars, buffers: name in the kernel -> value.
 
-        Raises CompileError if these differ from those that the kernel has.
+        Raises CompileError if the names differ from those that the kernel declares.
         """
         shader = self.shaders[kernel]
         names = {binding.name for binding in shader.bindings}

@@ -1,8 +1,9 @@
-"""Translates a mixture of experts into launches.
+"""Translates a mixture of experts into kernel launches.
 
-Decoding: the router's product, the choice, one product for the gates of all choices, and one for their
-weighted sum. Prompts order their choices by expert first, multiply tiles of rows of one expert, and add up
-the choices of each row. Launches are repeated where a device cannot bind the matrices of all experts at once.
+In decoding these are the router's product, the choice, one product for the gates of all choices, and one for
+their weighted sum. Prompts order their choices by expert first, multiply tiles of rows of one expert, and add
+up the choices of each row. Launches are repeated where a device cannot bind the matrices of all experts at
+once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ _ALIGNMENT = 256
 
 
 def expert_columns(block: Experts, hidden: int) -> dict[str, int]:
-    """Returns name of a workspace buffer -> number of columns that the experts of a layer need of it, for
-    each row."""
+    """Returns workspace buffer name -> number of columns per row that the experts of a layer need in it."""
     columns = {
         "router": block.count,
         "routes": block.chosen,
@@ -46,15 +46,17 @@ def expert_columns(block: Experts, hidden: int) -> dict[str, int]:
 
 
 def most_tiles(block: Experts, rows: Expression) -> Expression:
-    """Returns the largest number of tiles into which the choices of `rows` rows fall."""
+    """Returns the maximum number of tiles into which the choices of `rows` rows are divided."""
     return ("add", ("div", ("mul", rows, block.chosen), TILE), block.count)
 
 
 def expert_launches(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """Returns the launches up to the sum of a mixture of experts, and those that add it to the residual
-    stream. base: name of the feed-forward; rows: as in layer_launches.py."""
+    """Returns two lists of launches: those of a mixture of experts up to its sum, and those that add it to
+    the residual stream. base: prefix of the feed-forward's parameter names; norm_name: the norm before it;
+    rows: as in layer_launches.py.
+    """
     block, mixture = layer.feed_forward, _Mixture(build, base, norm_name, layer, rows)
     assert isinstance(block, Experts)
     router = build.normed_product(f"{base}.router.weight", norm_name, layer, rows, "router")
@@ -68,7 +70,7 @@ def expert_launches(
 
 
 class _Mixture:
-    """Builds the launches of one layer's experts."""
+    """Builds the launches of the experts of one layer."""
 
     def __init__(
         self, build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
@@ -83,7 +85,7 @@ class _Mixture:
         self._scale = layer.residual_scale if layer.norms.after is None else 1.0
 
     def decode(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the launches of the experts for few rows."""
+        """Returns the launches of the experts for decoding, in the two lists of `expert_launches`."""
         block, layer, norm_name = self._block, self._layer, self._norm_name
         source, norm, norm_buffers = self._build.normed_source(norm_name, layer, self._rows)
         fused = {"outputs": block.size, "gate": self._gate, "norm": norm}
@@ -91,7 +93,7 @@ class _Mixture:
         bound = {"x": source, "y": "expert_gated", "routes": "routes", **norm_buffers}
         first = self._products(expert_rows.expert_gemv, ("gate_up", fused, ()), sizes, bound)
         bound = {"x": "expert_gated", "y": self._to, "routes": "routes", "shares": "shares"}
-        # What several parts of a stack add up to needs a start.
+        # The sum of several parts of a stack needs an initial value.
         sums = {"residual": True, "scale": self._scale}
         second = self._products(expert_rows.expert_sum, ("down", sums, ()), sizes, bound)
         if self._to == "delta":
@@ -101,7 +103,7 @@ class _Mixture:
         return first, second
 
     def prompt(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the launches of the experts for prompts."""
+        """Returns the launches of the experts for prompts, in the two lists of `expert_launches`."""
         block, hidden = self._block, self._build.config.hidden_size
         sorted_sizes: dict[str, Expression] = {
             "choices": self._choices,
@@ -131,8 +133,9 @@ class _Mixture:
         sizes: Mapping[str, Expression],
         buffers: Buffers,
     ) -> list[Launch]:
-        """Returns a launch for each part of a stack. product: its name, fields of its spec, and further
-        arguments of its kernel."""
+        """Returns one launch for each part of a stack. make: builds the kernel; product: (name of the stack,
+        fields of its ProductSpec, further arguments of `make`); sizes, buffers: those of each launch.
+        """
         part, fields, more = product
         name, launches = f"{self._base}.experts.{part}.weight", []
         spec: ProductSpec = self._build.product(name, **fields)
@@ -148,7 +151,9 @@ class _Mixture:
         return launches
 
     def _parts(self, name: str) -> list[tuple[int, int]]:
-        """Returns (first expert, number of experts) of each part in which a stack is bound."""
+        """Returns (first expert, number of experts) of each part of the stack `name` that is bound in one
+        launch.
+        """
         each, count = self._build.params[name].shape[1], self._block.count
         sizes = [each * row for row in self._build.row_bytes(name)]
         if count * max(sizes) <= self._build.binding_bytes:
@@ -158,7 +163,9 @@ class _Mixture:
         return [(first, min(most, count - first)) for first in range(0, count, most)]
 
     def shared(self) -> tuple[list[Launch], list[Launch]]:
-        """Returns the launches of the feed-forward that every token uses."""
+        """Returns the launches of the feed-forward that every token uses, in the two lists of
+        `expert_launches`.
+        """
         build, block, base, rows = self._build, self._block, f"{self._base}.shared", self._rows
         if not block.shared_size:
             return [], []
@@ -184,7 +191,7 @@ class _Mixture:
         return launches, [build.multiply(f"{base}.down.weight", spec, rows, buffers)]
 
     def after(self) -> list[Launch]:
-        """Returns the launch of the norm behind the experts, if the layer has one."""
+        """Returns the launch of the norm after the experts; an empty list if the layer has none."""
         if self._layer.norms.after is None:
             return []
         return [self._build.add_normed(f"{self._base}_post_norm", self._layer)]

@@ -1,4 +1,4 @@
-"""The step action that compiles a GPU program; its import closure holds no other backend."""
+"""Compiles a GPU program, as the action of a build step. Its import closure contains no other backend."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from mlcbuild.targets.target import Target
 
 
 def compile_library(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes program.json, kernels/*.wgsl and library.json into `out`; for the rest see
-    mlcbuild.compiler.action.compile_library."""
+    """Action: writes program.json, kernels/*.wgsl and library.json into `out`; params, inputs and exceptions
+    are those of mlcbuild.compiler.action.compile_library.
+    """
     action.compile_library(params, inputs, out, action.Toolchain(gpu_child.__name__, _needs_nothing, _place))
 
 
 def tools(target: Target) -> dict[str, str]:
-    """Returns the versions of everything that makes a program, for its key. Raises SetupError."""
+    """Returns program -> version of every tool that determines a GPU program, for its cache key. Raises
+    SetupError if a tool is missing.
+    """
     return versions.compiler()
 
 
 def _needs_nothing(target: Target) -> None:
-    """Returns at once: a GPU program is not linked, so it needs no linker."""
+    """Does nothing, because a GPU program is not linked and needs no linker on this machine."""
 
 
 def _place(files: Sequence[Path], library: Path, target: Target) -> None:
-    """Copies program.json, and below it the kernels, beside the path `library`, the file that libraries of
-    CPUs have."""
+    """Copies program.json, and the kernels in a directory beside it. library: the path at which a CPU's
+    library would be.
+    """
     base = next(path.parent for path in files if path.name == PROGRAM)
     for path in files:
         destination = library.parent / path.relative_to(base)

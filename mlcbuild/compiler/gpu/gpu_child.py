@@ -1,4 +1,4 @@
-"""The process in which TVM lowers the kernels of a GPU program."""
+"""Runs as the child process in which TVM lowers the kernels of a GPU program."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class GpuDecoder:
     build: LaunchBuilder
 
     def emit(self) -> Program:
-        """Returns the program; its kernels' texts are in the emitter."""
+        """Returns the program. The source texts of its kernels are in the emitter."""
         build = self.build
         calls, emitter, config = build.calls, build.emitter, build.config
         self._buffers()
@@ -107,8 +107,9 @@ class GpuDecoder:
             emitter.buffer(f"rope.{index}", rounded(table.rows * 8 * len(table.inv_freq)), "rope")
 
     def _trunk(self, rows: int | None) -> list[Launch]:
-        """Returns the launches from tokens to the residual stream after all layers. rows: rows of x for each
-        workgroup of a GEMV; None: GEMMs."""
+        """Returns the launches from tokens to the residual stream after all layers. rows: number of rows of x
+        per workgroup for GEMVs; None: GEMMs are used.
+        """
         launches = self._embedding()
         for index, layer in enumerate(self.build.config.layers):
             launches += layer_launches(self.build, index, layer, rows)
@@ -170,7 +171,7 @@ class GpuDecoder:
         return launches
 
     def _choice(self) -> None:
-        """Emits the functions from logits to tokens, and to the inputs of a following step."""
+        """Adds the functions from logits to tokens, and from tokens to the inputs of the next step."""
         build = self.build
         vocab, most = build.config.vocab_size, {"q": build.calls.logit_rows}
         greedy = [

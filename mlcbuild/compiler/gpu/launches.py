@@ -1,4 +1,4 @@
-"""Builds the launches that layers are made of: norms, products, and products behind norms."""
+"""Builds the launches that make up layers: norms, products, and products after norms."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from mlcbuild.quant import Storage
 
 Buffers = Mapping[str, str | BoundBuffer]
 PLAIN = {"float32": FORMATS["f32"], "float16": FORMATS["f16"]}
-"""Type of a matrix that no scheme packs -> the description by which kernels read it."""
+"""Type of a matrix without quantization -> how kernels read it."""
 
 
 @dataclass(frozen=True)
 class LaunchBuilder:
-    """Builds launches of one model's program, whose kernels its emitter collects."""
+    """Builds launches for one model's program. The emitter collects their kernels."""
 
     config: ModelConfig
     scheme: Storage
     limits: Limits
     binding_bytes: int = GUARANTEED.binding_bytes
-    """Largest number of bytes that a kernel may bind; larger tables are bound in parts."""
+    """Maximum bytes of a buffer that a kernel may bind; larger tables are bound in parts."""
     emitter: Emitter = field(default_factory=Emitter)
 
     @cached_property
@@ -48,22 +48,28 @@ class LaunchBuilder:
     def launch(
         self, make: Make, arguments: tuple[object, ...], scalars: Mapping[str, Expression], buffers: Buffers
     ) -> Launch:
-        """Returns a launch of the kernel that `make(name, *arguments)` builds."""
+        """Returns a launch of the kernel that `make(name, *arguments)` builds. scalars, buffers: name in the
+        kernel -> value.
+        """
         return self.emitter.launch(self.emitter.kernel(make, *arguments), scalars, buffers)
 
     def is_half(self, name: str) -> bool:
-        """Returns True if the parameter `name`, which no scheme packs, is stored as float16."""
+        """Returns True if the unquantized parameter `name` is stored as float16."""
         return quant.plain_dtype(self.params[name], quant.scheme_for(self.scheme, name)) == "float16"
 
     def norm(self, name: str, spec: Norm, columns: int) -> NormSpec:
-        """Returns the description of the norm whose parameters are `<name>.weight` and `<name>.bias`."""
+        """Returns the description of a norm with the parameters `<name>.weight` and `<name>.bias`. columns:
+        values in a row.
+        """
         weight = f"{name}.weight"
         return NormSpec(columns, spec, weight in self.params and self.is_half(weight))
 
     def norm_buffers(
         self, name: str, spec: NormSpec, bindings: tuple[str, str] = ("weight", "shift")
     ) -> dict[str, str | BoundBuffer]:
-        """Returns the parameters of a norm by their names in kernels. bindings: those of weight and bias."""
+        """Returns name in the kernel -> parameter of a norm. bindings: the names in the kernel of (weight,
+        bias).
+        """
         buffers: dict[str, str | BoundBuffer] = {}
         if spec.has_weight:
             buffers[bindings[0]] = f"{name}.weight"
@@ -72,7 +78,7 @@ class LaunchBuilder:
         return buffers
 
     def matrix(self, name: str, first: int = 0) -> dict[str, BoundBuffer]:
-        """Returns the stored tensors of a matrix from row `first` on, by their names in kernels."""
+        """Returns name in the kernel -> stored tensor of a matrix, from row `first` on."""
         rows = self.rows(name)
         stored = quant.stored(self.params[name], self.scheme)
         return {
@@ -86,12 +92,12 @@ class LaunchBuilder:
         return rows[0] if len(rows) == 1 else rows[0] * rows[1]
 
     def row_bytes(self, name: str) -> list[int]:
-        """Returns the bytes of one row in each of a matrix's stored tensors."""
+        """Returns the bytes of one row, for each of a matrix's stored tensors."""
         stored = quant.stored(self.params[name], self.scheme)
         return [tensor.size // self.rows(name) for tensor in stored]
 
     def parts(self, name: str) -> list[tuple[int, int]]:
-        """Returns (first row, rows) of each part in which a table is bound."""
+        """Returns (first row, number of rows) of each part in which a large table is bound."""
         rows = self.rows(name)
         row = max(self.row_bytes(name))
         if rows * row <= self.binding_bytes:
@@ -101,8 +107,9 @@ class LaunchBuilder:
         return [(first, min(count, rows - first)) for first in range(0, rows, count)]
 
     def product(self, name: str, bias: str | None = None, **options: Any) -> ProductSpec:
-        """Returns the description of the product with the parameter `name`, with its bias if the model has
-        one. bias: the parameter that holds the bias, if not the one named like the weight."""
+        """Returns the description of the product with the parameter `name`. bias: the parameter that holds
+        its bias, if it is not named like the weight; options: further fields of the ProductSpec.
+        """
         own, param = quant.scheme_for(self.scheme, name), self.params[name]
         rows, columns = param.shape[-2:]
         form = FORMATS[own.format] if param.matrix else PLAIN[quant.plain_dtype(param, own)]
@@ -115,8 +122,9 @@ class LaunchBuilder:
     def multiply(
         self, name: str, spec: ProductSpec, rows: int | None, buffers: Buffers, size: Expression = "n"
     ) -> Launch:
-        """Returns the launch of a product. rows: rows of x for each workgroup of a GEMV; None: a GEMM. size:
-        number of rows of x."""
+        """Returns the launch of a product. rows: number of rows of x per workgroup for a GEMV; None: a GEMM.
+        size: number of rows of x in all.
+        """
         bound: dict[str, str | BoundBuffer] = {**self.matrix(name, spec.first), **buffers}
         if spec.half_bias is not None:
             bound.setdefault("bias", bias_of(name))
@@ -127,8 +135,9 @@ class LaunchBuilder:
         return self.launch(make, arguments, {"n": size}, bound)
 
     def normed(self, norm_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
-        """Returns the launch for normed = norm(x), which only prompts have: decoding normalizes in its
-        products."""
+        """Returns the launch for normed = norm(x) in prompts, and no launch in decoding, where products
+        normalize x themselves.
+        """
         if rows is not None or layer.norms.before is None:
             return []
         before = self.norm(norm_name, layer.norms.before, self.config.hidden_size)
@@ -138,8 +147,9 @@ class LaunchBuilder:
     def normed_source(
         self, norm_name: str, layer: LayerSpec, rows: int | None
     ) -> tuple[str, NormSpec | None, Buffers]:
-        """Returns what a product behind a norm reads: a buffer, the norm that the product computes itself, if
-        any, and the norm's parameters."""
+        """Returns (buffer that a product after a norm reads, norm that the product must compute or None,
+        parameters of that norm).
+        """
         if layer.norms.before is None:
             return "x", None, {}
         if rows is None:
@@ -150,8 +160,9 @@ class LaunchBuilder:
     def normed_product(
         self, name: str, norm_name: str, layer: LayerSpec, rows: int | None, out: str, **options: Any
     ) -> Launch:
-        """Returns the launch for out = norm(x) W^T, where `normed` has computed the norm for prompts.
-        options: fields of the ProductSpec."""
+        """Returns the launch for out = norm(x) W^T. In prompts it reads the buffer that the launch of
+        `normed` has written. options: fields of the ProductSpec.
+        """
         source, norm, buffers = self.normed_source(norm_name, layer, rows)
         spec = self.product(name, norm=norm, **options)
         return self.multiply(name, spec, rows, {"x": source, "y": out, **buffers})
@@ -159,7 +170,9 @@ class LaunchBuilder:
     def residual_product(
         self, name: str, post_name: str, layer: LayerSpec, rows: int | None, source: str
     ) -> list[Launch]:
-        """Returns launches for x += source W^T, with a norm in between if the layer has one."""
+        """Returns the launches for x += source W^T, with a norm in between if the layer has one. post_name:
+        that norm.
+        """
         if layer.norms.after is None:
             spec = self.product(name, residual=True, scale=layer.residual_scale)
             return [self.multiply(name, spec, rows, {"x": source, "y": "x"})]
@@ -167,7 +180,7 @@ class LaunchBuilder:
         return [first, self.add_normed(post_name, layer)]
 
     def add_normed(self, post_name: str, layer: LayerSpec) -> Launch:
-        """Returns the launch for x += norm(delta), with the norm behind a half of a layer."""
+        """Returns the launch for x += norm(delta), the norm after a half of a layer."""
         assert layer.norms.after is not None
         after = self.norm(post_name, layer.norms.after, self.config.hidden_size)
         buffers = {"x": "x", "delta": "delta", **self.norm_buffers(post_name, after)}
@@ -175,5 +188,5 @@ class LaunchBuilder:
 
 
 def bias_of(name: str) -> str:
-    """Returns the name of the bias that belongs to a weight."""
+    """Returns the name of the bias that belongs to the weight `name`."""
     return name.removesuffix("weight") + "bias"

@@ -1,8 +1,8 @@
 """Translates the two halves of a layer, attention and feed-forward, into launches.
 
-A dense layer is seven launches in decoding: product for queries, keys and values; heads with appending;
-attention; combination of its splits; output product; normalized and gated product; the last product. Norms
-behind a half of a layer (Gemma 2) are launches of their own.
+In decoding a dense layer is seven launches: product for queries, keys and values; heads with appending;
+attention; combination of its splits; output product; normalized and gated product; the last product. A norm
+after a half of a layer (Gemma 2) is a separate launch.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from mlcbuild.models import Dense, Experts, LayerSpec
 
 @dataclass(frozen=True)
 class LayerHalf:
-    """The launches of a half of a layer, up to the sum that it adds to the residual stream, and those that
-    add it."""
+    """The launches of a half of a layer: those that compute the sum for the residual stream, and those that
+    add it.
+    """
 
     before: list[Launch]
     adding: list[Launch]
 
 
 def layer_launches(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int | None) -> list[Launch]:
-    """Returns the launches of a layer. rows: rows of x for each workgroup of a GEMV in decoding; None: those
-    of prompts."""
+    """Returns the launches of a layer. rows: number of rows of x per workgroup for the GEMVs of decoding;
+    None: launches for prompts.
+    """
     mixer = LayerHalf(*attention_launches(build, index, layer, rows))
     feed_forward = _feed_forward(build, index, layer, rows)
     if layer.residual == "sequential":
@@ -40,7 +42,7 @@ def layer_launches(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int
 
 
 def columns(build: LaunchBuilder, index: int, layer: LayerSpec) -> dict[str, int]:
-    """Returns name of a workspace buffer -> number of columns that a layer needs of it, for each row."""
+    """Returns workspace buffer name -> number of columns per row that a layer needs in it."""
     block, needed = layer.feed_forward, attention_columns(build, index, layer)
     if isinstance(block, Experts):
         needed |= expert_columns(block, build.config.hidden_size)
@@ -57,7 +59,7 @@ def _feed_forward(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int 
     base, block = f"layers.{index}.mlp", layer.feed_forward
     shared = layer.residual == "parallel_shared"
     norm_name = f"layers.{index}.attn_norm" if shared else f"{base}_norm"
-    # Attention with the same norm has left it in `normed`.
+    # The launches of attention with the same norm have already written `normed`.
     launches = [] if shared else build.normed(norm_name, layer, rows)
     if isinstance(block, Experts):
         before, adding = expert_launches(build, base, norm_name, layer, rows)
@@ -70,7 +72,9 @@ def _feed_forward(build: LaunchBuilder, index: int, layer: LayerSpec, rows: int 
 def _dense(
     build: LaunchBuilder, base: str, norm_name: str, layer: LayerSpec, rows: int | None
 ) -> list[Launch]:
-    """Returns the launches for the inner values of a dense feed-forward."""
+    """Returns the launches that compute the inner values of a dense feed-forward. base: prefix of its
+    parameter names; norm_name: the norm before it.
+    """
     block = layer.feed_forward
     assert isinstance(block, Dense), "support.py refuses others"
     if not block.gated:

@@ -24,9 +24,10 @@ from mlcbuild.errors import CompileError
 
 
 def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]) -> list[Path]:
-    """Writes program.json, kernels and library.json of a request into `directory`, and returns the paths of
-    the first two. data: config, scheme, target and limits as JSON. `mark` is called with the name of each
-    phase. Raises CompileError."""
+    """Writes program.json, kernels and library.json into `directory`, and returns the paths of the first two.
+    data: config, scheme, target and limits as JSON; mark: called with the name of each phase. Raises
+    CompileError.
+    """
     versions.check()
     config, scheme = models.from_json(data["config"]), quant.from_json(data["scheme"])
     limits = Limits(**cast("Mapping[str, int]", data["limits"]))
@@ -60,8 +61,9 @@ def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]
 
 
 def check_guaranteed(program: Program, limits: Limits) -> None:
-    """Raises CompileError unless a device with the guaranteed limits runs the program, with pages for one
-    sequence; a host may have more."""
+    """Raises CompileError unless every device with WebGPU's guaranteed limits can run the program, with pages
+    for one sequence.
+    """
     try:
         check(program_json.parse(program_json.to_json(program)), min(limits.pages, limits.sequence_pages))
     except FieldError as error:
@@ -72,8 +74,9 @@ def check_guaranteed(program: Program, limits: Limits) -> None:
 
 
 def memory(program: Program, limits: Limits) -> dict[str, int]:
-    """Returns name -> bytes of a device's buffers: weights, one page over all layers, the cache, and the
-    rest."""
+    """Returns purpose of a device's buffers -> bytes: weights, one page over all layers, the cache, and the
+    rest.
+    """
     buffers = program.buffer_bytes(limits.pages)
     cache = sum(buffers[name] for name, own in program.buffers.items() if own.kind == "cache")
     return {

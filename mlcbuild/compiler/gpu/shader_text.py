@@ -1,4 +1,5 @@
-"""Translates kernels in TensorIR to the text that a device's driver compiles, through TVM's code generators.
+"""Translates kernels in TensorIR to the source text that a device's driver compiles, with TVM's code
+generators.
 
 All text targets have the same order of parameters, so one program serves them all.
 """
@@ -20,7 +21,9 @@ from mlcbuild.compiler.gpu.tensorir import KernelBuilder
 from mlcbuild.errors import CompileError
 
 HOST = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
-"""TVM target of the host part of a kernel, which TVM lowers, too, and which is thrown away."""
+"""TVM target for the host part of a kernel, which TVM lowers together with the kernel and which is
+discarded.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,13 @@ class Dialect:
     kind: str
     """TVM's name of the kind of target."""
     ending: str
-    """The ending of kernels' file names in this language."""
+    """Suffix of kernels' file names in this language."""
     prelude: str
-    """Functions of this language that no code generator of TVM has, and that need no optional feature of a
-    device."""
+    """Source text of functions that TVM's code generators lack and that need no optional feature of
+    a device.
+    """
     prelude_last: bool
-    """True if the prelude stands after the kernel."""
+    """True if the prelude must follow the kernel instead of preceding it."""
 
 
 WGSL = Dialect(
@@ -62,15 +66,15 @@ float either(bool c, float a, float b) { return c ? a : b; }
 """,
     prelude_last=False,
 )
-"""The language of tests, as a second way to execute kernels."""
+"""The language of the tests, as a second way to execute kernels."""
 _RESERVED = frozenset(
     {"active", "alias", "array", "binding_array", "mat", "ptr", "target", "template", "vec"}
 )
-"""Words of WGSL that no scalar may be called and that Python would allow."""
+"""Reserved words of WGSL that no scalar may be called although Python allows them."""
 
 
 def lower(builder: KernelBuilder, dialect: Dialect = WGSL) -> tuple[Shader, str]:
-    """Returns a kernel's description for programs, and its text. Raises CompileError."""
+    """Returns (description of a kernel for programs, its source text). Raises CompileError."""
     reserved = _RESERVED.intersection(builder.scalars)
     if reserved:
         raise CompileError(f"kernel {builder.name}: '{sorted(reserved)[0]}' is a reserved word of WGSL")
@@ -89,7 +93,8 @@ def lower(builder: KernelBuilder, dialect: Dialect = WGSL) -> tuple[Shader, str]
 
 
 def _device_module(builder: KernelBuilder, target: TvmTarget) -> tuple[tvm.IRModule, TvmTarget]:
-    # Common subexpressions leave dead `let`s, a tenth of the text; drivers find them anyway.
+    # Elimination of common subexpressions would leave dead `let`s, a tenth of the text; drivers eliminate
+    # them anyway.
     with tvm.transform.PassContext(config={"tirx.disable_cse_tir": True}):
         module = tirx.transform.BindTarget(target)(tvm.IRModule({builder.name: builder.function}))
         pipeline, _, finalize = tirx.get_default_tir_pipeline(target)
@@ -108,7 +113,7 @@ def _text(source: str, dialect: Dialect) -> str:
 
 
 def _written(module: tvm.runtime.Module, name: str) -> Sequence[int]:
-    """Returns, for each buffer of a kernel, 1 if the kernel writes it, else 0, as TVM declares it in WGSL."""
+    """Returns for each buffer of a kernel 1 if the kernel writes it, else 0, as TVM declares it in WGSL."""
     information = json.loads(module.inspect_source("func_info"))[f"{name}_kernel"]
     tag = information["launch_param_tags"][-1]
     written: list[int] = json.loads(tag[tag.index("[") :])

@@ -1,5 +1,6 @@
-"""Lists the blocks of a layer that GPU kernels compute. It imports no TVM, since graphs of steps are made
-with it."""
+"""Lists the blocks of a layer that GPU kernels can compute. It imports no TVM, because planning a build
+imports it.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +37,16 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "RmsNorm": ("eps", "offset"),
     "LayerNorm": ("eps", "offset", "weight", "bias"),
 }
-"""Class of a block -> names of its fields that the kernels support. Other fields must have their default."""
+"""Class of a block -> names of its fields that GPU kernels support. All other fields must have
+their default.
+"""
 _MAX_HEAD_DIM = 256
 
 
 def unsupported(config: ModelConfig) -> list[str]:
-    """Returns a sentence for each kind of block that GPUs cannot compute, naming block and device."""
+    """Returns an error message for each kind of block in a model that GPUs cannot compute, naming block and
+    device.
+    """
     blocks: dict[str, None] = {}
     for part in (config, *config.ropes, config.norm, config.embedding_norm):
         blocks |= dict.fromkeys(_unsupported(part))

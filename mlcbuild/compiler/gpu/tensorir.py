@@ -1,6 +1,6 @@
-"""A small vocabulary for writing GPU kernels in TensorIR: explicit threads, buffers, barriers.
+"""Functions for writing GPU kernels in TensorIR: explicit threads, buffers, barriers.
 
-Traps of TVM 0.27 that shape it: shared memory must be allocated inside the launch, or it becomes a storage
+They avoid traps of TVM 0.27: shared memory must be allocated inside the launch, or it becomes a storage
 buffer; one condition may hold one statement that touches shared memory, and no loop; constants are printed
 with 7 digits, so `exact` passes them as bits; only scalars may be passed to functions of a prelude.
 """
@@ -20,17 +20,17 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import PrimFunc, Shuffle, Var
 
 Value = Any
-"""An expression or a buffer of TensorIR, which carries no type information."""
+"""An expression or a buffer of TensorIR, for which no type information exists."""
 WORKGROUP = 64
 """Number of threads in a workgroup of most kernels: two warps of NVIDIA's, one wave of AMD's."""
 ITEM_BYTES = {"float32": 4, "int32": 4, "uint32": 4}
 LOWEST = -1e30
-"""Value that stands for minus infinity in softmax: WGSL has no literal for that."""
+"""Value that stands for minus infinity in softmax, because WGSL has no literal for it."""
 
 
 @dataclass
 class KernelBuilder:
-    """A kernel under construction, and later its function."""
+    """A kernel under construction; its function exists once construction ends."""
 
     name: str
     buffers: dict[str, Expression] = field(default_factory=dict)
@@ -43,14 +43,16 @@ class KernelBuilder:
     _sizes: dict[str, Var] = field(default_factory=dict)
 
     def size(self, name: str) -> Var:
-        """Returns a scalar argument of the kernel that is a dimension of one of its buffers."""
+        """Declares a scalar argument of the kernel that is a dimension of one of its buffers, and
+        returns it.
+        """
         if name not in self._sizes:
             self._sizes[name] = Var(name, "int32")
             self.scalars.append(name)
         return self._sizes[name]
 
     def scalar(self, name: str) -> Value:
-        """Returns a scalar argument of the kernel that is no dimension."""
+        """Declares a scalar argument of the kernel that is not a dimension, and returns it."""
         self.scalars.append(name)
         self._sizes[name] = T.arg(name, T.int32())
         return self._sizes[name]
@@ -68,8 +70,9 @@ class KernelBuilder:
 
     @contextmanager
     def launch(self, threads: int, x: Expression, y: Expression = 1) -> Iterator[tuple[Value, Value, Value]]:
-        """Opens the grid of `x` times `y` workgroups of `threads` threads; yields the workgroup's place in x
-        and y, and the thread in it."""
+        """Opens the grid of `x` times `y` workgroups of `threads` threads each. Yields (index of the
+        workgroup in x, in y, index of the thread in the workgroup).
+        """
         self.threads, self.grid = threads, (x, y)
         with (
             T.launch_thread("blockIdx.y", self._extent(y)) as block_y,
@@ -90,14 +93,16 @@ class KernelBuilder:
         return {"add": a + b, "mul": a * b, "min": tirx.min(a, b), "max": tirx.max(a, b)}[name]
 
     def shared(self, count: int, dtype: str = "float32") -> Value:
-        """Allocates an array that the threads of a workgroup share. Must be called inside `launch`."""
+        """Allocates an array in shared memory, for all threads of a workgroup, and returns it. Must be called
+        inside `launch`.
+        """
         self.shared_bytes += count * ITEM_BYTES[dtype]
         return T.alloc_buffer((count,), dtype, scope="shared")
 
 
 @contextmanager
 def kernel(name: str) -> Iterator[KernelBuilder]:
-    """Yields the builder of a kernel, which has its function when the block ends."""
+    """Yields the builder of a kernel. When the `with` block ends, the builder has the kernel's function."""
     builder = KernelBuilder(name)
     with IRBuilder() as ir, T.prim_func(s_tir=True):
         T.func_name(name)
@@ -114,7 +119,7 @@ def product(left: Expression, right: Expression) -> Expression:
 
 
 def local(count: int, dtype: str = "float32") -> Value:
-    """Allocates an array in registers of a thread."""
+    """Allocates an array in the registers of a thread, and returns it."""
     return T.alloc_buffer((count,), dtype, scope="local")
 
 
@@ -141,7 +146,7 @@ def lane(vector: Value, index: int) -> Value:
 
 
 def number(value: float) -> Value:
-    """Returns a constant that is exact when printed, such as 0 or 1."""
+    """Returns a float32 constant that seven printed digits represent exactly, such as 0 or 1."""
     return T.float32(value)
 
 
@@ -159,26 +164,30 @@ def floating(value: Value) -> Value:
 
 
 def half(word: Value, upper: Value | bool) -> Value:
-    """Returns one of the two float16 numbers in a uint32 as float32. A bool takes no instruction."""
+    """Returns one of the two float16 numbers in a uint32 as float32. upper: which one; a Python bool needs no
+    instruction.
+    """
     if isinstance(upper, bool):
         return T.call_pure_extern("float32", "half_hi" if upper else "half_lo", word)
     return T.Select(upper, half(word, True), half(word, False))
 
 
 def pack_halves(first: Value, second: Value) -> Value:
-    """Returns two float32 numbers as float16 in a uint32, the first in the low bits."""
+    """Returns a uint32 with two numbers rounded to float16, the first in the low bits."""
     return T.call_pure_extern("uint32", "pack_halves", first, second)
 
 
 def either(condition: Value, value: Value, other: Value) -> Value:
-    """Returns one of two float32 values, both of which are computed. TVM writes a Select as a branch, and
-    SwiftShader took minutes to compile the 16 branches of a prompt's attention."""
+    """Returns `value` if the condition holds, else `other`; both are computed. TVM writes a Select as a
+    branch, and SwiftShader took minutes to compile the 16 branches of a prompt's attention.
+    """
     return T.call_pure_extern("float32", "either", condition, value, other)
 
 
 def reduce_tree(buffer: Value, thread: Value, count: int, combine: Callable[[Value, Value], Value]) -> None:
-    """Leaves the combination of every run of `count` values, a power of two, at the start of the run; begins
-    and ends with a barrier."""
+    """Emits code that combines every run of `count` values, a power of two, and stores the result at the
+    start of the run. It begins and ends with a barrier. thread: the index of the thread.
+    """
     barrier()
     step = count // 2
     while step:
@@ -189,7 +198,7 @@ def reduce_tree(buffer: Value, thread: Value, count: int, combine: Callable[[Val
 
 
 def strided(count: int, thread: Value, threads: int, body: Callable[[Value], None]) -> None:
-    """Emits a loop that runs `body` for each index below `count`, spread over `threads` threads."""
+    """Emits a loop that runs `body` for each index below `count`, divided among `threads` threads."""
     with T.serial(-(-count // threads)) as index:
         place = bind(index * threads + thread)
         if count % threads:
@@ -200,7 +209,8 @@ def strided(count: int, thread: Value, threads: int, body: Callable[[Value], Non
 
 
 def covering(count: int, thread: Value, threads: int, body: Callable[[Value], None]) -> None:
-    """Emits a loop as `strided` does, but without conditions, in which TVM allows no loops over shared
-    memory: some threads repeat the last index, so `body` must do the same each time."""
+    """Emits a loop like `strided`, but without conditions, which TVM does not allow around loops over shared
+    memory. Some threads repeat the last index, so `body` must give the same result each time.
+    """
     with T.serial(-(-count // threads)) as index:
         body(bind(T.min(index * threads + thread, count - 1)))

@@ -1,7 +1,7 @@
-"""Several steps of decoding in one call of a library.
+"""Emits a loop of several decoding steps, which is one call of a library.
 
-What its caller does between two steps takes longer than it should: it finds its code and data in no cache
-after all weights of a model have gone through them. So a library has a loop over its own `step`.
+Between two steps the caller's work takes longer than it should: all weights of a model have passed through
+the caches and evicted the caller's code and data. So a library has a loop over its function `step`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def emit_steps(
     variables: MakeVariables,
     attributes: Mapping[str, object],
 ) -> None:
-    """Adds the functions `step_on` and `steps` of the ABI, several decode steps in one call, which call
-    `step`.
+    """Adds the functions `step_on` and `steps` of the ABI to a library. They run several decode steps in one
+    call, by calling `step`.
 
-    step: the function of one step, and a function that emits the change from its arguments to those of the
-    next step. variables: makes the arguments of a function.
+    step: (the function of one step, a Python function that emits the change from its arguments to those of
+    the next step). variables: returns the arguments of a function of the ABI. attributes: attributes of the
+    new functions.
     """
     function, next_inputs = step
     arguments = variables(abi.STEP_ON)
@@ -49,9 +50,10 @@ def _emit_loop(
     step_arguments = variables(abi.STEPS)
     arguments = [*step_arguments.values()]
     with builder.function("one_of_steps", arguments, {**attributes}, pure=False, private=True):
-        builder.emit(relax.Call(one, arguments))  # Its logits are given back when this function ends.
+        # The memory of its logits is released when this function ends.
+        builder.emit(relax.Call(one, arguments))
         inner = builder.emit_func_output(step_arguments["continues"])
-    # The attribute keeps the builder from recognizing the copy.
+    # The attribute keeps the builder from merging the copy with the original.
     first = copy_with_new_vars(builder.get()[inner]).with_attr("mlcbuild.steps", 1)
     rest, arguments = builder.add_func(first, "rest_of_steps"), [*variables(abi.STEPS).values()]
     with builder.function(abi.STEPS.name, arguments, {**attributes}, pure=False):
@@ -59,5 +61,5 @@ def _emit_loop(
         steps = builder.emit_func_output(
             builder.emit(relax.If(continues, relax.Call(rest, arguments), continues))
         )
-    # It calls itself: the virtual machine has no other form for a loop.
+    # The function calls itself: TVM's virtual machine has no other form of loop.
     builder.update_func(rest, copy_with_new_vars(builder.get()[steps]).without_attr("global_symbol"))

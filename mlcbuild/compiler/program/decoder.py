@@ -1,5 +1,4 @@
-"""One decoder for every model family: turns a ModelConfig into a Relax module with the functions of a
-library.
+"""Translates the ModelConfig of any model family into a Relax module with the functions of a library.
 
 Layers that are alike, and stored alike, call one private function, so the program hardly grows with the
 number of layers; a layer's number, window and rotary angles are arguments. The residual stream and the cache
@@ -27,12 +26,14 @@ from mlcbuild.models.layers import layer_parameters
 from mlcbuild.quant import StoredTensor
 
 BATCH_AND_FORKS = (*abi.BATCH, abi.FORKS)
-"""The arguments of a step that the private functions of layers have, too."""
+"""The ABI's arguments of a step that are also arguments of the private functions of layers."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A library that is being built: its parts, and the builder that collects its functions."""
+    """A library under construction: the model, the backend's operations, and the builder that collects its
+    functions.
+    """
 
     ops: Ops
     limits: Limits
@@ -57,22 +58,24 @@ class Decoder:
         return {tensor.name: index for index, tensor in enumerate(self.tensors)}
 
     def layer_params(self, layer: int) -> dict[str, Param]:
-        """Returns name within the layer -> parameter, which has its name in the whole model."""
+        """Returns name within the layer -> parameter, for the layer with this number. The parameter itself
+        has its name in the whole model.
+        """
         own = layer_parameters(self.config.layers[layer], self.config.hidden_size)
         return {param.name: replace(param, name=f"layers.{layer}.{param.name}") for param in own}
 
     def attributes(self) -> dict[str, object]:
-        """Returns the attributes of a function: every buffer, including results, is planned for the largest
-        sizes.
+        """Returns the attributes of a function, which make the planner reserve every buffer, results
+        included, for the largest sizes.
 
-        A few big blocks are then used again and again, where exact sizes would leave one block in the
-        runtime's pool for each size.
+        A few big blocks are then reused again and again. Exact sizes would leave one block per size in the
+        runtime's pool.
         """
         return {"tir_var_upper_bound": bounds(self.limits), "relax.memory_plan_dynamic_func_output": True}
 
 
 def bounds(limits: Limits) -> dict[str, int]:
-    """Returns name of a symbolic dimension -> its largest value: memory is planned for these."""
+    """Returns name of a symbolic dimension -> its maximum, for which memory is planned."""
     return {"n": limits.rows, "q": limits.rows, "b": limits.max_batch, "p": limits.pages}
 
 
@@ -85,13 +88,14 @@ def variable(name: str, shape: Sequence[Expr | int], dtype: str) -> relax.Var:
 
 
 def number(name: str) -> relax.Var:
-    """Returns an int64 argument that kernels receive as a number. A dimension would be taken apart and put
-    together again in every layer."""
+    """Returns a new int64 argument that kernels receive as a number. If it were a dimension, every layer
+    would take the shape apart and build it again.
+    """
     return relax.Var(name, PrimType("int64"))
 
 
 def _rows() -> relax.Var:
-    """Returns the argument `rows`, int32 [q], that selects rows."""
+    """Returns a new argument `rows`, int32 [q], which selects rows of a batch."""
     return variable("rows", (size("q"),), "int32")
 
 
@@ -102,9 +106,9 @@ def handle(value: relax.Expr) -> Tensor:
 def variables(
     decoder: Decoder, arguments: Sequence[abi.Argument], sizes: Mapping[str, Expr | int] | None = None
 ) -> dict[str, relax.Var]:
-    """Returns new variables for arguments of the ABI, by name, in order.
+    """Returns argument name -> new variable for arguments of the ABI, in order.
 
-    `sizes` maps names of the ABI's sizes to dimensions; any other size becomes a symbolic one.
+    sizes: name of a size in the ABI -> dimension; any other size becomes a symbolic dimension.
     """
     dimensions: dict[str, Expr | int] = {"hidden": decoder.config.hidden_size, **(sizes or {})}
 
@@ -133,8 +137,9 @@ def packed_params(decoder: Decoder) -> relax.Var:
 
 
 def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> Weights:
-    """Emits the unpacking of some parameters from the packed argument; returns parameter -> stored
-    tensors."""
+    """Emits code that unpacks some parameters from the packed argument, and returns parameter name -> stored
+    tensors.
+    """
     return {
         param.name: [
             handle(
@@ -149,8 +154,9 @@ def unpacked(decoder: Decoder, packed: relax.Var, params: Sequence[Param]) -> We
 
 
 def layer_functions(decoder: Decoder) -> list[GlobalVar]:
-    """Emits the function of each layer and returns them; layers that are alike, and stored alike, have the
-    same one."""
+    """Emits the function of each layer, and returns one entry per layer. Layers that are alike, and stored
+    alike, share a function.
+    """
     functions: dict[object, GlobalVar] = {}
     by_layer = []
     for index, spec in enumerate(decoder.config.layers):
@@ -166,8 +172,9 @@ def layer_functions(decoder: Decoder) -> list[GlobalVar]:
 
 
 def _without_arguments(spec: LayerSpec) -> LayerSpec:
-    """Returns the layer's description without what is an argument of its function: the window, and the rope's
-    angles."""
+    """Returns a layer's description without the properties that are arguments of its function: the window,
+    and the angles of its rotary embedding.
+    """
     rope = None if spec.mixer.rope is None else 0
     return replace(spec, mixer=replace(spec.mixer, window=None, rope=rope))
 
@@ -178,9 +185,10 @@ def _rope(decoder: Decoder, spec: LayerSpec) -> Rope | None:
 
 def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) -> GlobalVar:
     """Adds a layer's function (x, angles?, scratch ..., batch ..., forks, (layer, window), prompt, rows?,
-    weights ...) -> x.
+    weights ...) -> x, and returns it.
 
-    x and pages are changed in place. `selects_rows`: the function returns x of the rows int32 [q] only.
+    x and pages are changed in place. selects_rows: True if the function has the argument `rows`, int32 [q],
+    and returns only these rows of x. A question mark means: if there is one.
     """
     builder, config = decoder.builder, decoder.config
     spec, params, n = config.layers[index], decoder.layer_params(index), size("n")
@@ -216,9 +224,10 @@ def _layer(decoder: Decoder, index: int, name: str, selects_rows: bool = False) 
 
 
 def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: bool = False) -> GlobalVar:
-    """Adds the function (embeddings [n, hidden], batch ..., forks, params, prompt, rows?) -> the residual
-    stream after all layers [n, hidden]. `selects_rows`: it returns the rows int32 [q] only, which are no more
-    than n."""
+    """Adds the function (embeddings [n, hidden], batch ..., forks, params, prompt, rows?) -> residual stream
+    [n, hidden] after all layers, and returns it. selects_rows: True if it returns only the rows int32 [q], at
+    most n.
+    """
     builder, config, ops = decoder.builder, decoder.config, decoder.ops
     n = size("n")
     embeddings = variable("embeddings", (n, config.hidden_size), "float32")
@@ -230,13 +239,13 @@ def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: 
         name, layers = "trunk_to_rows", [*layers[:last], _layer(decoder, last, "last_layer", selects_rows)]
     with builder.function(name, arguments, decoder.attributes(), pure=False, private=True):
         angles = [_angles(decoder, rope, handle(batch["positions"])) for rope in config.ropes]
-        # They are not initialised.
+        # Scratch tensors are not initialised.
         scratch = [
             builder.emit(relax.op.builtin.alloc_tensor(relax.ShapeExpr([n, width]), dtype, 0, "global"))
             for width, dtype in ops.scratch().values()
         ]
-        # The caller's embeddings stay as they are. Nothing may be allocated after this: the memory planner
-        # does not know that a layer returns its argument.
+        # The caller's embeddings are not changed. Nothing may be allocated after this: the memory planner
+        # cannot see that a layer returns its argument.
         x = _start(decoder, handle(embeddings), handle(batch["positions"]), packed)._expr
         for index, function in enumerate(layers):
             mixer = config.layers[index].mixer
@@ -253,7 +262,7 @@ def trunk_function(decoder: Decoder, layers: Sequence[GlobalVar], selects_rows: 
 
 
 def _start(decoder: Decoder, embeddings: Tensor, positions: Tensor, packed: relax.Var) -> Tensor:
-    """Emits the residual stream before the first layer, in memory of its own, and returns it."""
+    """Emits the residual stream before the first layer, in new memory, and returns it."""
     if not decoder.config.learned_positions:
         return decoder.ops.copy(embeddings)
     table = [param for param in decoder.params if param.name == "position.weight"]
@@ -262,6 +271,8 @@ def _start(decoder: Decoder, embeddings: Tensor, positions: Tensor, packed: rela
 
 
 def _angles(decoder: Decoder, rope: Rope, positions: Tensor) -> Tensor:
-    """Emits and returns the cosines and sines of a rotary embedding for the library's context window."""
+    """Emits the cosines and sines of a rotary embedding for the library's context window, and
+    returns them.
+    """
     inv_freq, factor = frequencies(rope, decoder.limits.context_window)
     return decoder.ops.angles(positions, handle(relax.const(np.array(inv_freq, np.float32))), factor, rope)

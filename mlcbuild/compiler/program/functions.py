@@ -1,4 +1,4 @@
-"""Emits the functions of a library that its users call."""
+"""Emits the functions of a library that its users call, as the ABI lists them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from mlcbuild.compiler.program.ops import Variables
 from mlcbuild.models import Param
 
 NORM = ("norm.weight", "norm.bias")
-"""Names of the parameters of the model's last norm."""
+"""Names of the parameters of the norm after the last layer."""
 
 
 def build(decoder: Decoder) -> IRModule:
-    """Returns the module of a library with its kernels, before any compiler pass."""
+    """Returns a library's module with all functions and kernels, before any compiler pass."""
     _create_cache(decoder)
     _embed(decoder)
     layers = layer_functions(decoder)
@@ -54,8 +54,9 @@ def build(decoder: Decoder) -> IRModule:
 
 
 def _create_cache(decoder: Decoder) -> None:
-    """Adds the function that creates the KV cache. The cache is not initialised: what was not written is
-    never read."""
+    """Adds the function that creates the KV cache. The cache is not initialised, because memory is never read
+    before it is written.
+    """
     builder, cache = decoder.builder, decoder.ops.cache
     count = size("num_pages")
     shape_argument = relax.Var(abi.CREATE_CACHE.names[0], relax.ShapeType([count]))
@@ -94,8 +95,10 @@ def _stream(
     prompt: bool,
     rows: Sequence[relax.Var] = (),
 ) -> Tensor:
-    """Emits a call of the private function `trunk` with embeddings x [n, hidden] and the batch of a
-    function's arguments; returns the residual stream."""
+    """Emits a call of the private function `trunk` with embeddings x [n, hidden] and the batch in
+    `arguments`, and returns the residual stream. prompt: True for rows of prompts; rows: the selection of
+    rows, if any.
+    """
     batch = [arguments[argument.name] for argument in abi.BATCH]
     forks = arguments.get("forks", relax.const(np.zeros((0, 3), np.int32)))
     call = [x, *batch, forks, arguments["params"], relax.prim_value(int(prompt)), *rows]
@@ -103,9 +106,10 @@ def _stream(
 
 
 def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variables, prompt: bool) -> Tensor:
-    """Emits a call of `trunk` and the logits [q, vocab] of the rows `logit_positions`.
+    """Emits a call of `trunk`, then the logits [q, vocab] of the rows in the argument `logit_positions`, and
+    returns them.
 
-    x is [n, hidden]; `prompt` chooses the kernels for prompt rows.
+    x is [n, hidden]. prompt: True if the kernels for rows of prompts are used.
     """
     ops, rows = decoder.ops, arguments["logit_positions"]
     weights = unpacked(decoder, arguments["params"], _head_params(decoder))
@@ -118,8 +122,9 @@ def _logits(decoder: Decoder, trunk: GlobalVar, x: relax.Var, arguments: Variabl
 
 
 def _prefill(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """Adds a function that returns the logits of chosen rows. Where there are forks, rows are those of draft
-    tokens and not of prompts."""
+    """Adds a function that returns the logits of selected rows. With forks, rows are those of draft tokens
+    and not of prompts. batched: True if the function takes several sequences.
+    """
     builder, config = decoder.builder, decoder.config
     n, q = size("n"), size("q")
     with _function(decoder, function, {"n": n, "q": q, "b": size("b") if batched else 1}) as arguments:
@@ -129,7 +134,9 @@ def _prefill(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched
 
 
 def _hidden_states(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """Adds a function that returns the normalized hidden states of each row, for embeddings of texts."""
+    """Adds a function that returns the normalized hidden states of each row, from which embeddings of texts
+    are computed. batched: True if it takes several sequences.
+    """
     builder, hidden = decoder.builder, decoder.config.hidden_size
     n = size("n")
     with _function(decoder, function, {"n": n, "b": size("b") if batched else 1}) as arguments:
@@ -142,7 +149,9 @@ def _hidden_states(decoder: Decoder, trunk: GlobalVar, function: abi.Function, b
 
 
 def _decode(decoder: Decoder, trunk: GlobalVar, function: abi.Function, batched: bool) -> None:
-    """Adds a function that returns the logits of one row for each sequence."""
+    """Adds a function that returns the logits of one row per sequence. batched: True if it takes several
+    sequences.
+    """
     builder, config = decoder.builder, decoder.config
     b = size("b") if batched else 1
     with _function(decoder, function, {"n": b, "b": b}) as arguments:
@@ -164,15 +173,18 @@ def _sample_tokens(decoder: Decoder) -> None:
 def _draw(
     decoder: Decoder, logits: Tensor, arguments: Variables, out: str, shape: tuple[Expr | int, ...]
 ) -> relax.Expr:
-    """Masks logits and draws a token from each row into the argument `out`; returns the logits."""
+    """Emits masking of logits, and sampling of a token from each row into the argument `out`; returns the
+    logits in the shape `shape`.
+    """
     masked = decoder.ops.mask(logits, handle(arguments["masks"]))
     shaped = _reshaped(decoder.builder, masked._expr, shape)
     return decoder.ops.sample(*map(handle, (shaped, arguments["sampling_params"], arguments[out])))._expr
 
 
 def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalVar:
-    """Adds a function that does the work of `embed`, a forward function and `sample_tokens`, and returns it.
-    Prompts have no forks."""
+    """Adds the function that does in one call what `embed`, a forward function and `sample_tokens` do, and
+    returns it. Prompts have no forks.
+    """
     q = size("q")
     with _function(decoder, function, {"q": q}) as arguments:
         embedded = _embedded(decoder, arguments)
@@ -183,23 +195,23 @@ def _step(decoder: Decoder, trunk: GlobalVar, function: abi.Function) -> GlobalV
 
 
 def _one_token_each(decoder: Decoder, function: abi.Function) -> Variables:
-    """Returns the arguments of a function whose sequences have one new token each."""
+    """Returns the arguments of a function whose sequences each have one new token, by name."""
     n = size("n")
     return variables(decoder, function.arguments, {"n": n, "b": n})
 
 
 def _head_params(decoder: Decoder) -> list[Param]:
-    """Returns the last norm's parameters and those of the output matrix."""
+    """Returns the parameters of the last norm and of the output matrix."""
     matrix = "embed.weight" if decoder.config.tie_embeddings else "lm_head.weight"
     return _params(decoder, *NORM, matrix, "lm_head.bias")
 
 
 def _params(decoder: Decoder, *names: str) -> list[Param]:
-    """Returns the parameters of these names that the model has, in this order."""
+    """Returns those parameters with the given names that the model has, in this order."""
     params = {param.name: param for param in decoder.params}
     return [params[name] for name in names if name in params]
 
 
 def _reshaped(builder: relax.BlockBuilder, x: relax.Expr, shape: Sequence[Expr | int]) -> relax.Var:
-    """Returns the memory of x as a tensor of another shape."""
+    """Emits a view of x with another shape, in the same memory, and returns it."""
     return builder.emit(relax.op.reshape(x, list(shape)))

@@ -1,7 +1,7 @@
-"""The interface between `compiler/program` and its backends: the work of a device in a program.
+"""Defines the interface between `compiler/program` and its backends: what a device computes in a program.
 
 The unit is half a layer and not a kernel, since each device decides which operations it fuses. Methods are
-called while a Relax function is being built: they emit calls and return handles of their results.
+called while a Relax function is being built: they emit calls and return handles of the results.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mlcbuild.quant import Storage
 Weights = Mapping[str, List[Tensor]]
 """Name of a parameter -> its stored tensors, in stored order."""
 Variables = Mapping[str, relax.Var]
-"""Name of an argument in the ABI -> the variable, in the order of the ABI."""
+"""Name of an argument in the ABI -> its variable, in the order of the ABI."""
 NO_WINDOW = 1 << 30
-"""The window of a layer that attends to every token."""
+"""Value of the window, in tokens, of a layer that attends to every token."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The tensors that describe the batch of a step: those of abi.BATCH and abi.FORKS."""
+    """The tensors that describe the batch of a step, as abi.BATCH and abi.FORKS list them."""
 
     pages: Tensor
     positions: Tensor
@@ -45,36 +45,39 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layer:
-    """The inputs of a layer's function beside its rows. Layers that are alike share one function."""
+    """The inputs of a layer's function other than its rows. Layers that are alike share one function."""
 
     spec: LayerSpec
-    """Description of the function's first layer; others may have another window and another rotary
-    embedding."""
+    """Description of the first layer that uses the function; others may have another window and another
+    rotary embedding.
+    """
     params: Mapping[str, Param]
     """Name of a parameter in the layer -> its description."""
     weights: Weights
     """Name of a parameter in the layer -> its stored tensors."""
     angles: Tensor | None
-    """The result of `Ops.angles` for the layer's rotary embedding; None: it has none."""
+    """The result of `Ops.angles` for the layer's rotary embedding; None if it has none."""
     batch: Batch
     index: relax.Var
-    """The layer's place in the cache, an int64."""
+    """The layer's index in the cache, an int64."""
     window: relax.Var
     """Number of tokens that a token attends to, an int64; NO_WINDOW for all."""
     prompt: relax.Var
-    """An int64 that is not 0 when the rows are those of prompts."""
+    """An int64 that is not 0 if the rows belong to prompts."""
 
 
 @dataclass(frozen=True)
 class ResidualRows:
-    """Rows of the residual stream, with scratch tensors of as many rows."""
+    """Rows of the residual stream, together with scratch tensors of the same number of rows."""
 
     x: Tensor
     scratch: Mapping[str, Tensor]
 
 
 class CacheLayout(Protocol):
-    """The tensor that holds keys and values, in the layout that the device's attention reads."""
+    """The shape and type of the tensor that holds keys and values, in the layout that the device's attention
+    reads.
+    """
 
     @property
     def dtype(self) -> str: ...
@@ -88,7 +91,7 @@ class CacheLayout(Protocol):
 
 
 class Ops(Protocol):
-    """The operations with which one device computes the parts of a library."""
+    """The operations by which one device computes the parts of a library."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -104,8 +107,7 @@ class Ops(Protocol):
 
     @property
     def selects_rows(self) -> bool:
-        """Returns True if the last layer of a prompt can compute no more than keys, values and the selected
-        rows."""
+        """Returns True if the last layer of a prompt can be limited to keys, values and the selected rows."""
         ...
 
     @property
@@ -115,7 +117,7 @@ class Ops(Protocol):
 
     @property
     def plan(self) -> Phases:
-        """Returns the compiler passes up to the point at which memory is known."""
+        """Returns the compiler passes up to memory planning."""
         ...
 
     @property
@@ -123,74 +125,83 @@ class Ops(Protocol):
 
     @property
     def kernels(self) -> Phases:
-        """Returns the compiler passes for kernels after that, before code is generated."""
+        """Returns the compiler passes for kernels between memory planning and code generation."""
         ...
 
     def scratch(self) -> Mapping[str, tuple[int, str]]:
-        """Returns name -> (columns, dtype) of the scratch tensors that all layers use, one after the
-        other."""
+        """Returns name -> (columns, dtype) of the scratch tensors that the layers use one after the other."""
         ...
 
     def embed(self, tokens: Tensor, weights: Weights) -> Tensor:
-        """Returns the embeddings of tokens int32 [n], float32 [n, hidden], scaled and normalized as the
-        family does."""
+        """Emits the embeddings of tokens int32 [n], scaled and normalized as the family requires, and returns
+        float32 [n, hidden].
+        """
         ...
 
     def add_positions(self, x: Tensor, positions: Tensor, table: List[Tensor]) -> Tensor:
-        """Returns a copy of x plus the learned rows of positions int32 [n]. table: the stored tensors of
-        `position.weight`."""
+        """Emits a copy of x plus the learned rows of positions int32 [n], and returns it. table: the stored
+        tensors of `position.weight`.
+        """
         ...
 
     def angles(self, positions: Tensor, inv_freq: Tensor, factor: float, spec: Rope) -> Tensor:
-        """Returns cosines and sines, times `factor`, of positions int32 [n], for one rope of the model, and
-        the query's scale in a last column if the rope has one.
+        """Emits cosines and sines of positions int32 [n], times `factor`, for one rotary embedding of the
+        model; the query's scale is a last column if the rope has one.
 
-        inv_freq: float32 [dim / 2]. The result is float32 [n, spec.columns].
+        inv_freq: float32 [dim / 2]. Returns float32 [n, spec.columns].
         """
         ...
 
     def copy(self, x: Tensor) -> Tensor: ...
 
     def attention(self, rows: ResidualRows, layer: Layer, selected: Tensor | None = None) -> ResidualRows:
-        """Adds the result of the layer's mixer to x in place, with new keys and values in the cache, and
-        returns the rows.
+        """Emits the layer's mixer, whose result is added to x in place and which writes new keys and values
+        to the cache; returns the rows.
 
-        `selected` int32 [q]: only these rows are returned; see selects_rows.
+        selected: int32 [q], the only rows to return, or None; see selects_rows.
         """
         ...
 
     def feed_forward(self, rows: ResidualRows, layer: Layer) -> Tensor:
-        """Adds the result of the layer's feed-forward to x in place; returns x."""
+        """Emits the layer's feed-forward, whose result is added to x in place, and returns x."""
         ...
 
     def last_norm(self, x: Tensor, weights: Weights) -> Tensor: ...
 
     def select_rows(self, x: Tensor, rows: Tensor, weights: Weights) -> Tensor:
-        """Returns the rows int32 [q] of x after the model's last norm."""
+        """Emits the model's last norm of some rows of x, and returns them. rows: their indices, int32 [q]."""
         ...
 
     def logits(self, x: Tensor, weights: Weights) -> Tensor:
-        """Returns the logits float32 [q, vocab] of x float32 [q, hidden] after the last norm: biased, scaled
-        and capped."""
+        """Emits the logits, biased, scaled and capped, of x float32 [q, hidden] after the last norm, and
+        returns float32 [q, vocab].
+        """
         ...
 
     def mask(self, logits: Tensor, masks: Tensor) -> Tensor:
-        """Sets the logits of tokens that a mask leaves out to minus infinity, in place, and returns them."""
+        """Emits code that sets the logits of tokens that a mask excludes to minus infinity, in place, and
+        returns the logits.
+        """
         ...
 
     def sample(self, logits: Tensor, params: Tensor, out: Tensor) -> Tensor:
-        """Draws a token from each row of logits [1, q, vocab] into `out`, and returns the logits."""
+        """Emits the sampling of a token from each row of logits [1, q, vocab] into `out`, and returns the
+        logits.
+        """
         ...
 
     def next_inputs(self, arguments: Variables) -> None:
-        """Turns the arguments of a decode step into those of the step that follows, in place."""
+        """Emits code that changes the arguments of a decode step, in place, into those of the next step."""
         ...
 
     def kernel_names(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns use -> kernel for each kind of matrix, and use -> reason for slow ones, for the library's
-        metadata."""
+        """Returns two mappings for the library's metadata: use -> kernel for each kind of matrix, and use ->
+        reason for kernels that are slow.
+        """
         ...
 
     def workspace(self, limits: Limits, mod: IRModule) -> int:
-        """Returns the bytes that calls need beside weights and cache, from a module with planned memory."""
+        """Returns the number of bytes that calls need beside weights and cache. mod: the module with planned
+        memory.
+        """
         ...

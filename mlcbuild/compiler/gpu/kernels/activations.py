@@ -13,12 +13,14 @@ from mlcbuild.models import Activation
 from mlcbuild.models.experts import Clamp
 
 Gate: TypeAlias = Activation | Clamp
-"""The function of a pair (gate, up) that a gated feed-forward computes."""
+"""The function of a pair (gate, up) that a gated feed-forward computes: an activation of the gate times up,
+or gpt-oss's clamped gate.
+"""
 _ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
 def activated(activation: Activation, value: Value, scalars: Vector | None = None) -> Value:
-    """Returns the activation of a number. scalars: those of xielu."""
+    """Returns the activation of a number. scalars: the parameters of xIELU."""
     value = bind(value)
     if activation == "silu":
         return value * sigmoid(value)
@@ -33,15 +35,16 @@ def activated(activation: Activation, value: Value, scalars: Vector | None = Non
         assert scalars is not None
         return _xielu(value, scalars)
     cubic = exact(0.044715) * value * value * value
-    # tanh(y) = 1 - 2 / (exp(2 y) + 1); drivers' own tanh may overflow
+    # tanh(y) = 1 - 2 / (exp(2 y) + 1); the tanh of drivers may overflow
     double = exact(2 * 0.7978845608028654) * (value + cubic)
     tanh = number(1) - number(2) / (T.exp(bind(T.min(double, number(80)))) + number(1))
     return number(0.5) * value * (number(1) + tanh)
 
 
 def gated(gate: Gate, left: Value, right: Value) -> Value:
-    """Returns the product of a gated feed-forward: activation(left) * right, or the clamped gate of
-    gpt-oss."""
+    """Returns the result of a gated feed-forward for one pair: activation(left) * right, or the clamped gate
+    of gpt-oss.
+    """
     if not isinstance(gate, Clamp):
         return activated(gate, left) * right
     limit = exact(gate.limit)
@@ -61,8 +64,9 @@ def capped(value: Value, cap: float) -> Value:
 
 
 def _erf(value: Value) -> Value:
-    """Returns the error function within 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions,
-    7.1.26."""
+    """Returns the error function with an absolute error of 1.5e-7: Abramowitz and Stegun, Handbook of
+    Mathematical Functions, 7.1.26.
+    """
     size = bind(T.max(value, -value))
     t = bind(number(1) / (number(1) + exact(0.3275911) * size))
     total = number(0)

@@ -1,6 +1,6 @@
 """GPU kernels that choose the experts of each row, and order the choices of a prompt by expert.
 
-A choice is a pair (row, place among the row's choices), numbered row * chosen + place.
+A choice is a pair (row, index among the row's choices), numbered row * chosen + index.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def route(name: str, spec: Experts) -> KernelBuilder:
 
 
 class _Choice:
-    """Emits the choice of experts for one row by one workgroup."""
+    """Emits the choice of experts for one row. All threads of one workgroup compute it together."""
 
     def __init__(
         self, k: KernelBuilder, spec: Experts, at: tuple[Value, Value], out: tuple[Value, Value]
     ) -> None:
-        """at: row and thread; out: experts and weights to be written."""
+        """Allocates the arrays of the choice. at: (row, thread); out: buffers for (experts, weights)."""
         self._spec, (self._row, self._tx), (self._routes, self._shares) = spec, at, out
         self._scores, self._left = k.shared(spec.count), k.shared(spec.count)
         self._sums, self._picked = k.shared(WORKGROUP), k.shared(spec.chosen)
@@ -68,7 +68,9 @@ class _Choice:
             self._groups, self._kept = k.shared(spec.router.groups), k.shared(spec.count)
 
     def scored(self, logits: Value, correction: Value | None) -> None:
-        """Emits choices by the scores of the router's logits."""
+        """Emits the choice by scores computed from the router's logits. correction: buffer that is added to
+        scores for choosing only, or None.
+        """
         spec, tx = self._spec, self._tx
         self._score(logits)
 
@@ -104,7 +106,7 @@ class _Choice:
         )
 
     def _score(self, logits: Value) -> None:
-        """Emits the scores of all experts."""
+        """Emits the scores of all experts, computed from their logits."""
         count, row, tx = self._spec.count, self._row, self._tx
         if self._spec.router.scores == "sigmoid":
             covering(count, tx, WORKGROUP, lambda e: put(self._scores, sigmoid(logits[row, e]), e))
@@ -124,8 +126,9 @@ class _Choice:
         barrier()
 
     def _rank(self, values: Value, index: Value, count: int) -> Value:
-        """Returns how many of `count` values come before one of them: larger ones, and equal ones with a
-        lower index."""
+        """Returns the rank of value `index` among `count` values: the number of larger values and of equal
+        ones with a lower index.
+        """
         own, rank = bind(values[index]), local(1, "int32")
         put(rank, T.int32(0), 0)
         with T.serial(count) as other:
@@ -136,8 +139,9 @@ class _Choice:
         return bind(rank[0])
 
     def _of_best_groups(self) -> Value:
-        """Returns an array of the scores to choose by, without those of experts in groups that are not
-        kept."""
+        """Returns an array of the scores to choose by, in which experts of excluded groups cannot
+        be chosen.
+        """
         router, tx = self._spec.router, self._tx
         size = self._spec.count // router.groups
 
@@ -162,7 +166,9 @@ class _Choice:
         return self._kept
 
     def sparsemixer(self, logits: Value) -> None:
-        """Emits two choices by the sparsemixer rule, which all threads compute; see models.experts.Router."""
+        """Emits two choices by the sparsemixer rule; all threads compute the same. See
+        models.experts.Router.
+        """
         assert self._spec.router.jitter is not None
         limit, count, row = exact(2 * self._spec.router.jitter), self._spec.count, self._row
         covering(count, self._tx, WORKGROUP, lambda e: put(self._left, logits[row, e], e))
@@ -202,9 +208,10 @@ class _Choice:
 
 
 def sort_choices(name: str, spec: Experts) -> KernelBuilder:
-    """Returns the kernel that writes the numbers of all choices to `order`, by expert and then by row, and to
-    `tiles` [., 3] the tiles of choices of one expert: its number, the first place in `order`, and the number
-    of choices, 0 for tiles that are not needed."""
+    """Returns the kernel that sorts choices by expert and then by row. It writes their numbers to `order`,
+    and the tiles of choices of one expert to `tiles` [., 3]: the expert's number, the index in `order` of the
+    first choice, and the number of choices, which is 0 for unused tiles.
+    """
     with kernel(name) as k:
         choices, count = k.size("choices"), k.size("tile_count")
         routes = k.buffer("routes", (choices,), "int32")
@@ -242,7 +249,9 @@ def sort_choices(name: str, spec: Experts) -> KernelBuilder:
 
 
 def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
-    """Returns the numbers of choices, and of their tiles, of all experts before one."""
+    """Returns (number of choices, number of tiles) of all experts with a lower number than `expert`. counts:
+    number of choices of each expert.
+    """
     total, tiles = local(1, "int32"), local(1, "int32")
     put(total, T.int32(0), 0)
     put(tiles, T.int32(0), 0)
@@ -254,8 +263,9 @@ def _sums_before(counts: Value, expert: Value) -> tuple[Value, Value]:
 
 
 def add_choices(name: str, spec: Experts, columns: int, scale: float, adds: bool) -> KernelBuilder:
-    """Returns the kernel y (+)= scale * sum of the outputs of each row's experts [n * chosen, columns], times
-    their weights. adds: whether the sum is added to y."""
+    """Returns the kernel y = scale * sum of the outputs of each row's experts, times their weights. Outputs
+    are [n * chosen, columns]. adds: True if the sum is added to y.
+    """
     with kernel(name) as k:
         n = k.size("n")
         parts = k.buffer("parts", (n, spec.chosen * columns))

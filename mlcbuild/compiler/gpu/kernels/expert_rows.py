@@ -1,7 +1,7 @@
 """Products of rows with the matrices of the experts that they choose: GEMVs for few rows, and GEMMs on tiles
 of choices for prompts. Choices are numbered as in expert_choice.py.
 
-A stack of matrices may be bound in parts; choices of experts outside a part are left out.
+A stack of matrices may be bound in parts; a launch ignores choices of experts outside its part.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from mlcbuild.compiler.gpu.tensorir import KernelBuilder, Value, bind, kernel, l
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """The experts of a product. The scalar `first` of its kernels is the number of the part's first one."""
+    """The experts in one launch of a product. The scalar `first` of the kernels is the number of the part's
+    first expert.
+    """
 
     total: int
     count: int
-    """Number of experts in the part of the stack that is bound."""
+    """Number of experts in the part of the stack that the launch binds."""
     chosen: int
 
 
@@ -82,7 +84,7 @@ def expert_sum(name: str, spec: ProductSpec, experts: ExpertsSpec) -> KernelBuil
                     own = shape.sums(buffers.matrix, matrix_rows, factors, tx)
                     for index, output in enumerate(outputs):
                         value = own[index]
-                        if buffers.bias is not None:  # added by one lane
+                        if buffers.bias is not None:  # Only one lane adds it.
                             at = bind(expert * shape.rows + T.min(output, spec.outputs - 1))
                             bias = buffers.bias[at]
                             value = value + T.Select(tx % shape.lanes == 0, bias, number(0))

@@ -1,5 +1,6 @@
 """The GPU kernel between the product for queries, keys and values and attention: it clips, normalizes and
-rotates heads, and appends keys and values to the cache."""
+rotates heads, and writes keys and values to the cache.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ class HeadsSpec:
     """The operations on the heads of queries and keys before attention."""
 
     rope_dim: int = 0
-    """Number of leading dimensions of a head that are rotated; 0: none."""
+    """Number of leading dimensions of a head that are rotated; 0: no rotation."""
     rows: int = 0
     """Number of positions in the table of cosines and sines."""
     norm: NormSpec | None = None
-    """The norm of queries and keys alike, over head_dim; None: there is none."""
+    """The norm of queries and of keys, over head_dim; None: they are not normalized."""
     span: HeadNorm = "head"
     norm_last: bool = False
     """True if the norm follows the rotation."""
@@ -45,19 +46,22 @@ class HeadsSpec:
 
 
 Part = Literal["all", "queries", "cached"]
-"""The heads that a launch computes: all, those of queries, or those of keys and values."""
+"""The heads that a launch computes: all, only those of queries, or only those of keys and values."""
 
 
 def launch_parts(spec: HeadsSpec) -> tuple[Part, ...]:
-    """Returns the launches in which heads are computed: norms with biases take more buffers than one has."""
+    """Returns the parts of heads for which launches are needed. One launch computes all heads, unless norms
+    with biases need more buffers than a launch may bind.
+    """
     return ("queries", "cached") if spec.norm is not None and spec.norm.has_bias else ("all",)
 
 
 def prepare_heads(
     name: str, cache: CacheSpec, spec: HeadsSpec, inputs: InputPlaces, part: Part
 ) -> KernelBuilder:
-    """Returns the kernel that writes queries, normalized and rotated, to `query` [n, heads * head_dim], and
-    keys, likewise, and values to the cache. One workgroup computes one head of one row."""
+    """Returns the kernel that writes normalized and rotated queries to `query` [n, heads * head_dim], and
+    keys, treated likewise, and values to the cache. One workgroup computes one head of one row.
+    """
     dim = cache.head_dim
     first, end = _range(cache, part)
     with kernel(name) as k:
@@ -97,8 +101,9 @@ def prepare_heads(
 
 
 def _range(cache: CacheSpec, part: Part) -> tuple[int, int]:
-    """Returns the first head of a launch, and the one after the last, among those of queries, keys and
-    values."""
+    """Returns (first head, head after the last) of a launch. Heads are numbered in the order queries, keys,
+    values.
+    """
     first = cache.heads if part == "cached" else 0
     return first, cache.heads if part == "queries" else cache.heads + 2 * cache.kv_heads
 
@@ -106,7 +111,9 @@ def _range(cache: CacheSpec, part: Part) -> tuple[int, int]:
 def _declare_norms(
     k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, part: Part
 ) -> tuple[NormVectors, NormVectors]:
-    """Declares the norm of queries and that of keys; where one is not needed, the other is both."""
+    """Declares the buffers of the norm of queries and of that of keys, and returns both. If a part does not
+    need one of them, the other is returned twice.
+    """
     assert spec.norm is not None
     queries, keys = (1, 1) if spec.span == "head" else (cache.heads, cache.kv_heads)
     norms = []
@@ -118,7 +125,7 @@ def _declare_norms(
 
 
 def _scale_at(scale: QueryScale | None, position: Value) -> Value | None:
-    """Returns the factor of a query at a position; None: there is none."""
+    """Returns the factor of a query at a position; None if queries are not scaled."""
     if scale is None:
         return None
     return bind(number(1) + exact(scale.beta) * T.log(number(1) + floating(position // scale.length)))
@@ -130,19 +137,23 @@ class _Head:
     def __init__(
         self, k: KernelBuilder, cache: CacheSpec, spec: HeadsSpec, qkv: Value, at: tuple[Value, Value, Value]
     ) -> None:
-        """at: number of the head among all of queries, keys and values; row; thread."""
+        """Stores the operands. qkv: the buffer of queries, keys and values; at: (number of the head in the
+        order queries, keys, values; row; thread).
+        """
         self._k, self._cache, self._spec, self._qkv = k, cache, spec, qkv
         self._place, self._row, self._tx = at
         self.is_query = self._place < cache.heads
         self._is_value = self._place >= cache.heads + cache.kv_heads
 
     def read(self, column: Value) -> Value:
-        """Returns a number of the row, clipped."""
+        """Returns the clipped value in one column of the row."""
         value, clip = self._qkv[self._row, column], self._spec.clip
         return bind(value if clip is None else T.max(T.min(value, exact(clip)), exact(-clip)))
 
     def store(self, query: Value, vector: Value, scale: Value | None) -> None:
-        """Emits the store of a query, scaled, in the tensor of all queries."""
+        """Emits the store of a query, scaled, to the buffer of all queries. vector: the query in shared
+        memory; scale: factor, or None.
+        """
         dim = self._cache.head_dim
 
         def store(column: Value) -> None:
@@ -152,7 +163,9 @@ class _Head:
         strided(dim, self._tx, WORKGROUP, store)
 
     def normalize(self, vector: Value, norms: tuple[NormVectors, NormVectors]) -> None:
-        """Emits the norm of a query or key in shared memory, in place."""
+        """Emits the norm of a query or key in shared memory, in place. norms: (norm of queries, norm of
+        keys).
+        """
         cache, dim = self._cache, self._cache.head_dim
         mean, root = self._statistics(vector)
         queries, keys = T.int32(0), T.int32(0)
@@ -175,8 +188,9 @@ class _Head:
         barrier()
 
     def _statistics(self, vector: Value) -> tuple[Value | None, Value]:
-        """Returns mean, None if the norm does not subtract it, and inverse root: of the head, or of all heads
-        of its kind."""
+        """Returns (mean, or None if the norm does not subtract it; 1 / root of the mean square), over the
+        head or over all heads of its kind.
+        """
         norm, cache, dim = self._spec.norm, self._cache, self._cache.head_dim
         assert norm is not None
         if self._spec.span != "heads":
@@ -186,7 +200,9 @@ class _Head:
         return row_statistics(self._k, norm, self._tx, lambda column: self.read(first + column), count)
 
     def rotate(self, vector: Value, result: Value, column: Value, at: tuple[Value, Value]) -> None:
-        """Emits the rotation of a dimension of a query or key. at: table, and the row's position in it."""
+        """Emits the rotation of one dimension of a query or key from `vector` to `result`. at: (table of
+        cosines and sines, the row's position in it).
+        """
         (table, position), turned = at, self._spec.rope_dim // 2
         pair = bind(column % turned)
         cosine, sine = bind(table[position, pair]), bind(table[position, turned + pair])

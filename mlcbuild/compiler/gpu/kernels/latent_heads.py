@@ -1,7 +1,7 @@
 """GPU kernels of latent attention: the cached row of a token, the halves of queries, and products of each
-head with a matrix of its own.
+head with a separate matrix.
 
-Row * heads + head is the number of a head's vector.
+The vector of a head has the number row * heads + head.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LatentSpec:
     heads: int
     latent: int
     head_dim: int
-    """Number of dimensions of a head's query that are not rotated; rotated ones follow them."""
+    """Number of dimensions of a head's query that are not rotated; the rotated ones follow them."""
     rope_dim: int
     rows: int
     """Number of positions in the table of cosines and sines."""
@@ -56,7 +56,9 @@ class LatentSpec:
         return self.latent + self.rope_dim
 
     def rotated(self, table: Value, position: Value, read: Callable[[Value], Value], index: Value) -> Value:
-        """Returns number `index` of a rotated vector. read: function from an index to a number before."""
+        """Returns element `index` of a rotated vector. table: cosines and sines; read: function from an index
+        to the element before rotation.
+        """
         half = self.rope_dim // 2
         pair = bind(index % half)
         cosine, sine = bind(table[position, pair]), bind(table[position, half + pair])
@@ -66,8 +68,9 @@ class LatentSpec:
 
 
 def split_queries(name: str, spec: LatentSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that writes the unrotated part of each head's query to `plain` [n * heads,
-    head_dim], and the rotated one, after room for a latent, to `query` [n, heads * cached]."""
+    """Returns the kernel that divides each head's query: it writes the unrotated part to `plain` [n * heads,
+    head_dim], and the rotated part to `query` [n, heads * cached], after the columns for a latent.
+    """
     with kernel(name) as k:
         n = k.size("n")
         queries, block = k.buffer("queries", (n, spec.heads * spec.query_dim)), inputs.declare(k)
@@ -121,7 +124,9 @@ def append_latent(
 
 
 def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
-    """Returns the kernel y[vector] = product of x[vector] with the matrix of its head, for few rows."""
+    """Returns the kernel y[vector] = product of x[vector] with the matrix of the vector's head, for
+    few rows.
+    """
     shape = GemvShape(spec, 1)
     with kernel(name) as k:
         vectors = k.size("vectors")
@@ -138,8 +143,9 @@ def head_gemv(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
 
 
 def head_gemm(name: str, spec: ProductSpec, heads: int) -> KernelBuilder:
-    """Returns the kernel y[vector] = product of x[vector] with the matrix of its head, on tiles of 64 rows of
-    one head."""
+    """Returns the kernel y[vector] = product of x[vector] with the matrix of the vector's head, on tiles of
+    64 rows of one head.
+    """
     with kernel(name) as k:
         n, vectors = k.scalar("n"), k.size("vectors")
         x = k.buffer("x", (vectors, spec.inputs))

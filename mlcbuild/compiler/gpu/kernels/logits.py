@@ -1,7 +1,7 @@
-"""Kernels from tokens to rows, and from logits to tokens: embedding, masks, choice, and the inputs of a
-following step.
+"""GPU kernels from tokens to rows, and from logits to tokens: embedding, masks, choice, and the inputs of the
+next step.
 
-Logits are compared as whole numbers of the same order: WGSL lets compilers assume that no NaN exists.
+Logits are compared as integers of the same order: WGSL lets compilers assume that no NaN exists.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from mlcbuild.compiler.gpu.tensorir import (
 )
 
 CHOOSERS = 256
-"""Number of threads that search the largest logit in a part of a row."""
+"""Number of threads that together search for the largest logit in a part of a row."""
 PART = 4096
 """Number of logits in a part of a row."""
 CANDIDATES = 64
 _NAN = 0x7F800000
-"""The bits of infinity; a larger key stands for NaN."""
+"""The bits of infinity. A key above this number stands for NaN."""
 _SMALLEST = -(1 << 31) + 1
 
 
 def embed(
     name: str, form: StoredAs, shape: tuple[int, int], scale: float, inputs: InputPlaces
 ) -> KernelBuilder:
-    """Returns the kernel x[row] = table[token - first] * scale for tokens from `first` on. shape: rows and
-    columns of this part of the table."""
+    """Returns the kernel x[row] = table[token - first] * scale, for a part of the table that begins at token
+    `first`, a scalar of the kernel. shape: (rows, columns) of this part.
+    """
     rows, columns = shape
     with kernel(name) as k:
         block, x = inputs.declare(k), k.buffer("x", (k.size("n"), columns))
@@ -61,7 +62,7 @@ def embed(
 def add_positions(
     name: str, form: StoredAs, shape: tuple[int, int], offset: int, inputs: InputPlaces
 ) -> KernelBuilder:
-    """Returns the kernel x[row] += table[position + offset]. shape: rows and columns of the table."""
+    """Returns the kernel x[row] += table[position + offset]. shape: (rows, columns) of the table."""
     rows, columns = shape
     with kernel(name) as k:
         block, x = inputs.declare(k), k.buffer("x", (k.size("n"), columns))
@@ -76,7 +77,8 @@ def add_positions(
 
 def mask(name: str, vocab: int) -> KernelBuilder:
     """Returns the kernel that writes minus infinity to the logits of masked tokens. A row of `masks` is the
-    row of logits, then a bit for each token."""
+    index of a row of logits, followed by one bit for each token.
+    """
     words = -(-vocab // abi.MASK_WORD)
     with kernel(name) as k:
         logits = k.buffer("logits", (k.size("q"), vocab), "uint32")
@@ -92,14 +94,15 @@ def mask(name: str, vocab: int) -> KernelBuilder:
 
 
 def key(bits: Value) -> Value:
-    """Returns a whole number that orders like the float32 of these bits (int32); -0 equals 0."""
+    """Returns an integer that is ordered like the float32 with these bits (int32); -0 and 0 give the same."""
     ordered = bind(T.bitwise_xor(bits, T.bitwise_and(T.shift_right(bits, T.int32(31)), T.int32(0x7FFFFFFF))))
     return bind(T.Select(ordered == -1, 0, ordered))
 
 
 def best_of_parts(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that finds the largest logit of each part of a row, the first of equal ones: best
-    [q, parts, 2] is its key and its token. NaN has the largest key, whatever its sign."""
+    """Returns the kernel that searches each part of a row for its largest logit, the first of equal ones. It
+    writes (key, token) of the logit to best [q, parts, 2]. NaN has the largest key, whatever its sign.
+    """
     parts = -(-vocab // PART)
     with kernel(name) as k:
         q = k.size("q")
@@ -120,8 +123,9 @@ def best_of_parts(name: str, vocab: int) -> KernelBuilder:
 
 
 def best_of_row(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that writes the token of the largest logit of each row to `sampled` [q]:
-    abi.INVALID_TOKEN where that is NaN or minus infinity."""
+    """Returns the kernel that writes the token of the largest logit of each row to `sampled` [q], or
+    abi.INVALID_TOKEN if that logit is NaN or minus infinity.
+    """
     parts = -(-vocab // PART)
     with kernel(name) as k:
         q = k.size("q")
@@ -144,8 +148,9 @@ def best_of_row(name: str, vocab: int) -> KernelBuilder:
 
 
 class _Chosen:
-    """The largest key that a workgroup has found so far, and its token: the smallest of those with this
-    key."""
+    """The largest key that the threads of a workgroup have seen so far, and its token: the lowest token with
+    this key.
+    """
 
     def __init__(self, k: KernelBuilder, threads: int = CHOOSERS) -> None:
         self._threads = threads
@@ -155,8 +160,9 @@ class _Chosen:
         put(self._own, T.int32(0), 1)
 
     def consider(self, value: Value, token: Value) -> None:
-        """Emits code that considers another key (`value`) with its token. Tokens of one thread must come in
-        ascending order."""
+        """Emits code that compares another key (`value`) and its token with the stored ones. The tokens of
+        one thread must come in ascending order.
+        """
         with when(value > self._own[0]):
             put(self._own, value, 0)
             put(self._own, token, 1)
@@ -184,10 +190,12 @@ class _Chosen:
 
 
 def candidates(name: str, vocab: int) -> KernelBuilder:
-    """Returns the kernel that finds the 64 largest logits of each row: top [q, 2 + 2 * 64] holds the bits of
-    the largest logit, those of the sum of exp(logit - largest), then bits and token of each, unordered.
+    """Returns the kernel that selects the 64 largest logits of each row. It writes to top [q, 2 + 2 * 64] the
+    bits of the largest logit, those of the sum of exp(logit - largest), then bits and token of each,
+    unordered.
 
-    The threshold is found by bisection over the bits of keys; of equal ones at the threshold, any are taken.
+    The threshold is found by bisection over the bits of keys. Of several tokens exactly at the threshold, any
+    are selected.
     """
     with kernel(name) as k:
         q = k.size("q")
@@ -218,19 +226,19 @@ class _Line:
     vocab: int
     row: Value
     tx: Value
-    """The thread's index, for which code is emitted."""
-    counts: Value  # int32, one for each thread, shared
-    own: Value  # int32, one of the thread
+    """Index of the thread for which code is emitted."""
+    counts: Value  # int32, one count per thread, in shared memory
+    own: Value  # int32, of one thread
 
     def each(self, body: Callable[[Value, Value], None]) -> None:
-        """Emits code for each logit of the thread. body: called with its token and its bits."""
+        """Emits a loop over the thread's logits. body: function of (token, bits of the logit)."""
         with T.serial(-(-self.vocab // CHOOSERS)) as index:
             token = bind(index * CHOOSERS + self.tx)
             with when(token < self.vocab):
                 body(token, bind(self.logits[self.row, token]))
 
     def maximum(self) -> Value:
-        """Returns the largest logit."""
+        """Emits a search for the largest logit of the row, and returns it."""
         put(self.own, T.int32(_SMALLEST), 0)
         self.each(lambda _, bits: put(self.own, T.max(self.own[0], key(bits)), 0))
         put(self.counts, self.own[0], self.tx)
@@ -241,8 +249,9 @@ class _Line:
         return bind(T.reinterpret("float32", bits))
 
     def find_threshold(self, low: Value) -> None:
-        """Emits code that writes to `low` the largest key that CANDIDATES logits or more reach: bit by bit,
-        from the highest."""
+        """Emits code that writes to `low` the largest key that at least CANDIDATES logits reach, bit by bit
+        from the highest.
+        """
         own, tx = self.own, self.tx
         put(low, T.int32(_SMALLEST), 0)
         with T.serial(32) as bit:
@@ -262,8 +271,9 @@ class _Line:
                 put(low, probe, 0)
 
     def gather(self, top: Value, low: Value) -> None:
-        """Emits code that writes the candidates above the threshold, then those at it, in the order of
-        threads."""
+        """Emits code that writes candidates to `top`: first those above the threshold `low`, then those at
+        it, in the order of threads.
+        """
         own, at = local(1, "int32"), local(1, "int32")
         start = T.int32(0)
         for above in (True, False):
@@ -310,8 +320,9 @@ def _reduce(buffer: Value, tx: Value, threads: int, combine: Callable[[Value, Va
 
 
 def advance(name: str, rows: int, steps: int, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that appends the drawn tokens to `history` [steps, rows] and makes them the inputs
-    of the next step. rows: the most sequences of a step."""
+    """Returns the kernel that appends the sampled tokens to `history` [steps, rows], and makes them the
+    inputs of the next step. rows: maximum number of sequences in a step.
+    """
     with kernel(name) as k:
         n = k.size("n")
         block, sampled = inputs.declare(k), k.buffer("sampled", (n,), "int32")

@@ -49,13 +49,13 @@ class NormSpec:
 
     @property
     def is_centred(self) -> bool:
-        """Returns True if the mean of a row is subtracted first."""
+        """Returns True if the mean of a row is subtracted before scaling."""
         return isinstance(self.norm, LayerNorm)
 
 
 @dataclass(frozen=True)
 class NormVectors:
-    """The parameters of a norm as buffers of a kernel."""
+    """The parameters of a norm, as buffers of a kernel."""
 
     spec: NormSpec
     weight: Vector | None
@@ -65,15 +65,16 @@ class NormVectors:
     def declare(
         cls, k: KernelBuilder, spec: NormSpec, names: tuple[str, str] = ("weight", "shift"), size: int = 0
     ) -> NormVectors:
-        """Declares the buffers. names: of weight and bias; size: number of values, if not one for each
-        column."""
+        """Declares the buffers of a norm and returns them. names: (name of the weight, name of the bias);
+        size: number of values, 0: one for each column.
+        """
         size = size or spec.columns
         weight = Vector.declare(k, names[0], size, spec.half) if spec.has_weight else None
         bias = Vector.declare(k, names[1], size, spec.half) if spec.has_bias else None
         return cls(spec, weight, bias)
 
     def factor(self, index: Value) -> Value | None:
-        """Returns the norm's factor for a column; None: it is 1."""
+        """Returns the norm's weight for a column; None if all weights are 1."""
         if self.weight is None:
             return None
         return (
@@ -81,22 +82,23 @@ class NormVectors:
         )
 
     def scaled(self, value: Value, index: Value) -> Value:
-        """Returns a column's value, centred and divided by the row's root already, times the weight plus the
-        bias."""
+        """Returns value * weight + bias for a column; `value` has already been centred and divided by the
+        row's root.
+        """
         factor = self.factor(index)
         value = value if factor is None else value * factor
         return value if self.bias is None else value + self.bias[index]
 
 
 def inverse_root(total: Value, share: Value, eps: float) -> Value:
-    """Returns 1 / sqrt(total * share + eps), where `total` is a sum of squares, and `share` 1 / their
-    number."""
+    """Returns 1 / sqrt(total * share + eps). total: a sum of squares; share: 1 / number of summands."""
     return bind(number(1) / T.sqrt(total * share + exact(eps)))
 
 
 def normed_rows(name: str, spec: NormSpec, words: int, first: int) -> KernelBuilder:
-    """Returns the kernel y[r] = norm(x[rows[r]]), where the rows stand at inputs[first:first + q]. words:
-    size of `inputs` in 32-bit words."""
+    """Returns the kernel y[r] = norm(x[rows[r]]), where the rows' indices are inputs[first:first + q]. words:
+    size of `inputs` in 32-bit words.
+    """
     with kernel(name) as k:
         x, y = k.buffer("x", (k.size("n"), spec.columns)), k.buffer("y", (k.size("q"), spec.columns))
         inputs = k.buffer("inputs", (words,), "int32")
@@ -109,7 +111,7 @@ def normed_rows(name: str, spec: NormSpec, words: int, first: int) -> KernelBuil
 
 
 def norm(name: str, spec: NormSpec) -> KernelBuilder:
-    """Returns the kernel y = norm(x), for every row."""
+    """Returns the kernel y = norm(x), applied to every row."""
     with kernel(name) as k:
         n = k.size("n")
         x, y = k.buffer("x", (n, spec.columns)), k.buffer("y", (n, spec.columns))
@@ -121,7 +123,7 @@ def norm(name: str, spec: NormSpec) -> KernelBuilder:
 
 
 def add_normed(name: str, spec: NormSpec, scale: float) -> KernelBuilder:
-    """Returns the kernel x += scale * norm(delta), for every row."""
+    """Returns the kernel x += scale * norm(delta), applied to every row."""
     with kernel(name) as k:
         n = k.size("n")
         x, delta = k.buffer("x", (n, spec.columns)), k.buffer("delta", (n, spec.columns))
@@ -136,12 +138,14 @@ def add_normed(name: str, spec: NormSpec, scale: float) -> KernelBuilder:
 
 
 Columns: TypeAlias = tuple[Callable[[Value], Value], Callable[[Value, Value], None]]
-"""Two functions: one reads the value of a column of a row, the other writes one."""
+"""Two functions: the first returns the value in a column of a row, the second stores one."""
 
 
 def row_sum(sums: Value, tx: Value, columns: Value | int, value: Callable[[Value], Value]) -> Value:
-    """Returns the sum over the columns of a row, computed by one workgroup. sums: an array of shared memory,
-    one number for each thread; value: function from a column to a number."""
+    """Emits the sum over the columns of a row, computed by all threads of a workgroup, and returns it. sums:
+    array in shared memory with one number per thread; tx: the thread; value: function from a column to a
+    number.
+    """
     own = local(1)
     put(own, number(0), 0)
     with T.serial((columns + WORKGROUP - 1) // WORKGROUP) as step:
@@ -160,8 +164,10 @@ def row_statistics(
     read: Callable[[Value], Value],
     count: Value | None = None,
 ) -> tuple[Value | None, Value]:
-    """Returns the mean of a row, None if the norm does not subtract it, and its inverse root. count: number
-    of the row's values, an expression of the kernel, if it is not the norm's columns."""
+    """Returns (mean of a row, or None if the norm does not subtract it; 1 / root of the mean square). read:
+    function from a column to a number; count: number of the row's values, if it is not the norm's number of
+    columns.
+    """
     columns = spec.columns if count is None else count
     share = exact(1 / spec.columns) if count is None else bind(number(1) / floating(count))
     mean = None
@@ -177,7 +183,9 @@ def row_statistics(
 
 
 def _one_row(k: KernelBuilder, vectors: NormVectors, tx: Value, columns: Columns) -> None:
-    """Emits the norm of one row by one workgroup, of which `tx` is the thread."""
+    """Emits the norm of one row, computed by all threads of a workgroup. tx: the thread; columns: functions
+    that read and write values.
+    """
     read, write = columns
     mean, root = row_statistics(k, vectors.spec, tx, read)
 
@@ -189,7 +197,9 @@ def _one_row(k: KernelBuilder, vectors: NormVectors, tx: Value, columns: Columns
 
 
 def gated(name: str, size: int, gate: Gate) -> KernelBuilder:
-    """Returns the kernel y = gate(pair[:, :size], pair[:, size:])."""
+    """Returns the kernel y = gate(pair[:, :size], pair[:, size:]), which applies a gate to rows of gates
+    followed by ups.
+    """
     with kernel(name) as k:
         n = k.size("n")
         pair, y = k.buffer("pair", (n, 2 * size)), k.buffer("y", (n, size))

@@ -1,4 +1,4 @@
-"""Rows of x as factors of a GPU product, normalized while they are read."""
+"""Reads rows of x as factors of a GPU product, and normalizes them while they are read."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from mlcbuild.quant.groups import GROUP
 
 @dataclass(frozen=True)
 class RowBlock:
-    """The rows of x that a workgroup multiplies. Loops over them stay loops in the kernel: drivers unroll
-    them."""
+    """The rows of x that a workgroup multiplies. Loops over these rows stay loops in the kernel; drivers
+    unroll them.
+    """
 
     x: RowsOf
     first: Value
@@ -36,8 +37,9 @@ class RowBlock:
     n: Value
 
     def place(self, index: Value) -> Value:
-        """Returns the number of the row of x with this index in the block; beyond the last row, the last
-        one."""
+        """Returns the index of the row of x at position `index` of the block. Positions beyond the last row
+        give the last row.
+        """
         return bind(T.min(self.first + index, self.n - 1))
 
 
@@ -45,18 +47,18 @@ class RowBlock:
 class RowsNorm:
     """The norm of the rows of a block, whose statistics a workgroup has computed.
 
-    An RMS norm multiplies finished sums by the root of a row; a norm that subtracts the mean, or adds a bias,
-    is computed before the product.
+    For RMSNorm, finished sums are multiplied by the root of a row. A norm that subtracts the mean, or adds a
+    bias, is applied before the product.
     """
 
     vectors: NormVectors
     roots: Value
-    """Inverse root of each row, in registers."""
+    """1 / root of the mean square of each row, in registers."""
     means: Value | None
 
     @classmethod
     def of(cls, k: KernelBuilder, vectors: NormVectors, block: RowBlock, tx: Value) -> RowsNorm:
-        """Emits the statistics of the rows."""
+        """Emits code that computes the statistics of a block's rows, and returns the norm. tx: the thread."""
         spec = vectors.spec
         roots, means = local(block.count), local(block.count) if spec.is_centred else None
         own, sums, chunks = local(1), k.shared(WORKGROUP), -(-spec.columns // CHUNK)
@@ -86,12 +88,14 @@ class RowsNorm:
         return cls(vectors, roots, means)
 
     def after(self, value: Value, index: Value) -> Value:
-        """Returns a finished sum of the row with this index, times what was left out before."""
+        """Returns a finished sum of row `index`, multiplied by the factor that was not applied before the
+        product.
+        """
         return value if self.vectors.spec.is_centred else value * self.roots[index]
 
 
 def _square(value: Value, column: Value, columns: int) -> Value:
-    """Returns the square of a value, but 0 beyond the row's columns."""
+    """Returns the square of a value, or 0 if `column` is beyond the row's columns."""
     value = bind(value)
     if columns % CHUNK == 0:
         return value * value
@@ -100,14 +104,16 @@ def _square(value: Value, column: Value, columns: int) -> Value:
 
 @dataclass(frozen=True)
 class Factors:
-    """Reads rows of x, normalized as far as `RowsNorm.after` does not."""
+    """Reads rows of x. The part of a norm that `RowsNorm.after` applies later is left out."""
 
     block: RowBlock
     norm: RowsNorm | None
     columns: int
 
     def of_norm(self, column: Value) -> list[tuple[Value | None, Value | None]] | None:
-        """Returns the norm's factors and biases of four columns."""
+        """Returns (weight, bias) of the norm for each of four columns from `column` on; None if there is no
+        norm.
+        """
         if self.norm is None:
             return None
         at = [column * CHUNK + index for index in range(CHUNK)]
@@ -124,7 +130,9 @@ class Factors:
     def chunk(
         self, own: Value, column: Value, norm: list[tuple[Value | None, Value | None]] | None
     ) -> list[Value]:
-        """Returns four numbers of a row of the block from a column on, with the norm's factors and biases."""
+        """Returns four values of a row of the block from `column` on, with the norm's weights and biases
+        applied. own: index of the row; norm: the result of `of_norm`.
+        """
         values = self.block.x.chunk(self.block.place(own), column)
         if norm is None or self.norm is None:
             return values
@@ -134,6 +142,6 @@ class Factors:
         values = [bind(v if shift is None else v + shift) for v, (_, shift) in zip(values, norm, strict=True)]
         if self.columns % GROUP == 0 or self.norm.means is None:
             return values
-        # Beyond the columns a matrix holds any numbers; x is 0 there, but x minus its mean is not.
+        # Beyond its columns a matrix holds arbitrary numbers. x is 0 there, but x minus its mean is not.
         inside = [column * CHUNK + index < self.columns for index in range(CHUNK)]
         return [bind(T.Select(own, v, number(0))) for own, v in zip(inside, values, strict=True)]

@@ -31,7 +31,9 @@ class CacheSpec:
     head_dim: int
     half: bool
     latent: int = 0
-    """Number of a key's first values that are its value; 0: values are stored apart, as long as keys."""
+    """Number of leading values of a key that are also its value (latent attention); 0: values are stored
+    separately and are as long as keys.
+    """
 
     @property
     def value_dim(self) -> int:
@@ -39,7 +41,7 @@ class CacheSpec:
 
     @property
     def words(self) -> int:
-        """Returns the number of 32-bit words of one head's vector."""
+        """Returns the number of 32-bit words in one head's vector."""
         return self.head_dim // 2 if self.half else self.head_dim
 
     @property
@@ -56,15 +58,18 @@ class CacheSpec:
         return k.buffer("pages", (k.size("pages_count"), self.page_words), dtype)
 
     def place(self, which: Value | int, head: Value, offset: Value) -> Value:
-        """Returns the word in a page at which the vector of a token (`offset` in the page) begins. which: 0
-        for keys, 1 for values."""
+        """Returns the index of the word in a page at which the vector of a token begins. which: 0 for a key,
+        1 for a value; offset: position of the token in the page.
+        """
         which = 0 if self.latent else which
         return bind(((which * self.kv_heads + head) * PAGE + offset) * self.words)
 
     def append(
         self, pages: Value, vector: Value, at: tuple[Value | int, Value | int, Value], tx: Value
     ) -> None:
-        """Emits the store of a vector in shared memory. at: 0 for a key or 1 for a value, head, slot."""
+        """Emits the store of a vector from shared memory to the cache. at: (0 for a key or 1 for a value,
+        head, slot); tx: the thread.
+        """
         which, head, slot = at
         start = self.place(which, head, slot % PAGE)
 
@@ -75,12 +80,12 @@ class CacheSpec:
         strided(self.words, tx, WORKGROUP, store)
 
     def pair(self, pages: Value, page: Value, word: Value) -> list[Value]:
-        """Returns the numbers in a 32-bit word of a page: two of float16, one of float32."""
+        """Returns the numbers in a 32-bit word of a page: two for float16, one for float32."""
         stored = bind(pages[page, word])
         return [half(stored, False), half(stored, True)] if self.half else [stored]
 
     def number(self, pages: Value, page: Value, start: Value, index: Value) -> Value:
-        """Returns number `index` of the vector that begins at word `start` of a page."""
+        """Returns element `index` of the vector that begins at word `start` of a page."""
         if not self.half:
             return pages[page, start + index]
         return half(bind(pages[page, start + index // 2]), index % 2 == 1)
@@ -88,20 +93,22 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class InputPlaces:
-    """The places, in int32 words, at which the inputs of a call begin in the one buffer that holds them."""
+    """The offsets, in int32 words, at which the inputs of a call begin in the single buffer that
+    holds them.
+    """
 
     words: int
     tokens: int
     positions: int
     slots: int
     first_page: int
-    """Place of the list that has, for each row, the index in `page_table` of its sequence's first page."""
+    """Offset of the list that holds, for each row, the index in `page_table` of its sequence's first page."""
     rows: int
     tiles: int
-    """Place of the tiles of prompts: pairs (first row, number of rows)."""
+    """Offset of the tiles of prompts: pairs (first row, number of rows)."""
     forks: int
     count: int
-    """Place of the number of steps that a loop has done."""
+    """Offset of the number of steps that a loop has completed."""
     page_table: int
 
     def declare(self, k: KernelBuilder) -> Value:
@@ -109,8 +116,9 @@ class InputPlaces:
 
 
 def fork(name: str, spec: CacheSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel that copies the beginnings of pages, one after the other: each thread owns a place
-    of a page, so the copies of a place keep their order."""
+    """Returns the kernel that copies the beginnings of pages, one page after the other. Each thread copies
+    one position of all pages, so the copies of a position stay in order.
+    """
     with kernel(name) as k:
         block, pages = inputs.declare(k), spec.declare(k)
         count = k.scalar("count")

@@ -2,7 +2,7 @@
 
 Softmax is computed online over tiles of keys (Dao et al., FlashAttention, 2022); splits of a long sequence
 are combined by their maxima and sums (Flash-Decoding, 2023). Tiles begin at multiples of their size, and
-splits depend on a row's own length, so that a row's bits do not depend on its batch.
+splits depend only on a row's length, so that a row's bits do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from mlcbuild.models.alibi import slopes
 from mlcbuild.models.layers import Alibi
 
 NO_WINDOW = 1 << 30
-"""The window of a layer that attends to every token."""
+"""Value of the window, in tokens, of a layer that attends to every token."""
 _QUERY_FLOATS = 2048
-"""Number of floats of the query heads that one workgroup of decoding attention holds: 8 KB of shared
-memory."""
+"""Maximum number of float32 values of query heads that one workgroup of decoding attention holds: 8 KB of
+shared memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class AttentionSpec:
     """Number of workgroups that share the keys of one row and group of heads."""
     alibi: Alibi | None = None
     half_sinks: bool | None = None
-    """True for attention sinks of float16, False for float32; None: there are none."""
+    """True if attention sinks are float16, False if float32; None: there are no sinks."""
 
     @property
     def group(self) -> int:
@@ -67,12 +68,13 @@ class AttentionSpec:
 
     @property
     def part_columns(self) -> int:
-        """Returns the number of columns in a row of partial results: for each head and split a vector, its
-        maximum and its sum."""
+        """Returns the number of columns in a row of partial results, which hold for each head and split a
+        vector, its maximum and its sum.
+        """
         return self.cache.heads * self.splits * (self.cache.value_dim + 2)
 
     def slope(self, head: Value) -> Value | None:
-        """Returns the slope of a head's biases; None: attention has no biases."""
+        """Returns the ALiBi slope of a head; None if attention has no biases."""
         if self.alibi is None:
             return None
         values = slopes(self.cache.heads, self.alibi)
@@ -82,7 +84,9 @@ class AttentionSpec:
         return bind(chosen)
 
     def score(self, product: Value, slope: Value | None, key: Value, position: Value) -> Value:
-        """Returns the score of a product of query and key, whose positions are given."""
+        """Returns the score from the product of a query and a key. slope: the head's slope or None; key,
+        position: positions of key and query.
+        """
         if self.alibi == "bfloat16":
             product = product + _bfloat16(slope * _bfloat16(floating(key)))
         scaled = product * exact(self.scale)
@@ -97,7 +101,7 @@ class AttentionSpec:
 
 
 def _bfloat16(value: Value) -> Value:
-    """Returns a number rounded to bfloat16, to even where two are as near."""
+    """Returns a number rounded to bfloat16, to the even one if two are equally near."""
     bits = bind(T.reinterpret("uint32", bind(value)))
     odd = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(1))
     rounded = bits + T.uint32(0x7FFF) + odd
@@ -105,7 +109,9 @@ def _bfloat16(value: Value) -> Value:
 
 
 def attend(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel of attention for decoding: it writes partial results for each split of each row."""
+    """Returns the kernel of attention for decoding, which writes partial results for each split of
+    each row.
+    """
     cache, at_once = spec.cache, spec.heads_at_once
     chunks = -(-spec.group // at_once)
     with kernel(name) as k:
@@ -155,16 +161,16 @@ class _HeadGroup:
     kv_head: Value
     query: Value
     scores: Value
-    """Scores of a tile of keys in shared memory, then exp(score - maximum)."""
+    """Scores of a tile of keys, in shared memory; later exp(score - maximum)."""
     reduced: Value
     places: Value
     """The page of each token of a tile, in shared memory."""
     own: Value
-    """Scores of the token that this thread computes."""
+    """Scores of the token for which this thread is responsible."""
     sums: Value
-    """Sums of weighted values, [head, part of its dimensions]; a thread owns every 64th dimension."""
+    """Weighted sums of values, [head, part of its dimensions]; each thread computes every 64th dimension."""
     state: Value
-    """Maximum of scores and sum of weights for each head."""
+    """For each head, the maximum of scores and the sum of weights."""
 
     @classmethod
     def allocate(cls, k: KernelBuilder, spec: AttentionSpec, tx: Value, kv_head: Value) -> _HeadGroup:
@@ -191,8 +197,9 @@ class _HeadGroup:
         return -(-self.spec.cache.value_dim // WORKGROUP)
 
     def begin(self, value: Callable[[int, Value], Value]) -> None:
-        """Emits the start of attention; value: function of (head, dimension) that returns the query's
-        number."""
+        """Emits code that loads the queries and clears the sums. value: function of (head, dimension) that
+        returns an element of the query.
+        """
         dim = self.spec.cache.head_dim
         for g in range(self.count):
 
@@ -209,8 +216,9 @@ class _HeadGroup:
     def score(
         self, pages: Value, at: tuple[Value, Value], visible: Value, slopes: Sequence[Value | None]
     ) -> None:
-        """Emits the scores of a tile of keys, of which each thread computes one token. at: positions of this
-        token and of the query."""
+        """Emits the scores of a tile of keys, of which each thread computes one token's. at: (position of
+        this token, position of the query); visible: whether the query sees the token; slopes: of each head.
+        """
         cache, (token, position) = self.spec.cache, at
         for g in range(self.count):
             put(self.own, number(0), g)
@@ -229,7 +237,9 @@ class _HeadGroup:
             put(self.own, either(visible, score, number(LOWEST)), g)
 
     def soften(self, g: int, visible: Value) -> None:
-        """Emits code that turns a head's scores into weights, and rescales the sums so far."""
+        """Emits code that turns the scores of head `g` into weights (softmax), and rescales the sums so far.
+        visible: whether the thread's token counts.
+        """
         put(self.reduced, self.own[g], self.tx)
         reduce_tree(self.reduced, self.tx, WORKGROUP, T.max)
         largest = bind(T.max(self.state[2 * g], self.reduced[0]))
@@ -256,12 +266,12 @@ class _HeadGroup:
                     value = bind(cache.number(pages, page, start, column))
                     for g in range(self.count):
                         weight, place = bind(self.scores[g * WORKGROUP + token]), g * self.parts + index
-                        # A slot that was never written may hold NaN.
+                        # Memory of a slot that was never written may hold NaN.
                         with when(weight > number(0)):
                             put(self.sums, weight * value + self.sums[place], place)
 
     def store(self, part: Value, row: Value, base: Value, g: int) -> None:
-        """Emits stores of a head's sums, maximum and sum of weights to part[row, base:]."""
+        """Emits stores of the sums, maximum and sum of weights of head `g` to part[row, base:]."""
         dim = self.spec.cache.value_dim
         for index in range(self.parts):
             column = index * WORKGROUP + self.tx
@@ -273,7 +283,7 @@ class _HeadGroup:
 
 
 def combine(name: str, spec: AttentionSpec) -> KernelBuilder:
-    """Returns the kernel that adds up the splits of each head: y [n, heads * value_dim]."""
+    """Returns the kernel that combines the splits of each head: y [n, heads * value_dim]."""
     heads, dim = spec.cache.heads, spec.cache.value_dim
     with kernel(name) as k:
         n = k.size("n")

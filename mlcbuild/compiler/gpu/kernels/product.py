@@ -1,4 +1,6 @@
-"""Products of few rows with a stored matrix. The bits of a row do not depend on the other rows."""
+"""GPU kernels that multiply few rows with a stored matrix. The bits of a row do not depend on the
+other rows.
+"""
 
 from __future__ import annotations
 
@@ -40,38 +42,41 @@ class ProductSpec:
     """The product y = x W^T on a GPU, with the operations that are fused with it."""
 
     outputs: int
-    """Number of columns of y that are computed."""
+    """Number of columns of y that the product computes."""
     inputs: int
     """Number of columns of x."""
     form: StoredAs
     norm: NormSpec | None = None
     """The norm of x before the product; None: x is not normalized."""
     gate: Gate | None = None
-    """The function of a gate: W has 2 * outputs rows, and y = gate(first half, second half). None: there is
-    no gate."""
+    """The gate function: W then has 2 * outputs rows, and y = gate(first half, second half). None: the
+    product has no gate.
+    """
     activation: Activation | None = None
-    """The function that is applied to the product; None: there is none. xielu reads the buffer 'xielu'."""
+    """The activation that is applied to the product; None: there is none. xIELU reads its parameters from the
+    buffer 'xielu'.
+    """
     scale: float = 1.0
-    """Factor of the product with its bias, before it is capped or added."""
+    """Factor by which the product, with its bias, is multiplied before it is capped or added."""
     row_gate: bool = False
     """True if each row of the product is multiplied by sigmoid(row_gate[row])."""
     residual: bool = False
     """True if the product is added to y."""
     half_bias: bool | None = None
-    """True for a bias of float16, False for one of float32; None: there is no bias."""
+    """True if the bias is float16, False if float32; None: there is no bias."""
     half_scalars: bool = False
-    """True if the scalars of xielu are float16."""
+    """True if the parameters of xIELU are float16."""
     cap: float | None = None
     """The cap in y = cap * tanh(y / cap); None: y is not limited."""
     stride: int = 0
-    """Number of columns of y, if more than `outputs`; else 0."""
+    """Number of columns of y if it has more than `outputs`; else 0."""
     first: int = 0
     """Index of the first column of y that is computed."""
 
 
 @dataclass(frozen=True)
 class ProductBuffers:
-    """The buffers of a product, and the operations on a sum before it is stored."""
+    """The buffers of a product, and the operations that are applied to a sum before it is stored."""
 
     spec: ProductSpec
     matrix: StoredMatrix
@@ -89,8 +94,9 @@ class ProductBuffers:
         biases: int = 1,
         results: Var | None = None,
     ) -> ProductBuffers:
-        """Declares the buffers. matrices, biases: numbers of matrices and of biases in a stack; results:
-        number of rows of y, if not `n`."""
+        """Declares the buffers and returns them. matrices, biases: number of matrices and of biases in a
+        stack; results: number of rows of y, if it is not the size `n`.
+        """
         rows = spec.outputs * (2 if spec.gate else 1)
         matrix = StoredMatrix.declare(k, spec.form, matrices * rows, spec.inputs)
         count = biases * (spec.stride or rows)
@@ -101,8 +107,9 @@ class ProductBuffers:
         return cls(spec, matrix, bias, scalars, gate, y)
 
     def store(self, row: Value, output: Value, sums: list[Value], bias: Value | int | None = 0) -> None:
-        """Emits the store of one output of a row. sums: the product, and with a gate that of the output's
-        second half. bias: place of the matrix's first bias; None: sums have their biases."""
+        """Emits the store of one output of a row. sums: the product and, with a gate, that of the second
+        half. bias: index of the matrix's first bias; None: the sums already include their biases.
+        """
         spec, values = self.spec, list(sums)
         column = output + spec.first
         if self.bias is not None and bias is not None:
@@ -124,11 +131,13 @@ class ProductBuffers:
 
 @dataclass(frozen=True)
 class GemvShape:
-    """The work of a workgroup of a GEMV: each lane reads 32 columns of a row of W at a time."""
+    """The division of a GEMV among the threads of a workgroup. Each lane reads 32 columns of a row of W at a
+    time.
+    """
 
     spec: ProductSpec
     count: int
-    """Number of rows of x."""
+    """Number of rows of x that a workgroup multiplies."""
 
     threads = WORKGROUP
 
@@ -144,7 +153,7 @@ class GemvShape:
 
     @property
     def lanes(self) -> int:
-        """Returns the number of threads that share a row of W."""
+        """Returns the number of lanes (threads) that share a row of W."""
         lanes = 1
         while lanes * 2 <= min(WORKGROUP, self.groups):
             lanes *= 2
@@ -152,8 +161,9 @@ class GemvShape:
 
     @property
     def each(self) -> int:
-        """Returns the number of outputs of each thread: more rows of W in flight hide the latency of memory;
-        more sums than these do not fit registers."""
+        """Returns the number of outputs per thread. More rows of W in flight hide the latency of memory; more
+        sums than these do not fit into registers.
+        """
         return 2 if self.count > 2 or self.spec.gate else 4
 
     @property
@@ -161,19 +171,23 @@ class GemvShape:
         return -(-self.spec.outputs // (WORKGROUP // self.lanes * self.each))
 
     def outputs(self, block: Value, tx: Value) -> list[Value]:
-        """Returns the outputs of a thread."""
+        """Returns the indices of a thread's outputs. block: the workgroup; tx: the thread."""
         in_group = WORKGROUP // self.lanes
         first = block * (in_group * self.each) + tx // self.lanes
         return [bind(first + index * in_group) for index in range(self.each)]
 
     def matrix_rows(self, outputs: list[Value]) -> list[Value]:
-        """Returns the rows of W for outputs: those of the first half, then those of the second."""
+        """Returns the rows of W for outputs: those of the first half of W, then, with a gate, those of the
+        second.
+        """
         bounded = [bind(T.min(output, self.spec.outputs - 1)) for output in outputs]
         halves = 2 if self.spec.gate else 1
         return [row + half * self.spec.outputs for half in range(halves) for row in bounded]
 
     def sums(self, matrix: StoredMatrix, rows: list[Value], factors: Factors, tx: Value) -> Value:
-        """Returns the products of the lane's columns, [row of x, row of W]."""
+        """Emits the products of the lane's columns, and returns their sums [row of x, row of W]. rows: rows
+        of W; factors: reads x; tx: the thread.
+        """
         count = len(rows) * factors.block.count
         sums, part = local(count), local(count)
         with T.serial(count) as index:
@@ -186,7 +200,7 @@ class GemvShape:
 
 
 def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
-    """Returns the kernel for products of up to `rows` rows of x a workgroup."""
+    """Returns the GEMV kernel for up to `rows` rows of x per workgroup."""
     shape = GemvShape(spec, rows)
     with kernel(name) as k:
         n = k.size("n")
@@ -207,8 +221,9 @@ def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
 def _group_sums(
     matrix: StoredMatrix, matrix_rows: list[Value], group: Value, out: tuple[Value, Value], factors: Factors
 ) -> None:
-    """Adds the products of 32 columns to the second array of `out`, [row of x, row of W]; the first one is
-    scratch of the same size."""
+    """Emits code that adds the products of 32 columns to the second array of `out`, [row of x, row of W]; the
+    first array is scratch memory of the same size. group: index of the 32 columns.
+    """
     part, sums = out
     count, width = factors.block.count, len(matrix_rows)
     words = [matrix.group(row, group) for row in matrix_rows]
@@ -241,16 +256,16 @@ def _group_sums(
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs to which the sums of a thread belong."""
+    """The outputs in which the sums of a thread are stored."""
 
     first: Value
-    """First row of y."""
+    """Index of the first row of y."""
     count: int
     inside: Value | None
-    """True if the rows are stored; None: those below `n` are."""
+    """Condition under which rows are stored; None: rows below the size `n` are."""
     outputs: list[Value]
     bias: Value | int | None
-    """Place of the first bias of the matrix; None: sums have their biases."""
+    """Index of the matrix's first bias; None: the sums already include their biases."""
 
 
 def finish(
@@ -261,7 +276,9 @@ def finish(
     target: Outputs,
     at: tuple[GemvShape, Value],
 ) -> None:
-    """Emits the sum over the lanes of each output, and stores the outputs. at: the shape, and the thread."""
+    """Emits the sum over the lanes for each output, and stores the outputs. norm: applied after the product,
+    or None; at: (shape of the GEMV, thread).
+    """
     (shape, tx), each, halves = at, len(target.outputs), 2 if buffers.spec.gate else 1
     scratch = [k.shared(WORKGROUP) for _ in range(each * halves)]
     with T.serial(target.count) as index:
@@ -280,7 +297,9 @@ def finish(
 
 
 def _reduce_all(scratch: list[Value], tx: Value, count: int) -> None:
-    """Emits sums of runs of `count` values in each scratch buffer, with one barrier per round for all."""
+    """Emits sums of runs of `count` values in each scratch buffer, with one barrier per round for all
+    buffers.
+    """
     barrier()
     step = count // 2
     while step:
@@ -292,5 +311,5 @@ def _reduce_all(scratch: list[Value], tx: Value, count: int) -> None:
 
 
 def rows_per_workgroup(largest: int) -> list[int]:
-    """Returns the numbers of rows for which there are variants of GEMVs, up to a largest number of rows."""
+    """Returns the numbers of rows per workgroup for which GEMV kernels are built, up to `largest`."""
     return [rows for rows in (1, 2, 4, 8) if rows == 1 or rows < 2 * largest]

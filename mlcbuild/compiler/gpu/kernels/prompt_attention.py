@@ -1,4 +1,4 @@
-"""Attention of prompts, on tiles of queries and keys in shared memory; see paged_attention.py."""
+"""Attention of prompts on a GPU, on tiles of queries and keys in shared memory; see paged_attention.py."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ QUERIES, KEYS = 32, 32
 """Number of rows, and of keys, in a tile of a prompt's attention."""
 _TILE_THREADS = 128
 _OWN = KEYS // 4
-"""Number of keys of a tile, or of dimensions of 32, that one thread of a row computes."""
+"""Number of keys of a tile, or of 32 dimensions, that each of the four threads of a row computes."""
 _STRIDE = KEYS + 1
-"""Number of columns of a tile in shared memory: odd, so that a column's numbers lie in different banks."""
+"""Number of columns of a tile in shared memory. It is odd, so that the numbers of a column lie in different
+banks.
+"""
 
 
 def attend_prompt(name: str, spec: AttentionSpec, inputs: InputPlaces) -> KernelBuilder:
-    """Returns the kernel of prompts: y of a tile of up to 32 rows of one sequence and one head, over tiles of
-    32 keys in shared memory."""
+    """Returns the kernel of attention for prompts. A workgroup computes y for up to 32 rows of one sequence
+    and one head, over tiles of 32 keys in shared memory.
+    """
     cache, dim = spec.cache, spec.cache.head_dim
     with kernel(name) as k:
         n = k.size("n")
@@ -65,18 +68,20 @@ def attend_prompt(name: str, spec: AttentionSpec, inputs: InputPlaces) -> Kernel
 
 @dataclass(frozen=True)
 class _Keys:
-    """Keys and values of one KV head of one sequence."""
+    """The keys and values of one KV head of one sequence."""
 
     spec: AttentionSpec
     table: tuple[Value, Value]
-    """The inputs of the call, and the place in them of the sequence's first page."""
+    """(buffer of the call's inputs, offset in it of the sequence's first page)."""
     pages: Value
     kv_head: Value
     last: Value
     """Position of the last token of the sequence."""
 
     def number(self, which: int, token: Value, column: Value) -> Value:
-        """Returns a number of a key (which = 0) or value (1); beyond the last token that of the last one."""
+        """Returns an element of the key (which = 0) or value (1) of a token. Tokens beyond the last one give
+        those of the last.
+        """
         cache, token = self.spec.cache, bind(T.min(token, self.last))
         block, first = self.table
         page = bind(block[first + token // PAGE])
@@ -86,22 +91,23 @@ class _Keys:
 
 @dataclass(frozen=True)
 class _QueryTile:
-    """The rows of a workgroup of prompts. Four threads share a row: each has every fourth key of a tile, and
-    every fourth dimension of the result."""
+    """The rows of a workgroup in attention of prompts. Four threads share a row: each computes every fourth
+    key of a tile, and every fourth dimension of the result.
+    """
 
     spec: AttentionSpec
     tx: Value
     place: tuple[Value, Value]
-    """First row and number of rows of the tile."""
+    """(first row, number of rows) of the tile."""
     left: Value
     right: Value
     weights: Value
-    """Weights [row, key] in shared memory; `left` is [row, dimension] and `right` is [key, dimension]."""
+    """Weights [row, key] in shared memory. `left` is [row, dimension] and `right` is [key, dimension]."""
     reduced: Value
     own: Value
     sums: Value
     state: Value
-    """Maximum of scores and sum of weights of the row."""
+    """The row's maximum of scores and sum of weights."""
 
     @classmethod
     def allocate(
@@ -133,7 +139,9 @@ class _QueryTile:
             put(self.sums, number(0), index)
 
     def _fill(self, tile: Value, part: Value, value: Callable[[Value, Value], Value]) -> None:
-        """Writes value(row of the tile, dimension) to [32, 32] of shared memory; 0 beyond the dimensions."""
+        """Emits code that fills an array [32, 32] of shared memory with value(row of the tile, dimension),
+        and with 0 beyond the dimensions. part: index of the 32 dimensions.
+        """
         dim = self.spec.cache.head_dim
         with T.serial(KEYS * KEYS // _TILE_THREADS) as index:
             flat = bind(index * _TILE_THREADS + self.tx)
@@ -143,7 +151,9 @@ class _QueryTile:
             put(tile, T.Select(inside, own, number(0)), other * _STRIDE + flat % KEYS)
 
     def score(self, query: Callable[[Value, Value], Value], keys: _Keys, base: Value) -> None:
-        """Computes the products of the row with the keys of a tile. query: (row, dimension) -> number."""
+        """Emits the products of the thread's row with the keys of a tile. query: function of (row,
+        dimension); base: position of the tile's first key.
+        """
         first, count = self.place
         for index in range(_OWN):
             put(self.own, number(0), index)
@@ -159,8 +169,10 @@ class _QueryTile:
             barrier()
 
     def soften(self, base: Value, at: tuple[Value, Value], slope: Value | None) -> Value:
-        """Emits code that turns scores into weights, and returns the factor by which the sums so far must be
-        multiplied. at: position of the row, and its window."""
+        """Emits code that turns scores into weights (softmax), and returns the factor for the sums so far.
+        base: position of the tile's first key; at: (position of the row, its window); slope: of ALiBi, or
+        None.
+        """
         visible, (position, window) = [], at
         for index in range(_OWN):
             token = bind(base + self.tx % 4 + 4 * index)
@@ -182,7 +194,9 @@ class _QueryTile:
         return factor
 
     def _of_row(self, value: Value, start: Value, combine: Callable[[Value, Value], Value]) -> Value:
-        """Returns the combination of the values that the four threads of a row hold."""
+        """Returns the combination of the values that the four threads of a row hold. combine: function of two
+        values.
+        """
         put(self.reduced, value, self.tx)
         barrier()
         for index in range(4):
@@ -199,7 +213,7 @@ class _QueryTile:
                 put(self.sums, self.sums[part * _OWN + index] * factor, part * _OWN + index)
             with T.serial(KEYS) as other:
                 weight = bind(self.weights[self.line * _STRIDE + other])
-                # A slot that was never written may hold NaN.
+                # Memory of a slot that was never written may hold NaN.
                 with when(weight > number(0)):
                     for index in range(_OWN):
                         value = self.right[other * _STRIDE + self.tx % 4 + 4 * index]
@@ -207,7 +221,9 @@ class _QueryTile:
             barrier()
 
     def store(self, y: Value, head: Value, sinks: Vector | None) -> None:
-        """Emits the stores of the row's results. sinks: one more score of each head, without a value."""
+        """Emits the stores of the row's results to y. sinks: for each head one more score without a value, or
+        None.
+        """
         dim, row, factor, total = self.spec.cache.value_dim, self.row, number(1), self.state[1]
         if sinks is not None:
             sink = bind(sinks[head])

@@ -1,7 +1,7 @@
 """Reads stored parameters inside GPU kernels: matrices of each format, vectors, and rows of activations.
 
-Columns are read in chunks of four. Where the columns of a matrix are no multiple of four, rows are not
-aligned for vector loads, and numbers are read one by one.
+Columns are read in chunks of four. If the number of columns of a matrix is not a multiple of four, rows are
+not aligned for vector loads, and values are read one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlcbuild.compiler.gpu.tensorir import KernelBuilder, Value, bind, floating,
 from mlcbuild.quant.groups import GROUP
 
 CHUNK = 4
-"""Columns in one vector of four values, the widest load of all targets."""
+"""Number of columns in a chunk: a vector of four values, the widest load that all targets have."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class StoredAs:
     """A storage format in the layout that GPU kernels read."""
 
     bits: int
-    """Number of bits of a code; 0: floating point numbers."""
+    """Number of bits of a code; 0: weights are floating point numbers."""
     zero: int
     """The code that stands for the weight 0."""
     half: bool
-    """True if scales, or the numbers themselves, are float16."""
+    """True if scales, or floating point weights, are float16."""
 
 
 FORMATS: Mapping[str, StoredAs] = {
@@ -39,8 +39,7 @@ FORMATS: Mapping[str, StoredAs] = {
     "q8f32": StoredAs(8, 127, half=False),
     "q8f16": StoredAs(8, 127, half=True),
 }
-"""Name of a format -> the description by which GPU kernels read its tensors. The targets' table of layouts
-has the same names."""
+"""Name of a format -> how GPU kernels read its tensors. The targets' table of layouts has the same names."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class StoredMatrix:
         return -(-self.columns // GROUP)
 
     def scale(self, row: Value, group: Value) -> Value | None:
-        """Returns the scale of a group of 32 weights; None if there are none."""
+        """Returns the scale of a group of 32 weights; None for a format without scales."""
         if self.scales is None:
             return None
         flat = bind(row * self.groups + group)
@@ -84,7 +83,9 @@ class StoredMatrix:
         return bind(half(word, flat % 2 == 1))
 
     def group(self, row: Value, group: Value) -> list[Value]:
-        """Returns the words of a group's codes, to be passed to `codes`; [] for floating point numbers."""
+        """Returns the words that hold a group's codes, which `chunk` requires; [] for floating
+        point numbers.
+        """
         if not self.form.bits:
             return []
         vectors = self.form.bits // CHUNK
@@ -92,8 +93,9 @@ class StoredMatrix:
         return [bind(lane(vector, index)) for vector in loads for index in range(4)]
 
     def chunk(self, words: Sequence[Value], row: Value, group: Value, index: int) -> list[Value]:
-        """Returns four numbers, unscaled: chunk `index` of a group whose words `group` returned. Beyond the
-        columns they are any numbers."""
+        """Returns four weights without their scale: chunk `index` of a group whose words `group` returned.
+        Values beyond the matrix's columns are arbitrary.
+        """
         if self.form.bits:
             first = CHUNK * index * self.form.bits
             mask = T.uint32((1 << self.form.bits) - 1)
@@ -110,7 +112,7 @@ class StoredMatrix:
         return [self.number(row, T.min(column * CHUNK + place, self.columns - 1)) for place in range(CHUNK)]
 
     def number(self, row: Value, column: Value) -> Value:
-        """Returns one number of the matrix, scaled."""
+        """Returns one weight of the matrix, scaled."""
         if self.form.bits:
             place = 32 // self.form.bits
             index = bind(column // place)
@@ -128,14 +130,14 @@ class StoredMatrix:
 
 
 def unpacked(vector: Value, is_half: bool) -> list[Value]:
-    """Returns the four numbers of a float32x4, or of a uint32x2 that holds float16."""
+    """Returns the four numbers in a vector: a float32x4, or a uint32x2 that holds float16."""
     if not is_half:
         return [lane(vector, index) for index in range(CHUNK)]
     return [half(lane(vector, index // 2), bool(index % 2)) for index in range(CHUNK)]
 
 
 def select(values: Sequence[Value], index: Value) -> Value:
-    """Returns values[index], where index is an expression of the kernel."""
+    """Returns values[index] for an index that is an expression of the kernel."""
     chosen = values[-1]
     for place in reversed(range(len(values) - 1)):
         chosen = T.Select(index == place, values[place], chosen)
@@ -147,7 +149,7 @@ def select_lane(vector: Value, index: Value) -> Value:
 
 
 def flat_number(buffer: Value, index: Value, is_half: bool) -> Value:
-    """Returns a number of a flat buffer of float32, or of pairs of float16 in uint32."""
+    """Returns element `index` of a flat buffer of float32, or of pairs of float16 in uint32."""
     if not is_half:
         return bind(buffer[index])
     return bind(half(bind(buffer[index // 2]), index % 2 == 1))
@@ -155,7 +157,7 @@ def flat_number(buffer: Value, index: Value, is_half: bool) -> Value:
 
 @dataclass(frozen=True)
 class Vector:
-    """A stored parameter that is a vector and not a matrix."""
+    """A stored parameter that is a vector."""
 
     half: bool
     values: Value

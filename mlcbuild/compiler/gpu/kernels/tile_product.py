@@ -1,5 +1,6 @@
-"""Products of many rows with a stored matrix: a GEMM on tiles. The bits of a row do not depend on the other
-rows."""
+"""GPU kernels that multiply many rows with a stored matrix: a GEMM on tiles. The bits of a row do not depend
+on the other rows.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +26,17 @@ from mlcbuild.compiler.gpu.tensorir import (
 from mlcbuild.quant.groups import GROUP
 
 TILE, DEPTH = 64, 32
-"""Number of rows and columns of a tile, and of columns of its factors: 16 KB of shared memory together."""
+"""Number of rows and columns of a tile, and number of columns of its factors that are read at a time: 16 KB
+of shared memory together.
+"""
 _SIDE = 4
-"""Side of the square of results that a thread computes: 4 x 4 numbers."""
+"""Number of rows and of columns of the square of results that one thread computes."""
 _ACROSS = TILE // _SIDE
 THREADS = _ACROSS * _ACROSS
 
 
 def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
-    """Returns the kernel for products of many rows, without norm and gate."""
+    """Returns the GEMM kernel for products of many rows, without norm and gate."""
     with kernel(name) as k:
         n = k.size("n")
         x = k.buffer("x", (n, spec.inputs))
@@ -54,22 +57,24 @@ def gemm(name: str, spec: ProductSpec) -> KernelBuilder:
 
 @dataclass(frozen=True)
 class TileRows:
-    """The rows of a tile."""
+    """The rows of a tile, as functions from a line of the tile."""
 
     row: Callable[[Value], Value]
     """Function from a line of the tile to its row of y."""
     inside: Callable[[Value], Value]
-    """Function from a line of the tile to whether it is stored."""
+    """Function from a line of the tile to the condition under which it is stored."""
     read: Callable[[Value, Value], Value]
-    """Function from (line of the tile, column) to a number of x."""
+    """Function of (line of the tile, column) that returns a value of x."""
     matrix: Value | int = 0
-    """First row of the matrix in a stack."""
+    """Index of the matrix's first row in a stack."""
     bias: Value | int = 0
-    """Place of the matrix's first bias."""
+    """Index of the matrix's first bias."""
 
 
 def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at: tuple[Value, Value]) -> None:
-    """Emits the product of a tile, and its stores. at: number of the tile of outputs, and thread."""
+    """Emits the product of a tile and the stores of its results. at: (index of the tile of outputs,
+    thread).
+    """
     (bx, tx), spec = at, buffers.spec
     left, right, sums = k.shared(DEPTH * TILE), k.shared(DEPTH * TILE), local(_SIDE * _SIDE)
     for index in range(_SIDE * _SIDE):
@@ -98,7 +103,7 @@ def multiply_tile(k: KernelBuilder, buffers: ProductBuffers, tile: TileRows, at:
 
 
 def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Value:
-    """Returns a number of x, or 0 beyond the row's columns."""
+    """Returns read's value of x in a column, or 0 if the column is beyond `columns`."""
     if columns % DEPTH == 0:
         return read(column)
     column = bind(column)
@@ -108,11 +113,11 @@ def _bounded(read: Callable[[Value], Value], column: Value, columns: int) -> Val
 def _load_weights(
     matrix: StoredMatrix, tile: Value, rows: tuple[Value | int, Value, int], at: tuple[Value, Value]
 ) -> None:
-    """Writes 64 rows and 32 columns of a matrix into shared memory, transposed and scaled. rows: first row of
-    the matrix in its stack, first row of the tile in the matrix, number of rows; at: step of 32 columns, and
-    thread.
+    """Emits code that writes 64 rows and 32 columns of a matrix into shared memory, transposed and scaled.
+    rows: (first row of the matrix in its stack, first row of the tile in the matrix, number of rows); at:
+    (index of the 32 columns, thread).
 
-    A thread reads one chunk of four columns at a time; of codes, whole words.
+    A thread reads one chunk of four columns at a time, or whole words of codes.
     """
     (base, first, count), (step, tx), chunks = rows, at, DEPTH // CHUNK
     for index in range(TILE * chunks // THREADS):
@@ -124,7 +129,7 @@ def _load_weights(
 
 
 def _chunk_at(matrix: StoredMatrix, row: Value, group: Value, chunk: Value) -> list[Value]:
-    """Returns four scaled numbers of a group of 32: those of the chunk with an index that is no constant."""
+    """Returns four scaled weights of a group of 32. chunk: index of the chunk, which is not a constant."""
     form = matrix.form
     if not form.bits:
         column = bind(group * (GROUP // CHUNK) + chunk)
