@@ -1,0 +1,74 @@
+"""The client's side of a sequence: where an answer ends, and the times of a request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from mlcbuild_runtime.engine.client_stream import ClientStream, Stopwatch
+from mlcbuild_runtime.engine.request import Event, Request, Ticket
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+
+from .scripted import Letters
+
+REQUEST = Request((1, 2), max_tokens=3)
+
+
+def stream(request: Request = REQUEST, ignore_eos: bool = False) -> tuple[ClientStream, list[Event]]:
+    events: list[Event] = []
+    ticket = Ticket(lambda: None, None)
+    own = ClientStream(request, events.append, ticket, cast(Tokenizer, Letters()), ignore_eos)
+    return own, events
+
+
+@pytest.mark.parametrize(
+    ("position", "done", "expected"),
+    [(0, False, ("c", None)), (2, False, ("c.", "length")), (0, True, ("c.", "stop"))],
+)
+def test_text_of_a_token(position: int, done: bool, expected: tuple[str, str | None]) -> None:
+    assert stream()[0].text(2, position, done) == expected
+
+
+def test_a_stop_text_ends_the_answer_rather_than_its_length() -> None:
+    own, _ = stream(replace(REQUEST, stop=("c",)))
+    assert own.text(2, 2, False) == ("", "stop")
+
+
+def test_end_tokens_are_those_of_the_tokenizer_and_of_the_request() -> None:
+    own, _ = stream(replace(REQUEST, stop_tokens=(4,)))
+    assert [token for token in range(8) if own.is_end(token)] == [4, 7]
+    assert own.text(7, 0, False) == (".", "stop")
+    own, _ = stream(replace(REQUEST, stop_tokens=(4,)), ignore_eos=True)
+    assert [token for token in range(8) if own.is_end(token)] == [4]
+
+
+def test_the_deadline_counts_from_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+    assert stream()[0].deadline is None
+    assert stream(replace(REQUEST, timeout=2.5))[0].deadline == 102.5
+
+
+def test_events_go_to_the_sink_until_the_client_has_gone() -> None:
+    own, events = stream()
+    assert (own.unsent, own.error) == (0, None)
+    own.deliver(Event("a"))
+    own.ticket.cancel()
+    own.deliver(Event("b"))
+    assert events == [Event("a")]
+
+
+def test_the_times_of_prompt_and_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([13.0, 14.0, 16.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
+    watch = Stopwatch()
+    assert watch.times() is None
+    watch.begin(10.0)
+    watch.begin(12.0)  # a later chunk of the prompt
+    assert watch.times() is None
+    watch.token()
+    assert watch.times() == (3.0, 0.0)
+    watch.token()
+    watch.token()
+    assert watch.times() == (3.0, 3.5)
