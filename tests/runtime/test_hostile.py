@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import httpx
 import pytest
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import describe, printable
-from mlcbuild_runtime.http.sites import host_name, is_loopback
 from mlcbuild_runtime.openai import api, embeddings, responses_request, service
 from mlcbuild_runtime.openai import body as body_module
 
@@ -365,47 +363,6 @@ def test_no_call_on_a_large_body_keeps_other_threads_waiting(monkeypatch: pytest
     assert len(lengths) > 80 and max(lengths) < 100_000
 
 
-def test_many_large_bodies_at_once_are_refused() -> None:
-    """A BodyReader holds no more bytes than its limit."""
-    import asyncio
-
-    from mlcbuild_format.errors import RequestError
-    from mlcbuild_runtime.http import body_reader
-    from starlette.requests import Request
-
-    async def run() -> list[int]:
-        taken, statuses, gate = body_reader.BodyReader(8 * MB), list[int](), asyncio.Event()
-
-        async def one() -> None:
-            sent = False
-
-            async def receive() -> dict[str, Any]:
-                nonlocal sent
-                if sent:
-                    await gate.wait()
-                    return {"type": "http.request", "body": b"", "more_body": False}
-                sent = True
-                return {"type": "http.request", "body": b" " * 7 * MB, "more_body": True}
-
-            try:
-                async with taken.body(Request({"type": "http", "headers": []}, receive)):
-                    pass
-            except RequestError as error:
-                statuses.append(error.status)
-
-        tasks = [asyncio.create_task(one()) for _ in range(20)]
-        await asyncio.sleep(0.1)
-        refused = len(statuses)
-        gate.set()
-        await asyncio.gather(*tasks)
-        await one()  # there is room again
-        return [refused, *statuses]
-
-    refused, *statuses = asyncio.run(run())
-    assert refused == 20 - 64 // 7
-    assert statuses.count(503) == refused and statuses[-1] == 400
-
-
 HALF = "\ud800"
 NO_TEXT: list[tuple[str, object]] = [
     (CHAT, {"messages": HI, HALF: 1}),
@@ -619,11 +576,6 @@ def test_nothing_redirects_to_the_clients_host(server: Server) -> None:
     for path in ("/health/", "/v1/models/", "/tokenize/", "//evil.example/"):
         response = httpx.get(f"{server.url}{path}", follow_redirects=False, verify=shared.PLAIN)
         assert response.status_code in (404, 405) and "location" not in response.headers
-
-
-def test_names_of_hosts() -> None:
-    assert [host_name(h) for h in ("A.b:1", "[::1]:2", "x.", "")] == ["a.b", "::1", "x", ""]
-    assert not is_loopback("localhost.example") and not is_loopback("") and is_loopback("::1")
 
 
 def test_descriptions_are_short_at_once() -> None:

@@ -1,0 +1,80 @@
+"""Metrics of answers and engines, without a server."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+
+import pytest
+from mlcbuild_format.errors import EngineError
+from mlcbuild_runtime.engine.request import Event, State
+from mlcbuild_runtime.http.metrics import Metrics
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Returns (name, value of each label but `le`) -> value of all samples that are no buckets."""
+    return {
+        (sample.name, *(text for label, text in sample.labels.items() if label != "le")): sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+def test_times_of_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 10.5, 11.0, 12.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    metrics, events = Metrics(dict), list[Event]()
+    take = metrics.watched("a", events.append)
+    sent = [Event("x", 1), Event("y", 2), Event("z", 5, "length")]
+    for event in sent:
+        take(event)
+    assert events == sent
+    found = values(metrics)
+    assert found["mlcbuild_first_token_seconds_sum", "a"] == 0.5
+    assert found["mlcbuild_first_token_seconds_count", "a"] == 1
+    assert found["mlcbuild_token_seconds_sum", "a"] == pytest.approx(2.0 / 4)
+    assert found["mlcbuild_request_seconds_sum", "a"] == 2.5
+    assert found["mlcbuild_requests_total", "a", "length"] == 1
+
+
+def test_an_answer_that_fails_has_no_first_token() -> None:
+    metrics = Metrics(dict)
+    metrics.watched("a", lambda event: None)(Event(error=EngineError("broken")))
+    found = values(metrics)
+    assert found["mlcbuild_requests_total", "a", "error"] == 1
+    assert ("mlcbuild_first_token_seconds_count", "a") not in found
+    assert ("mlcbuild_token_seconds_count", "a") not in found
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    metrics = Metrics(dict)
+    metrics.watched("a", lambda event: None)(Event("x", 1, "stop"))
+    assert ("mlcbuild_token_seconds_count", "a") not in values(metrics)
+
+
+def test_the_load_of_each_engine_and_its_sums() -> None:
+    numbers = {item.name: place for place, item in enumerate(fields(State), 1) if item.name != "alive"}
+    metrics = Metrics(lambda: {"a": State(**numbers, alive=True)})
+    found = values(metrics)
+    assert found["mlcbuild_requests_running", "a"] == numbers["running"]
+    assert found["mlcbuild_requests_waiting", "a"] == numbers["waiting"]
+    assert found["mlcbuild_kv_pages_free", "a"] == numbers["free_pages"]
+    assert found["mlcbuild_kv_pages_cached", "a"] == numbers["cached_pages"]
+    assert found["mlcbuild_kv_pages", "a"] == numbers["pages"]
+    assert found["mlcbuild_prompt_tokens_total", "a"] == numbers["prompt_tokens"]
+    assert found["mlcbuild_prompt_tokens_cached_total", "a"] == numbers["cached_tokens"]
+    assert found["mlcbuild_answer_tokens_total", "a"] == numbers["answer_tokens"]
+    assert found["mlcbuild_decode_steps_total", "a"] == numbers["decode_steps"]
+    assert found["mlcbuild_draft_tokens_total", "a"] == numbers["drafted_tokens"]
+    assert found["mlcbuild_draft_tokens_accepted_total", "a"] == numbers["accepted_tokens"]
+    assert found["mlcbuild_preemptions_total", "a"] == numbers["preemptions"]
+
+
+def test_errors_are_counted_by_status() -> None:
+    metrics = Metrics(dict)
+    for status in (400, 400, 503):
+        metrics.error(status)
+    found = values(metrics)
+    assert (found["mlcbuild_errors_total", "400"], found["mlcbuild_errors_total", "503"]) == (2, 1)
