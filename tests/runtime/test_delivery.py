@@ -94,9 +94,10 @@ def test_a_failing_model_leaves_nothing_to_share(setting: Setting, caplog: pytes
 
 
 def test_a_client_that_left_gets_no_event(setting: Setting) -> None:
+    setting.sequence.cached = 4
     setting.delivery.cancel(setting.sequence)
     assert free(setting) == ([], 6, 1) and not setting.events
-    assert setting.log.calls[-1][2]["end"] == "cancelled"
+    assert setting.log.calls[-1][2] == {"end": "cancelled", "cached_tokens": 4, "answer_tokens": 0}
 
 
 def test_a_step_is_traced_with_the_load(setting: Setting) -> None:

@@ -103,7 +103,7 @@ def test_full_pages_of_a_prompt_are_shared() -> None:
     second = waiting(own, 2, *range(8), 50)
     own.admit()
     assert second.pages[:2] == first.pages[:2] and second.pages[2] != first.pages[2]
-    assert (second.length, second.cached, own.cached_tokens) == (8, 8, 8)
+    assert (second.length, second.cached, own.cached_tokens, second.draft.cached) == (8, 8, 8, 8)
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
