@@ -12,13 +12,13 @@ from enum import Enum
 from heapq import heappop, heappush
 from math import inf
 
-from mlcbuild.build.events import Reporter, StepFinished, StepResult
+from mlcbuild.build.events import Noted, Reporter, StepFinished, StepResult
 from mlcbuild.build.graph import Step
 from mlcbuild.build.plan import Planned, Planner
 from mlcbuild.build.resources import Running
 from mlcbuild.build.schedule import LockWait, Options, outputs, weights
 from mlcbuild.build.usage import Notes
-from mlcbuild.build.worker import tail
+from mlcbuild.build.worker import remarks, tail
 from mlcbuild.signals import Interruption
 
 
@@ -188,6 +188,8 @@ class Tracker:
                 continue  # skipped already because of another input
             self._finish(item, result)
             self._report(StepFinished(result, tail(result.log) if result.status == "failed" else ""))
+            for remark in remarks(result.log) if result.status == "built" else ():
+                self._report(Noted(f"{result.name}: {remark}"))
             if result.status == "failed" and not self._keep_going:
                 self.stopping = f"not started: {result.name} failed"
             if result.record is not None:

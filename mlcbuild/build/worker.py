@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 RETIRE_BYTES = 1 << 30
 """Resident bytes after a step from which a worker is replaced, since no step's budget covers them."""
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
+REMARK = "note: "
+"""Begins each line of a step's log that its run shows, too."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,16 @@ def tail(log: Path | None) -> str:
     with regular.open_file(log) as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+
+
+def remarks(log: Path | None) -> list[str]:
+    """Returns the remarks with which a step begins its log: the lines `note: ...`, without that word; [] when
+    there is no log."""
+    if log is None or not log.is_file():
+        return []
+    with regular.open_file(log) as file:
+        lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    return [line.removeprefix(REMARK) for line in lines if line.startswith(REMARK)][:_TAIL_LINES]
 
 
 def _flush() -> None:

@@ -75,7 +75,7 @@ def convert(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -
     if problems:
         raise UsageError("\n".join(problems))
     path, names = checkpoint_path(params, inputs), read_tensor_names(inputs["config"])
-    sources = locate(path, config, names, views_of(params, inputs))
+    sources = locate(path, config, names, views_of(params, inputs), remark=True)
     cores = int(os.environ.get("MLCBUILD_CORES") or os.cpu_count() or 1)
     write(sources, scheme, out, cores)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,14 +55,15 @@ PLAIN = Views()
 
 
 def locate(
-    root: Path, config: ModelConfig, names: TensorNames, views: Views = PLAIN
+    root: Path, config: ModelConfig, names: TensorNames, views: Views = PLAIN, *, remark: bool = False
 ) -> tuple[ParameterSource, ...]:
     """Returns the tensors that hold each parameter, in the order of `parameters(config)`.
 
     root: a GGUF file, or a directory with model.safetensors or, when that is absent,
     model.safetensors.index.json and the files it names (the order in which transformers looks), or else
     safetensors files of any other names. Files are only read. names: which tensors hold which parameter;
-    views: transformations of the stored tensors.
+    views: transformations of the stored tensors. remark: tensors that are left out are a remark of the run,
+    too, not only lines of the step's log.
 
     Raises CheckpointError that lists every problem of every file and tensor.
     """
@@ -87,6 +89,8 @@ def locate(
         if why is None
     ]
     if not problems:
+        if remark:
+            _remark(unread)
         _report("left out", unread)
         notes = {name: getattr(tensors[name], "note", "") for name in needed}
         _report("read", {name: note for name, note in notes.items() if note})
@@ -135,6 +139,14 @@ def _located(
             ranges = () if all(part.in_order for part in parts) else parts
             located.append(ParameterSource(param, tuple(_joined(piece) for piece in pieces), ranges))
     return located, problems
+
+
+def _remark(unread: Mapping[str, str | None]) -> None:
+    """Prints a line for each reason to leave out tensors, with their number, which a run shows."""
+    for reason, count in Counter(unread.values()).items():
+        first = min(name for name, why in unread.items() if why == reason)
+        names = first if count == 1 else f"{count} tensors, such as {first}"
+        sys.stderr.write(f"note: left out {names}: {reason}\n")
 
 
 def _report(what: str, reasons: Mapping[str, str | None]) -> None:

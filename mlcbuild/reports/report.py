@@ -15,6 +15,7 @@ from mlcbuild_format import sizes
 from mlcbuild.build.events import (
     INTERRUPTED_BY,
     Event,
+    Noted,
     Reporter,
     RunFinished,
     RunResult,
@@ -220,6 +221,8 @@ def _lines(event: Event, tally: Tally) -> list[str]:
             lines = finished(event, f"[{tally.done}/{tally.total}] ")
         case Warned():
             lines = [f"warning {event.message}"]
+        case Noted():
+            lines = [f"note    {event.message}"]
         case RunFinished():
             lines = [summary(event.result)]
         case _:
@@ -284,7 +287,7 @@ class View:
                 self._print(first, _STYLES[event.result.status])
                 for line in rest:
                     self._print(line, "dim")
-            case SourceRead() | Uploading() | Warned() | RunFinished():
+            case SourceRead() | Uploading() | Warned() | Noted() | RunFinished():
                 style = "yellow" if isinstance(event, Warned) else "bold"
                 self._print("\n".join(_lines(event, self._tally)), style)
             case _:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from mlcbuild.build.events import (
     Event,
+    Noted,
     RunFinished,
     RunResult,
     RunStarted,
@@ -61,6 +62,7 @@ EVENTS: list[Event] = [
     StepWaiting("other", "pid 42"),
     StepProgress("weights/a", 1_000_000, 4_000_000, "B"),
     Warned("a blob was damaged"),
+    Noted("weights/a: left out x"),
     StepFinished(BUILT),
     StepFinished(FAILED, "first line\nlast line"),
     StepFinished(SKIPPED),
@@ -82,6 +84,7 @@ start   weights/a (scheme: bits 4 -> 8, 1 min 01 s last time)
 start   bad (never built)
 wait    other: waiting for another mlcbuild (pid 42)
 warning a blob was damaged
+note    weights/a: left out x
 built   [2/4] weights/a in 1 min 15 s, 2.5 MB
 failed  [3/4] bad after 0.25 s: it broke
   first line
@@ -96,7 +99,7 @@ skipped [4/4] after: needs bad, which failed
 def test_the_live_view_shows_running_steps_and_keeps_finished_ones() -> None:
     stream = io.StringIO()
     view = View(Console(file=stream, force_terminal=True, width=100, color_system=None))
-    for event in EVENTS[:7]:
+    for event in EVENTS[:8]:
         view(event)
     time.sleep(0.01)
     view.console.print(view.render())
@@ -105,7 +108,7 @@ def test_the_live_view_shows_running_steps_and_keeps_finished_ones() -> None:
     assert "1.0 MB of 4.0 MB" in shown
     assert "other" in shown and "for another mlcbuild (pid 42)" in shown
     assert "1 of 4 steps" in shown and "2 running" in shown
-    for event in EVENTS[7:]:
+    for event in EVENTS[8:]:
         view(event)
     lines = stream.getvalue()
     assert "built   weights/a in 1 min 15 s, 2.5 MB" in lines

@@ -1,0 +1,103 @@
+"""Tensors of vision, audio and drafts: left out of a text model by name and count, in front of everybody."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from mlcbuild import session
+from mlcbuild.build.events import Event, Noted
+from mlcbuild.checkpoints import exact_weights
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models import parameters, parsing
+from mlcbuild.session import Execution, Selection
+from tests import experts_golden
+from tests.checkpoint_files import entry, save
+from tests.conftest import TINY
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
+RECIPE = """\
+version: 1
+models: {small: ./small}
+quantizations: [q8f16_1]
+targets: [x86-64-v3]
+"""
+SURPLUS = {
+    "model.audio_tower.layers.0.fc1.weight": "audio_tower takes no part in text",
+    "model.audio_tower.layers.1.fc1.weight": "audio_tower takes no part in text",
+    "mtp.layers.0.eh_proj.weight": "mtp takes no part in text",
+    "model.layers.3.eh_proj.weight": "models of family 'glm4_moe' do not read it",
+}
+
+
+def write(area: Path, config: object, tensors: dict[str, np.ndarray]) -> Path:
+    """Writes a checkpoint of two shards with its index."""
+    area.mkdir()
+    (area / "config.json").write_text(json.dumps(config))
+    names, places = sorted(tensors), dict[str, str]()
+    for part, own in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{part:05}-of-00002.safetensors"
+        save(area / file, {name: entry(tensors[name], "F32") for name in own})
+        places |= dict.fromkeys(own, file)
+    (area / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, area)
+    return area
+
+
+def notes(area: Path) -> list[str]:
+    """Builds the weights of area/small and returns the remarks of the run."""
+    recipe, events = area / "recipe.yaml", list[Event]()
+    recipe.write_text(RECIPE)
+    opened = session.open(recipe, store=area / "store")
+    names = [step.name for step in opened.plan().steps if step.name.startswith("weights/")]
+    result = opened.run(Selection(tuple(names)), Execution(executor="inline"), on_event=events.append)
+    assert result.run.ok, [step.error for step in result.run.steps]
+    return [event.message for event in events if isinstance(event, Noted)]
+
+
+def test_a_run_says_what_of_audio_and_drafts_it_leaves_out(tmp_path: Path) -> None:
+    golden = experts_golden.golden("glm4_moe")
+    assert len(golden.config.layers) == 3
+    more = {name: np.ones((3, 5), np.float32) for name in SURPLUS}
+    write(tmp_path / "small", golden.values, {**golden.tensors, **more})
+    assert sorted(note.partition(": ")[2] for note in notes(tmp_path)) == [
+        "left out 2 tensors, such as model.audio_tower.layers.0.fc1.weight: audio_tower takes no part in"
+        " text",
+        "left out model.layers.3.eh_proj.weight: models of family 'glm4_moe' do not read it",
+        "left out mtp.layers.0.eh_proj.weight: mtp takes no part in text",
+    ]
+    names = parsing.tensor_names(golden.config)
+    assert exact_weights.checkpoint(tmp_path / "small", golden.config, names).keys() == {
+        param.name for param in parameters(golden.config)
+    }
+
+
+@pytest.mark.parametrize("name", ["model.speech.weight", "model.layers.4.eh_proj.weight"])
+def test_a_tensor_that_nobody_knows_is_no_surplus(name: str, tmp_path: Path) -> None:
+    golden = experts_golden.golden("glm4_moe")
+    area = write(tmp_path / "small", golden.values, {**golden.tensors, name: np.ones((3, 5), np.float32)})
+    with pytest.raises(CheckpointError, match=f"tensor '{name}' belongs to no parameter"):
+        exact_weights.checkpoint(area, golden.config, parsing.tensor_names(golden.config))
+
+
+def test_embedding_models_have_names_without_prefix(tmp_path: Path) -> None:
+    """Qwen3-Embedding stores the tensors of transformers' Qwen3Model: no head, and no `model.`."""
+    values = json.loads((GOLDEN / "config.json").read_text()) | {"tie_word_embeddings": True}
+    config = parsing.parse(values)
+    usual = load_file(GOLDEN / "model.safetensors")
+    usual.pop("lm_head.weight", None)
+    short = {name.removeprefix("model."): own for name, own in usual.items()}
+    assert "embed_tokens.weight" in short
+    names = parsing.tensor_names(config)
+    first, second = (
+        exact_weights.checkpoint(write(tmp_path / kind, values, own), config, names)
+        for kind, own in (("usual", usual), ("short", short))
+    )
+    for param in parameters(config):
+        assert np.array_equal(first[param.name], second[param.name])
