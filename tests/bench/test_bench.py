@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socketserver
-import statistics
 import subprocess
 import sys
 import threading
@@ -14,23 +13,13 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mlcbuild.bench import generator
-from mlcbuild.bench.exchange import Server, TimedReply
-from mlcbuild.bench.figures import LoadResult, Sample, percentile, sample
-from mlcbuild.bench.plot import plot
-from mlcbuild.bench.workload import Lengths, Load, Workload
 from mlcbuild.cli import main
-from mlcbuild.errors import UsageError
 from tests.conftest import ROOT
 from tests.runtime import shared
 
@@ -174,6 +163,8 @@ def patience(answer: bytes | None) -> str:
 
 
 MODELS = plain(b'{"data": [{"id": "m"}]}')
+
+
 SAID = {"choices": [{"text": "a"}]}
 
 
@@ -264,91 +255,6 @@ def test_wrong_usage(command: str, sentence: str, capsys: Out) -> None:
     stdout, stderr = capsys.readouterr()
     assert not stdout
     assert sentence in stderr.splitlines()[-1]
-
-
-# Figures
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.floats(0, 100))
-def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> None:
-    assert percentile(sorted(values), percent) == pytest.approx(np.percentile(values, percent), abs=1e-9)
-
-
-def test_times_count_from_when_a_request_was_due() -> None:
-    late = Sample(due=1.0, sent=1.5, end=4.0, texts=(2.0, 3.0, 4.0), answer_tokens=5)
-    assert late.values() == {"e2e": 3.0, "ttft": 1.0, "tpot": 0.5}
-    assert late.gaps() == [1.0, 1.0]
-    assert late.meets({"ttft": 1.0, "tpot": 0.5})
-    assert not late.meets({"ttft": 0.9})
-
-
-def test_events_may_come_in_any_pieces() -> None:
-    body = stream(SAID, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})
-    data = body.partition(b"\r\n\r\n")[2]
-    for size in (1, 2, 3, 17, 1000):
-        pieces = [(float(i), data[i : i + size]) for i in range(0, len(data), size)]
-        found = sample(0.0, 0.0, 99.0, TimedReply(200, tuple(pieces)))
-        assert (found.error, found.prompt_tokens, found.answer_tokens, len(found.texts)) == (None, 7, 2, 1)
-
-
-def test_a_plot_of_failures_only_is_still_a_picture() -> None:
-    failed = LoadResult("1 client", (Sample(0.0, 0.0, 1.0, error="cut"),), 1.0, 0.0)
-    ET.fromstring(plot([failed, failed]))
-
-
-# The workload
-
-
-@pytest.mark.parametrize(
-    "text", ["0", "-3", "x", "uniform:9", "uniform:9,3", "poisson:3,4", "normal:nan,1", "", "normal:5,inf"]
-)
-def test_wrong_lengths(text: str) -> None:
-    with pytest.raises(UsageError, match=r"is not a length"):
-        Lengths.of(text)
-
-
-@given(st.sampled_from(["7", "uniform:3,9", "normal:5,30", "lognormal:40,2"]), st.integers())
-def test_lengths_are_at_least_one_token(text: str, seed: int) -> None:
-    lengths, random = Lengths.of(text), Random(seed)
-    assert all(lengths.draw(random) >= 1 for _ in range(50))
-
-
-def test_distributions_have_their_middle() -> None:
-    random = Random(1)
-
-    def drawn(text: str) -> list[int]:
-        return [Lengths.of(text).draw(random) for _ in range(4000)]
-
-    assert set(drawn("uniform:3,9")) == set(range(3, 10))
-    assert statistics.mean(drawn("normal:100,20")) == pytest.approx(100, rel=0.03)
-    assert statistics.stdev(drawn("normal:100,20")) == pytest.approx(20, rel=0.1)
-    assert statistics.median(drawn("lognormal:100,1")) == pytest.approx(100, rel=0.1)
-
-
-def test_arrivals() -> None:
-    even = list(islice(Load(rate=4.0, even=True).arrivals(Random(1)), 5))
-    assert even == [0.0, 0.25, 0.5, 0.75, 1.0]
-    moments = list(islice(Load(rate=4.0).arrivals(Random(1)), 4001))
-    gaps = np.diff(moments)
-    assert gaps.mean() == pytest.approx(0.25, rel=0.05)
-    assert gaps.std() == pytest.approx(0.25, rel=0.1), "of an exponential distribution"
-
-
-def test_one_seed_is_one_workload() -> None:
-    def drawn(seed: int) -> list[object]:
-        lengths = Lengths.of("uniform:1,99")
-        return list(islice(Workload(lengths, lengths, None, seed=seed).demands(), 9))
-
-    assert drawn(1) == drawn(1) != drawn(2)
-
-
-def test_urls() -> None:
-    assert Server.of("https://[::1]/x/v1", "k") == Server("::1", 443, True, "/x", "k")
-    assert Server.of("https://[::1]/x").name == "[::1]:443"
-    assert "secret" not in repr(Server.of("http://h", "secret"))
-
-
-# A bundle
 
 
 def test_the_speed_of_a_bundle(tiny_bundles: Path, capsys: Out) -> None:

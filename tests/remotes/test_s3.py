@@ -11,7 +11,6 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +22,7 @@ import pytest
 from mlcbuild.build.graph import Graph
 from mlcbuild.canon import bytes_digest
 from mlcbuild.errors import RemoteError
-from mlcbuild.remotes import aws, client, fault, ranges, s3
+from mlcbuild.remotes import client, ranges, s3
 from mlcbuild.remotes.kinds import connect
 from mlcbuild.remotes.transport import Transport
 from mlcbuild.store.upkeep import verify
@@ -33,7 +32,6 @@ from tests.conftest import checked, mlcbuild
 from tests.remotes.test_remotes import BUILT, CHAIN, User, statuses, step
 
 NAME = "cas/" + "5" * 64
-LOGIN = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret"}
 
 
 @pytest.fixture
@@ -278,9 +276,6 @@ def test_a_closed_transport_wakes_who_waits(s3_login: None) -> None:
         answered.set()
 
 
-# Addresses and credentials
-
-
 def queries(handlers: list[str]) -> list[dict[str, str]]:
     return [dict(parse_qsl(urlsplit(line.split()[1]).query)) for line in handlers]
 
@@ -408,71 +403,6 @@ def test_where_credentials_come_from_is_asked_and_told(
         assert "hunter2" not in str(caught.value)
         given.append(True)
         assert connect(cache.bucket).size(NAME) is None
-
-
-@pytest.mark.parametrize(
-    ("url", "words"),
-    [
-        ("s3://", "'s3://' names no bucket: s3://bucket/prefix"),
-        ("s3://Bad_Name/x", "names no bucket"),
-        ("s3://b1x/x?endpont=https://y", "the option 'endpont' is unknown: there are endpoint and region"),
-        ("s3://b1x?endpoint=ftp://y", "the endpoint must be https://host or http://host"),
-        ("s3://b1x?endpoint=https://u:secret@y", "the endpoint must be https://host or http://host"),
-        ("s3://u:secret@b1x", "a URL must not hold a user name or password"),
-        ("s3://b1x/#f", "must be an address alone"),
-        ("s3://b1x/p?endpoint=https://y:9000&region=eu", ""),
-    ],
-)
-def test_addresses_are_checked(url: str, words: str) -> None:
-    found = fault(url)
-    assert (words in found if words else found == "") and "secret@" not in found.replace(url, "")
-
-
-@pytest.mark.parametrize(
-    ("environ", "files", "expected"),
-    [
-        (LOGIN, {}, {"region": "us-east-1"}),
-        (
-            LOGIN | {"AWS_DEFAULT_REGION": "a", "AWS_REGION": "b", "AWS_ENDPOINT_URL": "http://h"},
-            {"config": "[default]\nregion = c\n"},
-            {"region": "b", "endpoint": "http://h"},
-        ),
-        (
-            {},
-            {"credentials": "[default]\naws_access_key_id=me\naws_secret_access_key = secret\n"},
-            {"region": "us-east-1"},
-        ),
-        (
-            {"AWS_PROFILE": "work"},
-            {
-                "credentials": "[default]\naws_access_key_id=no\n[work]\naws_access_key_id=me\n"
-                "aws_secret_access_key=secret\naws_session_token=t\n",
-                "config": "[profile work]\nregion = r\nendpoint_url = https://h\n[default]\nregion=no\n",
-            },
-            {"region": "r", "endpoint": "https://h", "session_token": "t"},
-        ),
-        (
-            LOGIN,
-            {"credentials": "[default]\naws_access_key_id=no\naws_session_token=not mine\n"},
-            {"region": "us-east-1"},
-        ),
-    ],
-)
-def test_credentials_are_where_other_tools_have_them(
-    environ: Mapping[str, str],
-    files: Mapping[str, str],
-    expected: Mapping[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".aws").mkdir()
-    for name, text in files.items():
-        (tmp_path / ".aws" / name).write_text(text)
-    found = aws.settings("s3://bucket", environ)
-    assert found == {"access_key_id": "me", "secret_access_key": "secret", **expected}
-    assert aws.settings("s3://bucket?region=mine", environ)["region"] == "mine"
-    assert aws.settings("s3://b", {"AWS_SKIP_SIGNATURE": "true", **environ}).get("access_key_id") is None
 
 
 def test_credentials_that_are_missing_or_wrong_cost_one_warning(

@@ -62,11 +62,13 @@ def test_a_client_that_left_has_no_status() -> None:
 
 
 def test_the_answers_of_a_model() -> None:
+    passed: list[Event] = []
+
     async def app(scope: Any, receive: Any, send: Any) -> None:
         own = record(scope)
         requests = [Request((1, 2, 3), sampling=Sampling(choice=choice)) for choice in range(3)]
         own.model("tiny", requests, True)
-        first, second, _ = (own.watched(lambda event: None) for _ in requests)
+        first, second, _ = (own.watched(passed.append) for _ in requests)
         first(Event("a", 1, cached=2))
         first(Event("b", 2, "stop", cached=2))
         second(Event(tokens=4, error=EngineError("broken"), cached=1))
@@ -77,6 +79,7 @@ def test_the_answers_of_a_model() -> None:
     assert (line["cached_tokens"], line["answer_tokens"]) == (1, 6)
     assert line["finish"] == ["stop", "error", None]
     assert 0 <= line["ttft"] <= line["seconds"]
+    assert [event.text for event in passed] == ["a", "b", ""]
 
 
 def test_without_a_token_there_is_no_time_to_the_first() -> None:

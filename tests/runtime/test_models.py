@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from mlcbuild_format import bundle, memory, sizes
-from mlcbuild_format.errors import RequestError, SetupError
+from mlcbuild_format import bundle
 from mlcbuild_runtime.engine import memory_modes
 from mlcbuild_runtime.engine.memory_modes import LimitOverrides
-from mlcbuild_runtime.engine.served_models import Models, ModelSource
-from mlcbuild_runtime.engine.threads import Turns
 from prometheus_client.parser import text_string_to_metric_families
 
 from . import shared
 from .test_server import COMPLETION, post
-
-MB = 1_000_000
 
 
 def complete(server: shared.Server, **body: Any) -> Any:
@@ -92,39 +84,6 @@ def needs(path: Path) -> int:
     return memory_modes.choose(LimitOverrides(), bundle.manifest(path)).memory
 
 
-def test_what_nobody_uses_makes_room(toy_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(toy_bundle, other)
-    # Two of the three fit.
-    budget = needs(toy_bundle) + needs(tiny_bundle) + 1
-    models = Models(
-        [ModelSource(toy_bundle, "a"), ModelSource(tiny_bundle, "b"), ModelSource(other, "c")],
-        LimitOverrides(memory=budget),
-        threads=1,
-    )
-    try:
-        for name in ("a", "b", "a", "c"):
-            models.use(name).end()
-            time.sleep(0.01)
-        assert [entry.names[0] for entry in models.entries if entry.engine] == ["a", "c"]
-        one, two = models.use("a"), models.use("c")
-        with pytest.raises(RequestError, match="the models in use leave no room for it") as caught:
-            models.use("b")
-        assert (caught.value.status, caught.value.code) == (503, "overloaded")
-        two.end()
-        two.end()  # once is enough
-        models.use("b").end()
-        assert models.at_once("c") is None
-        assert set(models.states()) == {"a", "b"}
-        one.end()
-        models.drain()
-        assert not models.ready
-        with pytest.raises(RequestError, match="stopping"):
-            models.use("c")
-    finally:
-        assert models.close(10)
-
-
 def test_a_stream_keeps_its_model(toy_bundle: Path, tiny_bundle: Path) -> None:
     budget = max(needs(toy_bundle), needs(tiny_bundle)) + 1
     arguments = ["-m", "mlcbuild_runtime", str(toy_bundle), f"tiny={tiny_bundle}", "--port", "0"]
@@ -139,48 +98,6 @@ def test_a_stream_keeps_its_model(toy_bundle: Path, tiny_bundle: Path) -> None:
             assert [chunk.choices[0].finish_reason for chunk in stream][-1] in ("length", "stop")
             assert complete(server, model=other, prompt="a")["model"] == other
             assert [card["loaded"] for card in cards(server).values()].count(True) == 1
-
-
-def test_two_bundles_of_one_name(toy_bundle: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(toy_bundle, tmp_path / "copy")
-    done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), str(copy), "--port", "0")
-    assert done.returncode == 3
-    assert "are both called 'toy-q0f32-host': give one of them another name, NAME=" in done.stderr
-
-
-def test_sources() -> None:
-    assert ModelSource.of("a=dist/b") == ModelSource(Path("dist/b"), "a")
-    assert ModelSource.of("dist/b") == ModelSource(Path("dist/b"))
-    assert ModelSource.of("=x").name is None
-
-
-def test_modes(tiny_bundle: Path) -> None:
-    manifest = bundle.manifest(tiny_bundle)
-    each = 256 // 16
-    fixed = manifest.memory.weights + manifest.memory.workspace
-    page = manifest.memory.kv_cache // (each * 8)
-
-    def chosen(mode: memory_modes.Mode, **more: int) -> memory_modes.ChosenLimits:
-        return memory_modes.choose(LimitOverrides(mode, **more), manifest)
-
-    server = chosen("server")
-    assert (server.max_batch, server.pages, server.prefill_chunk) == (8, 8 * each, 64)
-    assert server.memory == manifest.memory.total
-    local, single = chosen("local"), chosen("interactive")
-    assert (local.max_batch, local.pages) == (4, 4 * each)
-    assert (single.max_batch, single.pages) == (1, each)
-    assert chosen("interactive", max_batch=2, prefill_chunk=32) == replace(
-        single, max_batch=2, pages=2 * each, prefill_chunk=32, memory=single.memory + each * page
-    )
-    assert chosen("server", max_pages=20).pages == 20
-    # The cache takes the room that is left, and at least one context.
-    assert chosen("server", memory=fixed + 3 * each * page).pages == 3 * each
-    with pytest.raises(SetupError, match=r"needs .* but the memory for bundles is .*: give it more"):
-        chosen("server", memory=fixed + page)
-    assert chosen("server", memory=fixed + page, max_pages=1).pages == 1
-    long = replace(manifest, limits=replace(manifest.limits, prefill_chunk=2048))
-    assert memory_modes.choose(LimitOverrides("server"), long).prefill_chunk == 256
-    assert memory_modes.choose(LimitOverrides("interactive"), long).prefill_chunk == 2048
 
 
 def test_what_was_chosen_is_told(toy_bundle: Path) -> None:
@@ -211,70 +128,3 @@ def test_options_that_cannot_be(toy_bundle: Path, options: list[str], message: s
     done = shared.run("-m", "mlcbuild_runtime", str(toy_bundle), "--port", "0", *options)
     assert done.returncode in (2, 3)
     assert message in done.stderr
-
-
-def test_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 100 * MB < memory.available() < 1 << 50
-    monkeypatch.setattr(memory, "available", lambda: 1000 * MB)
-    assert [LimitOverrides(mode).budget // MB for mode in memory_modes.MODES] == [500, 500, 900]
-    assert LimitOverrides(memory=7).budget == 7
-    assert [sizes.show(n) for n in (999, 1500, 2 * MB, 3 << 50)] == [
-        "999 B",
-        "1.5 kB",
-        "2.0 MB",
-        "3377.7 TB",
-    ]
-
-
-def test_turns_are_taken_in_order() -> None:
-    turns, order = Turns(), list[int]()
-    gate = threading.Event()
-
-    def work(number: int) -> None:
-        with turns:
-            order.append(number)
-
-    with turns:
-        threads = []
-        for number in range(5):
-            thread = threading.Thread(target=work, args=(number,))
-            thread.start()
-            threads.append(thread)
-            end = time.monotonic() + 60
-            while len(turns._waiting) <= number and time.monotonic() < end:
-                gate.wait(0.001)
-        assert order == []
-    for thread in threads:
-        thread.join()
-    assert order == list(range(5))
-    with turns:
-        pass
-
-
-def test_who_waits_for_a_turn_hurries_who_has_it() -> None:
-    turns, calls = Turns(), list[str]()
-
-    def work(name: str) -> None:
-        with turns:
-            turns.on_wait(lambda: calls.append(name))
-
-    def wait(number: int) -> None:
-        end = time.monotonic() + 60
-        while len(turns._waiting) < number:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-
-    with turns:
-        turns.on_wait(lambda: calls.append("first"))
-        assert not calls
-        threads = [threading.Thread(target=work, args=(name,)) for name in ("second", "third")]
-        for number, thread in enumerate(threads, 1):
-            thread.start()
-            wait(number)
-        assert calls == ["first", "first"]
-    for thread in threads:
-        thread.join(60)
-    assert calls == ["first", "first", "second"], "the third waited when the second came"
-    with turns:
-        turns.on_wait(lambda: calls.append("last"))
-    assert calls[3:] == []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,42 @@ def test_a_holder_that_wrote_nonsense_is_not_quoted(tmp_path: Path) -> None:
     assert holder(path) == "pid not known yet"
     path.write_bytes(b"42 \x1b[2Jhost")
     assert holder(path) == "pid 42 on \\x1b[2Jhost"
+
+
+def test_a_lock_that_cannot_be_written_is_free(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # as on a full disk
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            try_lock(tmp_path / "lock")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert try_lock(tmp_path / "lock") is not None
+
+
+def test_many_takers_never_hold_one_lock_together(tmp_path: Path) -> None:
+    inside: list[int] = []
+
+    def take(number: int) -> bool:
+        for _ in range(40):
+            lock = try_lock(tmp_path / "lock")
+            if lock is not None:
+                inside.append(number)
+                alone = inside == [number]
+                inside.remove(number)
+                lock.release()
+                if not alone:
+                    return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(take, range(4)))
+
+
+def test_a_holder_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert holder(path) == "just ended"
+    path.write_text("12 another-host")
+    assert holder(path) == "pid 12 on another-host"
+    path.write_text("")
+    assert holder(path) == "pid not known yet"

@@ -1,0 +1,31 @@
+"""Addresses of servers, and answers that arrive in pieces."""
+
+from __future__ import annotations
+
+import json
+
+from mlcbuild.bench.exchange import Server, TimedReply
+from mlcbuild.bench.figures import sample
+
+
+def stream(*documents: object, done: bool = True) -> bytes:
+    lines = [f"data: {json.dumps(document)}\r\n\r\n" for document in documents]
+    return b"HTTP/1.1 200 OK\r\n\r\n" + "".join([*lines, "data: [DONE]\n\n" if done else ""]).encode()
+
+
+SAID = {"choices": [{"text": "a"}]}
+
+
+def test_events_may_come_in_any_pieces() -> None:
+    body = stream(SAID, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})
+    data = body.partition(b"\r\n\r\n")[2]
+    for size in (1, 2, 3, 17, 1000):
+        pieces = [(float(i), data[i : i + size]) for i in range(0, len(data), size)]
+        found = sample(0.0, 0.0, 99.0, TimedReply(200, tuple(pieces)))
+        assert (found.error, found.prompt_tokens, found.answer_tokens, len(found.texts)) == (None, 7, 2, 1)
+
+
+def test_urls() -> None:
+    assert Server.of("https://[::1]/x/v1", "k") == Server("::1", 443, True, "/x", "k")
+    assert Server.of("https://[::1]/x").name == "[::1]:443"
+    assert "secret" not in repr(Server.of("http://h", "secret"))

@@ -1,0 +1,31 @@
+"""Percentiles and times of requests, as they follow from arrivals."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlcbuild.bench.figures import LoadResult, Sample, percentile
+from mlcbuild.bench.plot import plot
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.floats(0, 100))
+def test_percentiles_are_those_of_numpy(values: list[float], percent: float) -> None:
+    assert percentile(sorted(values), percent) == pytest.approx(np.percentile(values, percent), abs=1e-9)
+
+
+def test_times_count_from_when_a_request_was_due() -> None:
+    late = Sample(due=1.0, sent=1.5, end=4.0, texts=(2.0, 3.0, 4.0), answer_tokens=5)
+    assert late.values() == {"e2e": 3.0, "ttft": 1.0, "tpot": 0.5}
+    assert late.gaps() == [1.0, 1.0]
+    assert late.meets({"ttft": 1.0, "tpot": 0.5})
+    assert not late.meets({"ttft": 0.9})
+
+
+def test_a_plot_of_failures_only_is_still_a_picture() -> None:
+    failed = LoadResult("1 client", (Sample(0.0, 0.0, 1.0, error="cut"),), 1.0, 0.0)
+    ET.fromstring(plot([failed, failed]))

@@ -1,0 +1,64 @@
+"""How much of the machine a bundle may use, by mode and by option."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from mlcbuild_format import memory, sizes
+from mlcbuild_format.bundle import Manifest, Memory, Model
+from mlcbuild_format.errors import SetupError
+from mlcbuild_format.limits import Limits
+from mlcbuild_runtime.engine import memory_modes
+from mlcbuild_runtime.engine.memory_modes import LimitOverrides
+
+MB = 1_000_000
+
+
+def described() -> Manifest:
+    """Returns the manifest of a bundle of 100 MB with eight full contexts of 16 pages."""
+    limits = Limits(context_window=256, prefill_chunk=64, max_batch=8)
+    own = Memory(weights=30 * MB, kv_cache=64 * MB, workspace=6 * MB, total=100 * MB)
+    return Manifest("m", Model("m", "llama", {}), {}, {}, limits, "model.so", ("w",), "s", {}, own)
+
+
+def test_modes() -> None:
+    manifest = described()
+    each = 256 // 16
+    fixed = manifest.memory.weights + manifest.memory.workspace
+    page = manifest.memory.kv_cache // (each * 8)
+
+    def chosen(mode: memory_modes.Mode, **more: int) -> memory_modes.ChosenLimits:
+        return memory_modes.choose(LimitOverrides(mode, **more), manifest)
+
+    server = chosen("server")
+    assert (server.max_batch, server.pages, server.prefill_chunk) == (8, 8 * each, 64)
+    assert server.memory == manifest.memory.total
+    local, single = chosen("local"), chosen("interactive")
+    assert (local.max_batch, local.pages) == (4, 4 * each)
+    assert (single.max_batch, single.pages) == (1, each)
+    assert chosen("interactive", max_batch=2, prefill_chunk=32) == replace(
+        single, max_batch=2, pages=2 * each, prefill_chunk=32, memory=single.memory + each * page
+    )
+    assert chosen("server", max_pages=20).pages == 20
+    # The cache takes the room that is left, and at least one context.
+    assert chosen("server", memory=fixed + 3 * each * page).pages == 3 * each
+    with pytest.raises(SetupError, match=r"needs .* but the memory for bundles is .*: give it more"):
+        chosen("server", memory=fixed + page)
+    assert chosen("server", memory=fixed + page, max_pages=1).pages == 1
+    long = replace(manifest, limits=replace(manifest.limits, prefill_chunk=2048))
+    assert memory_modes.choose(LimitOverrides("server"), long).prefill_chunk == 256
+    assert memory_modes.choose(LimitOverrides("interactive"), long).prefill_chunk == 2048
+
+
+def test_memory_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 100 * MB < memory.available() < 1 << 50
+    monkeypatch.setattr(memory, "available", lambda: 1000 * MB)
+    assert [LimitOverrides(mode).budget // MB for mode in memory_modes.MODES] == [500, 500, 900]
+    assert LimitOverrides(memory=7).budget == 7
+    assert [sizes.show(n) for n in (999, 1500, 2 * MB, 3 << 50)] == [
+        "999 B",
+        "1.5 kB",
+        "2.0 MB",
+        "3377.7 TB",
+    ]

@@ -1,0 +1,100 @@
+"""Bundles by name in one process: loaded when they are used, unloaded when others need room."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from mlcbuild_format import bundle
+from mlcbuild_format.errors import BundleError, RequestError, SetupError
+from mlcbuild_runtime.engine import memory_modes
+from mlcbuild_runtime.engine.memory_modes import LimitOverrides
+from mlcbuild_runtime.engine.served_models import Models, ModelSource, card
+
+
+def needs(path: Path) -> int:
+    return memory_modes.choose(LimitOverrides(), bundle.manifest(path)).memory
+
+
+def test_what_nobody_uses_makes_room(numpy_toy_bundle: Path, tmp_path: Path) -> None:
+    copies = [Path(shutil.copytree(numpy_toy_bundle, tmp_path / name)) for name in "abc"]
+    # Two of the three fit.
+    budget = 2 * needs(numpy_toy_bundle) + 1
+    models = Models(
+        [ModelSource(copy, copy.name) for copy in copies], LimitOverrides(memory=budget), threads=1
+    )
+    try:
+        for name in ("a", "b", "a", "c"):
+            models.use(name).end()
+            time.sleep(0.01)
+        assert [entry.names[0] for entry in models.entries if entry.engine] == ["a", "c"]
+        one, two = models.use("a"), models.use("c")
+        with pytest.raises(RequestError, match="the models in use leave no room for it") as caught:
+            models.use("b")
+        assert (caught.value.status, caught.value.code) == (503, "overloaded")
+        two.end()
+        two.end()  # once is enough
+        models.use("b").end()
+        assert models.at_once("c") is None
+        assert set(models.states()) == {"a", "b"}
+        one.end()
+        models.drain()
+        assert not models.ready
+        with pytest.raises(RequestError, match="stopping"):
+            models.use("c")
+    finally:
+        assert models.close(10)
+
+
+def test_a_model_that_is_not_here(numpy_toy_bundle: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(numpy_toy_bundle, tmp_path / "broken"))
+    (broken / "bundle.json").write_text("{")
+    models = Models([ModelSource(numpy_toy_bundle, "a"), ModelSource(broken, "b")], LimitOverrides())
+    with pytest.raises(RequestError, match="'nobody' is not here: this server has 'a', 'b'") as caught:
+        models.find("nobody")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    assert models.find(None) is models.entries[0] and models.at_once("a") is None
+    with pytest.raises(RequestError, match=r"the model 'b' cannot be loaded: .*bundle.json") as caught:
+        models.use("b")
+    assert (caught.value.status, caught.value.code) == (500, "model_not_loaded")
+    shown = [card(entry, 7) for entry in models.entries]
+    assert [(each["id"], each["loaded"], each["created"], each["limits"]) for each in shown] == [
+        ("a", False, 7, None),
+        ("b", False, 7, None),
+    ]
+    assert shown[0]["error"] is None and "bundle.json" in str(shown[1]["error"])
+    assert models.state().alive and models.ready
+
+
+def test_one_bundle_under_two_names_is_loaded_once(numpy_toy_bundle: Path) -> None:
+    models = Models(
+        [ModelSource(numpy_toy_bundle, "a"), ModelSource(numpy_toy_bundle, "b")], LimitOverrides()
+    )
+    (entry,) = models.entries
+    assert entry.names == ["a", "b"] and models.find("b") is entry
+    assert card(entry, 0)["aliases"] == ["b"]
+
+
+def test_two_bundles_of_one_name(numpy_toy_bundle: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(numpy_toy_bundle, tmp_path / "copy"))
+    with pytest.raises(SetupError, match="are both called 'x': give one of them another name, NAME="):
+        Models([ModelSource(numpy_toy_bundle, "x"), ModelSource(copy, "x")], LimitOverrides())
+    with pytest.raises(BundleError):
+        Models([ModelSource(tmp_path / "nothing")], LimitOverrides())
+
+
+def test_sources(tmp_path: Path) -> None:
+    assert ModelSource.of("a=dist/b") == ModelSource(Path("dist/b"), "a")
+    assert ModelSource.of("dist/b") == ModelSource(Path("dist/b"))
+    assert ModelSource.of("=x").name is None
+    (tmp_path / "a=b").mkdir()
+    assert ModelSource.of(f"{tmp_path}/a=b") == ModelSource(tmp_path / "a=b")
+    assert ModelSource(tmp_path).all() == [ModelSource(tmp_path)]
+    for name in ("one", "two"):
+        (tmp_path / "dist" / name).mkdir(parents=True)
+        (tmp_path / "dist" / name / "bundle.json").write_text("{}")
+    expected = [ModelSource(tmp_path / "dist" / name) for name in ("one", "two")]
+    assert ModelSource(tmp_path / "dist").all() == expected
+    assert ModelSource(tmp_path / "dist", "x").all() == [ModelSource(tmp_path / "dist", "x")]

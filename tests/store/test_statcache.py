@@ -1,0 +1,185 @@
+"""The cache of digests, recent keys and imports, and what damage does to it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.canon import bytes_digest
+from mlcbuild.errors import SourceError
+from mlcbuild.store import statcache
+from mlcbuild.store.statcache import StatCache
+
+
+def old(path: Path, data: bytes, age: float = 60.0) -> Path:
+    """Returns a file that was written a while ago as far as its mtime tells. Its ctime is now, as any
+    file's."""
+    path.write_bytes(data)
+    os.utime(path, (time.time() - age,) * 2)
+    return path
+
+
+@pytest.fixture
+def not_racy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a file written this very moment be remembered, for the tests of everything but that rule."""
+    monkeypatch.setattr(statcache, "RACY_NS", -(10**12))
+
+
+def test_an_unchanged_file_is_not_hashed_again(
+    tmp_path: Path, not_racy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = old(tmp_path / "f", b"data")
+    first = StatCache(tmp_path / "index")
+    digest, found = first.digest(path)
+    assert digest == bytes_digest(b"data") and found.st_size == 4
+    first.save()
+    monkeypatch.setattr(statcache, "file_digest", lambda _: "hashed again")
+    assert StatCache(tmp_path / "index").digest(path)[0] == digest
+    path.write_bytes(b"DATA")
+    assert StatCache(tmp_path / "index").digest(path)[0] == "hashed again"
+
+
+def test_a_change_that_restores_size_and_mtime_is_seen(tmp_path: Path, not_racy: None) -> None:
+    path = old(tmp_path / "f", b"data")
+    cache = StatCache(tmp_path / "index")
+    cache.digest(path)
+    before = path.stat()
+    path.write_bytes(b"DATA")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert cache.digest(path)[0] == bytes_digest(b"DATA")
+
+
+def test_a_file_written_just_now_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = old(tmp_path / "f", b"data")  # the mtime is old, the ctime is not: that counts as well
+    cache = StatCache(tmp_path / "index")
+    cache.digest(path)
+    monkeypatch.setattr(statcache, "file_digest", lambda _: "hashed again")
+    assert cache.digest(path)[0] == "hashed again"
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"")
+
+    def grow(read: Path) -> str:
+        with read.open("ab") as file:
+            file.write(b"x")
+        return "0"
+
+    monkeypatch.setattr(statcache, "file_digest", grow)
+    with pytest.raises(SourceError, match="f changes while it is read: let its writer finish"):
+        StatCache(tmp_path / "index").digest(path)
+
+
+def test_recent_keys_are_kept_latest_first(tmp_path: Path) -> None:
+    for number in (*range(10), 7):
+        cache = StatCache(tmp_path / "index")
+        cache.remember({"a": f"key{number}", "b": "same"})
+        cache.save()
+    found = StatCache(tmp_path / "index")
+    assert found.keys("a") == [f"key{number}" for number in (7, 9, 8, 6, 5, 4, 3, 2)]
+    assert found.keys("b") == ["same"]
+    assert found.keys("c") == []
+
+
+@pytest.mark.parametrize(
+    "data", [b"not a database, but long enough to look at " * 40, b"SQLite format 3\0" + b"\xff" * 2000]
+)
+def test_a_broken_index_is_replaced(tmp_path: Path, data: bytes) -> None:
+    index = tmp_path / "index"
+    index.write_bytes(data)
+    cache = StatCache(index)
+    assert cache.keys("a") == []
+    cache.remember({"a": "key"})
+    cache.save()
+    assert StatCache(index).keys("a") == ["key"]
+
+
+def test_a_damaged_digest_in_the_index_is_not_believed(tmp_path: Path, not_racy: None) -> None:
+    path = old(tmp_path / "f", b"data")
+    cache = StatCache(tmp_path / "index")
+    digest = cache.digest(path)[0]
+    cache.save()
+    for change in ("digest = ?", "digest = ?, checksum = ''", "digest = ?, size = 'x'"):
+        with sqlite3.connect(tmp_path / "index") as database:
+            database.execute(f"update hashed set {change}", ("00" * 32,))
+        database.close()
+        assert StatCache(tmp_path / "index").digest(path)[0] == digest
+
+
+def test_imports_are_remembered_unless_damaged_or_read_by_other_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "index"
+
+    def remember() -> None:
+        cache = StatCache(index)
+        cache.imports()["00" * 32, "package"] = ("a.b", "c")
+        cache.imports()["11" * 32, ""] = ()
+        cache.save()
+
+    remember()
+    assert StatCache(index).imports() == {("00" * 32, "package"): ("a.b", "c"), ("11" * 32, ""): ()}
+    for change in ("modules = 'a.b'", "package = 'other'", "checksum = ''", f"source = '{'22' * 32}'"):
+        with sqlite3.connect(index) as database:
+            database.execute(f"update imports set {change} where package = 'package'")
+        database.close()
+        assert StatCache(index).imports() == {("11" * 32, ""): ()}, change
+        remember()
+        assert StatCache(index).imports()["00" * 32, "package"] == ("a.b", "c")
+    monkeypatch.setattr("mlcbuild.store.statcache.import_reader", lambda: "another version")
+    assert StatCache(index).imports() == {}
+
+
+def test_an_index_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = StatCache(tmp_path / "file" / "index")
+    cache._new_files[1, 2] = (1, 2, 3, "digest", "")
+    cache.remember({"a": "key"})
+    cache.save()
+    assert cache.keys("a") == ["key"]
+
+
+def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from mlcbuild.store.statcache import StatCache\n"
+        "for n in range(10):\n"
+        "    cache = StatCache(Path(sys.argv[1]))\n"
+        "    cache.remember({f'{sys.argv[2]}/{n}': 'key'})\n"
+        "    cache.save()\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, tmp_path / "index", str(n)]) for n in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    found = StatCache(tmp_path / "index")
+    assert all(found.keys(f"{process}/{n}") == ["key"] for process in range(3) for n in range(10))
+
+
+def test_large_inode_numbers_survive(tmp_path: Path) -> None:
+    cache = StatCache(tmp_path / "index")
+    cache._new_files[2**64 - 1, 2**63] = (1, 2, 3, "digest", "")
+    cache.save()
+    assert StatCache(tmp_path / "index")._known_files()[2**64 - 1, 2**63][:4] == (1, 2, 3, "digest")
+
+
+def test_ten_thousand_entries_are_read_quickly(tmp_path: Path) -> None:
+    """In time that grows with their number: were all read again for each, it would be 100 times as long."""
+
+    def spent(count: int) -> float:
+        path = tmp_path / str(count)
+        cache = StatCache(path)
+        cache._new_files.update({(1, number): (1, 2, 3, "ab" * 32, "") for number in range(count)})
+        cache.save()
+        started = time.process_time()
+        assert len(StatCache(path)._known_files()) == count
+        return time.process_time() - started
+
+    # The least of three: one of them may pay for a collection of the garbage of other tests.
+    assert min(spent(10_000) for _ in range(3)) < 40 * max(spent(1000) for _ in range(5))
