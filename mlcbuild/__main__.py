@@ -1,4 +1,4 @@
-"""The program: ends at once with a valid receipt, or else runs the command line."""
+"""Starts the program: ends at once with a valid receipt, or else runs the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> int:
     ):
         try:
             print(said, flush=True)
-        except OSError:  # standard output is closed: the command line handles it
+        except OSError:  # Standard output is closed, which the command line handles.
             pass
         else:
             return 0

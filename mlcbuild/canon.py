@@ -1,4 +1,4 @@
-"""Content identity: canonical JSON, tagged BLAKE3, and digests of files, trees and code.
+"""Defines content identity: canonical JSON, tagged BLAKE3, and digests of files, trees and code.
 
 Every digest is 256-bit BLAKE3, written as 64 lower-case hex digits. A file's digest is the plain BLAKE3 of
 its bytes (the output of `b3sum`). Structured values are hashed as `tag NUL canonical-JSON`, so that values of
@@ -41,7 +41,8 @@ def canonical(value: object) -> bytes:
 
 
 def canonical_plain(value: object) -> bytes:
-    """Returns what `canonical` does, for a value that is known to hold no floats and no keys but strings.
+    """Returns the same as `canonical`, for a value without floats and with strings as its only keys, which is
+    not checked.
 
     Checking takes longer than encoding: 6 of 9 microseconds for the inputs of a step. Raises ValueError.
     """
@@ -52,7 +53,7 @@ def canonical_plain(value: object) -> bytes:
 
 
 def _plain(value: object) -> Json:
-    if value is None or isinstance(value, str | int):  # bool is an int
+    if value is None or isinstance(value, str | int):  # bool is a subclass of int
         return value
     if isinstance(value, dict | Mapping):
         for key in value:
@@ -74,7 +75,7 @@ def bytes_digest(data: bytes | memoryview) -> str:
 
 
 _MANY_THREADS = 64 << 20
-"""Size in bytes from which hashing one file on all cores is faster."""
+"""Size in bytes above which hashing one file on all cores is faster."""
 
 
 def file_digest(path: Path) -> str:
@@ -89,7 +90,8 @@ _noted: dict[tuple[int, int, int, int], str] = {}
 
 
 def note_digest(path: Path, digest: str) -> None:
-    """Caches the digest of a file that will not change again during this step, so that it is not read again.
+    """Caches the digest of a file that will not change again during this step, so that the file is not read
+    again.
 
     Raises OSError if the file cannot be examined.
     """
@@ -97,8 +99,9 @@ def note_digest(path: Path, digest: str) -> None:
 
 
 def noted_digest(path: Path) -> str | None:
-    """Returns the cached digest of a file with an unchanged size and mtime; None if there is none. Raises
-    OSError."""
+    """Returns the cached digest of a file, if its size and mtime are unchanged; None otherwise. Raises
+    OSError.
+    """
     return _noted.get(_state(path))
 
 
@@ -114,7 +117,7 @@ def _state(path: Path) -> tuple[int, int, int, int]:
 
 @dataclass(frozen=True, order=True)
 class Entry:
-    """One file of a tree. `path` is relative, with `/` between its parts; `size` is in bytes."""
+    """One file of a tree. `path` is relative, with `/` between its components; `size` is in bytes."""
 
     path: str
     digest: str
@@ -149,15 +152,16 @@ class Tree:
 
 
 def salt(code: Mapping[str, str], tools: Mapping[str, str]) -> str:
-    """Returns the digest of all that decides a step's result beside its inputs: source files and tool
-    versions."""
+    """Returns the salt of a step: the digest of everything except its inputs and parameters that determines
+    its result. code: source file -> digest; tools: name -> version.
+    """
     return blake3(b"salt/1\0" + canonical_plain({"code": dict(code), "tools": dict(tools)})).hexdigest()
 
 
 def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str]) -> str:
-    """Returns a step's identity: the digest of `["step/1", action, params, salt, {argument: digest}]`.
+    """Returns a step's key: the digest of `["step/1", action, params, salt, {argument: digest}]`.
 
-    `params` is canonical JSON already, because a graph needs that text to merge equal steps.
+    params: canonical JSON, because a graph needs that text to merge equal steps. salted: the salt.
     """
     names = canonical_plain(action), params, salted.encode(), canonical_plain(dict(inputs))
     text = b'["step/1",%s,%s,"%s",%s]' % names
@@ -165,7 +169,9 @@ def step_key(action: str, params: bytes, salted: str, inputs: Mapping[str, str])
 
 
 SourceFiles: TypeAlias = dict[str, tuple[str, str, tuple[str, ...]] | None]
-"""Module -> the portable name of its source file, its digest, and the modules that it may import."""
+"""Module -> (portable name of its source file, digest of it, modules that it may import); None for a module
+without a source file.
+"""
 
 
 ImportTable: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
@@ -175,13 +181,13 @@ ImportTable: TypeAlias = dict[tuple[str, str], tuple[str, ...]]
 def code_files(
     *modules: str, files: SourceFiles | None = None, imports: ImportTable | None = None
 ) -> dict[str, str]:
-    """Returns the digest of each source file in the import closures of modules.
+    """Returns portable name -> digest of each source file in the import closures of modules.
 
     Only modules inside PACKAGES and the packages of `modules` count. Imports are read from the syntax tree,
     including those inside functions, so that a lazy import counts. The names are paths such as
-    `mlcbuild/compiler/kernels/w4.py`, the same on every machine. A caller that computes many closures passes
-    one `files`, so that every file is read once. A file whose imports are in `imports` is hashed but not
-    parsed; the imports of other files are added to it.
+    `mlcbuild/compiler/kernels/w4.py`, the same on every machine. files: a cache, which a caller that computes
+    many closures passes, so that every file is read once. imports: known imports; a file in it is hashed but
+    not parsed, and those of other files are added.
     """
     files = {} if files is None else files
     imports = _imported if imports is None else imports
@@ -211,7 +217,7 @@ def _source_file(name: str, imports: ImportTable) -> tuple[str, str, tuple[str, 
     source = path.read_bytes()
     digest = bytes_digest(source)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    if (digest, package) not in imports:  # parsing is most of the time
+    if (digest, package) not in imports:  # Parsing takes most of the time.
         with _parsing:
             body = ast.parse(source, filename=name).body
         imports[digest, package] = tuple(_read_imports(body, package))
@@ -224,7 +230,7 @@ def module_path(name: str) -> Path | None:
     top, *rest = name.split(".")
     try:
         spec = find_spec(top)
-    except ValueError:  # a module such as __main__ has no spec
+    except ValueError:  # A module such as __main__ has no spec.
         return None
     if spec is None:
         return None
@@ -239,7 +245,7 @@ def module_path(name: str) -> Path | None:
 
 
 def source_digest(portable: str) -> str | None:
-    """Returns the digest of a source file named as in `code_files`; None when it is not installed here."""
+    """Returns the digest of a source file, named as in `code_files`; None if it is not installed here."""
     path = module_path(portable.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     return None if path is None else bytes_digest(path.read_bytes())
 
@@ -251,12 +257,16 @@ def _portable(name: str, path: Path) -> str:
 
 _imported: ImportTable = {}
 _parsing = threading.Lock()
-"""Held while a source file is parsed: in CPython 3.11 `ast.parse` of two threads may raise SystemError."""
+"""A lock that is held while a source file is parsed: in CPython 3.11 `ast.parse` of two threads may raise
+SystemError.
+"""
 
 
 @cache
 def import_reader() -> str:
-    """Returns an identifier of the code that reads imports; results of other versions are not reused."""
+    """Returns an identifier of the code that reads imports. Cached results of other versions are
+    not reused.
+    """
     return bytes_digest(Path(__file__).read_bytes() + sys.version.encode())[:16]
 
 
@@ -264,15 +274,16 @@ _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
 def _checks_types(node: ast.stmt) -> bool:
-    """Returns True for the statement `if TYPE_CHECKING:`."""
+    """Returns True if a statement is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _read_imports(body: list[ast.stmt], package: str) -> Iterator[str]:
-    """Yields the modules that statements import, including those in functions.
+    """Yields the modules that statements import, including those in functions. package: the one from which
+    relative imports start.
 
-    Expressions, which are most of a syntax tree, hold no imports and are not visited; neither is the body of
-    `if TYPE_CHECKING:`, which never runs.
+    Expressions, which are most of a syntax tree, contain no imports and are not visited; neither is the body
+    of `if TYPE_CHECKING:`, which never runs.
     """
     for node in body:
         if isinstance(node, ast.Import):

@@ -1,4 +1,6 @@
-"""Writes finished bundles to the outputs that the recipe names, with verification figures and provenance."""
+"""Writes finished bundles to the output directories that the recipe names, with verification figures and
+provenance.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class Finished:
     records: Mapping[str, Record]
     """Name of a step -> the record of its result."""
     signer: Signer | None = None
-    """The key that signs provenance; None leaves it unsigned."""
+    """The key that signs provenance; None: provenance is not signed."""
 
     @cached_property
     def recipe(self) -> Json:
@@ -43,16 +45,18 @@ class Finished:
 
     @cached_property
     def sources(self) -> dict[str, dict[tuple[str, str], str]]:
-        """Returns step -> (source, path) -> digest, of each local file that the step read; filled by
-        `_files`."""
+        """Returns step name -> {(source, path): digest} for each local file that the step read. `_files`
+        fills it.
+        """
         return {}
 
 
 def emit(run: Finished, product: Product) -> bool:
-    """Writes one bundle whose steps all succeeded; returns False when it was there already, byte for byte.
+    """Writes one bundle whose steps all succeeded, and returns True; returns False if it was already there,
+    byte for byte.
 
-    The manifest is that of the `verify` step where there is one. Raises UsageError when the output holds
-    files of the user, StoreError when the store is damaged, MlcbuildError when the output cannot be written.
+    The manifest is that of the `verify` step if there is one. Raises UsageError when the output holds files
+    of the user, StoreError when the store is damaged, MlcbuildError when the output cannot be written.
     """
     graph, store = run.pipeline.graph, run.store
     bundle_record = run.records[graph.resolve(product.bundle)]
@@ -65,7 +69,7 @@ def emit(run: Finished, product: Product) -> bool:
     own = {provenance.STATEMENT: statement}
     if run.signer is not None:
         own[provenance.ENVELOPE] = provenance.envelope(statement, run.signer)
-    # The record has no key: the tree follows from its parts and is put together anew each time.
+    # The record has no key: the tree is assembled from several steps each time.
     rows = tuple((entry.path, entry.digest, entry.size) for _, entry in sorted(files.items()))
     return materialise(store, Record("", "", rows, b""), product.variant.output, own)
 
@@ -90,7 +94,7 @@ def _provenance(run: Finished, product: Product, manifest: bytes) -> bytes:
 
 
 def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """Yields a resource descriptor for each downloaded file."""
+    """Yields a resource descriptor (SLSA) for each downloaded file."""
     for step in fetches:
         files = cast("dict[str, dict[str, Json]]", step.params["files"])
         for name, pinned in sorted(files.items()):
@@ -102,7 +106,7 @@ def _downloads(fetches: Iterable[Step]) -> Iterator[dict[str, Json]]:
 
 
 def _files(run: Finished, steps: Iterable[Step]) -> Iterator[dict[str, Json]]:
-    """Yields a resource descriptor for each local file that a step read."""
+    """Yields a resource descriptor (SLSA) for each local file that a step read."""
     digests: dict[tuple[str, str], str] = {}
     for step in steps:
         if step.name not in run.sources:
@@ -119,7 +123,7 @@ def _sources(run: Finished, step: Step) -> dict[tuple[str, str], str]:
     }
     if not read:
         return {}
-    # Only lists of files are parsed, and not kept: for thousands of records they would dominate a run's
+    # Only lists of files are parsed, and not kept: for thousands of records they would be most of a run's
     # memory.
     inputs = json.loads(run.records[step.name].rest)["inputs"]
     return {(node, path): digest for argument, node in read.items() for path, digest, _ in inputs[argument]}

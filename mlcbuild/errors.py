@@ -51,7 +51,7 @@ class Problem:
 
 
 class InputError(UsageError):
-    """All problems of a file, sorted by place; the message has one line for each."""
+    """The error for a file with problems, sorted by position; its message has one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(sorted(set(problems)))
@@ -62,8 +62,9 @@ class InputError(UsageError):
 
 
 MOST_PROBLEMS = 1000
-"""Largest number of problems that are listed for one file; a program wrote a file with more, and one fault
-explains most."""
+"""Maximum number of problems that are listed for one file. A file with more was written by a program, and one
+mistake explains most.
+"""
 
 
 class Problems(list[Problem]):
@@ -109,8 +110,9 @@ class StoreError(MlcbuildError):
 
 
 class LostBlobError(StoreError):
-    """A file of a store is missing, or was removed because its bytes were wrong; a new plan builds its step
-    again."""
+    """A file of a store is missing, or was removed because its bytes were wrong. A new plan builds its step
+    again.
+    """
 
 
 class RemoteError(MlcbuildError):
@@ -126,11 +128,11 @@ class SetupError(MlcbuildError):
 
 
 _LISTED = 30
-"""Largest number of valid names that a message lists; all presets and schemes fit."""
+"""Maximum number of valid names that a message lists, enough for all presets and schemes."""
 _COMPARED = 500
-"""Largest number of valid names that a name is compared with, which takes up to 2 ms."""
+"""Maximum number of valid names with which a name is compared, which takes up to 2 ms."""
 _LONGEST = 100
-"""Largest length of a name that is compared, since the time grows with its square."""
+"""Maximum length of a name that is compared, since the time grows with its square."""
 
 
 def did_you_mean(word: str, valid: Iterable[str]) -> str:
@@ -145,8 +147,9 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
 
 
 def close_names(word: str, valid: Iterable[str]) -> list[str]:
-    """Returns the valid names that `word` may be a misspelling of. Of many, only those with its first letter
-    count."""
+    """Returns the valid names of which `word` may be a misspelling. If there are many, only those with its
+    first letter are compared.
+    """
     names = [name for name in valid if abs(len(name) - len(word)) < _LONGEST > len(name)]
     if len(word) > _LONGEST:
         return []
@@ -156,7 +159,7 @@ def close_names(word: str, valid: Iterable[str]) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """Returns the text on one line, with escapes for everything but visible characters and spaces."""
+    """Returns the text as one line, in which everything but visible characters and spaces is escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

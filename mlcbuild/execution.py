@@ -1,4 +1,4 @@
-"""Options for the execution of a run's steps: where they run, and with how much of the machine."""
+"""Options for the execution of a run's steps: where they run, and how much of the machine they use."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from mlcbuild.errors import UsageError
 
 @dataclass(frozen=True)
 class Execution:
-    """Options for running steps. Zero stands for all that this machine has."""
+    """Options for running steps. The number 0 means everything that this machine has."""
 
     jobs: int = 0
-    """Number of cores that steps share; 0 for all."""
+    """Number of cores that steps share; 0: all."""
     memory: int = 0
-    """Bytes of memory that steps share; 0 for nine tenths of the machine's."""
+    """Bytes of memory that steps share; 0: nine tenths of the machine's."""
     keep_going: bool = False
-    """True to go on after a failed step with the steps that do not need it."""
+    """True if a run continues after a failed step with the steps that do not need it."""
     executor: str = "processes"
-    """Place where steps run. "processes": worker processes; "dask://HOST:PORT": a cluster; "inline": this
-    process, for debugging: an action's output is redirected to its log by redirecting descriptors 1 and 2 of
-    the whole process."""
+    """Where steps run. "processes": in worker processes; "dask://HOST:PORT": on a cluster; "inline": in this
+    process, for debugging, where an action's output is written to its log by redirecting descriptors 1 and 2
+    of the whole process.
+    """
     tls: str | None = None
-    """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts its connections; None for
-    others."""
+    """Directory with ca.pem, cert.pem and key.pem, for a cluster that encrypts its connections; None: it does
+    not.
+    """
     handle_signals: bool = False
-    """True to let SIGINT and SIGTERM end the run, whose result then names the signal; only in the main
-    thread. Otherwise no handler is installed, and KeyboardInterrupt leaves `run` once its workers have
-    ended."""
+    """True if SIGINT and SIGTERM end the run, whose result then names the signal; only in the main thread.
+    Otherwise no handler is installed, and KeyboardInterrupt leaves `run` once its workers have ended.
+    """
 
 
 HERE = Execution()

@@ -1,4 +1,6 @@
-"""The ed25519 keys that sign records and provenance, stored in PEM files and named by their public half."""
+"""Creates and reads the ed25519 keys that sign records and provenance. They are stored in PEM files and named
+by their public half.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def is_public(text: str) -> bool:
 
 
 def is_right(public: str, signature: bytes, message: bytes) -> bool:
-    """Returns True if a signature of a message by the owner of a public key is valid."""
+    """Returns True if `signature` is a valid signature of the message by the key `public`."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
@@ -49,7 +51,7 @@ def is_right(public: str, signature: bytes, message: bytes) -> bool:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Returns $MLCBUILD_KEY, or the path in the user's configuration directory on this system."""
+    """Returns the path in $MLCBUILD_KEY, or the path in the user's configuration directory on this system."""
     if chosen := environ.get("MLCBUILD_KEY"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "darwin":
@@ -59,8 +61,9 @@ def default_path(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def create(path: Path) -> Signer:
-    """Creates a key in a new file that only its owner can read. Raises UsageError when it cannot be
-    written."""
+    """Creates a key in a new file that only its owner can read, and returns it. Raises UsageError if the file
+    cannot be written.
+    """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -81,8 +84,9 @@ def create(path: Path) -> Signer:
 
 
 def load(path: Path) -> Signer | None:
-    """Returns the key of a file; None when there is no file. Raises UsageError for anything but an ed25519
-    key."""
+    """Returns the key in a file; None if the file does not exist. Raises UsageError for anything but an
+    ed25519 key.
+    """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -92,7 +96,7 @@ def load(path: Path) -> Signer | None:
         return None
     except OSError as error:
         raise UsageError(f"{path}: the key cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError):  # TypeError: it is encrypted
+    except (ValueError, TypeError):  # TypeError: the key is encrypted
         private = None
     if not isinstance(private, Ed25519PrivateKey):
         raise UsageError(f"{path}: it holds no ed25519 key in PEM form; `mlcbuild keys new` creates one")

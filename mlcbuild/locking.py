@@ -23,18 +23,20 @@ class LockedSource:
     commit: str
     files: int
     before: str | None
-    """The commit that was pinned until now; None for a source that was not pinned."""
+    """The commit that was pinned before; None for a source that was not pinned."""
 
 
 def read_recipe(
     recipe: str | Path, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> Recipe:
-    """Reads a recipe and the configs of its local models. Raises InputError with all problems of both."""
+    """Reads a recipe and the configs of its local models. Parameters as in session.open. Raises InputError
+    with all problems of both.
+    """
     return load(Path(recipe), settings, allow_outside, prospect.faults)
 
 
 def read_lock(recipe: Recipe) -> Lock:
-    """Reads a recipe's complete lock; an empty one for a recipe whose sources are all local.
+    """Reads a recipe's lock, which must be complete; returns an empty one if all sources are local.
 
     Raises UsageError when a source is not pinned yet, InputError for a lock that does not fit the recipe.
     """
@@ -54,7 +56,8 @@ def read_lock(recipe: Recipe) -> Lock:
 def check(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Variant, ...]:
-    """Checks a recipe, its local models and its lock, and returns the variants.
+    """Checks a recipe, its local models and its lock, and returns the variants. Parameters as in
+    session.open.
 
     Raises InputError with all problems. Unlike `open` it accepts sources that are not locked yet.
     """
@@ -68,11 +71,12 @@ def check(
 def lock(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Path, tuple[LockedSource, ...], bool]:
-    """Pins every hub source of a recipe at the commit that its branch or tag has now.
+    """Pins every hub source of a recipe at the commit that its branch or tag has now. Parameters as in
+    session.open.
 
-    Returns the path of the lock, the pinned sources by name, and True if the file was written, False when
-    it said the same already, or there is nothing to pin. Raises InputError for the recipe, SourceError for
-    a source that cannot be read.
+    Returns (path of the lock, pinned sources by name, True if the file was written). It is not written if it
+    is up to date or there is nothing to pin. Raises InputError for the recipe, SourceError for a source that
+    cannot be read.
     """
     read = load(Path(recipe), settings, allow_outside)
     sources = hub_sources(read)
@@ -90,10 +94,10 @@ def lock(
 def moved(
     recipe: str | Path, *, settings: Mapping[str, str] | None = None, allow_outside: bool = False
 ) -> tuple[Path, dict[HubSource, tuple[str, str]]]:
-    """Compares a recipe's lock with the hub, and writes nothing.
+    """Compares a recipe's lock with the hub, and writes nothing. Parameters as in session.open.
 
-    Returns the path of the lock and, for each source whose branch or tag moved, the pinned commit and the
-    present one. Raises InputError and UsageError for a lock that does not fit the recipe, SourceError.
+    Returns (path of the lock, source -> (pinned commit, current commit) for each branch or tag that has
+    moved). Raises InputError and UsageError for a lock that does not fit the recipe, SourceError.
     """
     read = load(Path(recipe), settings, allow_outside)
     if not hub_sources(read) and not read.lock.exists():

@@ -1,4 +1,4 @@
-"""The cores and memory of this machine that steps can use."""
+"""Determines the cores and memory of this machine that steps can use."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ def cores() -> int:
 
 
 def memory() -> int:
-    """Returns the bytes of memory for all steps: nine tenths of the machine's, or of the container's."""
+    """Returns the number of bytes of memory for all steps: nine tenths of the machine's, or of the
+    container's.
+    """
     return memory_of_machine.available() * 9 // 10
 
 
 def kind() -> str:
-    """Returns processor and cores, such as "Some Processor, 8 cores". Machines with equal text count as
-    equally fast."""
+    """Returns the processor and the number of cores, such as "Some Processor, 8 cores". Machines with equal
+    text count as equally fast.
+    """
     return f"{_processor()}, {cores()} cores"
 
 
 def label(machine_kind: str) -> str:
-    """Returns the label of cluster workers on machines of a kind."""
+    """Returns the label that cluster workers on a kind of machine have. machine_kind: a result of `kind`."""
     return f"machine {machine_kind}"
 
 

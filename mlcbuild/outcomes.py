@@ -1,4 +1,6 @@
-"""Results of a session: plans, and for each variant its bundle, its figures and the log of the run."""
+"""Defines the results of a session: plans, and for each variant its bundle, its figures and the log of the
+run.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ class RecipePlan:
     products: tuple[Product, ...]
     """The steps of each selected variant."""
     memory: Mapping[str, dict[str, int] | None]
-    """Variant -> part of its bundle -> bytes of memory while it is served; None for a model that is not
-    downloaded yet."""
+    """Name of a variant -> {part of its bundle: bytes of memory while it is served}; None for a model that is
+    not downloaded yet.
+    """
 
     @property
     def steps(self) -> tuple[Planned, ...]:
@@ -62,7 +65,7 @@ class VariantResult:
     product: Product
     status: Status
     error: MlcbuildError | None = None
-    """The error when the bundle could not be put into its output directory."""
+    """The error if the bundle could not be written to its output directory; None otherwise."""
     note: str = ""
     """The reason why the variant has no bundle, or why it was not verified; "" otherwise."""
     figures: Mapping[str, float] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class VariantResult:
 
     @property
     def bundle(self) -> Path | None:
-        """Returns the directory of the finished bundle, absolute; None when there is none."""
+        """Returns the absolute path of the finished bundle; None if there is none."""
         return self.product.variant.output if self.is_done else None
 
     @property
@@ -97,7 +100,7 @@ class Result:
     run: RunResult
     log: RunLog
     warned: bool = False
-    """True when the run reported damage in the store or trouble with a remote."""
+    """True if the run reported damage in the store or problems of a remote."""
 
     @property
     def steps(self) -> tuple[StepResult, ...]:
@@ -116,13 +119,15 @@ class Result:
 
     @property
     def failures(self) -> tuple[MlcbuildError, ...]:
-        """Returns the errors of failed steps, then those of bundles that could not be put in place."""
+        """Returns the errors of failed steps, then those of bundles that could not be written to their
+        directories.
+        """
         errors = [step.error for step in self.run.steps] + [item.error for item in self.variants]
         return tuple(error for error in errors if error is not None)
 
     @property
     def ok(self) -> bool:
-        """Returns True if every selected step has a result and every bundle is in place."""
+        """Returns True if every selected step has a result and every bundle is in its directory."""
         return self.run.ok and not self.failures
 
     @property
@@ -133,8 +138,9 @@ class Result:
         return self.run.exit_code or max(errors, default=0)
 
     def check(self) -> None:
-        """Raises the first error of the run, and MlcbuildError when the run was interrupted; returns if
-        neither happened."""
+        """Raises the first error of the run, or MlcbuildError if the run was interrupted; does nothing
+        otherwise.
+        """
         for error in self.failures:
             raise error
         if self.run.interrupted:
@@ -142,8 +148,9 @@ class Result:
 
 
 def joined(before: tuple[VariantResult, ...], after: tuple[VariantResult, ...]) -> tuple[VariantResult, ...]:
-    """Returns the variants' results of the later attempt of a run; a bundle that the earlier attempt wrote
-    counts as built."""
+    """Returns the variants' results of the later of two attempts of a run. A bundle that the earlier attempt
+    wrote counts as built.
+    """
     written = {item.name for item in before if item.status == "built"}
     return tuple(
         replace(item, status="built") if item.status == "reused" and item.name in written else item
@@ -154,9 +161,10 @@ def joined(before: tuple[VariantResult, ...], after: tuple[VariantResult, ...]) 
 def finish(
     pipeline: Pipeline, products: Sequence[Product], result: RunResult, store: Store, signer: Signer | None
 ) -> tuple[VariantResult, ...]:
-    """Puts the bundles of variants whose steps succeeded in place, and returns how every variant ended.
+    """Writes the bundles of variants whose steps succeeded to their directories, and returns the result of
+    every variant.
 
-    `signer` signs the provenance of bundles. An output that cannot be written fails its variant only.
+    signer: signs the provenance of bundles, or None. An output that cannot be written fails only its variant.
     """
     steps = {step.name: step for step in result.steps}
     records = {name: step.record for name, step in steps.items() if step.record is not None}
@@ -184,7 +192,8 @@ def _finish_one(run: Finished, product: Product, steps: Mapping[str, StepResult]
 def _failure(run: Finished, product: Product, steps: Mapping[str, StepResult]) -> str:
     """Returns a description of the failed step of a variant.
 
-    When `verify` refuses a bundle, that of an earlier run is set aside, so that nobody ships it by mistake.
+    If `verify` refused the bundle, the bundle of an earlier run is moved away, so that nobody ships it by
+    mistake.
     """
     verified = steps.get(run.pipeline.graph.resolve(product.verify)) if product.verify is not None else None
     if verified is None or not isinstance(verified.error, VerificationError):
@@ -206,7 +215,7 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
     entries = {entry.path: entry for entry in verified.record.files}
     try:
         manifest = json.loads(store.read_blob(entries["bundle.json"]))
-    except StoreError:  # the record came from a remote and its files are not here, or the store is damaged
+    except StoreError:  # The record came from a remote and its files are not here, or the store is damaged.
         return {}
     return {
         name: value
@@ -216,8 +225,9 @@ def _verification(store: Store, verified: StepResult | None) -> dict[str, float]
 
 
 def _speed(store: Store, measured: StepResult | None) -> dict[str, float]:
-    """Returns the measured speed of a bundle in tokens per second: speed_prefill, speed_decode_1 and
-    speed_decode_<largest batch>."""
+    """Returns speed_prefill, speed_decode_1 and speed_decode_<largest batch> of a bundle, in tokens per
+    second. measured: result of the step that measured them, or None.
+    """
     if measured is None or measured.record is None:
         return {}
     (entry,) = measured.record.files
@@ -271,11 +281,11 @@ def _logged(pipeline: Pipeline, steps: Mapping[str, StepResult], item: VariantRe
 
 
 def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Store) -> dict[str, int] | None:
-    """Returns part -> bytes of memory that a bundle takes while it is served; None for a model that is not
+    """Returns part of a bundle -> bytes of memory while it is served; None for a model that is not
     downloaded.
 
-    A compiled library states all parts. Before that, weights and KV cache are computed from the recipe, and
-    the workspace is missing.
+    A compiled library states all parts. Before compilation, weights and KV cache are computed from the
+    recipe, and the workspace is missing.
     """
     from mlcbuild.models import cached_values, context_window, parameters
     from mlcbuild.quant import stored_bytes
@@ -300,8 +310,9 @@ def serving_memory(pipeline: Pipeline, product: Product, plan: Plan, store: Stor
 
 
 def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
-    """Returns a plan in which each step that cannot run here says so. lacks: step -> the tool or device that
-    this machine lacks."""
+    """Returns a plan in which each step that cannot run here states the reason. lacks: step name -> the tool
+    or device that this machine lacks.
+    """
     if not lacks:
         return plan
     steps = (
@@ -314,9 +325,10 @@ def with_lacks(plan: Plan, lacks: Mapping[str, str]) -> Plan:
 
 
 def forward(on_event: Reporter, lacks: Mapping[str, str], event: Event) -> None:
-    """Forwards events of a run's phase except RunFinished, since the end of the whole run is reported once.
+    """Forwards events of a run's phase to `on_event`, except RunFinished, because the end of the whole run is
+    reported once.
 
-    lacks: step -> what this machine lacks for it, which is then the step's reason.
+    lacks: step name -> what this machine lacks for it, which replaces the step's reason.
     """
     if isinstance(event, StepStarted) and event.name in lacks:
         event = replace(event, reason="it cannot run here")

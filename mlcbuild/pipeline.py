@@ -1,4 +1,4 @@
-"""Translates the variants of a recipe into steps. No other module knows both steps and models.
+"""Translates the variants of a recipe into steps. No other module depends on both steps and models.
 
 fetch/<model>                              the checkpoint: a directory of the user, or a download
 config/<model>                             config.json, normalised
@@ -6,7 +6,7 @@ tokenizer/<model>                          tokenizer, template, serving defaults
 reference/<model>                          logits of the prompts, in NumPy
 weights/<model>/<scheme>/<layout>          packed weights
 library/<config>/<scheme>/<target>         compiled code; it depends neither on weights nor on the model's
-name
+                                           name
 bundle/<variant>                           all of these together
 verify/<variant>                           the bundle compared with the reference
 bench/<variant>                            the speed of the bundle on this kind of machine
@@ -41,9 +41,9 @@ from mlcbuild.targets import target as targets
 from mlcbuild.targets.backends import backend
 
 MANY_CORES = 64
-"""Cores requested by steps that can use all of a machine."""
+"""Number of cores that a step requests if it can use all cores of a machine."""
 UNVERIFIED = "verification was not requested"
-"""The reason why no bundle of `Pipeline.unverified` is verified."""
+"""The reason why the bundles of `Pipeline.unverified` are not verified."""
 COMPILER_MEMORY = 600 << 20
 """Bytes of memory of a compiling process: 0.27 GB were measured for 30 layers, with any scheme."""
 
@@ -61,8 +61,9 @@ class Product:
     unverified: str = ""
     """The reason why the variant is not verified, in words; "" if it is."""
     bench: str | None = None
-    """Name of the step that measures the bundle's speed; the bundle does not depend on it. None without
-    one."""
+    """Name of the step that measures the bundle's speed, on which the bundle does not depend; None if there
+    is none.
+    """
 
     @property
     def last(self) -> str:
@@ -84,10 +85,12 @@ class Pipeline:
     configs: Mapping[str, ModelConfig]
     """Name of a model -> its config, for models whose config.json is on this machine already."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Name of a step that cannot run here -> what this machine lacks, and what to install."""
+    """Name of a step that cannot run here -> what this machine lacks and the user must install."""
 
     def choose(self, patterns: Iterable[str]) -> tuple[str, ...]:
-        """Returns the steps that names or globs of variants and steps match. Raises UsageError."""
+        """Returns the names of the steps that match names or globs of variants and steps. Raises
+        UsageError.
+        """
         chosen: list[str] = []
         for pattern in patterns:
             matching = [item for item in self.products if fnmatchcase(item.variant.name, pattern)]
@@ -102,7 +105,9 @@ class Pipeline:
         return replace(self, graph=Graph(nodes), products=products)
 
     def _until_bundle(self, product: Product) -> Product:
-        """Returns a variant that ends with its bundle, with the names under which its steps are kept."""
+        """Returns a variant that ends with its bundle, with the names under which the graph holds
+        its steps.
+        """
         resolve = self.graph.resolve
         return Product(
             product.variant,
@@ -115,9 +120,9 @@ class Pipeline:
 
 
 def build(recipe: Recipe, lock: Lock) -> Pipeline:
-    """Returns the steps of every variant. Of local checkpoints it reads only the configs.
+    """Returns the steps of every variant. Only the configs of local checkpoints are read.
 
-    Raises InputError, with places in the recipe, for models that cannot be built.
+    Raises InputError, with positions in the recipe, for models that cannot be built.
     """
     variants = expand(recipe)
     checkpoints = examined(recipe, variants, lock)
@@ -189,9 +194,10 @@ class _Assembly:
         return node.name
 
     def _keep_apart(self, step: Step) -> str:
-        """Adds a step to the graph. One that differs from an earlier step with its name gets a longer name.
+        """Adds a step to the graph and returns its name. A step that differs from an earlier one of the same
+        name gets a longer name.
 
-        The first step keeps the plain name, so that a later change shows as a change and not as a new step.
+        The first step keeps the short name, so that a later change shows as a change and not as a new step.
         """
         if self.nodes.get(step.name, step) == step:
             return self._keep(step)
@@ -210,7 +216,7 @@ class _Assembly:
                     "target": targets.to_json(variant.target),
                     "limits": limits,
                 },
-                # Models with equal configs share the node, so that they share one library step.
+                # Models with equal configs share this node, so that they also share one library step.
                 {"config": Input(self.configs.setdefault(checkpoint.label, config), ("config.json",))},
                 tools=self._tools(variant.target),
                 code=(
@@ -224,14 +230,16 @@ class _Assembly:
         )
 
     def _tools(self, target: targets.Target) -> Mapping[str, str]:
-        """Returns the tool versions for a target, cached because it runs the tools."""
+        """Returns name -> version of the tools for a target. The result is cached, because it requires
+        running the tools.
+        """
         if target not in self.tools:
             try:
                 self.tools[target] = backend(target).tool_versions(target)
             except SetupError as error:
                 self.lacks[target] = str(error)
-                # The step itself reports the missing linker when it runs, so that the rest of the recipe can
-                # be built.
+                # The step reports the missing linker when it runs, so that the rest of the recipe can be
+                # built.
                 self.tools[target] = {"linker": "none"}
         return self.tools[target]
 
@@ -289,7 +297,9 @@ def _storage(variant: Variant) -> quant.Storage:
 
 @lru_cache(maxsize=4096)
 def _stored_on(target: targets.Target, scheme: quant.Scheme) -> quant.Storage:
-    """Returns a scheme's storage on a target, cached because thousands of variants share few of both."""
+    """Returns a scheme's storage on a target, cached because thousands of variants share few schemes and
+    targets.
+    """
     return backend(target).storage(scheme)
 
 
@@ -330,8 +340,9 @@ def _verify(variant: Variant, checkpoint: Checkpoint, bundle: str, reference: st
 
 
 def _bench(variant: Variant, bench: Bench, bundle: str) -> Step:
-    """Returns the step that measures speed. Its result depends on the kind of machine, which is therefore in
-    the key."""
+    """Returns the step that measures speed. The result depends on the kind of machine, which is therefore in
+    the key. bundle: name of the bundle's step.
+    """
     here = machine.kind()
     return Step(
         f"bench/{variant.name}",
@@ -356,7 +367,9 @@ def _labels(variant: Variant) -> dict[str, str]:
 
 @cache
 def _runtime_library(target: targets.Target) -> Source | None:
-    """Returns the runtime libraries for a bundle, if this machine's files suit the target; None otherwise."""
+    """Returns the runtime libraries for a bundle as a source, if those of this machine suit the target; None
+    otherwise.
+    """
     host = presets.resolve(presets.HOST)
     stems = backend(target).runtime_files
     files = [path for stem in stems if (path := bundle.tvm_runtime(stem)) is not None]

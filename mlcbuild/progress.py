@@ -1,4 +1,6 @@
-"""Progress reports of actions. Without a listener, as outside of workers, they are ignored."""
+"""Passes progress reports of actions to a listener. Without a listener, as outside of workers, they are
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ _last = 0.0
 
 
 def report(done: int, total: int = 0, unit: str = "") -> None:
-    """Reports that `done` of `total` (0 if unknown) are finished, in a unit such as "B" for bytes. Cheap
-    enough for inner loops."""
+    """Reports that `done` of `total` (0 if unknown) are finished. unit: for example "B" for bytes. It is
+    cheap enough for inner loops.
+    """
     global _last  # noqa: PLW0603 - one listener per process, as there is one standard output
     now = time.monotonic()
     if _listener is not None and (now - _last >= _PERIOD or done == total):

@@ -1,7 +1,7 @@
 """Examines the checkpoints of a recipe before anything runs, and checks that its variants fit them.
 
-Of a local checkpoint the config is read, and the size of each weights file is compared with its header; of a
-pinned one only the lock's list of files is known.
+For a local checkpoint the config is read, and the size of each weights file is compared with its header. For
+a pinned one only the lock's list of files is available.
 """
 
 from __future__ import annotations
@@ -52,25 +52,27 @@ PROCESS_MEMORY = 300 << 20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The parts of a recipe's model that can be read before any step runs."""
+    """The properties of a recipe's model that can be read before any step runs."""
 
     model: RecipeModel
     node: Node
     label: str
-    """Shortened digest of the config, used in the names of steps."""
+    """Shortened digest of the config, which is part of the names of steps."""
     config: ModelConfig | None
     """The model config; None while the checkpoint is not downloaded."""
     kind: CheckpointKind = SAFETENSORS
     file: str | None = None
     """Name of the GGUF file in the directory of `node`; None for a checkpoint that is a directory."""
     most: int = UNKNOWN_MEMORY
-    """Upper bound in bytes of the checkpoint's weights in float32, used while the config is unknown."""
+    """Upper bound, in bytes, of the checkpoint's weights in float32, used while the config is unknown."""
     root: Path | None = None
-    """The GGUF file or the directory; None for a checkpoint that is not downloaded."""
+    """The path of the GGUF file or of the directory; None for a checkpoint that is not downloaded."""
     settings: str = ""
-    """Its quantization_config as JSON; "" for plain weights, and while it is not downloaded."""
+    """The checkpoint's quantization_config as JSON; "" for unquantized weights, and while it is not
+    downloaded.
+    """
     adapters: tuple[Node, ...] = ()
-    """The directories of the adapters that are merged into it, in order."""
+    """The directories of the adapters that are merged into the checkpoint, in order."""
 
     @property
     def name(self) -> str:
@@ -83,29 +85,30 @@ class Checkpoint:
 
     @property
     def weights_params(self) -> dict[str, Json]:
-        """The parameters of every step that reads the checkpoint's weights."""
+        """Returns the parameters of every step that reads the checkpoint's weights."""
         factors: list[Json] = [repr(adapter.weight) for adapter in self.model.adapters]
         return {**self.params, **({"adapters": factors} if factors else {})}
 
     @property
     def code(self) -> tuple[str, ...]:
-        """Modules that steps which read its weights load by name."""
+        """Returns the names of the modules that steps which read its weights load by name."""
         readers: tuple[str, ...] = ()
         if self.config is None:
-            readers = methods()  # config.json may name any of them
+            readers = methods()  # config.json may name any of these methods.
         elif self.settings:
             readers = (method_of(json.loads(self.settings), self.name),)
         return (*self.kind.code, *map(module_of, readers), *((LORA,) if self.adapters else ()))
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Returns the families whose code the checkpoint's config step may run; all of them while config.json
-        is not downloaded."""
+        """Returns the families whose code the checkpoint's config step may run: all of them while config.json
+        is not downloaded.
+        """
         return family_names() if self.config is None else (self.config.family,)
 
     @cached_property
     def parameters(self) -> tuple[Param, ...]:
-        """Returns the parameters of the model; none while its config is not known."""
+        """Returns the parameters of the model; () while its config is unknown."""
         return _parameters(self.config) if self.config is not None else ()
 
     @cached_property
@@ -133,7 +136,7 @@ def faults(models: Iterable[RecipeModel]) -> Iterator[Problem]:
 
 
 def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
-    """Yields the problems of local adapters."""
+    """Yields the problems of a model's local adapters."""
     for adapter in model.adapters:
         if isinstance(adapter.source, LocalSource):
             try:
@@ -146,7 +149,9 @@ def _adapter_faults(model: RecipeModel) -> Iterator[Problem]:
 
 
 def examined(recipe: Recipe, variants: Iterable[Variant], lock: Lock | None) -> dict[str, Checkpoint]:
-    """Returns model -> checkpoint for the variants; without a lock only local models. Raises InputError."""
+    """Returns model name -> checkpoint for the models of the variants; without a lock, only for local models.
+    Raises InputError.
+    """
     variants = list(variants)
     models = {variant.model.name: variant.model for variant in variants}
     problems = Problems(faults(models.values()))
@@ -178,7 +183,7 @@ def _checkpoints(models: Mapping[str, RecipeModel], lock: Lock | None) -> dict[s
 
 
 def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
-    """Yields the nodes of a model's adapters; of those on a hub only with a lock."""
+    """Yields the nodes of a model's adapters; those on a hub only if there is a lock."""
     for i, adapter in enumerate(model.adapters):
         name = f"fetch/{model.name}/{adapter_argument(i)}"
         if isinstance(adapter.source, LocalSource):
@@ -192,8 +197,8 @@ def _adapter_nodes(model: RecipeModel, lock: Lock | None) -> Iterator[Node]:
 
 
 def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoint]) -> tuple[Variant, ...]:
-    """Returns variants whose schemes are resolved: `as-is` becomes the formats of its checkpoint's tensors.
-    Variants of models that are not in `checkpoints` are left out where that is not possible.
+    """Returns variants whose scheme `as-is` is replaced by the formats of the checkpoint's tensors. Variants
+    of models that are not in `checkpoints` are left out if that is not possible.
 
     Raises InputError for checkpoints that have no such formats.
     """
@@ -219,7 +224,9 @@ def with_formats(variants: Iterable[Variant], checkpoints: Mapping[str, Checkpoi
 def _resolved(
     scheme: quant.Scheme, root: Path | None, config: ModelConfig | None, settings: str
 ) -> quant.Scheme | str:
-    """Returns the scheme with the formats of a quantized checkpoint, or an error message."""
+    """Returns the scheme with the formats of a quantized checkpoint, or an error message. root: its path;
+    settings: its quantization_config as JSON.
+    """
     from mlcbuild.checkpoints.checkpoint_views import views_for  # loads NumPy
     from mlcbuild.checkpoints.mapping import locate
 
@@ -270,7 +277,7 @@ class _Local:
     file: str | None = None
     """Name of the GGUF file, for a checkpoint that is one."""
     settings: str = ""
-    """Its quantization_config as JSON; "" for plain weights."""
+    """Its quantization_config as JSON; "" for unquantized weights."""
 
 
 def _local(model: RecipeModel, root: Path, read: Callable[[Path], _Local | list[str]]) -> Checkpoint:
@@ -287,7 +294,7 @@ def _local(model: RecipeModel, root: Path, read: Callable[[Path], _Local | list[
 
 
 def _read_local(root: Path) -> _Local | list[str]:
-    """Reads a local checkpoint; returns error messages for an invalid one."""
+    """Reads a local checkpoint. Returns a list of error messages if it is invalid."""
     try:
         if root.suffix == ".gguf":
             return _read_gguf(root)
@@ -329,8 +336,9 @@ def _unreadable(variant: Variant) -> Iterator[Problem]:
 
 
 def _misfits(variant: Variant, checkpoint: Checkpoint, bench: Bench | None) -> Iterator[Problem]:
-    """Yields a problem for each requirement of a variant that its model does not meet, as far as the model is
-    known."""
+    """Yields a problem for each requirement of a variant that its model does not meet, as far as the model's
+    config is known.
+    """
     if checkpoint.config is None:
         return
     place, config = variant.model.place, checkpoint.config

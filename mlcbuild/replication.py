@@ -25,7 +25,7 @@ from mlcbuild.store.store import Store
 _TRANSFERS = 4
 """Number of records (push) or files (pull) that are transferred at the same time."""
 _WAITING = 256
-"""Number of records that a push holds in memory."""
+"""Maximum number of records that a push holds in memory."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Pushed:
     """The outcome of sending a store's records to remotes."""
 
     records: int
-    """Number of records that were to be sent."""
+    """Number of records that the push had to send."""
     missing: Mapping[str, int]
-    """Remote -> number of records that it lacks."""
+    """Name of a remote -> number of records that it still lacks."""
     sent: Mapping[str, UploadCount] = field(default_factory=dict)
-    """Remote -> what was uploaded to it; the rest was there."""
+    """Name of a remote -> number of uploads to it; the remote had the other records already."""
 
     @property
     def ok(self) -> bool:
@@ -58,10 +58,11 @@ class Pulled:
 
 
 def shareable(records: Iterable[Record]) -> Iterator[Record]:
-    """Yields the records that may be sent to other machines: leaves out those that hold for this machine
-    only, and damaged ones."""
+    """Yields the records that may be sent to other machines. Records that are valid for this machine only,
+    and damaged ones, are left out.
+    """
     for record in records:
-        with suppress(ValueError):  # the record is damaged in the part that says so
+        with suppress(ValueError):  # The record is damaged in the part that states this.
             if record.info.shared:
                 yield record
 
@@ -73,9 +74,9 @@ def stored(store: Store) -> Iterator[Record]:
 
 
 def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], signer: Signer | None) -> Pushed:
-    """Sends records with their blobs to remotes, signed where there is a key.
+    """Sends records with their blobs to remotes. signer: signs the records, or None.
 
-    Raises RemoteError with every warning of a remote, once all remotes have what could be sent.
+    Raises RemoteError with every warning of a remote, once each remote has everything that could be sent.
     """
     sharing = Sharing(store, [Link(remote, signer) for remote in remotes])
     stop, left = threading.Event(), iter(records)
@@ -86,7 +87,7 @@ def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], sig
                 count += len(some)
                 for lacking in pool.all(partial(sharing.send, record, stop) for record in some):
                     missing.update(lacking)
-        finally:  # an interrupt must not wait for transfers in flight
+        finally:  # An interrupt must not wait for transfers in flight.
             stop.set()
             sharing.close()
     if warnings := sharing.take_warnings():
@@ -96,10 +97,11 @@ def push(store: Store, records: Iterable[Record], remotes: Sequence[Remote], sig
 
 
 def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence[str] = ()) -> Pulled:
-    """Downloads every step that remotes have into a store, by a plan that was computed with these remotes.
+    """Downloads every result of a plan that remotes have into a store. The plan must have been computed with
+    these remotes.
 
-    `warnings` are those of the plan. Raises RemoteError with all warnings when a download failed, or when
-    there are warnings and a step is absent.
+    warnings: those of the plan. Raises RemoteError with all warnings if a download failed, or if there are
+    warnings and a result is absent.
     """
     remote = [(step, step.record) for step in plan.steps if step.state == "remote" and step.record]
     sharing = Sharing(store, [Link(remote) for remote in remotes])
@@ -118,7 +120,7 @@ def pull(store: Store, plan: Plan, remotes: Sequence[Remote], warnings: Sequence
 
 
 def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
-    """Downloads files in parallel; returns digest -> the reason for a failure, or ""."""
+    """Downloads files in parallel, and returns digest -> reason for a failure, or ""."""
     stop = threading.Event()
     distinct = {entry.digest: entry for entry in entries}
     with Background(_TRANSFERS) as pool:
@@ -127,7 +129,7 @@ def _fetch(sharing: Sharing, entries: Iterable[Entry]) -> dict[str, str]:
                 partial(sharing.fetch, entry, stop, lambda _: None) for entry in distinct.values()
             )
             return dict(zip(distinct, reasons, strict=True))
-        finally:  # an interrupt must not wait for transfers in flight
+        finally:  # An interrupt must not wait for transfers in flight.
             stop.set()
             sharing.close()
 
@@ -142,7 +144,7 @@ class CheckedStore:
 
 
 def verify(store: Store, remotes: Sequence[Remote] = ()) -> CheckedStore:
-    """Checks all bytes of a store, removes damaged files, and downloads damaged and missing ones from
+    """Checks all bytes of a store, removes damaged files, and downloads damaged and missing files from
     remotes.
 
     Raises StoreError when the store cannot be read.

@@ -1,4 +1,4 @@
-"""The part of a recipe that is planned or run: by name, by what changed in Git, by shard."""
+"""Selects the part of a recipe that is planned or run: by name, by what changed in Git, by shard."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ class Selection:
     """The part of a recipe that is planned or run; by default all of it."""
 
     only: tuple[str, ...] = ()
-    """Names or shell patterns of variants and steps; what they need is included. () selects everything."""
+    """Names or shell patterns of variants and steps. The steps that they need are included. () selects
+    everything.
+    """
     affected_by: str | None = None
-    """A range of Git commits, such as "main...HEAD": only variants with an input that changed in it."""
+    """A range of Git commits, such as "main...HEAD", which selects the variants with an input that changed in
+    it; None: no such limit.
+    """
     shard: str | None = None
-    """A shard such as "2/3", the second of three parts: when every part is run, each on another machine, each
-    step runs once."""
+    """A shard such as "2/3", the second of three; None: no such limit. If each shard runs on another machine,
+    every step runs once.
+    """
     force: tuple[str, ...] = ()
     """Names or shell patterns of steps that run even when the store holds their results."""
 
@@ -32,23 +37,26 @@ EVERYTHING = Selection()
 
 @dataclass(frozen=True)
 class Selected:
-    """The variants and steps of a recipe that a selection leaves."""
+    """The variants and steps of a recipe that are selected."""
 
     products: tuple[Product, ...]
     """The selected variants."""
     only: tuple[str, ...] | None
-    """Names of the selected steps, whose dependencies are included; None for all, () for none."""
+    """Names of the selected steps, whose dependencies are included; None: all steps; (): none."""
     phases: tuple[tuple[str, ...] | None, ...]
-    """The steps of each phase of a run, executed one after the other; None for all steps."""
+    """For each phase of a run the names of its steps, or None for all steps. Phases run one after
+    the other.
+    """
     outputs: tuple[str, ...]
     """Names of the steps whose files must be on this machine after a run: parts of bundles, and steps that
-    were named."""
+    the user named.
+    """
 
 
 def select(pipeline: Pipeline, selection: Selection, on_event: Reporter = silent) -> Selected:
-    """Applies a selection to a recipe.
+    """Applies a selection to a recipe, and returns the selected steps and variants.
 
-    `on_event` receives a `Noted` for each variant that `affected_by` selects, and for the shard. Raises
+    on_event: receives a `Noted` for each variant that `affected_by` selects, and for the shard. Raises
     UsageError for unknown names, and for a range that Git does not know.
     """
     only = _only(pipeline, selection, on_event)
@@ -98,7 +106,7 @@ def _only(pipeline: Pipeline, selection: Selection, on_event: Reporter) -> tuple
 def _shard(
     pipeline: Pipeline, text: str, only: Sequence[str], products: Sequence[Product], on_event: Reporter
 ) -> tuple[list[tuple[str, ...] | None], list[Product]]:
-    """Returns the phases of one shard, and the variants that it completes."""
+    """Returns (phases of one shard, variants that it completes). text: the shard, such as "2/3"."""
     from mlcbuild.ci import split as splits
 
     graph = pipeline.graph

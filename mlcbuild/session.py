@@ -66,7 +66,7 @@ __all__ = [
 GraphFormat: TypeAlias = Literal["mermaid", "dot", "svg", "html"]
 
 _ATTEMPTS = 5
-"""Largest number of attempts of a run that removes damaged files from the store; each may meet others."""
+"""Maximum attempts of a run that removes damaged files from the store; each attempt may meet others."""
 
 
 def open(
@@ -80,10 +80,11 @@ def open(
 ) -> Session:
     """Reads a recipe, its lock and the configs of its local models, and returns a session.
 
-    store: directory of the artifact store, made when first written to; by default $MLCBUILD_STORE, or a
-    directory in the user's cache. remotes: shared caches in place of those of the recipe, as URLs or `Remote`
-    objects; () for none. settings: values for the recipe's vars. allow_outside: paths may leave the project.
-    key: file with the private key that signs records and provenance; by default $MLCBUILD_KEY or the user's.
+    store: directory of the artifact store, created by the first write; by default $MLCBUILD_STORE, or a
+    directory in the user's cache. remotes: shared caches, as URLs or `Remote` objects, that replace those of
+    the recipe; () for none. settings: variable name -> value for the recipe's vars. allow_outside: True if
+    paths may leave the project. key: file with the private key that signs records and provenance; by default
+    $MLCBUILD_KEY or the user's.
 
     Raises InputError with all problems of the recipe, the models and the lock; UsageError for sources that
     are not locked, and for URLs that name no remote; StoreError for a store of another format.
@@ -117,28 +118,28 @@ class Session:
     store: Store
     """The store, for reading. Every call opens it again, so that threads share no state."""
     key: Path | None = None
-    """File with the signing key; None for the user's key, if there is one."""
+    """File with the signing key; None: the user's key, if there is one."""
 
     @property
     def recipe(self) -> Recipe:
         return self.pipeline.recipe
 
     def over(self, remotes: Iterable[str | Remote]) -> Session:
-        """Returns a session with other remotes, which are passed as to `open`. Raises UsageError."""
+        """Returns a session with other remotes, in the form that `open` accepts. Raises UsageError."""
         recipe = replace(self.recipe, remotes=_resolved(remotes, self.recipe))
         return replace(self, pipeline=replace(self.pipeline, recipe=recipe))
 
     def unverified(self) -> Session:
-        """Returns a session that builds bundles without comparing them with their models, which takes most of
-        the time of a large model."""
+        """Returns a session that does not compare bundles with their models, which takes most of the time for
+        a large model."""
         return replace(self, pipeline=self.pipeline.unverified())
 
     # Planning
 
     def plan(self, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> RecipePlan:
-        """Computes what a run would do, and why. Writes nothing but remembered digests of sources.
+        """Computes what a run would do, and why. It writes nothing but cached digests of sources.
 
-        on_event receives warnings about the store and remotes. Raises UsageError for names that mean
+        on_event: receives warnings about the store and remotes. Raises UsageError for names that match
         nothing, SourceError for a source that cannot be read, StoreError.
         """
         selected, store = (
@@ -162,9 +163,10 @@ class Session:
         return RecipePlan(outcomes.with_lacks(plan, self.pipeline.lacks), selected.products, memory)
 
     def explain(self, step: str) -> Explanation:
-        """Computes why a step would run, down to the parameter, file or tool that differs.
+        """Computes the reason why a step would run, down to the parameter, file or tool that differs.
 
-        step: a step's name, or a shell pattern that means one step. Raises UsageError, and as `plan`.
+        step: a step's name, or a shell pattern that matches one step. Raises UsageError, and the exceptions
+        of `plan`.
         """
         names = sorted(self.pipeline.graph.match([step]))
         if len(names) > 1:
@@ -188,7 +190,7 @@ class Session:
     ) -> list[CiJob]:
         """Returns the jobs of a CI matrix: one for each selected variant that needs work, or shards of them.
 
-        Raises UsageError for labels of targets that no variant has, and as `plan`.
+        Raises UsageError for labels of targets that no variant has, and the exceptions of `plan`.
         """
         from mlcbuild.ci import matrix as matrices
 
@@ -198,17 +200,18 @@ class Session:
         return matrices.jobs(products, self.pipeline, plan, matrix)
 
     def split(self, count: int, selection: Selection = EVERYTHING, on_event: Reporter = silent) -> Split:
-        """Deals the selected steps out to `count` machines, as `run` does for `Selection.shard`."""
+        """Divides the selected steps among `count` machines, as `run` does for `Selection.shard`."""
         from mlcbuild.ci import split as splits
 
         if count < 1:
             raise UsageError(f"--count {count}: there must be at least one")
         only = select(self.pipeline, selection, on_event).only
-        # An empty selection deals out everything, as `mlcbuild shard` always did.
+        # An empty selection divides everything, as `mlcbuild shard` always did.
         return splits.split(self.pipeline.graph, only or (), count, splits.read(durations(self.pipeline)))
 
     def record_durations(self) -> None:
-        """Writes what steps took, by the records of this store, beside the recipe, for `split` and shards.
+        """Writes the durations of steps, according to the records of this store, to the file beside the
+        recipe that `split` and shards read.
 
         Raises UsageError when no step of the recipe was built in this store.
         """
@@ -231,15 +234,16 @@ class Session:
         on_event: Reporter = silent,
         cancel: Cancellation | None = None,
     ) -> Result:
-        """Builds what the selection declares and the store lacks, and puts bundles in place.
+        """Builds the selected steps that the store lacks, and writes bundles to their directories.
 
-        on_event is called in this thread with every event of `mlcbuild.build.events`, RunFinished last; an
-        exception that it raises ends the run and its workers, and leaves this function. cancel ends the run
+        on_event: called in this thread with every event of `mlcbuild.build.events`, RunFinished last; an
+        exception that it raises ends the run and its workers, and leaves this function. cancel: ends the run
         from another thread, or from on_event. Steps that were built are kept in every case.
 
         A failed or cancelled run is a result, not an exception: see `Result.check`. Raises UsageError for
-        names that mean nothing, SourceError for a source that cannot be read, SetupError for a step that no
-        worker can run, or without `keep_going` not this machine, StoreError when the store cannot be used.
+        names that match nothing, SourceError for a source that cannot be read, SetupError for a step that no
+        worker can run or, without `keep_going`, that this machine cannot run, StoreError when the store
+        cannot be used.
         """
         from mlcbuild.ci import shard_phases
 
@@ -273,11 +277,12 @@ class Session:
         unverified: bool = False,
         on_sent: Callable[[Sent], None] | None = None,
     ) -> tuple[Sent, ...]:
-        """Sends the finished bundles of a run to the destinations that the recipe names.
+        """Sends the finished bundles of a run to the destinations that the recipe names, and returns one
+        result for each.
 
-        unverified: also bundles that this machine could not compare with their model; otherwise those are
-        skipped. on_sent is called after each. A destination that fails is in the result and stops
-        no other. Raises UsageError when the recipe names no destination.
+        unverified: True if bundles are sent that this machine could not compare with their model; otherwise
+        those are skipped. on_sent: called after each. A destination that fails stops no other. Raises
+        UsageError when the recipe names no destination.
         """
         from mlcbuild.bundles.publish.uploads import send
 
@@ -285,7 +290,7 @@ class Session:
         return send(self._parcels(result, unverified), on_sent)
 
     def require_destinations(self) -> None:
-        """Raises UsageError when the recipe names no destination, before hours of work and not after."""
+        """Raises UsageError if the recipe names no destination, before hours of work."""
         if not self.recipe.destinations:
             raise UsageError(
                 f"{self.recipe.path}: it says nowhere to publish to: add `publish: [{{to: "
@@ -309,9 +314,9 @@ class Session:
     # Sharing
 
     def records(self, selection: Selection = EVERYTHING) -> Iterator[Record]:
-        """Reads the records that this store has of the selection and that may leave this machine.
+        """Yields the store's records of the selected steps that may be sent to other machines.
 
-        Raises as `plan`.
+        Raises the exceptions of `plan`.
         """
         from mlcbuild.replication import shareable
 
@@ -319,9 +324,10 @@ class Session:
         return shareable(step.record for step in steps if step.state == "hit" and step.record is not None)
 
     def push(self, selection: Selection = EVERYTHING) -> Pushed:
-        """Sends what this store has of the selection to the remotes that are written to.
+        """Sends the store's results of the selected steps to the remotes that are written to.
 
-        Raises UsageError when there is none, RemoteError with every warning of a remote, and as `plan`.
+        Raises UsageError if there is no such remote, RemoteError with every warning of a remote, and the
+        exceptions of `plan`.
         """
         from mlcbuild import replication
 
@@ -329,10 +335,11 @@ class Session:
         return replication.push(Store(self.store.root), self.records(selection), remotes, self._signer())
 
     def pull(self, selection: Selection = EVERYTHING) -> Pulled:
-        """Brings everything that remotes have of the selection into this store, for runs without a network.
+        """Downloads all results of the selected steps that remotes have into this store, for runs without a
+        network.
 
-        Raises UsageError when no remote is read, RemoteError when one failed or what it holds is not right,
-        and something is absent; and as `plan`.
+        Raises UsageError if no remote is read, RemoteError if one failed or sent wrong data and a result is
+        absent, and the exceptions of `plan`.
         """
         from mlcbuild import replication
 
@@ -342,7 +349,7 @@ class Session:
         return replication.pull(Store(self.store.root), plan, over.recipe.remotes, warnings)
 
     def verify_store(self) -> CheckedStore:
-        """Checks all bytes of this store, removes what is damaged, and fetches that and what is missing.
+        """Checks all bytes of this store, removes damaged files, and downloads damaged and missing files.
 
         Raises UsageError when no remote is read, StoreError when the store cannot be read.
         """
@@ -351,7 +358,7 @@ class Session:
         return replication.verify(Store(self.store.root), self._remotes("read"))
 
     def _remotes(self, mode: Literal["read", "write"]) -> list[Remote]:
-        """Returns the remotes that are read, or those that are written to. Raises UsageError without any."""
+        """Returns the remotes that a run reads, or those that it writes to. Raises UsageError without any."""
         remotes = [
             remote for remote in self.recipe.remotes if (remote.reads if mode == "read" else remote.writes())
         ]
@@ -375,7 +382,7 @@ class Session:
 
 
 def _still_forced(graph: Graph, force: Iterable[str], result: RunResult) -> tuple[str, ...]:
-    """Returns the steps that patterns force, without those that this run has built already."""
+    """Returns the steps that patterns force to run, without those that this run has already built."""
     built = {step.name for step in result.steps if step.status == "built"}
     return tuple(sorted(graph.match(force) - built))
 

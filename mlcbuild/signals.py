@@ -1,4 +1,4 @@
-"""Requests to end a run: SIGINT and SIGTERM, and cancellation by the caller."""
+"""Handles requests to end a run: SIGINT and SIGTERM, and cancellation by the caller."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from types import FrameType
 
 
 class Bell:
-    """A pipe that wakes a loop waiting for a file descriptor. May be rung from any thread, and after it was
-    closed."""
+    """A pipe that wakes a loop waiting for a file descriptor. Any thread may ring it, even after it was
+    closed.
+    """
 
     def __init__(self) -> None:
         reading, writing = os.pipe()
@@ -20,14 +21,14 @@ class Bell:
         os.set_blocking(writing, False)
         self._reading = reading
         self._writing = writing
-        self._guard = threading.RLock()  # a signal handler may ring while its own thread does
+        self._guard = threading.RLock()  # A signal handler may ring while its thread holds the lock.
         self._open = True
 
     def fileno(self) -> int:
         return self._reading
 
     def ring(self) -> None:
-        with self._guard, suppress(BlockingIOError):  # full: it rings already
+        with self._guard, suppress(BlockingIOError):  # If the pipe is full, it wakes the loop already.
             if self._open:
                 os.write(self._writing, b"\0")
 
@@ -50,12 +51,13 @@ class Bell:
 
 
 class Interruption:
-    """The early end of one run. Any thread or signal handler may call it, with the reason."""
+    """Ends one run early. Any thread or signal handler may call it, with the reason."""
 
     def __init__(self, bell: Bell, stop: Callable[[], None]) -> None:
         self.reason = ""
-        """The name of the signal, or the reason of the cancellation, that ended the run; "" while it goes
-        on."""
+        """The name of the signal, or the reason of the cancellation, that ended the run; "" while the run
+        continues.
+        """
         self._bell = bell
         self._stop = stop
 
@@ -74,14 +76,18 @@ class Cancellation:
         self._listeners: list[Callable[[str], None]] = []
 
     def cancel(self, reason: str = "the caller") -> None:
-        """Ends the runs that were started with this object, now and later. The first reason counts."""
+        """Ends the runs that were started with this object, and those that will be. Only the first reason is
+        kept.
+        """
         self.reason = self.reason or reason
         for listener in tuple(self._listeners):
             listener(self.reason)
 
     @contextmanager
     def attached(self, listener: Callable[[str], None]) -> Iterator[None]:
-        """Calls `listener` with the reason once the run is cancelled, at once if it is so already."""
+        """Returns a context in which `listener` is called with the reason once the run is cancelled, or at
+        once if it was before.
+        """
         self._listeners.append(listener)
         try:
             if self.reason:
@@ -96,10 +102,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def caught(interrupt: Callable[[str], None], inline: bool) -> Iterator[None]:
-    """Makes SIGINT and SIGTERM call `interrupt` with the signal's name while the block runs, if this is the
+    """Returns a context in which SIGINT and SIGTERM call `interrupt` with the signal's name, if this is the
     main thread.
 
-    inline: actions run in this very thread, so KeyboardInterrupt ends them.
+    inline: True if actions run in this thread, in which case KeyboardInterrupt also ends them.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,8 @@
-"""Performs one HTTP exchange on its own connection and records the arrival time of each piece of the answer.
+"""Performs one HTTP exchange on a separate connection, and records the arrival time of each piece of the
+answer.
 
-While answers arrive, only reading and taking the time are done; the bytes are parsed afterwards. The
-generator thus takes little from a machine that it may share with the server.
+While answers arrive, the generator only reads and notes the time; the bytes are parsed afterwards. So it
+takes little CPU time from a server on the same machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import MlcbuildError, UsageError
 
 LONGEST_HEAD = 1 << 16
-"""Largest size of a response's status line and headers in bytes."""
+"""Maximum size of a response's status line and headers in bytes."""
 
 
 class ExchangeError(MlcbuildError):
@@ -32,13 +33,13 @@ class ExchangeError(MlcbuildError):
 
 @dataclass(frozen=True)
 class Server:
-    """The address of an OpenAI-compatible server, and the key to use."""
+    """The address of an OpenAI-compatible server, and the API key to send."""
 
     host: str
     port: int
     tls: bool
     path: str
-    """The path of the server's URL before /v1."""
+    """The path in the server's URL before /v1."""
     key: str | None = field(default=None, repr=False)
 
     @classmethod
@@ -63,7 +64,9 @@ class Server:
         return f"{host}:{self.port}"
 
     def head(self, path: str, body: bytes | None) -> bytes:
-        """Returns the bytes of an HTTP request up to its body. body: None for GET."""
+        """Returns the bytes of an HTTP request up to its body. path: the endpoint; body: the body of a POST,
+        or None for GET.
+        """
         lines = [
             f"{'GET' if body is None else 'POST'} {self.path}{path} HTTP/1.1",
             f"Host: {self.name}",
@@ -79,7 +82,7 @@ class Server:
 
 @dataclass(frozen=True)
 class TimedReply:
-    """A complete answer of a server with the arrival times of its pieces."""
+    """A complete answer of a server, with the arrival times of its pieces."""
 
     status: int
     pieces: tuple[tuple[float, bytes], ...]
@@ -104,8 +107,9 @@ class TimedReply:
 
 
 async def exchange(server: Server, path: str, document: Mapping[str, Json] | None = None) -> TimedReply:
-    """Sends GET, or POST of a document, and returns the answer. Raises ExchangeError for an incomplete
-    answer."""
+    """Sends a GET request, or a POST request with a document, and returns the answer. Raises ExchangeError
+    for an incomplete answer.
+    """
     async with answering(server, path, document) as (status, pieces):
         return TimedReply(status, tuple([piece async for piece in pieces]))
 
@@ -114,7 +118,7 @@ async def exchange(server: Server, path: str, document: Mapping[str, Json] | Non
 async def answering(
     server: Server, path: str, document: Mapping[str, Json] | None = None
 ) -> AsyncIterator[tuple[int, AsyncIterator[tuple[float, bytes]]]]:
-    """Yields the status of an answer and its body as it arrives; leaving early closes the connection.
+    """Yields (status, body as it arrives) of an answer. Leaving the context early closes the connection.
 
     Raises ExchangeError for an incomplete answer.
     """
@@ -141,8 +145,7 @@ async def answering(
 
 
 def _parse(head: bytes) -> tuple[int, dict[str, str]]:
-    """Returns the status and the headers of an HTTP response whose bytes before the body are `head`. Raises
-    ValueError."""
+    """Returns (status, headers) of an HTTP response. head: its bytes before the body. Raises ValueError."""
     first, *lines = head.decode("latin-1").split("\r\n")
     version, status, *_ = first.split(" ", 2)
     if not version.startswith("HTTP/1."):

@@ -32,9 +32,9 @@ class Sample:
     sent: float
     end: float
     texts: tuple[float, ...] = ()
-    """Arrival time of each piece of text, in seconds."""
+    """Arrival time of each piece of text, in seconds of the same clock."""
     prompt_tokens: int | None = None
-    """Number of tokens of the prompt; None when the server does not report them."""
+    """Number of tokens of the prompt; None if the server does not report it."""
     answer_tokens: int | None = None
     error: str | None = None
     """One word for the kind of error, under which errors are counted; None for a request that succeeded."""
@@ -42,12 +42,13 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of tokens of the answer, or of its pieces of text if the server reports no
-        tokens."""
+        """Returns the number of tokens of the answer, or of its pieces of text if the server does not report
+        tokens.
+        """
         return len(self.texts) if self.answer_tokens is None else self.answer_tokens
 
     def values(self) -> dict[str, float]:
-        """Returns metric -> seconds, for each metric that the request has."""
+        """Returns name of a metric -> seconds, for each metric that the request has."""
         seconds = {"e2e": self.end - self.due}
         if self.texts:
             seconds["ttft"] = self.texts[0] - self.due
@@ -64,8 +65,9 @@ class Sample:
 
 
 def sample(due: float, sent: float, end: float, reply: TimedReply) -> Sample:
-    """Returns the measurements of a streamed request from its reply. Raises nothing: problems become the
-    sample's error."""
+    """Returns the measurements of a streamed request. due, sent, end: seconds of one clock. It raises
+    nothing: a problem becomes the sample's error.
+    """
     if reply.status != 200:
         return Sample(due, sent, end, error=f"http {reply.status}", message=_reason(reply.body))
     texts, usage, done = list[float](), Usage(), False
@@ -118,7 +120,7 @@ def _has_text(document: Mapping[str, object]) -> bool:
 
 
 def _reason(body: bytes) -> str:
-    """Returns the message of a server's error document, or its first line."""
+    """Returns the message in a server's error document, or the document's first line."""
     try:
         document = strict_json.parse(body)
     except ValueError:
@@ -130,16 +132,18 @@ def _reason(body: bytes) -> str:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """All measurements of one load: of one number of clients, or one rate of requests."""
+    """All measurements of one load, which is a number of clients or a rate of requests."""
 
     load: str
     samples: tuple[Sample, ...]
     wall: float
     """Seconds from the first request to the end of the last answer."""
     cpu: float
-    """CPU seconds of the load generator itself."""
+    """CPU seconds that the load generator itself used."""
     late: float | None = None
-    """For an open loop, the largest delay in seconds with which a request was sent."""
+    """For an open loop, the largest delay in seconds with which a request was sent; None for a
+    closed loop.
+    """
 
     @property
     def good(self) -> list[Sample]:
@@ -189,7 +193,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns a percentile of sorted values, interpolated linearly between two of them."""
+    """Returns the `percent` percentile of sorted values, interpolated linearly between two of them."""
     place = (len(values) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(values) - 1)
@@ -211,7 +215,9 @@ _ROWS: Sequence[tuple[str, tuple[str, ...]]] = (
 
 
 def rows(documents: Sequence[Mapping[str, object]]) -> list[list[str]]:
-    """Returns the table of results with a column for each load; rows without any figure are left out."""
+    """Returns the rows of the table of results, with a column for each load. Rows without any figure are left
+    out.
+    """
     lines = [["", *(str(document["load"]) for document in documents)]]
     for label, path in _ROWS:
         figures = [_at(document, path) for document in documents]

@@ -18,7 +18,7 @@ from mlcbuild.canon import Json
 from mlcbuild.errors import MlcbuildError
 
 TRIAL_WORDS = (8, 40)
-"""Lengths in words of the two trial prompts that determine the number of tokens per word."""
+"""Numbers of words in the two trial prompts, which show how many tokens the server counts per word."""
 
 
 class BenchError(MlcbuildError):
@@ -27,17 +27,19 @@ class BenchError(MlcbuildError):
 
 @dataclass(frozen=True)
 class Style:
-    """Settings for turning the content of a request into an HTTP request body."""
+    """Settings by which the content of a request becomes an HTTP request body."""
 
     model: str | None = None
     chat: bool = False
     vocabulary: int | None = None
-    """Prompts are random token ids below this number; None for prompts of words."""
+    """Upper bound of random token ids of which prompts consist; None: prompts consist of words."""
     ignore_eos: bool = True
-    """True to make answers reach their full length, by an extension of the API that local servers support."""
+    """True if answers must reach their full length, through an extension of the API that local servers
+    support.
+    """
     tokens_per_word: float = 1.0
     extra_tokens: float = 0.0
-    """Number of tokens that the server adds to every prompt beside its words."""
+    """Number of tokens that the server adds to every prompt."""
 
     @property
     def path(self) -> str:
@@ -56,7 +58,9 @@ class Style:
         }
 
     def trial(self, count: int) -> dict[str, Json]:
-        """Returns the body of a request with `count` words and the shortest answer, not streamed."""
+        """Returns the body of a request with `count` words that asks for the shortest answer, not
+        streamed.
+        """
         return self._around(words(Random(count), count), 1)
 
     def _around(self, prompt: Json, answer_tokens: int) -> dict[str, Json]:
@@ -73,7 +77,9 @@ class Style:
 
 
 async def prepare(server: Server, style: Style, timeout: float) -> Style:
-    """Asks the server for its model and determines the tokens per word. Raises BenchError."""
+    """Queries the server for its model, determines the number of tokens per word, and returns the completed
+    settings. Raises BenchError.
+    """
     if style.model is None:
         document = await _asked(server, "/v1/models", None, timeout)
         listed = document.get("data")
@@ -86,7 +92,7 @@ async def prepare(server: Server, style: Style, timeout: float) -> Style:
     for count in TRIAL_WORDS:
         usage = Usage.of((await _asked(server, style.path, style.trial(count), timeout)).get("usage"))
         if usage is None or usage.prompt is None:
-            return style  # assumes one token per word; the report shows the actual counts
+            return style  # Assumes one token per word; the report shows the actual counts.
         counts.append(usage.prompt)
     per_word = max(0.1, (counts[1] - counts[0]) / (TRIAL_WORDS[1] - TRIAL_WORDS[0]))
     return replace(style, tokens_per_word=per_word, extra_tokens=counts[0] - per_word * TRIAL_WORDS[0])
@@ -153,7 +159,9 @@ async def run(server: Server, style: Style, load: Load, workload: Workload, time
 
 
 def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
-    """Yields the requests of a workload; with `start`, only until the seconds of the workload are over."""
+    """Yields the requests of a workload; if `start` is a time, only until the workload's seconds since then
+    are over.
+    """
     most = workload.requests
     demands = (
         (demand for _, demand in zip(range(most), workload.demands(), strict=False))
@@ -167,9 +175,9 @@ def _limited(workload: Workload, start: float | None) -> Iterator[Demand]:
 async def _ask(
     server: Server, path: str, body: Mapping[str, Json], moments: tuple[float, float, float]
 ) -> tuple[Sample, TimedReply | None]:
-    """Sends a request; returns its sample and the reply, which is None after a failure.
+    """Sends a request, and returns (its measurements, the reply or None after a failure).
 
-    `moments` are the due time, the time of sending, and the longest wait, in seconds.
+    moments: (due time, time of sending, maximum wait), in seconds.
     """
     due, sent, timeout = moments
     try:

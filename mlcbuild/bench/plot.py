@@ -17,8 +17,9 @@ _STEPS = 100
 
 
 def plot(outcomes: Sequence[LoadResult]) -> str:
-    """Returns an SVG with the distribution of each metric; for several loads also latency against
-    throughput."""
+    """Returns an SVG with the distribution of each metric; for several loads also with latency over
+    throughput.
+    """
     listed = [_distribution(metric, title, outcomes) for metric, title in _TITLES.items()]
     listed = [panel for panel in listed if panel.curves]
     if len(outcomes) > 1:
@@ -36,8 +37,9 @@ def _distribution(metric: str, title: str, outcomes: Sequence[LoadResult]) -> Pa
 
 
 def _by_load(outcomes: Sequence[LoadResult]) -> list[Panel]:
-    """Returns panels with a point for each load, in their order: throughput on the horizontal axis, latency
-    on the vertical."""
+    """Returns panels with a point for each load, in order: throughput on the horizontal axis, latency on the
+    vertical one.
+    """
     panels = []
     for metric in ("ttft", "tpot"):
         curves = []

@@ -47,10 +47,11 @@ def bench(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> 
 
 
 def measure(bundle: Path, plan: SpeedPlan) -> dict[str, object]:
-    """Returns the threads, load_seconds, and figures of tokens per second for prefill and decoding.
+    """Measures a bundle, and returns its threads, load_seconds, and figures of prefill and decoding in tokens
+    per second.
 
-    Raises UsageError when the plan does not fit the bundle, and VerificationError with the runtime's own
-    message when the bundle cannot be run.
+    Raises UsageError when the plan does not fit the bundle, and VerificationError with the runtime's message
+    when the bundle cannot be run.
     """
     from mlcbuild_format import bundle as form
 
@@ -74,7 +75,7 @@ def _work(path: str, plan_json: str) -> dict[str, object]:
     model = loading.load(path, plan.threads)
     loaded = time.perf_counter() - start
     batch = model.manifest.limits.max_batch
-    _decode(model, plan, 1, steps=1)  # the first call allocates the cache
+    _decode(model, plan, 1, steps=1)  # The first call allocates the cache.
     figures: dict[str, object] = {
         **_device(model),
         "load_seconds": round(loaded, 3),
@@ -87,7 +88,7 @@ def _work(path: str, plan_json: str) -> dict[str, object]:
 
 
 def _device(model: Executor) -> dict[str, object]:
-    """Returns the threads of a CPU, or the name of another device."""
+    """Returns the number of threads of a CPU, or the name of another device, as fields of the result."""
     threads: int | None = getattr(model, "threads", None)
     return {"device": model.description} if threads is None else {"threads": threads}
 
@@ -103,13 +104,13 @@ def _figure(tokens: int, rounds: int, work: Callable[[], float]) -> dict[str, fl
 
 
 def _pages(model: Executor, plan: SpeedPlan, number: int) -> range:
-    """Returns the numbers of the KV cache pages of one sequence."""
+    """Returns the KV cache pages of the sequence with this number."""
     each = -(-(plan.prompt_tokens + plan.answer_tokens) // model.manifest.limits.page_size)
     return range(number * each, (number + 1) * each)
 
 
 def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
-    """Returns the seconds for the prompt of one sequence, processed chunk by chunk."""
+    """Returns the seconds for processing the prompt of one sequence, chunk by chunk."""
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward
 
@@ -124,7 +125,9 @@ def _prefill(model: Executor, plan: SpeedPlan, number: int) -> float:
 
 
 def _decode(model: Executor, plan: SpeedPlan, count: int, steps: int | None = None) -> float:
-    """Returns the seconds for the answers of `count` sequences whose prompts are in the cache."""
+    """Returns the seconds for decoding `count` sequences whose prompts are in the cache. steps: decode steps;
+    None: those of the plan.
+    """
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward
 

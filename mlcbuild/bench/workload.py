@@ -1,4 +1,4 @@
-"""Workloads of the load generator: number and times of requests, and lengths of prompts and answers.
+"""Defines workloads of the load generator: number and times of requests, and lengths of prompts and answers.
 
 All random numbers come from one seed, so a workload is the same against every server and in every run.
 """
@@ -22,7 +22,7 @@ _TEXT = (
     "them then there these they thing think this time to two up us use want was way we well what when which "
     "who will with work would year you your river stone garden window number letter morning summer paper"
 )
-"""Common English words, which are short in the vocabulary of any model."""
+"""Common English words, which are single tokens or nearly so in the vocabulary of any model."""
 WORDS = _TEXT.split()
 """The English words of which prompts are made."""
 
@@ -80,8 +80,8 @@ class Demand:
 class Load:
     """The timing of the requests of a load test.
 
-    In a closed loop, each of `clients` sends its next request when it has its answer. In an open loop, `rate`
-    requests are sent per second, independent of answers.
+    In a closed loop, each of `clients` sends its next request when it has received its answer. In an open
+    loop, `rate` requests are sent per second, whenever answers arrive.
     """
 
     clients: int | None = None
@@ -96,7 +96,7 @@ class Load:
         return f"{self.clients} client{'s' if self.clients != 1 else ''}"
 
     def arrivals(self, random: Random) -> Iterator[float]:
-        """Yields, for an open loop, the times of requests in seconds after the start, endlessly."""
+        """Yields endlessly the times of requests of an open loop, in seconds after the start."""
         assert self.rate is not None
         moment = 0.0
         while True:
@@ -111,7 +111,7 @@ class Workload:
     prompts: Lengths
     answers: Lengths
     requests: int | None
-    """Total number of requests; None for as many as fit into `seconds`."""
+    """Total number of requests; None: as many as are sent within `seconds`."""
     seconds: float | None = None
     seed: int = 0
 

@@ -1,4 +1,6 @@
-"""Compares two pre-images of a step's key and describes the differences in words."""
+"""Compares two pre-images of a step's key (all that is hashed into it) and describes the differences in
+words.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from mlcbuild.store.records import Preimage
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between two pre-images."""
+    """One difference between two pre-images of a key."""
 
     subject: str
     """The part of the pre-image that differs, in words: "scheme q4: group_size", "mlcbuild/canon.py",
     "checkpoint: config.json"."""
     before: str | None
-    """The old value or digest; None when the part did not exist before."""
+    """The old value or digest; None if the part did not exist before."""
     after: str | None
-    """The new value or digest; None when the part does not exist any more."""
+    """The new value or digest; None if the part does not exist any more."""
     by_value: bool
-    """True when the values are readable; false for digests, which the text leaves out."""
+    """True if the values are readable; False for digests, which the text leaves out."""
 
     def __str__(self) -> str:
         if self.before is None:
@@ -33,7 +35,7 @@ class Change:
 
 
 def summary(changes: tuple[Change, ...], limit: int = 3) -> str:
-    """Returns the first `limit` changes in one line, and the number of the others."""
+    """Returns one line with the first `limit` changes and the number of the others."""
     words = [str(change) for change in changes[:limit]]
     if len(changes) > limit:
         words.append(f"and {len(changes) - limit} more")
@@ -43,8 +45,8 @@ def summary(changes: tuple[Change, ...], limit: int = 3) -> str:
 def compare(before: Preimage, after: Preimage, labels: Mapping[str, str]) -> tuple[Change, ...]:
     """Returns every difference between two pre-images of a step's key.
 
-    Parameters come first, leaf by leaf, then tools, inputs file by file, and source files. `labels` maps a
-    parameter or argument to the words that stand for it in a text.
+    Parameters come first, leaf by leaf, then tools, inputs file by file, and source files. labels: name of a
+    parameter or input -> words that describe it.
     """
     changes: list[Change] = []
     if before.action != after.action:
@@ -86,7 +88,9 @@ def _files(tree: Tree | None) -> dict[str, str]:
 
 
 def _leaves(value: Json, present: bool, path: str = "") -> dict[str, str]:
-    """Returns dotted path -> text for every leaf below a JSON value; {} when the value is not `present`."""
+    """Returns dotted path -> text for every leaf of a JSON value; {} if `present` is False. path: prefix of
+    the paths.
+    """
     if not present:
         return {}
     if isinstance(value, dict) and value:

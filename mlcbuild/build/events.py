@@ -1,4 +1,4 @@
-"""The events that a run reports while it goes on. A reporter is any function that accepts an Event."""
+"""The events that a run reports. A reporter is any function that accepts an Event."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlcbuild.errors import MlcbuildError
 from mlcbuild.store.records import Record
 
 INTERRUPTED_BY = "interrupted by "
-"""Begins the reason of every step that an interrupted run skipped."""
+"""First part of the reason of every step that an interrupted run skipped; the signal's name follows."""
 Status: TypeAlias = Literal["built", "reused", "failed", "skipped"]
 
 
@@ -24,11 +24,11 @@ class StepResult:
     key: str | None = None
     seconds: float = 0.0
     reason: str = ""
-    """The reason why the step ran, or why it was skipped."""
+    """The reason why the step ran or was skipped; "" if there is nothing to say."""
     record: Record | None = None
     error: MlcbuildError | None = None
     log: Path | None = None
-    """The log file, for a step that ran."""
+    """The path of the log file of a step that ran; None for other steps."""
     worker: str = ""
     """The cluster machine that ran the step; "" for this machine."""
 
@@ -41,12 +41,13 @@ class RunResult:
     """One result for each step, in the order of the plan."""
     seconds: float
     interrupted: str = ""
-    """The signal that ended the run early, such as SIGINT, or the reason of its Cancellation; "" otherwise.
+    """The signal that ended the run early, such as SIGINT, or the reason of its Cancellation; "" if it ran to
+    the end.
     """
     stopped: tuple[str, ...] = ()
     """Names of the steps that were running when the run was interrupted."""
     not_uploaded: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Built step -> the remotes that did not receive its result although they should have."""
+    """Name of a built step -> remotes to which the upload of its result failed."""
 
     def count(self, status: Status) -> int:
         return sum(step.status == status for step in self.steps)
@@ -57,7 +58,9 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the process: 130 when interrupted, else that of the first failed step, else 0."""
+        """Returns the exit code of the process: 130 if the run was interrupted, else that of the first failed
+        step, else 0.
+        """
         if self.interrupted:
             return 130
         errors = [step.error for step in self.steps if step.error is not None]
@@ -66,44 +69,46 @@ class RunResult:
 
 @dataclass(frozen=True)
 class SourceRead:
-    """A large source file is about to be hashed, because it is new or was changed."""
+    """Event: a large source file is about to be hashed, because it is new or was changed."""
 
     path: Path
     size: int
-    """Size of the file that is about to be hashed, in bytes."""
+    """Size of the file in bytes."""
 
 
 @dataclass(frozen=True)
 class RunStarted:
-    """The plan is made and the run begins."""
+    """Event: the plan is complete and the run begins."""
 
     steps: int
     reused: int
     """Number of steps that are not run because the store already has their results."""
     chains: Mapping[str, float] = field(default_factory=dict)
-    """Step to build -> seconds from its start to the end of the longest chain after it, by earlier records.
+    """Name of a step to build -> seconds from its start to the end of the longest chain of steps after it,
+    estimated from earlier records.
     """
     hits: frozenset[str] = frozenset()
-    """Names of the reused steps. One of them runs after all if its files cannot be fetched."""
+    """Names of the steps whose results are reused. A step runs after all if its files cannot be
+    downloaded.
+    """
 
 
 @dataclass(frozen=True)
 class StepStarted:
-    """A step begins."""
+    """Event: a step begins."""
 
     name: str
     reason: str
     estimate: float | None
-    """Seconds that the step took last time; None when it was never built."""
+    """Seconds that the step took last time; None if it was never built."""
     log: Path
     subject: str = ""
-    """A description of what the step works on, such as the model's name, where the step's name does not say
-    it."""
+    """The model or other object that the step works on, if the step's name does not say it."""
 
 
 @dataclass(frozen=True)
 class StepPlaced:
-    """A worker of a cluster has begun a step."""
+    """Event: a worker of a cluster has started a step."""
 
     name: str
     worker: str
@@ -111,16 +116,16 @@ class StepPlaced:
 
 @dataclass(frozen=True)
 class StepWaiting:
-    """Another process builds the same step."""
+    """Event: a step waits because another process builds the same step."""
 
     name: str
     holder: str
-    """The process that builds it, such as "pid 42", with its host if that is another one."""
+    """The other process, such as "pid 42", with its host name if it runs on another machine."""
 
 
 @dataclass(frozen=True)
 class StepFetching:
-    """Files of a reused step are being downloaded from a remote."""
+    """Event: files of a reused step are being downloaded from a remote."""
 
     name: str
     origin: str
@@ -130,55 +135,55 @@ class StepFetching:
 
 @dataclass(frozen=True)
 class StepFetched:
-    """A download for a step ended, successfully or not."""
+    """Event: a download for a step has ended, successfully or not."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Uploading:
-    """All steps are done, and results are still being sent to remotes."""
+    """Event: all steps are done, and results are still being uploaded to remotes."""
 
     results: int
 
 
 @dataclass(frozen=True)
 class StepProgress:
-    """A running step, or a download for it, reports its progress."""
+    """Event: the progress of a running step, or of a download for it."""
 
     name: str
     done: int
     total: int
-    """The amount of work in total, in the event's `unit`; 0 when it is not known."""
+    """The total amount of work, in the event's `unit`; 0 if it is unknown."""
     unit: str
 
 
 @dataclass(frozen=True)
 class StepFinished:
-    """A step has its result."""
+    """Event: a step has a result."""
 
     result: StepResult
     tail: str = ""
-    """The last lines of a failed step's log."""
+    """The last lines of a failed step's log; "" otherwise."""
 
 
 @dataclass(frozen=True)
 class Warned:
-    """A message about something that fails no step, such as damage in the store or an unreproducible step."""
+    """Event: a warning that fails no step, such as damage in the store or a step that is not reproducible."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A remark about a choice that was made and its reason; not a warning."""
+    """Event: a remark about a choice and its reason, which is not a warning."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class RunFinished:
-    """The run has ended."""
+    """Event: the run has ended."""
 
     result: RunResult
 
@@ -202,4 +207,4 @@ Reporter: TypeAlias = Callable[[Event], None]
 
 
 def silent(event: Event) -> None:
-    """Ignores an event of a run; used when no reporter is passed."""
+    """Ignores an event of a run. It is the reporter if none is passed."""

@@ -40,7 +40,7 @@ from mlcbuild.store.store import Store
 __all__ = ["Options", "execute"]
 
 _TICK = 0.5
-"""Longest wait for a message, in seconds, before dead workers are looked for."""
+"""Maximum seconds to wait for a message before the loop checks for dead workers."""
 
 
 def execute(
@@ -51,7 +51,7 @@ def execute(
     sharing: Sharing | None = None,
     cancel: Cancellation | None = None,
 ) -> RunResult:
-    """Builds what the plan lacks and returns the outcome of every step.
+    """Builds the steps that have no result yet, and returns the outcome of every step.
 
     A failed step is part of the result, not an exception; so is an interruption by `cancel`, or by SIGINT and
     SIGTERM when the options enable signal handling. After an interruption, running steps end at once,
@@ -90,10 +90,10 @@ class _Run:
         self.stopped: tuple[str, ...] = ()
         """Names of the steps that were running when the run was interrupted."""
         self.not_uploaded: dict[str, tuple[str, ...]] = {}
-        """Built step -> the remotes that did not receive its result although they should have."""
+        """Name of a built step -> remotes to which the upload of its result failed."""
 
     def carry_out(self) -> None:
-        """Brings every step to a result, starting worker processes only if there is something to do."""
+        """Runs all steps that need to run. Worker processes start only if there is any."""
         self.warn()
         steps = self.tracker.steps.values()
         hits = frozenset(item.name for item in steps if item.state is StepState.DONE)
@@ -106,12 +106,14 @@ class _Run:
                 _Loop(self, stack).run()
 
     def warn(self) -> None:
-        """Reports damage that was newly detected in the store, and new problems of remotes, as warnings."""
+        """Reports new damage in the store, and new problems of remotes, as warnings."""
         for sentence in (*self.planner.store.take_warnings(), *self.planner.sharing.take_warnings()):
             self.report(Warned(sentence))
 
     def result(self, seconds: float) -> RunResult:
-        """Returns the result of the whole run, after writing it to the store. Called once, at the end."""
+        """Writes the result of the whole run to the store and returns it. seconds: duration of the run.
+        Called once, at the end.
+        """
         results = self.tracker.results()
         self.notes.write(results)
         for item in self.tracker.steps.values():
@@ -126,7 +128,7 @@ class _Loop:
     """The main loop of a run: starts steps, and handles messages of workers and transfers."""
 
     def __init__(self, run: _Run, stack: ExitStack) -> None:
-        """Opens the executor and the transfers; `stack` closes them."""
+        """Opens the executor and the transfers. stack: closes them at the end."""
         self.owner = run
         self.tracker = run.tracker
         self.planner = run.planner
@@ -172,7 +174,7 @@ class _Loop:
             while self.transfers.uploading and not end.reason:
                 self._listen()
         except KeyboardInterrupt:
-            if not end.reason:  # a KeyboardInterrupt that did not come from our signal handler
+            if not end.reason:  # A KeyboardInterrupt that did not come from our signal handler
                 raise
         self.owner.stopped = tuple(item.name for item in tracker.in_state(StepState.RUNNING))
         reason = f"{INTERRUPTED_BY}{end.reason}" if end.reason else tracker.stopping
@@ -180,9 +182,9 @@ class _Loop:
             tracker.settle(StepResult(item.name, "skipped", item.planned.key, reason=reason))
 
     def _refuse(self) -> None:
-        """Marks the steps that no worker can ever run as failed, before any step is started.
+        """Marks the steps that no worker can ever run as failed, before any step starts.
 
-        Raises SetupError listing them, unless the options say to keep going.
+        Raises SetupError that lists them, unless the options say to keep going.
         """
         steps = (item.step for item in self.tracker.left() if item.planned.state != "remote")
         refused = self.executor.refusals(list(steps))
@@ -225,14 +227,14 @@ class _Loop:
         return not (self.tracker.stopping or self.owner.end.reason) and self.capacity.open()
 
     def _try_start(self, item: TrackedStep) -> bool:
-        """Starts a ready step, or moves it to the state that says what it waits for.
+        """Starts a ready step, or moves it to the state that describes what it waits for.
 
-        Returns False when the resources that are free now do not suffice.
+        Returns False if the free cores and memory do not suffice.
         """
         if not self.capacity.fits(item.step):
             return False
         planned = item.planned
-        assert planned.key is not None  # a step without a key is pending
+        assert planned.key is not None  # A step without a key is pending, not ready.
         try:
             lock = self.store.try_lock(planned.key)
         except StoreError as error:
@@ -254,8 +256,9 @@ class _Loop:
             self.report(StepWaiting(item.name, self.store.holder(key)))
 
     def _is_needless(self, item: TrackedStep, key: str, lock: HeldLock) -> bool:
-        """Returns True, and stores the result, if another process has built the step with this key since the
-        plan was made."""
+        """Returns True, and stores the result, if another process has built the step since the plan was made.
+        key: the step's key; lock: the held lock of the key.
+        """
         record = None if item.name in self.planner.force else self.owner.notes.find(key)
         if record is None:
             return False
@@ -264,8 +267,9 @@ class _Loop:
         return True
 
     def _waits_for_inputs(self, item: TrackedStep, lock: HeldLock) -> bool:
-        """Starts downloading files that the step reads and only remotes have; returns False if there are
-        none."""
+        """Starts to download the inputs of a step that only remotes have, and returns True; returns False if
+        there are none.
+        """
         missing = self.inputs.missing_inputs(item.step) if self.executor.here(item.step) else {}
         if not missing:
             return False
@@ -299,7 +303,7 @@ class _Loop:
         running, item.running = item.running, None
         assert running is not None
         if running.area is not None:
-            remove_tree(running.area)  # still there if its worker was killed
+            remove_tree(running.area)  # The directory still exists if the worker was killed.
         running.lock.release()
         self.capacity.give_back(running.step)
         if outcome.fault:
@@ -323,8 +327,9 @@ class _Loop:
             self.tracker.settle(result)
 
     def _end_elsewhere(self, item: TrackedStep, result: StepResult, outcome: Outcome) -> None:
-        """Stores the result of a step whose files are on a remote, after downloading them if this machine
-        needs them."""
+        """Stores the result of a step whose files are on a remote. If this machine needs the files, it
+        downloads them first.
+        """
         item.remote = Planned(item.name, "remote", result.key, result.reason, outcome.record, outcome.origin)
         if outcome.unsent:
             self.owner.not_uploaded[item.name] = outcome.unsent

@@ -1,4 +1,4 @@
-"""Executors: run jobs in this process or in worker processes. They schedule nothing and report nothing."""
+"""Executors run jobs, in this process or in worker processes. They schedule nothing and report nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Message: TypeAlias = Outcome | StepProgress | StepPlaced | Warned
 
 
 class StepExecutor(Protocol):
-    """Runs jobs, here or on other machines, and returns their outcomes."""
+    """The interface of executors, which run jobs here or on other machines and return the outcomes."""
 
     @property
     def capacity(self) -> int:
@@ -32,26 +32,28 @@ class StepExecutor(Protocol):
 
     @property
     def cores(self) -> int:
-        """Returns the number of cores to divide among jobs."""
+        """Returns the number of cores that jobs can use together."""
 
     @property
     def memory(self) -> int:
-        """Returns the memory to divide among jobs, in bytes."""
+        """Returns the number of bytes of memory that jobs can use together."""
 
     def here(self, step: Step) -> bool:
-        """Returns True if a step runs on this machine, so that its inputs must be in the store beforehand."""
+        """Returns True if a step would run on this machine. Its inputs must then be in the store
+        beforehand.
+        """
 
     def grant(self, step: Step, cores: int) -> int:
-        """Returns how many of the requested `cores` a step gets."""
+        """Returns the number of cores that a step gets. cores: the requested number."""
 
     def refusals(self, steps: Iterable[Step]) -> Mapping[str, str]:
-        """Returns step -> error message for the steps that can never run."""
+        """Returns step name -> error message for the steps that this executor can never run."""
 
     def start(self, job: Job, step: Step) -> None:
         """Accepts the job of a step. Its outcome is returned by `messages`, also when the job crashes."""
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
-        """Returns what happened to jobs since the last call: progress, and outcomes.
+        """Returns the progress and the outcomes of jobs since the last call.
 
         Waits up to `timeout` seconds, or until the file descriptor `wake` is readable.
         """
@@ -61,7 +63,7 @@ class StepExecutor(Protocol):
 
 
 class _Here:
-    """The executors of this machine, with `capacity` jobs at once; 0 means one for each core."""
+    """An executor of this machine. capacity: number of jobs at once; 0 means one per core."""
 
     def __init__(self, capacity: int) -> None:
         self.cores = machine.cores()
@@ -79,8 +81,9 @@ class _Here:
 
 
 class Inline(_Here):
-    """Runs each job in this process as soon as it is started: for debugging, and where no process can be
-    started."""
+    """Runs each job in this process as soon as it is started: for debugging, and for systems that allow no
+    child processes.
+    """
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -101,8 +104,8 @@ class Inline(_Here):
         return
 
 
-# Arguments: the file descriptor of the connection, then this process's module path, so that a worker imports
-# the same code whatever its environment says, and does not pass the path on to its own child processes.
+# Its arguments are the file descriptor of the connection, then this process's module path. So a worker
+# imports the same code whatever its environment says, and does not pass the path on to its child processes.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; from mlcbuild.build.worker import serve; serve(int(sys.argv[1]))"
 )
@@ -116,10 +119,10 @@ class _Worker:
     connection: Connection[Job | None, Outcome | tuple[int, int, str]]
     job: Job | None = None
     actions: set[str] = field(default_factory=set)
-    """Actions that this worker process ran before, whose modules are therefore loaded already."""
+    """Actions that this worker process has run, whose modules are therefore loaded."""
 
     def take(self, job: Job) -> bool:
-        """Sends a job to the worker; returns False when the worker is dead."""
+        """Sends a job to the worker and returns True; returns False if the worker is dead."""
         self.job = job
         self.actions.add(job.preimage.action)
         try:
@@ -129,7 +132,7 @@ class _Worker:
         return True
 
     def end(self) -> None:
-        """Kills the worker and every process that it started."""
+        """Kills the worker and all processes that it started."""
         with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -139,7 +142,7 @@ class _Worker:
 
 
 class Pool(_Here):
-    """Runs jobs in worker processes, which are kept from job to job.
+    """Runs jobs in worker processes, which are reused for later jobs.
 
     There are at most as many workers as there were jobs at once. The job of a worker that dies fails with an
     error message; the next job starts a new worker. When this process dies, for whatever reason, the workers
@@ -155,10 +158,10 @@ class Pool(_Here):
         for worker in sorted(idle, key=lambda worker: job.preimage.action not in worker.actions):
             if worker.take(job):
                 return
-            self._drop(worker)  # it died while it was idle
+            self._drop(worker)  # the worker died while it was idle
         worker = _spawn()
         self._workers.append(worker)
-        worker.take(job)  # if it has died already, `messages` sees a closed connection
+        worker.take(job)  # if the worker has died already, `messages` sees a closed connection
 
     def messages(self, timeout: float, wake: int) -> Sequence[Message]:
         from multiprocessing.connection import wait
@@ -205,10 +208,10 @@ class Pool(_Here):
 
 
 _FIXED = {
-    # One order of sets in every build: an inexpensive part of reproducible results.
+    # The order of sets is then the same in every build: an inexpensive part of reproducible results.
     "PYTHONHASHSEED": "0",
-    # One thread of linear algebra for each of ours: sums are added in one order, and no thread spins on cores
-    # that belong to other steps.
+    # One thread of linear algebra per job: sums are added in one order, and no thread spins on cores that
+    # belong to other steps.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -226,7 +229,7 @@ def _spawn() -> _Worker:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
-        start_new_session=True,  # Ctrl-C is handled by this process, and the whole group is killed at once
+        start_new_session=True,  # This process handles Ctrl-C, and the whole group is killed at once.
         env={**os.environ, **_FIXED},
     )
     theirs.close()

@@ -1,4 +1,4 @@
-"""The dependency graph of steps and sources. Nothing here depends on what a step does."""
+"""The dependency graph of steps and sources. Nothing here depends on what a step computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _GLOB = frozenset("*?[")
-"""The characters that make a pattern a glob; a pattern without them is a plain name."""
+"""The characters that make a pattern a glob; a pattern without them is an exact name."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,17 @@ class Input:
     """One argument of an action."""
 
     node: str
-    """Name of the node, a step or a directory of source files, whose files are passed to the action."""
+    """Name of the step, or of the directory of source files, whose files are passed to the action."""
     select: tuple[str, ...] = ()
-    """Globs of the files that the action sees and that enter the key; () means all.
+    """Globs of the files that the action can read and that enter the key; () means all.
 
-    `*` and `?` match inside one part of a path, `**` matches across parts.
+    `*` and `?` match inside one component of a path, `**` matches across components.
     """
 
 
 @dataclass(frozen=True)
 class Source:
-    """Files of the user on this machine. They are read in place and never copied."""
+    """Files of the user on this machine. Steps read them where they are; they are never copied."""
 
     name: str
     root: Path
@@ -56,32 +56,35 @@ class Step:
     params: Mapping[str, Json]
     inputs: Mapping[str, Input]
     tools: Mapping[str, str] = field(default_factory=dict)
-    """Name of each tool that the action uses -> version; part of the step's key."""
+    """Name of each tool that the action uses -> version. They are part of the step's key."""
     code: tuple[str, ...] = ()
     """Modules that the action imports by name at run time. Their source files are part of the key, like the
     action's."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Parameter or argument -> the words that a reason uses for it ("scheme" -> "scheme q4"); not in the key.
+    """Name of a parameter or input -> words that describe it in reasons ("scheme" -> "scheme q4"); not part
+    of the key.
     """
     cores: int = 1
-    """Most cores that the action can use; it reads the number granted from MLCBUILD_CORES."""
+    """Maximum number of cores that the action can use. It reads the number that it gets from
+    MLCBUILD_CORES.
+    """
     memory: int = 256 << 20
     """Peak memory that the action may use, in bytes."""
     needs: tuple[str, ...] = ()
-    """Labels that a worker needs in addition to the tools; not in the key."""
+    """Labels that a worker needs in addition to the tools; not part of the key."""
     shared: bool = True
-    """False when the result is valid on this machine only and is never sent to a remote."""
+    """False if the result is valid on this machine only and is never sent to a remote."""
     alone: bool = False
-    """True for a step that measures time: no other step runs at the same time."""
+    """True for a step that measures time, during which no other step runs."""
     subject: str = field(default="", compare=False)
-    """The words for people where the name does not say what the step works on; not in the key."""
+    """The object that the step works on, for messages, if its name does not say it; not part of the key."""
 
 
 Node: TypeAlias = Step | Source
 
 
 class Graph:
-    """An immutable, validated graph, in an order in which each node follows its inputs.
+    """An immutable, validated graph of steps and sources, ordered so that each node follows its inputs.
 
     Steps with equal action, parameters, tools and inputs are merged: the first name is kept, the others
     become aliases. Raises UsageError with all problems: unknown inputs, one name for two different nodes, or
@@ -95,12 +98,12 @@ class Graph:
             raise UsageError("\n".join(problems))
         self.nodes: dict[str, Node] = {}
         self.params: dict[str, bytes] = {}
-        """Step -> its parameters as canonical JSON."""
+        """Name of a step -> its parameters as canonical JSON."""
         self._alias: dict[str, str] = {}
         self._merge(_ordered(by_name))
         self._needs: dict[str, tuple[str, ...]] = {}
         self.users: dict[str, list[str]] = {name: [] for name in self.nodes}
-        """Node -> names of the steps that read it, in the graph's order."""
+        """Name of a node -> names of the steps that read it, in the graph's order."""
         for step in self.steps():
             needs = dict.fromkeys(self.resolve(item.node) for item in step.inputs.values())
             self._needs[step.name] = tuple(needs)
@@ -127,7 +130,9 @@ class Graph:
             self.nodes[node.name] = node
 
     def resolve(self, name: str) -> str:
-        """Returns the name under which a node is kept: `name` itself unless it was merged into another."""
+        """Returns the name under which the graph holds a node: `name` itself, unless the step was merged with
+        another.
+        """
         return self._alias.get(name, name)
 
     def __getitem__(self, name: str) -> Node:
@@ -140,7 +145,7 @@ class Graph:
         return len(self.nodes)
 
     def step(self, name: str) -> Step:
-        """Returns the step of a name or alias. Raises UsageError when there is none."""
+        """Returns the step with this name or alias. Raises UsageError if there is none."""
         node = self.nodes.get(self.resolve(name))
         if not isinstance(node, Step):
             names = [step.name for step in self.steps()]
@@ -155,7 +160,7 @@ class Graph:
         return self._needs[step.name]
 
     def match(self, patterns: Iterable[str]) -> frozenset[str]:
-        """Returns the names of the steps that `patterns` (names or globs) match.
+        """Returns the names of the steps that match `patterns` (names or globs).
 
         Raises UsageError for patterns that match no step.
         """
@@ -166,7 +171,7 @@ class Graph:
             if isinstance(self.nodes.get(self.resolve(pattern)), Step):
                 matches.add(self.resolve(pattern))
                 if not set(pattern) & _GLOB:
-                    # a plain name matches one step; skipping the search keeps thousands of them fast
+                    # A name matches one step. Skipping the search keeps thousands of names fast.
                     continue
             all_names = all_names or [step.name for step in self.steps()] + list(self._alias)
             matching = [name for name in all_names if name == pattern or fnmatchcase(name, pattern)]
@@ -178,7 +183,7 @@ class Graph:
         return frozenset(matches)
 
     def closure(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns the named nodes and everything that they depend on."""
+        """Returns the names of the given nodes and of everything on which they depend."""
         import networkx
 
         kept = {self.resolve(name) for name in names}
@@ -232,7 +237,7 @@ def _ordered(by_name: Mapping[str, Node]) -> list[Node]:
 
 
 def selected(path: str, globs: Sequence[str]) -> bool:
-    """Returns True if an input that selects `globs` includes the file `path`."""
+    """Returns True if one of the globs matches the path, or if there are no globs."""
     return not globs or any(_pattern(glob).fullmatch(path) for glob in globs)
 
 

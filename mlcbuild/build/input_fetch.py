@@ -1,4 +1,4 @@
-"""Downloads the inputs of steps that only a remote has, and tracks which steps wait for them."""
+"""Downloads inputs of steps that only a remote has, and tracks which steps wait for which download."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from mlcbuild.store.staging import StagingArea
 
 
 class InputFetcher:
-    """Downloads files of remote results on demand: when a step on this machine reads them, or the user needs
-    them."""
+    """Downloads files of results on a remote when a step on this machine reads them, or when the user needs
+    them.
+    """
 
     def __init__(
         self, planner: Planner, steps: Mapping[str, TrackedStep], transfers: Transfers, staging: StagingArea
@@ -30,11 +31,12 @@ class InputFetcher:
         self._transfers = transfers
         self._staging = staging
         self._requests: dict[int, tuple[str, str]] = {}
-        """Request number -> (step whose files are downloaded, step that waits for them)."""
+        """Number of a download -> (step whose files are downloaded, step that waits for them)."""
 
     def job(self, running: Running, area: Path, *, again: bool) -> Job:
-        """Returns all that a worker needs to run a step in the directory `area`; with `again`, the step runs
-        even if its result is in the store."""
+        """Returns everything that a worker needs to run a step in the directory `area`. again: True if the
+        step runs even if its result is in the store.
+        """
         step = running.step
         preimage = self._planner.preimage(step)
         return Job(
@@ -51,8 +53,9 @@ class InputFetcher:
         )
 
     def missing_inputs(self, step: Step) -> dict[str, tuple[Entry, ...]]:
-        """Returns, for the inputs of `step` that a remote has and this store lacks, name of the step that
-        made them -> files."""
+        """Returns name of a step -> files of its result that `step` reads, that a remote has, and that this
+        store lacks.
+        """
         store = self._planner.store
         missing: dict[str, tuple[Entry, ...]] = {}
         for item in step.inputs.values():
@@ -65,8 +68,9 @@ class InputFetcher:
         return missing
 
     def fetch(self, name: str, files: tuple[Entry, ...], user: str) -> StepFetching:
-        """Starts the download of files of the step `name` on behalf of the step `user`; returns the event to
-        report."""
+        """Starts the download of files of the step `name` on behalf of the step `user`, and returns the event
+        to report.
+        """
         remote = self._steps[name].remote
         assert remote is not None
         number = self._transfers.fetch(name, files)
@@ -75,8 +79,9 @@ class InputFetcher:
         return StepFetching(name, remote.origin, sum(entry.size for entry in files))
 
     def fetch_all(self, name: str) -> StepFetching:
-        """Starts the download of all files of a step; the step waits for them itself. Returns the event to
-        report."""
+        """Starts the download of all files of a step, which itself waits for them, and returns the event to
+        report.
+        """
         remote = self._steps[name].remote
         assert remote is not None and remote.record is not None
         return self.fetch(name, remote.record.files, name)
@@ -84,14 +89,14 @@ class InputFetcher:
     def end(self, done: Fetched) -> tuple[TrackedStep, TrackedStep]:
         """Notes that a download has ended, successfully or not.
 
-        Returns the step whose files were downloaded and the step that waited for them.
+        Returns (step whose files were downloaded, step that waited for them).
         """
         name, waiting = self._requests.pop(done.request)
         source, user = self._steps[name], self._steps[waiting]
         user.requests -= {done.request}
         store, record = self._planner.store, source.remote.record if source.remote is not None else None
         if record is not None and not store.lost(record):
-            with suppress(StoreError):  # without the record, the next run gets it from the remote again
+            with suppress(StoreError):  # Without the record, the next run downloads it again.
                 store.put_record(record, self._staging.subdirectory() / "record")
         return source, user
 

@@ -1,4 +1,4 @@
-"""Computes what a run would do with each step, and why."""
+"""Computes what a run would do with each step, and for what reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mlcbuild.store.store import Store
 State: TypeAlias = Literal["hit", "remote", "run", "pending"]
 
 _LARGE = 256 << 20
-"""Size in bytes from which reading a source file is reported."""
+"""Size in bytes of a source file from which on its hashing is reported."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,21 @@ class Planned:
     name: str
     state: State
     key: str | None
-    """The step's key; None while an input of the step has still to be built."""
+    """The step's key; None while an input of the step has not been built yet."""
     reason: str
-    """The reason why the step must run or be fetched, in words; "" when its result is in the store."""
+    """The reason why the step must run or be downloaded, in words; "" if its result is in the store."""
     record: Record | None = None
     """The record of the step's result in the store or on a remote; for a step that must run, the latest
     record under its name, for estimates."""
     origin: str = ""
-    """For "remote", the name of the remote that has the record; its files are downloaded only where they are
-    read."""
+    """Name of the remote that has the record, if the result is on a remote. Its files are downloaded only
+    when something reads them.
+    """
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run: every step, in order, with what the run would do with it."""
+    """The plan of a run: every step, in order, with the action that the run would take."""
 
     steps: tuple[Planned, ...]
 
@@ -83,9 +84,9 @@ def plan(
 ) -> Plan:
     """Returns the plan of a run.
 
-    `force` holds names or globs of steps to run in any case, `only` those of the steps to build. Reads
-    sources (through the stat cache) and records, and writes nothing but the stat cache. Raises UsageError for
-    a name that matches no step, SourceError for an unreadable source, and StoreError. Problems of remotes are
+    force: names or globs of steps to run in any case; only: those of the steps to build. Reads sources
+    (through the stat cache) and records, and writes nothing but the stat cache. Raises UsageError for a name
+    that matches no step, SourceError for an unreadable source, and StoreError. Problems of remotes are
     reported as warnings.
     """
     forced, selected_steps = graph.match(force), graph.match(only)
@@ -98,7 +99,7 @@ def plan(
 
 
 class Planner:
-    """Plans one step at a time, given the results of the steps before it.
+    """Plans one step at a time, from the results of the steps before it.
 
     A run plans a step again as soon as its inputs are complete, so that a step whose inputs were rebuilt with
     the same contents becomes a hit (early cut-off).
@@ -121,14 +122,15 @@ class Planner:
         names = graph.closure(only) if only else graph.nodes
         self.steps = [step for step in graph.steps() if step.name in names]
         self.results: dict[str, Record | Tree] = {}
-        """The result of each node as far as it is available: the tree of a source, the record of a step."""
+        """Name of a node -> its result, if it is available: the tree of a source, the record of a step."""
         self.stats: dict[str, dict[str, tuple[int, int]]] = {}
-        """Name of a directory of source files -> file -> (size in bytes, mtime_ns) of the contents that were
-        hashed."""
+        """Name of a directory of source files -> file -> (size in bytes, mtime in ns) at the time
+        of hashing.
+        """
         self._report = report
         self._code = _Code(store.cache)
         self._rows_texts: dict[str, bytes] = {}
-        """Digest of a tree of files -> the list of these files as canonical JSON."""
+        """Digest of a tree of files -> list of these files as canonical JSON."""
         self._selections: dict[tuple[str, tuple[str, ...]], Tree] = {}
         problems = []
         for node in graph.nodes.values():
@@ -150,8 +152,9 @@ class Planner:
         return (plans[step.name] for step in self.steps)
 
     def _waves(self) -> list[list[Step]]:
-        """Returns the steps by depth, which is the length of the longest chain of steps before them. The
-        remote records of one wave can be looked up together."""
+        """Returns the steps grouped by depth, which is the length of the longest chain of steps before them.
+        The remote records of one group can be looked up together.
+        """
         depths: dict[str, int] = {}
         waves: list[list[Step]] = []
         for step in self.steps:
@@ -163,7 +166,7 @@ class Planner:
         return waves
 
     def _unknown(self, steps: Iterable[Step]) -> Iterator[str]:
-        """Yields the keys of those steps that are not in the store and may therefore be on a remote."""
+        """Yields the keys of those steps that are not in the store and may be on a remote."""
         for step in steps:
             if step.shared and all(need in self.results for need in self.graph.needs(step)):
                 key = self.key(step)
@@ -171,7 +174,7 @@ class Planner:
                     yield key
 
     def consider(self, step: Step) -> Planned:
-        """Returns the plan of a step for the inputs in `results`."""
+        """Returns the plan of a step, whose inputs have the results in `results`."""
         waits = [name for name in self.graph.needs(step) if name not in self.results]
         if waits:
             more = f" and {len(waits) - 1} more" if len(waits) > 1 else ""
@@ -196,13 +199,15 @@ class Planner:
         return step_key(step.action, self.graph.params[step.name], self._code.salt(step)[0], inputs)
 
     def preimage(self, step: Step) -> Preimage:
-        """Returns all that is hashed into the key of a step, whose inputs must be in `results`."""
+        """Returns the pre-image of a step's key: everything that is hashed into it. The step's inputs must be
+        in `results`.
+        """
         inputs = {argument: self.tree(item) for argument, item in step.inputs.items()}
         params = json.loads(self.graph.params[step.name])
         return Preimage(step.action, params, self._code.files(step), dict(step.tools), inputs)
 
     def _expected(self, step: Step) -> Expected:
-        """Returns the text that the record of a step must have, given its key and inputs."""
+        """Returns the text that the record of a step must have, according to the step's key and inputs."""
         _, code, tools = self._code.salt(step)
         inputs = {argument: self._rows(item) for argument, item in step.inputs.items()}
         return Expected.of(step.action, code, inputs, self.graph.params[step.name], tools)
@@ -228,14 +233,15 @@ class Planner:
         return selection
 
     def explain(self, step: Step) -> tuple[Change, ...]:
-        """Returns the differences between a step and the most similar recent record of its name; () if there
-        is none."""
+        """Returns the differences between a step and the most similar recent record under its name; () if
+        there is none.
+        """
         image = self.preimage(step)
         key = image.key()
         recent = (self.store.record(old) for old in self.store.cache.keys(step.name) if old != key)
         candidates = []
         for old in recent:
-            with suppress(ValueError):  # a record may be damaged in a part that only this comparison reads
+            with suppress(ValueError):  # A record may be damaged in a part that only this comparison reads.
                 if old is not None:
                     candidates.append(compare(old.info.preimage, image, step.labels))
         return min(candidates, key=len, default=())
@@ -279,7 +285,7 @@ class Planner:
 
 
 class _Code:
-    """The source files of actions, each read once."""
+    """The source files of actions. Each file is read once."""
 
     def __init__(self, cache: StatCache) -> None:
         self._cache = cache
@@ -288,8 +294,9 @@ class _Code:
         self._salts: dict[tuple[object, ...], tuple[str, bytes, bytes]] = {}
 
     def files(self, step: Step) -> dict[str, str]:
-        """Returns source file -> BLAKE3 for all modules that the action of a step imports, statically or by
-        name. Raises UsageError for an unknown module."""
+        """Returns path of a source file -> BLAKE3 digest for all modules that a step's action imports,
+        statically or by name. Raises UsageError for an unknown module.
+        """
         modules = step_modules(step)
         if modules not in self._closures:
             for module in modules:
@@ -302,7 +309,9 @@ class _Code:
         return self._closures[modules]
 
     def salt(self, step: Step) -> tuple[str, bytes, bytes]:
-        """Returns the salt of a step, and its two parts, source files and tools, as canonical JSON."""
+        """Returns (salt of a step, its source files as canonical JSON, its tools as canonical JSON). The salt
+        is a digest of both.
+        """
         place = step.action, step.code, *step.tools.items()
         if place not in self._salts:
             code = self.files(step)
@@ -311,17 +320,18 @@ class _Code:
 
 
 def step_modules(step: Step) -> tuple[str, ...]:
-    """Returns the modules whose import closures enter a step's key: the action's, and those imported by
-    name."""
+    """Returns the modules whose imports enter a step's key: that of the action, and those imported
+    by name.
+    """
     return (step.action.partition(":")[0], *step.code)
 
 
 def explain(
     graph: Graph, store: Store, name: str, sharing: Sharing | None = None
 ) -> tuple[Planned, tuple[Change, ...]]:
-    """Returns the plan of one step and its differences from the most similar recent record of its name.
+    """Returns the plan of one step, and its differences from the most similar recent record under its name.
 
-    The differences are empty while an input is not built. Raises what `plan` raises.
+    There are no differences while an input is not built. Raises the same exceptions as `plan`.
     """
     step = graph.step(name)
     planner = Planner(graph, store, only=frozenset((step.name,)), sharing=sharing)

@@ -1,4 +1,4 @@
-"""The executor of a run, and the accounting of its cores and memory."""
+"""Creates the executor of a run, and keeps account of its free cores and memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from mlcbuild.store.staging import StagingArea
 
 
 def executor(options: Options, sharing: Sharing, staging: StagingArea, bell: Bell) -> StepExecutor:
-    """Returns the executor that the options name. Raises UsageError, and SetupError for an unreachable
-    cluster."""
+    """Returns the executor that the options name. staging: the run's working directory; bell: wakes the main
+    loop. Raises UsageError, and SetupError for an unreachable cluster.
+    """
     if options.executor == "inline":
         return Inline()
     if options.executor == "pool":
@@ -31,7 +32,7 @@ def executor(options: Options, sharing: Sharing, staging: StagingArea, bell: Bel
 
 @dataclass
 class Running:
-    """A running step and the resources that it holds."""
+    """A running step, and the cores and memory that it holds."""
 
     step: Step
     planned: Planned
@@ -39,12 +40,12 @@ class Running:
     cores: int
     log: Path
     area: Path | None = None
-    """The step's private directory; None until it is created."""
+    """The directory in which the step works; None until it is created."""
     started: float = field(default_factory=time.monotonic)
 
 
 class Capacity:
-    """The cores and memory of an executor that running steps do not hold."""
+    """The cores and memory of an executor that are free."""
 
     def __init__(self, executor: StepExecutor, options: Options) -> None:
         self._executor = executor
@@ -54,13 +55,14 @@ class Capacity:
         """True while a step that must run alone is running."""
 
     def open(self) -> bool:
-        """Returns True if any further step may start now, whatever memory it needs."""
+        """Returns True if another step may start now, whatever memory it needs."""
         return not self._held or (self._cores() > 0 and len(self._held) < self._executor.capacity)
 
     def fits(self, step: Step) -> bool:
         """Returns True if the memory that a step needs is free.
 
-        A step that needs more than all memory runs alone, and so does a step marked `alone`.
+        A step that needs more than all memory runs when no other step does, and so does a step marked
+        `alone`.
         """
         memory = self._options.memory or self._executor.memory
         if step.alone or self._alone:
@@ -68,8 +70,9 @@ class Capacity:
         return not self._held or step.memory <= memory - sum(held for _, held in self._held.values())
 
     def take(self, step: Step, others: int) -> int:
-        """Reserves cores and memory for a step while `others` more steps wait to start; returns the number of
-        cores."""
+        """Reserves cores and memory for a step, and returns the number of cores. others: number of further
+        steps that wait to start.
+        """
         share = max(1, min(step.cores, self._cores() // (others + 1)))
         granted = self._executor.grant(step, share)
         self._held[step.name] = granted, step.memory

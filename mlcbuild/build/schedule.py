@@ -10,42 +10,47 @@ from mlcbuild.build.graph import Graph
 from mlcbuild.build.plan import Planned, Planner
 
 _UNKNOWN = 0.01
-"""Estimated seconds of a step that was never built. Small, since the sum is reported as a lower bound."""
+"""Estimated seconds of a step that was never built. It is small because the sum is reported as a
+lower bound.
+"""
 _POLL = 0.1
-"""Seconds between two attempts to take a lock that another process holds."""
+"""Seconds between two attempts to acquire a lock that another process holds."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run. A number of 0 means all that this machine has."""
+    """The options of a run. The number 0 stands for everything that this machine has."""
 
     jobs: int = 0
-    """Cores to divide among steps."""
+    """Number of cores that steps may use together."""
     memory: int = 0
-    """Bytes of memory to divide among steps."""
+    """Bytes of memory that steps may use together."""
     keep_going: bool = False
     force: tuple[str, ...] = ()
     """Names or globs of steps to run even if the store has their results."""
     only: tuple[str, ...] = ()
     """Names or globs of the steps to build; () means all."""
     outputs: tuple[str, ...] = ()
-    """Names or globs of steps whose files must be on this machine in the end.
+    """Names or globs of steps whose files must be on this machine at the end.
 
-    () means `only`, or else the steps that no other step reads. Files of other steps stay on their remote
-    until a step on this machine reads them.
+    () means those in `only`, or else the steps that no other step reads. Files of other steps stay on their
+    remote until a step on this machine reads them.
     """
     executor: str = "pool"
     """Where steps run: "pool" in processes of this machine, "inline" in this process, "dask://host:port" on a
     cluster."""
     tls: str | None = None
-    """Directory with ca.pem, cert.pem and key.pem, for an encrypted cluster."""
+    """Directory with ca.pem, cert.pem and key.pem, for an encrypted connection to the cluster; None: it is
+    not encrypted.
+    """
     handle_signals: bool = False
-    """When true, SIGINT and SIGTERM end the run instead of the process; the run must be in the main thread.
+    """True if SIGINT and SIGTERM end the run instead of the process. The run must then be in the
+    main thread.
     """
 
 
 def outputs(planner: Planner, options: Options) -> frozenset[str]:
-    """Returns the steps whose files must be on this machine in the end. Raises UsageError."""
+    """Returns the names of the steps whose files must be on this machine at the end. Raises UsageError."""
     if chosen := options.outputs or options.only:
         return planner.graph.match(chosen)
     read = {need for step in planner.steps for need in planner.graph.needs(step)}
@@ -54,17 +59,17 @@ def outputs(planner: Planner, options: Options) -> frozenset[str]:
 
 @dataclass
 class LockWait:
-    """The wait of a step for a lock that another process, or another step of this run, holds on its key."""
+    """The wait of a step for the lock of its key, which another process or another step of this run holds."""
 
     since: float = field(default_factory=time.monotonic)
     again: float = 0.0
-    """Monotonic time, in seconds, of the next attempt to take the lock."""
+    """Monotonic time, in seconds, of the next attempt to acquire the lock."""
     is_reported: bool = False
 
     def postpone(self) -> bool:
         """Schedules the next attempt. Returns True once, when the wait is long enough to be reported.
 
-        It is not reported at first, since a process that cleans up stale locks also holds them for a moment.
+        It is not reported at once, because a process that removes stale locks also holds them for a moment.
         """
         now = time.monotonic()
         self.again = now + _POLL
@@ -75,7 +80,9 @@ class LockWait:
 
 
 def weights(graph: Graph, plans: Mapping[str, Planned]) -> dict[str, float]:
-    """Returns step -> estimated seconds from its start to the end of the longest chain of steps after it."""
+    """Returns step name -> estimated seconds from the step's start to the end of the longest chain of steps
+    after it.
+    """
     weights: dict[str, float] = {}
     for name in reversed(graph.nodes):
         if name in plans:
@@ -85,7 +92,7 @@ def weights(graph: Graph, plans: Mapping[str, Planned]) -> dict[str, float]:
 
 
 def estimate(planned: Planned) -> float | None:
-    """Returns the seconds that a step took when it was last built; None when it never was."""
+    """Returns the seconds that a step took when it was last built; None if it never was."""
     try:
         return planned.record.info.measured.milliseconds / 1000 if planned.record is not None else None
     except ValueError:

@@ -1,4 +1,4 @@
-"""The state of every step of a run, and the transitions between states.
+"""Tracks the state of every step of a run, and the transitions between states.
 
 The loop in execute.py starts and ends steps. This module computes the consequences for the steps that depend
 on them: their keys become known, they become ready, are reused, or are skipped.
@@ -23,7 +23,7 @@ from mlcbuild.signals import Interruption
 
 
 class StepState(Enum):
-    """The states of a step; each value says what the step waits for."""
+    """The states of a step. Each value describes what the step waits for."""
 
     PENDING = "an input without a result"
     READY = "cores and memory"
@@ -43,14 +43,14 @@ TRANSITIONS: Mapping[StepState, frozenset[StepState]] = {
     _FETCHING: frozenset((_PENDING, _READY, _DONE)),
     _RUNNING: frozenset((_ARRIVING, _DONE)),
     _ARRIVING: frozenset((_PENDING, _READY, _FETCHING, _DONE)),
-    # A remote has the record of a reused step, but cannot send a file that another step reads.
+    # Needed when a remote has the record of a reused step, but cannot send a file that another step reads.
     _DONE: frozenset((_PENDING, _READY, _FETCHING)),
 }
 
 
 @dataclass(slots=True)
 class TrackedStep:
-    """One step of a run. Its state is changed only by `Tracker`."""
+    """One step of a run. Only `Tracker` changes its state."""
 
     step: Step
     place: int
@@ -58,16 +58,16 @@ class TrackedStep:
     planned: Planned
     state: StepState = StepState.PENDING
     missing: frozenset[str] = frozenset()
-    """Names of the inputs that have no result yet, for a step that waits for them."""
+    """Names of the inputs that have no result yet, for a pending step."""
     remote: Planned | None = None
-    """The plan that named a remote with the record; None when the files must come from this store."""
+    """The plan that named a remote with the record; None if the files must come from this store."""
     requests: frozenset[int] = frozenset()
     """Numbers of the downloads that the step waits for."""
     lock_wait: LockWait | None = None
     running: Running | None = None
-    """The resources that the step holds while it runs."""
+    """The cores and memory that the step holds while it runs; None before."""
     built_elsewhere: StepResult | None = None
-    """The result of a worker with another store, kept until the files are on this machine."""
+    """The result from a worker with another store, kept until the files are on this machine."""
     result: StepResult | None = None
     chain: float = inf
     """Seconds from the step's start to the end of the longest chain of steps after it, by earlier records."""
@@ -80,7 +80,7 @@ class TrackedStep:
 class Tracker:
     """The states of all steps of one run.
 
-    `fetch_all` starts the download of all files of a step, which has moved to ARRIVING before.
+    fetch_all: function that starts the download of all files of a step, whose state is ARRIVING by then.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Tracker:
         """Steps by name, in the order of the plan."""
         self.outputs = outputs(planner, options)
         self.stopping = ""
-        """The reason why no more steps are started; "" while steps are."""
+        """The reason why no more steps are started; "" while steps are started."""
         self.fetch_all: Callable[[str], None] = lambda name: None
         self._planner = planner
         self._notes = notes
@@ -98,12 +98,14 @@ class Tracker:
         self._keep_going = options.keep_going
         self._end = end
         self._ready: list[tuple[float, int, str]] = []
-        """Heap of (-chain, place, name). Entries whose step is not READY any more are skipped."""
+        """Heap of (-chain, place, name) of steps that were ready. Entries whose step is not READY any more
+        are skipped.
+        """
         self._by_state: dict[StepState, dict[str, TrackedStep]] = {state: {} for state in StepState}
         self._plan()
 
     def _plan(self) -> None:
-        """Sets the first state of every step."""
+        """Sets the initial state of every step."""
         for place, planned in enumerate(self._notes.plan()):
             step = self._planner.graph.step(planned.name)
             item = self.steps[planned.name] = TrackedStep(step, place, planned)
@@ -134,7 +136,7 @@ class Tracker:
         item.state = state
 
     def enqueue(self, item: TrackedStep) -> None:
-        """Makes a step ready, or lets it wait for files that are being downloaded for it."""
+        """Makes a step ready, or makes it wait for files that are being downloaded for it."""
         self.move(item, _FETCHING if item.requests else _READY)
         if item.state is _READY:
             heappush(self._ready, (-item.chain, item.place, item.name))
@@ -160,9 +162,10 @@ class Tracker:
         return bool(self._by_state[_RUNNING])
 
     def start_ready(self, start: Callable[[TrackedStep], bool], is_open: Callable[[], bool]) -> None:
-        """Passes ready steps to `start` while `is_open()`, those with the longest chains first.
+        """Passes ready steps to `start` while `is_open()` is True, those with the longest chains first.
 
-        `start` returns False for a step that does not fit now, which stays ready.
+        start: starts a step and returns True, or returns False for a step that does not fit now and stays
+        ready.
         """
         kept = []
         while self._ready and is_open():
@@ -179,13 +182,13 @@ class Tracker:
     # Results
 
     def settle(self, result: StepResult) -> None:
-        """Stores the result of a step and updates all steps that depend on it."""
+        """Stores the result of a step and updates all steps that depend on the step."""
         pending = [result]
         while pending:
             result = pending.pop()
             item = self.steps[result.name]
             if item.state is _DONE:
-                continue  # skipped already because of another input
+                continue  # The step was skipped already because of another input.
             self._finish(item, result)
             self._report(StepFinished(result, tail(result.log) if result.status == "failed" else ""))
             for remark in remarks(result.log) if result.status == "built" else ():
@@ -211,7 +214,7 @@ class Tracker:
     def _advance(self, item: TrackedStep, need: StepResult) -> list[StepResult]:
         """Updates a pending step after its input `need` got a result.
 
-        Returns the results that follow; [] while the step has none.
+        Returns the results that follow, or [] if the step has no result yet.
         """
         if need.record is None:
             reason = f"needs {need.name}, which failed" if need.status == "failed" else need.reason
@@ -221,7 +224,7 @@ class Tracker:
             return []
         planned, before = self._notes.consider(item.step), item.planned
         if planned.state == "run" and planned.key == before.key:
-            planned = before  # keeps the reason, which says that its files could not be downloaded
+            planned = before  # This keeps the reason that its files could not be downloaded.
         item.planned = planned
         if planned.state == "remote" and planned.record is not None:
             item.remote = planned
@@ -238,16 +241,17 @@ class Tracker:
     # Files of remotes
 
     def arrived(self, item: TrackedStep) -> None:
-        """Settles a step whose own files have been downloaded."""
+        """Stores the result of a step whose files have been downloaded."""
         if item.remote is not None and item.state is _ARRIVING:
             self.settle(item.built_elsewhere or _reused(item.remote))
 
     def demote(self, item: TrackedStep, why: str) -> None:
-        """Makes a step run after all because its files could not be downloaded; its waiting users wait for
-        the run."""
+        """Makes a reused step run because its files could not be downloaded (why: the reason). Steps that
+        wait for the files then wait for the run.
+        """
         planned, item.remote = item.remote, None
         if planned is None:
-            return  # another failed download demoted it before
+            return  # Another failed download has done this before.
         item.result = None
         item.planned = replace(planned, state="run", reason=f"its files cannot be fetched: {why}")
         if planned.key is not None:
@@ -266,7 +270,7 @@ class Tracker:
             self.enqueue(item)
 
     def _missing(self, item: TrackedStep) -> frozenset[str]:
-        """Returns the inputs of a step that have no record yet."""
+        """Returns the names of a step's inputs that have no record yet."""
         needs = (self.steps.get(name) for name in self._planner.graph.needs(item.step))
         return frozenset(
             need.name

@@ -17,20 +17,20 @@ from mlcbuild.remotes.transport import CancelledError
 from mlcbuild.store.records import Record
 
 _DOWNLOADS, _UPLOADS = 4, 2
-"""Number of threads for downloads and for uploads."""
+"""Number of threads for downloads, and number of threads for uploads."""
 _PROGRESS_INTERVAL = 0.2
 """Minimum seconds between two progress events of a download."""
 _JOIN = 1.0
-"""Seconds that `close` waits for its threads."""
+"""Maximum seconds that `close` waits for the threads."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A message: the download of files of a step has ended."""
+    """Message: the download of files of a step has ended."""
 
     request: int
     why: str
-    """The error when a file could not be downloaded; "" when all are there."""
+    """The error message if a file could not be downloaded; "" if all files are here."""
 
 
 Message: TypeAlias = Fetched | StepProgress | Warned
@@ -39,7 +39,7 @@ _Task: TypeAlias = Callable[[], None]
 
 @dataclass
 class _Request:
-    """A download of some files of one step."""
+    """A request to download some files of one step."""
 
     number: int
     step: str
@@ -52,14 +52,16 @@ class _Request:
 
 
 class Transfers:
-    """Downloads and uploads files in threads.
+    """Downloads and uploads files in background threads.
 
-    `wake` is called, from any thread, when `messages` has new messages.
+    wake: called, from any thread, when `messages` has new messages.
     """
 
     def __init__(self, sharing: Sharing, wake: Callable[[], None]) -> None:
         self.not_uploaded: dict[str, tuple[str, ...]] = {}
-        """Step -> the remotes that lack its result; complete once `close` has returned."""
+        """Name of a step -> remotes that lack its result. The mapping is complete once `close` has
+        returned.
+        """
         self._sharing = sharing
         self._wake = wake
         self._stop = threading.Event()
@@ -72,7 +74,7 @@ class Transfers:
         self._threads: list[threading.Thread] = []
 
     def fetch(self, step: str, files: Sequence[Entry]) -> int:
-        """Starts a download of files of a step into the store; returns the number of the request."""
+        """Starts to download files of a step into the store, and returns the number of the request."""
         self._count += 1
         distinct = {entry.digest: entry for entry in files}
         total = sum(entry.size for entry in distinct.values())
@@ -95,8 +97,9 @@ class Transfers:
         self._start(self._uploads, _UPLOADS)
 
     def resume(self, results: Iterable[StepResult]) -> int:
-        """Queues uploads of earlier results that a remote may lack, and returns their number: an upload was
-        interrupted, or the remote is new."""
+        """Queues uploads of earlier results that a remote may lack, because an upload was interrupted or the
+        remote is new, and returns their number.
+        """
         by_key = {result.key: result for result in results if result.key is not None}
         count = 0
         for key in sorted(self._sharing.unsent(by_key)):
@@ -108,7 +111,7 @@ class Transfers:
 
     @property
     def uploading(self) -> int:
-        """The number of results that are not uploaded yet."""
+        """Returns the number of results that are not uploaded yet."""
         return len(self._pending)
 
     def messages(self) -> list[Message]:
@@ -120,10 +123,10 @@ class Transfers:
                 return messages
 
     def close(self) -> None:
-        """Stops all transfers at once; unfinished uploads are listed in `not_uploaded`."""
+        """Stops all transfers at once. Unfinished uploads are listed in `not_uploaded`."""
         self._stop.set()
         self._sharing.close()
-        for _ in self._threads:  # each thread takes one
+        for _ in self._threads:  # one for each thread
             self._downloads.put(_nothing)
             self._uploads.put(_nothing)
         end = time.monotonic() + _JOIN
@@ -150,7 +153,7 @@ class Transfers:
                 why = self._sharing.fetch(entry, self._stop, partial(self._note, request))
             except CancelledError:
                 pass
-            # even a defect must end the request, or the main loop would wait for ever
+            # A defect must also end the request, or the main loop would wait for ever.
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
         with self._guard:
@@ -176,7 +179,7 @@ class Transfers:
             missing = self._sharing.send(record, self._stop)
         except CancelledError:
             return
-        except Exception as error:  # even a defect must end the upload, or the main loop would wait for ever
+        except Exception as error:  # A defect must also end the upload, or the main loop would wait for ever.
             missing = self._sharing.writers
             self._messages.put(Warned(f"{step} was not uploaded: {type(error).__name__}: {error}"))
         with self._guard:

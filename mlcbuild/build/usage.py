@@ -16,7 +16,7 @@ _TOUCH_SECONDS = USE_NOTED_NS / 1e9
 
 
 class Notes:
-    """Looks up records and marks them as used, while it excludes a concurrent garbage collection."""
+    """Looks up records and marks them as used, while no garbage collection can run."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -32,8 +32,9 @@ class Notes:
         return plans
 
     def consider(self, step: Step) -> Planned:
-        """Returns the plan of one step whose inputs are complete; if its result is in the store, marks the
-        record as used."""
+        """Returns the plan of one step whose inputs are complete. If its result is in the store, its record
+        is marked as used.
+        """
         with self._store.settled():
             planned = self._planner.consider(step)
             self._use(planned)
@@ -48,12 +49,16 @@ class Notes:
         return record
 
     def write_sometimes(self, results: Callable[[], Mapping[str, StepResult]]) -> None:
-        """Writes the present results if the last write is more than a few seconds ago."""
+        """Writes the current results if the last write was more than a few seconds ago. results: function
+        that returns them, step name -> result.
+        """
         if time.monotonic() - self._saved > _SAVE_SECONDS:
             self.write(results())
 
     def write(self, results: Mapping[str, StepResult]) -> None:
-        """Writes the key of each result to the store, and marks the records as used."""
+        """Writes the key of each result to the store, and marks the records as used. results: step name ->
+        result.
+        """
         self._saved = time.monotonic()
         usable = {name: step for name, step in results.items() if step.record is not None and step.key}
         self._store.cache.remember({name: step.key for name, step in usable.items() if step.key})

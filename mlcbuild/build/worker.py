@@ -1,4 +1,4 @@
-"""Runs one step, in this process or a worker process: from its staged inputs to the published record."""
+"""Runs one step, in this process or a worker process, from staging its inputs to publishing the record."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 RETIRE_BYTES = 1 << 30
-"""Resident bytes after a step from which a worker is replaced, since no step's budget covers them."""
+"""Resident bytes after a step above which a worker process is replaced, since no step's memory limit covers
+them.
+"""
 _TAIL_BYTES, _TAIL_LINES = 8192, 20
 REMARK = "note: "
 """Begins each line of a step's log that its run shows, too."""
@@ -42,20 +44,19 @@ REMARK = "note: "
 
 @dataclass(frozen=True)
 class JobInput:
-    """One argument of an action: its files, and the directory where they are."""
+    """One argument of an action: its files, and the directory that holds them."""
 
     argument: str
     files: tuple[Entry, ...]
     root: Path | None = None
-    """Directory of the user's files; None for the result of a step, whose files are linked out of the
-    store."""
+    """Directory of the user's files; None for the result of a step, whose files are linked from the store."""
     stats: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Source file -> (size in bytes, mtime_ns) at the time it was hashed."""
+    """Source file -> (size in bytes, mtime in ns) at the time it was hashed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a worker needs to run one step. It can be pickled."""
+    """Everything that a worker needs to run one step. It can be pickled."""
 
     name: str
     key: str
@@ -64,34 +65,34 @@ class Job:
     cores: int
     store: Path
     area: Path
-    """A new, empty directory of the run, deleted after the job."""
+    """A new, empty directory of the run, which is deleted after the job."""
     log: Path
     shared: bool = True
     again: bool = False
-    """True when the step is forced: it runs even if the store has its result."""
+    """True if the step runs even if the store has its result."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a job: a record, or an error."""
+    """The outcome of a job: a record or an error."""
 
     name: str
     record: Record | None = None
     fault: str = ""
-    """A warning about the result, such as a second, different result for the key; "" for none."""
+    """A warning about the result, such as a second, different result for the key; "" if there is none."""
     error: MlcbuildError | None = None
     retire: bool = False
-    """True when the worker process ends itself after this job, because it holds too much memory."""
+    """True if the worker process ends after this job, because it holds too much memory."""
     worker: str = ""
     """Name of the cluster machine that ran the job; "" for this machine."""
     origin: str = ""
-    """URL of the remote that has the files of the result; "" when they are in the store."""
+    """URL of the remote that has the files of the result; "" if they are in the store."""
     unsent: tuple[str, ...] = ()
-    """Remotes that did not receive the files although they should have."""
+    """Remotes to which the upload of the result failed."""
 
 
 def perform(job: Job) -> Outcome:
-    """Runs the action of a job, publishes its files and cleans up. Errors are part of the outcome."""
+    """Runs the action of a job, publishes its files and cleans up. An error becomes part of the outcome."""
     store = Store(job.store)
     try:
         with store.writing(), _logged(job.log, job.area):
@@ -143,10 +144,9 @@ def _build(job: Job, store: Store) -> Outcome:
 
 
 def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int], Entry]]:
-    """Stages the inputs of a job.
+    """Stages the inputs of a job, so that the action can read them.
 
-    Returns argument -> directory, and (device, inode) -> entry for every file that was linked out of the
-    store.
+    Returns argument -> directory, and (device, inode) -> entry for every file that was linked from the store.
     """
     arguments: dict[str, Path] = {}
     linked: dict[tuple[int, int], Entry] = {}
@@ -165,7 +165,9 @@ def _stage(job: Job, store: Store) -> tuple[dict[str, Path], dict[tuple[int, int
 
 
 def _check_inputs(job: Job, arguments: dict[str, Path]) -> None:
-    """Raises StepError if an input does not have the size and mtime that it had when it was hashed."""
+    """Raises StepError if an input file's size or mtime differs from that at the time of hashing. arguments:
+    argument -> directory.
+    """
     for job_input in job.inputs:
         for entry in job_input.files:
             path = arguments[job_input.argument] / entry.path
@@ -194,8 +196,9 @@ def _check_code(job: Job) -> None:
 
 
 def _portable(error: MlcbuildError) -> MlcbuildError:
-    """Returns the error itself, or a StepError with its message when the error cannot be pickled to another
-    process."""
+    """Returns the error itself or, if it cannot be pickled for another process, a StepError with
+    its message.
+    """
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]  # the type of `error`
     except Exception:
@@ -225,18 +228,21 @@ def _forget_temporary_directory() -> None:
 
 @contextmanager
 def _logged(log: Path, area: Path) -> Iterator[None]:
-    """Redirects descriptors 1 and 2 of this process, including native output, to a new log file."""
+    """Returns a context in which output to descriptors 1 and 2 of this process, native output included, goes
+    to a new log file. area: directory of the job.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    part = area.with_name(f"{area.name}.log")  # removed with the session when this process is killed
+    # Removed with the session's directory if this process is killed.
+    part = area.with_name(f"{area.name}.log")
     target = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-    part.replace(log)  # a process that runs another step of this name keeps its own file
+    part.replace(log)  # A process that runs another step of this name keeps its own log file.
     _flush()
     saved = os.dup(1), os.dup(2)
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
     try:
-        # Under a test runner, Python's own streams may differ from descriptors 1 and 2.
+        # Under a test runner, Python's streams may differ from descriptors 1 and 2.
         with (
             open(1, "w", closefd=False) as out,
             open(2, "w", closefd=False) as err,
@@ -252,7 +258,7 @@ def _logged(log: Path, area: Path) -> Iterator[None]:
 
 
 def tail(log: Path | None) -> str:
-    """Returns the last lines of a step's log; "" when there is none."""
+    """Returns the last lines of a step's log; "" if there is no log."""
     if log is None or not log.is_file():
         return ""
     with regular.open_file(log) as file:
@@ -274,7 +280,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    _libc().fflush(None)  # native output that libc still buffers
+    _libc().fflush(None)  # writes native output that libc still buffers
 
 
 @cache
@@ -283,7 +289,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class _Cost:
-    """Measures CPU time and peak memory of this process and its children from its creation on."""
+    """Measures CPU time and peak memory of this process and its children since the object was created."""
 
     def __init__(self) -> None:
         with suppress(OSError):
@@ -363,4 +369,4 @@ def _pass_on(send: Callable[[object], None], done: int, total: int, unit: str) -
 
 def _end_with_parent(life: int) -> None:
     os.read(life, 1)
-    os.killpg(0, signal.SIGKILL)  # this process leads its own process group
+    os.killpg(0, signal.SIGKILL)  # This process leads a process group.

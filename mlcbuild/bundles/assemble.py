@@ -1,5 +1,6 @@
-"""Assembles a bundle from library, weights, tokenizer and manifest. The package mlcbuild_format defines its
-form."""
+"""Assembles a bundle from library, weights, tokenizer and manifest, in the form that the package
+mlcbuild_format defines.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from mlcbuild_format.fields import Json as FreeJson
 
 _LARGEST_CONFIG = 16 << 20
-"""Largest JSON file of a checkpoint that is read, in bytes."""
+"""Maximum size in bytes of a JSON file of a checkpoint that is read."""
 _POOLINGS = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 SERVING = "serving.json"
 LIBRARY = "library.json"
-"""File with the library's metadata, readable where its code cannot run."""
+"""Name of the file with the library's metadata, which can be read where the library's code cannot run."""
 
 
 def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -39,7 +40,8 @@ def tokenizer(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
     if (fault := tokenizer_fault(str(checkpoint), names)) is not None:
         raise CheckpointError(fault)
     for name in names:
-        # Copied, not linked: the checkpoint may be the user's own directory, where files change in place.
+        # The files are copied, not linked: the checkpoint may be the user's directory, where files are
+        # changed in place.
         shutil.copyfile(checkpoint / name, out / name)
     (out / SERVING).write_text(
         json.dumps(serving_document(checkpoint), sort_keys=True) + "\n", encoding="utf-8"
@@ -69,7 +71,9 @@ def serving_document(checkpoint: Path) -> dict[str, object]:
 
 
 def _pooling(path: Path) -> str | None:
-    """Returns the pooling that the checkpoint states, or None. The older form has a boolean for each kind."""
+    """Returns the pooling that the checkpoint states, or None. Older files have one boolean for each kind of
+    pooling.
+    """
     prefix, document = "pooling_mode_", _object(path)
     named = document.get("pooling_mode")
     ways = [key.removeprefix(prefix) for key, value in document.items() if key.startswith(prefix) and value]
@@ -100,8 +104,8 @@ def _object(path: Path) -> dict[str, object]:
 def assemble(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: assembles the bundle without provenance and verification figures.
 
-    `params` hold name, model, scheme and target for display, and `limits` from context_window to max_batch.
-    `inputs` are library, weights, tokenizer, and `runtime` (libtvm_runtime) if the target is this system.
+    params: name, model, scheme and target for display, and the limits from context_window to max_batch.
+    inputs: library, weights, tokenizer, and `runtime` (libtvm_runtime) if the target is this system.
     """
     from mlcbuild_format import bundle as form
 
@@ -156,8 +160,9 @@ def _serving_defaults(path: Path) -> Serving:
 
 
 def _check_serving(manifest: Manifest) -> None:
-    """Validates the manifest as a reader would, so that invalid token ids of a checkpoint fail here and not
-    when served."""
+    """Validates the manifest as the runtime does, so that invalid token ids of a checkpoint are reported here
+    and not when the bundle is served.
+    """
     from mlcbuild_format.bundle import parse
     from mlcbuild_format.fields import FieldError
 
@@ -178,14 +183,15 @@ def _files(root: Path) -> dict[str, File]:
         digest = noted_digest(path)
         if digest is None:
             digest = file_digest(path)
-            note_digest(path, digest)  # lets the store skip hashing
+            note_digest(path, digest)  # With the digest, the store need not hash the file.
         files[path.relative_to(root).as_posix()] = File(digest, path.stat().st_size)
     return files
 
 
 def _place(source: Path, destination: Path) -> None:
-    """Links a file of the store to `destination`, or copies it where links are impossible, so that weights
-    exist once."""
+    """Links a file of the store to `destination`, or copies it if links are impossible, so that the disk
+    holds weights once.
+    """
     try:
         os.link(source, destination)
     except OSError:
@@ -193,8 +199,9 @@ def _place(source: Path, destination: Path) -> None:
 
 
 def tvm_runtime(stem: str = "libtvm_runtime") -> Path | None:
-    """Returns the path of a runtime library of the installed compiler, without importing it; None if
-    missing."""
+    """Returns the path of a runtime library of the installed compiler, without importing it; None if it is
+    missing. stem: its file name without suffix.
+    """
     spec = find_spec("tvm")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -1,4 +1,4 @@
-"""Measures the memory of a bundle in a separate process in which every sequence is full."""
+"""Measures the memory of a bundle in a separate process in which every sequence fills the context window."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from mlcbuild.bundles import fresh_process
 
 
 def measure(bundle: Path) -> int:
-    """Returns the bytes by which the peak memory of a process grows when a loaded bundle fills its limits.
+    """Returns the number of bytes by which the peak memory of a process grows when a loaded bundle fills its
+    limits.
 
-    It runs max_batch sequences of context_window tokens, and takes as long as that takes. Raises
-    VerificationError with the runtime's message when the bundle cannot be run.
+    It runs max_batch sequences of context_window tokens, which takes as long as computing these tokens.
+    Raises VerificationError with the runtime's message if the bundle cannot be run.
     """
     return int(fresh_process.run("mlcbuild.bundles.footprint", str(bundle)))
 
@@ -28,13 +29,15 @@ def _peak() -> int:
 
 
 def _grown(path: str) -> int:
-    """Fills every sequence of a bundle and returns the bytes by which the peak of this process grows."""
+    """Fills every sequence of a bundle, and returns the number of bytes by which the peak memory of this
+    process grows.
+    """
     from mlcbuild_runtime.executor import loading
     from mlcbuild_runtime.executor.batch import ModelStep
     from mlcbuild_runtime.executor.executor import forward
 
     model = loading.load(path)
-    # Weights are mapped and the cache is reserved: neither takes memory before it is used.
+    # Weights are mapped and the cache is reserved; neither takes memory before its first use.
     before = _peak()
     limits = model.manifest.limits
     per_sequence = limits.sequence_pages

@@ -15,9 +15,9 @@ from mlcbuild.errors import VerificationError
 
 
 def run(module: str, *arguments: str) -> Any:
-    """Runs `main` of a module with these arguments in a new process and returns its result.
+    """Runs `main` of a module with these arguments in a new process, and returns its result.
 
-    The output of the process goes to this one's standard output, which is a step's log. Raises
+    The output of the process goes to this process's standard output, which is a step's log. Raises
     VerificationError with the last line that the process wrote to standard error.
     """
     with TemporaryDirectory() as directory:
@@ -41,7 +41,9 @@ def run(module: str, *arguments: str) -> Any:
 
 
 def main(work: Callable[..., object]) -> None:
-    """Runs in the new process: calls `work` with the process's arguments and writes its result for `run`."""
+    """Runs in the new process: calls `work` with the process's arguments, and writes the result for `run` to
+    read.
+    """
     from mlcbuild_format.errors import ServingError
 
     *arguments, result = sys.argv[1:]

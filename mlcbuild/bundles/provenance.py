@@ -1,4 +1,5 @@
-"""The provenance of bundles: a signed statement of what a bundle was made from.
+"""Writes and checks the provenance of bundles: a signed statement of the inputs from which a bundle was
+built.
 
 A bundle holds an in-toto statement with an SLSA predicate and, if the builder has a key, the same statement
 in a DSSE envelope on one line, which other attestation tools read:
@@ -36,11 +37,13 @@ _LARGEST = 64 << 20
 
 @dataclass(frozen=True)
 class Provenance:
-    """The provenance statement of a bundle, whose subject and signatures were checked."""
+    """The provenance statement of a bundle, whose subject and signatures have been checked."""
 
     statement: Mapping[str, Json]
     signers: tuple[str, ...]
-    """Sorted public keys whose signatures of the statement are valid; the caller decides whom to trust."""
+    """Sorted public keys whose signatures of the statement are valid. The caller decides which keys
+    to trust.
+    """
 
 
 def statement(
@@ -50,11 +53,12 @@ def statement(
     dependencies: Iterable[Mapping[str, Json]],
     tools: Mapping[str, str],
 ) -> bytes:
-    """Returns an in-toto statement with an SLSA v1 predicate about one bundle.
+    """Returns an in-toto statement with an SLSA v1 predicate about one bundle, as JSON.
 
-    The subject is bundle.json, which names every other file by BLAKE3 and so covers them all: no byte of the
-    weights is read again. `keys` maps step names to keys; `dependencies` are the sources, each a resource
-    descriptor. The statement holds no times, so the same build gives the same statement.
+    manifest: the bytes of bundle.json, the subject. It names every other file by BLAKE3 and so covers them
+    all, and no byte of the weights is read again. keys: step name -> key. dependencies: the sources, each as
+    a resource descriptor. tools: name -> version. The statement holds no times, so the same build gives the
+    same statement.
     """
     document = {
         "_type": _TYPE,
@@ -85,15 +89,17 @@ def envelope(payload: bytes, signer: Signer) -> bytes:
 
 
 def _encoded(payload: bytes) -> bytes:
-    """Returns the bytes that a DSSE signature covers: payload type and payload, each after its length."""
+    """Returns the bytes that a DSSE signature covers: payload type and payload, each preceded by
+    its length.
+    """
     return b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
 
 
 def check(bundle: Path, trust: Collection[str] = ()) -> Provenance:
-    """Returns the checked provenance of the bundle in a directory.
+    """Checks and returns the provenance of the bundle in a directory.
 
-    The statement must be about this bundle and, if `trust` holds keys, signed by one of them. Only
-    bundle.json is read of the bundle, since it covers the other files. Raises ProvenanceError.
+    The statement must be about this bundle and, if `trust` holds keys, signed by one of them. Of the bundle
+    only bundle.json is read, since it covers the other files. Raises ProvenanceError.
     """
     payload = _bytes(bundle / STATEMENT)
     document = _document(bundle / STATEMENT, payload)
@@ -142,7 +148,7 @@ def _subject(document: Mapping[str, Json]) -> object:
 
 
 def _signers(path: Path, payload: bytes) -> Iterator[str]:
-    """Yields the public keys that signed exactly this statement.
+    """Yields the public keys whose signature of exactly this statement is valid.
 
     Raises ProvenanceError when the file is not a list of envelopes, is about another statement, or has an
     invalid signature.
@@ -162,7 +168,7 @@ def _signers(path: Path, payload: bytes) -> Iterator[str]:
             raise ProvenanceError(f"{path}: it is about another statement than {STATEMENT}")
         for public, signature in signatures:
             if not is_public(public):
-                continue  # ignores signatures of kinds that this version does not know
+                continue  # Signatures of kinds that this version does not support are ignored.
             if not is_right(public, signature, _encoded(payload)):
                 raise ProvenanceError(f"{path}: the signature by {public} is invalid")
             yield public

@@ -1,7 +1,7 @@
-"""The forward pass of a ModelConfig in NumPy: the executable specification of what libraries compute.
+"""Computes the forward pass of a ModelConfig in NumPy: the executable specification of compiled libraries.
 
-Nothing here is packed, paged or fused. Each weight is read when it is needed and not kept: with a mapping
-that reads a tensor on access the peak is one layer, the activations and the cache.
+Nothing here is packed, paged or fused. Each weight is read when it is needed and then released: with a
+mapping that reads a tensor on access, the peak memory is one layer, the activations and the cache.
 
 Shapes: n new tokens, m positions in all (past and new).
 """
@@ -21,8 +21,9 @@ from mlcbuild.errors import CheckpointError
 from mlcbuild.models import ModelConfig, Rope, frequencies, parameters
 
 Weights: TypeAlias = Mapping[str, Any]
-"""Name of a parameter -> its values, as `parameters` shapes them: arrays of any dtype that NumPy can cast
-from. Of a stack of matrices only single ones are read, so that it may be a quant.stack.Stack."""
+"""Parameter name -> values in the shape that `parameters` states: arrays of any dtype that NumPy can convert.
+A stack may be a quant.stack.Stack, since its matrices are read one at a time.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,16 @@ EMPTY = Past(0, ())
 
 @dataclass(frozen=True)
 class Reference:
-    """A model with its weights, and the type and context window of its evaluation."""
+    """A model with its weights, and the number type and context window with which it is evaluated."""
 
     config: ModelConfig
     weights: Weights
     dtype: type[np.float32] | type[np.float64] = np.float32
     """The NumPy type of all arithmetic."""
     context_window: int | None = None
-    """Context window in tokens, which selects LongRoPE's frequencies as for a library compiled for it; None
-    for the model's maximum."""
+    """Context window in tokens. It selects LongRoPE's frequencies as in a library compiled for it; None means
+    the model's maximum.
+    """
 
 
 def logits(
@@ -60,8 +62,9 @@ def logits(
     context_window: int | None = None,
     on_layer: Callable[[], None] = lambda: None,
 ) -> Array:
-    """Returns logits [n, vocab] after each of the tokens, from an empty cache. Arguments as in Reference and
-    `hidden`; raises what `hidden` raises."""
+    """Returns logits [n, vocab] after each of the tokens, from an empty cache. dtype, context_window: as in
+    Reference; on_layer: called after each layer. Raises the same exceptions as `hidden`.
+    """
     model = Reference(config, weights, dtype, context_window)
     return head(model, hidden(model, tokens, on_layer=on_layer)[0])
 
@@ -72,8 +75,8 @@ def hidden(
     past: Past = EMPTY,
     on_layer: Callable[[], None] = lambda: None,
 ) -> tuple[Array, Past]:
-    """Returns hidden states [n, hidden] after the last norm of tokens after `past`, and the longer past.
-    Calls `on_layer` after each layer.
+    """Returns (hidden states [n, hidden] of the tokens after the last norm, the past extended by these
+    tokens). past: state after the tokens before them; on_layer: called after each layer.
 
     Raises ValueError for token ids outside the vocabulary, CheckpointError for weights that are missing or
     misshapen.
@@ -103,7 +106,7 @@ def hidden(
 
 
 def head(reference: Reference, states: Array) -> Array:
-    """Returns logits [n, vocab] of hidden states [n, hidden] after the last norm."""
+    """Returns logits [n, vocab] for hidden states [n, hidden] after the last norm."""
     config = reference.config
     name = "embed.weight" if config.tie_embeddings else "lm_head.weight"
     shapes = {name: (config.vocab_size, config.hidden_size), "lm_head.bias": (config.vocab_size,)}
@@ -120,8 +123,9 @@ def head(reference: Reference, states: Array) -> Array:
 
 
 def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterable[int] = ()) -> list[int]:
-    """Returns the `count` most likely next tokens, one after the other (lowest id first among equals),
-    computed with a cache. Ends early after a token of `stop`."""
+    """Returns up to `count` next tokens, each the most likely one (the lowest id among equals), computed with
+    a cache. The list ends early after a token of `stop`.
+    """
     ends, answer = frozenset(stop), list[int]()
     tokens, past = list(prompt), EMPTY
     while len(answer) < count and not (answer and answer[-1] in ends):
@@ -133,7 +137,7 @@ def greedy(reference: Reference, prompt: Sequence[int], count: int, stop: Iterab
 
 @dataclass(frozen=True)
 class _Checked:
-    """Reads weights, checks their shapes, and casts them to the type of the computation."""
+    """Reads weights, checks their shapes, and converts them to the type of the computation."""
 
     reference: Reference
     shapes: Mapping[str, tuple[int, ...]]
@@ -142,12 +146,14 @@ class _Checked:
         return np.asarray(self.raw(name), self.reference.dtype)
 
     def of_layer(self, index: int, name: str, expert: int | None = None) -> Array:
-        """Returns a parameter of a layer, or that part of it which belongs to one expert."""
+        """Returns a parameter of the layer `index`, or the part of it that belongs to one expert."""
         values = self.raw(f"layers.{index}.{name}")
         return np.asarray(values if expert is None else values[expert], self.reference.dtype)
 
     def raw(self, name: str) -> Any:
-        """Returns a weight in its stored dtype: a matrix of which only rows are needed is not cast whole."""
+        """Returns a weight in its stored dtype, so that a matrix of which few rows are needed is not
+        converted as a whole.
+        """
         try:
             values = self.reference.weights[name]
         except KeyError:

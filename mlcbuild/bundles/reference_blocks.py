@@ -1,4 +1,4 @@
-"""Computes the blocks of a layer in NumPy; a table says which function computes each kind of block.
+"""Computes the blocks of a layer in NumPy. Two tables map each kind of block to its function.
 
 Shapes: n new tokens, m positions in all (past and new), h heads, k key-value heads, d head_dim.
 """
@@ -29,12 +29,14 @@ from mlcbuild.models.rounding import bf16
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 State: TypeAlias = tuple[Array, ...]
-"""A mixer's memory of the positions so far; () before the first. Attention: keys (rotated) and values,
-each [k, m, d], which a window does not shorten. Latent attention: latents and rotated keys, each [m, ...]."""
+"""The state of a mixer after the positions so far; () before the first. Attention: keys (rotated) and values,
+each [k, m, d], which a window does not shorten. Latent attention: latents and rotated keys, each [m, ...].
+"""
 
 BLOCK = 1 << 24
-"""Largest number of elements of a scratch array (attention scores, rows of the output matrix) computed at
-once."""
+"""Maximum number of elements of a scratch array (attention scores, rows of the output matrix) that is
+computed at once.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,15 @@ class Rotation:
     """The rotary embedding at the positions of the new tokens."""
 
     cos: Array
-    """Cosines, [n, dim / 2], times the attention factor; `sin` is shaped and scaled alike."""
+    """Cosines times the attention factor, [n, dim / 2]. `sin` has the same shape and factor."""
     sin: Array
     query_scale: Array | None
-    """Factor of the query at each of n positions, [n]; None: there is none."""
+    """Factor of the query at each of n positions, [n]; None: queries are not scaled."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of one layer's blocks beside the rows that they work on."""
+    """The inputs of one layer's blocks, except for the rows that the blocks process."""
 
     weight: Callable[..., Array]
     """Function from (name of a parameter within the layer, optional expert) to its values, or those of one
@@ -58,7 +60,7 @@ class Inputs:
     positions: Array
     """Positions of the new tokens in their sequence, [n]."""
     rotations: tuple[Rotation, ...]
-    """Rotations at these positions, one for each rotary embedding of the model."""
+    """Rotations at these positions: one for each rotary embedding of the model."""
     state: State
 
     def linear(self, name: str, x: Array, has_bias: bool) -> Array:
@@ -80,8 +82,10 @@ def layer(spec: LayerSpec, inputs: Inputs, x: Array) -> tuple[Array, State]:
 
 
 def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str) -> Array:
-    """Normalizes the last axis with the parameters `<name>.weight` and `<name>.bias`, where it has them;
-    their values may be those of several rows. None: returns x."""
+    """Returns x with its last axis normalized; x itself if `spec` is None. weights: function from a name to
+    values; the parameters are `<name>.weight` and `<name>.bias`, those that the norm has, possibly with
+    several rows.
+    """
     if spec is None:
         return x
     if isinstance(spec, LayerNorm):
@@ -97,7 +101,7 @@ def norm(spec: Norm | None, x: Array, weights: Callable[[str], Array], name: str
 
 
 def _rows(values: Array, x: Array) -> Array:
-    """Returns a vector of norm weights as it is, or as one row for each head of x [heads, n, head_dim]."""
+    """Returns a vector of norm weights unchanged, or as one row for each head of x [heads, n, head_dim]."""
     return values if values.size == x.shape[-1] else values.reshape(x.shape[0], 1, x.shape[-1])
 
 
@@ -123,7 +127,7 @@ def _dense(spec: Dense, inputs: Inputs, x: Array) -> Array:
 
 
 def _silu(x: Array) -> Array:
-    """Returns the SiLU of x, x * sigmoid(x), computed by tanh, which does not overflow."""
+    """Returns the SiLU of x, x * sigmoid(x), computed through tanh, which does not overflow."""
     half = x.dtype.type(0.5)
     active: Array = half * x * (1 + np.tanh(half * x))
     return active
@@ -180,7 +184,8 @@ def _attention(spec: Attention, inputs: Inputs, x: Array) -> tuple[Array, State]
 
 def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array, name: str) -> Array:
     """Returns queries or keys [heads, n, head_dim] after their norm and their rotation, in the order that the
-    layer has."""
+    layer requires. name: name of the norm.
+    """
 
     def normed(rows: Array) -> Array:
         if spec.qk_norm_span != "heads" or spec.qk_norm is None:
@@ -196,14 +201,16 @@ def _turned(spec: Attention, inputs: Inputs, rotation: Rotation | None, x: Array
 
 @dataclass(frozen=True)
 class _Biases:
-    """The terms that are added to attention scores: of ALiBi, masks and sinks, for some query heads."""
+    """The terms that are added to attention scores for some query heads: ALiBi, masks and sinks."""
 
     spec: Attention
     inputs: Inputs
     heads: slice
 
     def scores(self, products: Array, part: slice) -> Array:
-        """Returns the attention scores [g, rows, m] of products of queries and keys, before masking."""
+        """Returns the attention scores [g, rows, m] before masking. products: of queries and keys; part: the
+        rows among the new tokens.
+        """
         spec, dtype = self.spec, products.dtype
         keys = np.arange(products.shape[-1])
         if spec.alibi == "bfloat16":
@@ -219,13 +226,14 @@ class _Biases:
         return slopes(self.spec.heads, self.spec.alibi)[self.heads]
 
     def sinks(self) -> Array | None:
-        """Returns the attention sinks of the heads [g, 1, 1], or None."""
+        """Returns the attention sinks of the heads, [g, 1, 1], or None if there are none."""
         return self.inputs.weight("attn.sinks")[self.heads, None, None] if self.spec.sinks else None
 
 
 def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array, Array]) -> Array:
-    """Returns the attention output of the query heads [g, n, d] of one group over its keys and values [m,
-    d]."""
+    """Returns the attention output [g, n, d] of the query heads of one group. cached: keys and values of the
+    group, [m, d] each.
+    """
     key, value = cached
     mixed = np.empty((*query.shape[:2], value.shape[-1]), query.dtype)
     places, sinks = np.arange(key.shape[0]), biases.sinks()
@@ -248,8 +256,9 @@ def _attend(spec: Attention, biases: _Biases, query: Array, cached: tuple[Array,
 
 
 def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[Array, State]:
-    """Computes latent attention with explicit keys and values of every head, where compiled programs move
-    these products."""
+    """Computes latent attention with explicit keys and values for every head; compiled programs avoid these.
+    Returns (rows to add, new state).
+    """
     n, weight, eps = x.shape[0], inputs.weight, RmsNorm(spec.eps)
     if spec.query_latent:
         first = norm(eps, inputs.linear("attn.q_a", x, spec.bias), weight, "attn.q_a_norm")
@@ -274,7 +283,9 @@ def _latent_attention(spec: LatentAttention, inputs: Inputs, x: Array) -> tuple[
 
 
 def _rotate(x: Array, rotation: Rotation | None) -> Array:
-    """Rotates the pairs of dimensions (i, i + dim / 2) of each head; input and output are [..., n, d]."""
+    """Returns x with the pairs of dimensions (i, i + dim / 2) of each head rotated. Input and output are
+    [..., n, d]; None: x itself.
+    """
     if rotation is None:
         return x
     half = rotation.cos.shape[-1]

@@ -20,8 +20,9 @@ Gate: TypeAlias = Callable[[Array], Array]
 
 
 def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
-    """Returns the weighted sum [n, hidden] of the chosen experts' outputs for normalized rows x [n,
-    hidden]."""
+    """Returns the weighted sum [n, hidden] of the chosen experts' outputs. weight: function from parameter
+    name to values; activation: the gate's; x: normalized rows [n, hidden].
+    """
     logits = x @ weight("mlp.router.weight").T
     if spec.router.bias:
         logits = logits + weight("mlp.router.bias")
@@ -41,7 +42,8 @@ def experts(spec: Experts, weight: Weight, activation: Gate, x: Array) -> Array:
 
 
 def route(router: Router, count: int, logits: Array, correction: Array | None) -> tuple[Array, Array]:
-    """Returns the experts that each row chooses, int [n, count], and their weights [n, count].
+    """Returns (experts that each row chooses, int [n, chosen]; their weights [n, chosen]). count: number of
+    choices per row; correction: numbers added to scores for choosing only, or None.
 
     Of equal scores the lowest index comes first.
     """
@@ -59,7 +61,7 @@ def route(router: Router, count: int, logits: Array, correction: Array | None) -
     chosen = _largest(choice, count)
     weights = np.take_along_axis(scores, chosen, axis=-1)
     if router.normalized:
-        # A sum of sigmoids may be 0 in float32; those of a softmax are at least 1 / e.
+        # A sum of sigmoids may be 0 in float32; that of a softmax is at least 1 / e.
         weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), weights.dtype.type(1e-20))
     return chosen, weights * weights.dtype.type(router.scale)
 
@@ -83,7 +85,7 @@ def _sparsemixer(logits: Array, jitter: Any) -> tuple[Array, Array]:
 
 
 def _expert(spec: Experts, weight: Weight, activation: Gate, inputs: tuple[Array, int]) -> Array:
-    """Returns the output of one expert for its rows. inputs: (rows, number of the expert)."""
+    """Returns the output of one expert. inputs: (its rows, number of the expert)."""
     x, expert = inputs
     pair = x @ weight("mlp.experts.gate_up.weight", expert).T
     if spec.bias:
@@ -95,7 +97,7 @@ def _expert(spec: Experts, weight: Weight, activation: Gate, inputs: tuple[Array
 
 
 def _gated(clamp: Clamp | None, activation: Gate, pair: Array) -> Array:
-    """Returns the gated product [n, size] of an expert; `pair` [n, 2 * size] holds gates, then ups."""
+    """Returns the gated product [n, size] of an expert. pair: [n, 2 * size], gates, then ups."""
     gate, up = np.split(pair, 2, axis=-1)
     if clamp is None:
         passed: Array = activation(gate) * up
@@ -114,7 +116,7 @@ def _softmax(logits: Array) -> Array:
 
 
 def _sigmoid(x: Array) -> Array:
-    """Returns 1 / (1 + exp(-x)), by tanh, which does not overflow."""
+    """Returns 1 / (1 + exp(-x)), computed through tanh, which does not overflow."""
     half = x.dtype.type(0.5)
     share: Array = half * (1 + np.tanh(half * x))
     return share

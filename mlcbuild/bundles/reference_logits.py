@@ -1,4 +1,4 @@
-"""The step that computes a model's reference logits from the original weights in NumPy."""
+"""Computes a model's reference logits from the original weights in NumPy, as the step `reference/<model>`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PROMPTS = (
 )
 """The prompts with which bundles are verified if the recipe names none."""
 MAX_TOKENS = 512
-"""Largest number of tokens of a prompt that are compared, since the reference is slow."""
+"""Maximum number of tokens of a prompt that are compared, because the reference is slow."""
 
 
 def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: computes tokens and reference logits of every prompt.
 
-    `params` hold `prompts` (a list of strings, or the name of a file in `inputs["prompts"]`, one per line)
-    and the libraries' `context_window`, on which LongRoPE depends. Prompts are truncated to MAX_TOKENS.
-    Writes tokens.json, and logits-<i>.npy as float32 [n, vocab]. Raises UsageError when no prompt is left.
+    params: `prompts` (a list of strings, or the name of a file in `inputs["prompts"]` with one per line) and
+    the libraries' `context_window`, on which LongRoPE depends. Prompts are truncated to MAX_TOKENS. Writes
+    tokens.json, and logits-<i>.npy as float32 [n, vocab]. Raises UsageError when no prompt is left.
     """
     import numpy as np
     from mlcbuild_runtime.text.tokenizer import Tokenizer
@@ -63,21 +63,21 @@ def reference(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
         values = logits(config, parameters, tokens, context_window=window, on_layer=on_layer)
         np.save(out / f"logits-{i:04}.npy", values)
 
-    # Prompts run in parallel, each on one core, so that no figure depends on the number of cores.
+    # Prompts run in parallel, each on one core, so that no result depends on the number of cores.
     with ThreadPoolExecutor(_cores()) as pool:
         list(pool.map(compute, enumerate(sequences)))
     (out / "tokens.json").write_text(json.dumps(sequences) + "\n", encoding="utf-8")
 
 
 class _Progress:
-    """Reports the tokens whose logits are computed; one layer of a token counts as its part of the layers."""
+    """Reports how many tokens have logits. One layer of a token counts as a fraction of the token."""
 
     def __init__(self, tokens: int, layers: int) -> None:
         self._tokens, self._layers, self._done = tokens, layers, 0
         self._lock = threading.Lock()
 
     def add(self, tokens: int) -> None:
-        """Adds one layer of some tokens. Any thread may call it."""
+        """Adds one finished layer of `tokens` tokens. Any thread may call it."""
         with self._lock:
             self._done += tokens
             progress.report(self._done // self._layers, self._tokens, "tokens")
@@ -91,5 +91,5 @@ def _prompts(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> Sequence
     inline = params["prompts"]
     if isinstance(inline, list):
         return [str(prompt) for prompt in inline]
-    path = inputs["prompts"] / str(inline)  # the directory is the user's and may hold other files
+    path = inputs["prompts"] / str(inline)  # The directory belongs to the user and may hold other files.
     return [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]

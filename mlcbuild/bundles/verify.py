@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 DECODED = 16
-"""Number of tokens of each prompt that are also decoded one at a time, to verify decoding and not only
-prefill."""
+"""Number of tokens of each prompt that are also decoded one at a time, so that decoding is verified and not
+only prefill.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ THRESHOLDS: Mapping[str, Threshold] = {
 
 
 def verify(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: writes bundle.json with verification figures. Raises VerificationError beyond a threshold.
+    """Action: writes bundle.json with verification figures. Raises VerificationError if a figure violates a
+    threshold.
 
-    `params` hold a number as a string, or null, for each of THRESHOLDS. `inputs` are bundle and reference.
+    params: for each name in THRESHOLDS a number as a string, or null. inputs: bundle and reference.
     """
     from mlcbuild_format.bundle import MANIFEST
 
@@ -85,7 +87,7 @@ def _faults(figures: Mapping[str, float], params: Mapping[str, Json]) -> list[st
 
 
 def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
-    """Returns the figures of a bundle against reference logits, computed in a fresh process.
+    """Compares a bundle with reference logits in a fresh process, and returns name of a figure -> value.
 
     kl_mean and kl_max: KL(reference || bundle) of the next-token distributions, in nats, mean and maximum
     over positions. top1_agreement: share of positions with the same most likely token. perplexity and
@@ -98,7 +100,7 @@ def measure(bundle: Path, reference_dir: Path) -> dict[str, float]:
 
 @dataclass
 class _Sums:
-    """Running sums of the figures of verification over positions, in float64."""
+    """Running sums over positions, in float64, from which the figures of verification are computed."""
 
     tokens: int = 0
     predicted: int = 0
@@ -110,7 +112,9 @@ class _Sums:
     decode_errors: list[float] = field(default_factory=list)
 
     def add(self, tokens: Sequence[int], expected: Logits, actual: Logits) -> None:
-        """Adds the positions of one prompt to the sums; both logits have the shape [n, vocab]."""
+        """Adds the positions of one prompt to the sums. expected, actual: logits of the reference and of the
+        bundle, [n, vocab].
+        """
         import numpy as np
 
         p, q = _log_softmax(expected), _log_softmax(actual)
@@ -134,7 +138,7 @@ class _Sums:
             "reference_perplexity": _exp(self.reference_loss / self.predicted),
             "decode_error": max(self.decode_errors),
         }
-        # Four digits: further ones depend on the order of sums in the machine's linear algebra.
+        # Four digits, because further ones depend on the order of sums in the machine's linear algebra.
         return {**{key: float(f"{value:.4g}") for key, value in values.items()}, "tokens": self.tokens}
 
 
@@ -152,8 +156,9 @@ def _log_softmax(logits: Logits) -> NDArray[np.float64]:
 
 
 def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
-    """Returns the figures that `measure` describes, in this process. Loads the bundle as a server does, and
-    nothing of the compiler."""
+    """Returns the figures that `measure` describes, computed in this process. It loads the bundle as a server
+    does, and nothing of the compiler.
+    """
     import numpy as np
     from mlcbuild_runtime.executor import loading
     from mlcbuild_runtime.executor.executor import score

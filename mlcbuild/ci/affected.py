@@ -28,22 +28,22 @@ _DEPENDENCIES = ("pyproject.toml", "runtime/pyproject.toml")
 
 
 def changed(directory: Path, revisions: str) -> frozenset[Path]:
-    """Returns the absolute paths of files that differ over a range of commits, including deleted ones.
+    """Returns the absolute paths of files that differ over a range of commits, including deleted files.
 
-    `directory` is inside the repository. `revisions` is an argument of `git diff`: `main...HEAD`,
-    `HEAD~3..HEAD`, or one commit, which is compared with the working tree. Raises UsageError, SetupError.
+    directory: inside the repository. revisions: an argument of `git diff`: `main...HEAD`, `HEAD~3..HEAD`, or
+    one commit, which is compared with the working tree. Raises UsageError, SetupError.
     """
     if revisions.startswith("-"):
         raise UsageError(f"--affected-by {revisions}: write a range of commits, for example main...HEAD")
     top = _git(directory, "rev-parse", "--show-toplevel").removesuffix("\n")
-    # Without rename detection both names of a moved file are listed.
+    # Without rename detection, both names of a moved file are listed.
     names = _git(directory, "diff", "--name-only", "--no-renames", "-z", revisions, "--")
     paths = [Path(top, name) for name in names.split("\0") if name]
-    return frozenset([*paths, *(path.resolve() for path in paths)])  # a link counts as a file itself
+    return frozenset([*paths, *(path.resolve() for path in paths)])  # A link counts as a file itself.
 
 
 def affected(pipeline: Pipeline, files: frozenset[Path]) -> dict[str, str]:
-    """Returns name -> first changed input, in words, for each affected variant."""
+    """Returns name of an affected variant -> its first changed input, in words."""
     reasons_by_variant = {}
     search = _Search(pipeline, files)
     for product in pipeline.products:
@@ -64,7 +64,7 @@ class _Search:
             for node in pipeline.graph.nodes.values()
             if isinstance(node, Source)
         }
-        """Name of a directory of source files in the graph -> its files that changed or were deleted."""
+        """Name of a directory of source files in the graph -> its files that were changed or deleted."""
         self.presets = [
             (replace(target, name=""), f"the target preset {path.name} changed")
             for name, target in presets.presets().items()
@@ -93,11 +93,11 @@ class _Search:
 def _of_source(source: Source, files: frozenset[Path]) -> list[str]:
     """Returns the files of a source that changed, and those of a checkpoint that were deleted."""
     root = source.root.resolve()
-    # A link is an input in two ways: its target path, and the contents there.
+    # A link is an input in two respects: its target path, and the contents there.
     changed_files = [
         name for name in source.files if root / name in files or (root / name).resolve() in files
     ]
-    # A checkpoint owns its directory; prompts are one file among others.
+    # A checkpoint comprises its whole directory; prompts are one file among others.
     gone = (path for path in files if path.is_relative_to(root) and not path.exists())
     whole = source.name.startswith("fetch/")
     return changed_files + sorted(path.relative_to(root).as_posix() for path in gone if whole)
@@ -121,7 +121,7 @@ def _code(module: str) -> tuple[Path, ...]:
 
 
 def _steps(graph: Graph, last: str) -> list[Step]:
-    """Returns the step of a name and all steps that it depends on."""
+    """Returns the step called `last` and all steps on which it depends."""
     steps: dict[str, Step] = {}
     pending = [graph.resolve(last)]
     while pending:

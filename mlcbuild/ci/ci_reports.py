@@ -52,7 +52,8 @@ def _xml(text: str) -> str:
 
 def markdown(log: RunLog) -> str:
     """Returns a summary of a run in Markdown: a table of variants with their figures, the failures, and a
-    folded table of steps that ran."""
+    folded table of the steps that ran.
+    """
     shard = f", shard {log.shard}" if log.shard else ""
     lines = [f"## mlcbuild: {_cell(log.recipe)}{shard}", "", f"{headline(log)}.", ""]
     if log.interrupted:
@@ -122,7 +123,9 @@ def _cell(text: str) -> str:
 
 
 def _code(text: str) -> list[str]:
-    """Returns the lines of a code block whose fence is longer than any in the text."""
+    """Returns the lines of a Markdown code block with the text. Its fence is longer than any fence in the
+    text.
+    """
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [fence, *text.splitlines(), fence]

@@ -21,11 +21,11 @@ LABELS: Mapping[tuple[str, str], str] = {
 }
 """(system, architecture) of a target -> label of a hosted CI runner that can run, and so verify, its bundles.
 
-Targets that no hosted runner can run are compiled on OTHER.
+Targets that no hosted runner can run are compiled on the runner OTHER.
 """
 OTHER = "ubuntu-latest"
 DONE = ("hit", "remote")
-"""The states of a planned step that needs no work."""
+"""The states in which a planned step needs no work."""
 ANY = "*"
 
 
@@ -41,7 +41,7 @@ class CiJob:
     reason: str
     """The reason why the job has work to do; "" if it has none."""
     arguments: str
-    """Arguments of `mlcbuild run`, quoted for a shell."""
+    """Arguments for `mlcbuild run`, quoted for a shell."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Matrix:
     command: Command
     """The parts of the command line that all jobs of the matrix share."""
     shards: int | None = None
-    """Number of jobs that share all the work; None for one job for each variant."""
+    """Number of jobs that share all work; None: one job for each variant."""
     labels: tuple[str, ...] = ()
-    """TARGET=RUNNER for targets with a runner of their own; * stands for all targets."""
+    """Texts TARGET=RUNNER for targets with a special runner; * stands for all targets."""
     all: bool = False
-    """True to include variants that need no work."""
+    """True if variants that need no work are included."""
 
 
 def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
@@ -92,15 +92,17 @@ def labels(pairs: Iterable[str], targets: Iterable[str]) -> dict[str, str]:
 
 
 def runner(target: Target, labels: Mapping[str, str]) -> str:
-    """Returns the label of the CI runner for a target: from `labels`, from its entry for all targets, or from
-    LABELS."""
+    """Returns the label of the CI runner for a target: the entry of `labels` for it, or that for all targets,
+    or that of LABELS.
+    """
     usual = LABELS.get((target.system, target.architecture), OTHER)
     return labels.get(target.name) or labels.get(ANY) or usual
 
 
 def reasons(graph: Graph, plan: Plan) -> dict[str, str]:
-    """Returns step -> reason for each step that needs work: that of the first step before it that will
-    run."""
+    """Returns step -> reason for each step that needs work. The reason is that of the first step before it
+    that will run.
+    """
     reasons: dict[str, str] = {}
     for planned in plan.steps:
         if planned.state == "run":
@@ -158,7 +160,8 @@ def github(jobs: Iterable[CiJob]) -> str:
 
 def gitlab(jobs: Sequence[CiJob]) -> str:
     """Returns a child pipeline as JSON, which is valid YAML. A pipeline must have a job, so without work it
-    has one that says so."""
+    has one that only reports this.
+    """
     pipeline: dict[str, object] = {"stages": ["build"]}
     for job in jobs:
         pipeline[job.name] = {

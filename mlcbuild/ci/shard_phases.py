@@ -1,4 +1,6 @@
-"""Runs a shard in two phases: steps that need little of other shards, then the rest with their results."""
+"""Runs a shard in two phases: first the steps that need little of other shards, then the rest with the
+others' results.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,12 @@ def run(
     report: Reporter,
     cancel: Cancellation | None = None,
 ) -> RunResult:
-    """Executes the phases in order; each holds the names of its steps, or None for all.
+    """Executes the phases in order, and returns one result for all. phases: for each the names of its steps,
+    or None for all.
 
-    `sharing` opens the store with its remotes, once for each phase, since other machines write to them
-    meanwhile. Returns one result for all phases. After a failure, a phase runs only with
-    `options.keep_going`, and without the steps that depend on the failed ones. Raises what `execute` raises.
+    sharing: function that opens the store with its remotes, called for each phase, since other machines write
+    to them meanwhile. After a failure, a phase runs only with `options.keep_going`, and without the steps
+    that depend on the failed ones. Raises the same exceptions as `execute`.
     """
     whole, force = RunResult((), 0.0), graph.match(options.force)
     for turn in phases:
@@ -61,8 +64,9 @@ def joined(before: RunResult, after: RunResult) -> RunResult:
 
 
 def _later(first: dict[str, StepResult], steps: Iterable[StepResult]) -> list[StepResult]:
-    """Returns the results of a later phase; a step that it reused has the result of the phase that built
-    it."""
+    """Returns the results of a later phase. A step that it reused gets the result of the phase that built it.
+    first: step name -> earlier result.
+    """
     results = []
     for step in steps:
         earlier = first.pop(step.name, None)

@@ -38,29 +38,33 @@ WEIGHTS: Mapping[str, int] = {
     "verify": 15_000,
     "bundle": 2_000,
 }
-"""First part of a step's name -> milliseconds that are assumed without a record."""
+"""First part of a step's name -> milliseconds that are assumed if no duration is recorded."""
 OTHER = 1_000
 TRIFLE = 2_000
-"""Work in milliseconds that is too short to wait for another shard's result."""
+"""Milliseconds of work below which a shard repeats the work instead of waiting for another shard's result."""
 FORMAT = "mlcbuild-durations/1"
 _LARGEST = 64 << 20
 """Largest file of durations in bytes."""
 _TRIED = 16
-"""Largest number of thresholds that are tried for keeping steps together; evenly chosen if there are more."""
+"""Maximum number of thresholds that are tried for keeping steps together; of more, evenly spaced ones are
+tried.
+"""
 
 
 @dataclass(frozen=True)
 class StepShard:
-    """The share of one machine in a build."""
+    """The part of a build that one machine does."""
 
     steps: tuple[str, ...]
-    """Names of the steps that this shard owns, in the graph's order. Every step is owned by exactly one
-    shard."""
+    """Names of the steps that this shard must build, in the graph's order. Every step belongs to exactly one
+    shard.
+    """
     first: tuple[str, ...]
-    """Names of the owned steps that need little of other shards. They run first, so that results of the
-    others can arrive meanwhile."""
+    """Names of the shard's steps that need little of other shards. They run first, while the other shards
+    produce results.
+    """
     milliseconds: int
-    """The shard's work in milliseconds when no store holds any result."""
+    """Milliseconds of work of this shard if no store holds any result."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,9 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str, int]) -> Split:
-    """Divides the steps named in `only` (() means all) and their dependencies into `count` shards.
+    """Divides steps and their dependencies into `count` shards. only: names of the steps; () means all.
 
-    `durations` maps a step to milliseconds. The result is deterministic.
+    durations: step name -> milliseconds. The result is deterministic.
     """
     chosen = [graph.resolve(name) for name in only]
     needed = graph.closure(chosen) if chosen else frozenset(graph.nodes)
@@ -114,15 +118,17 @@ def _early(
     closures: Mapping[str, frozenset[str]],
     costs: Mapping[str, int],
 ) -> bool:
-    """Returns True if repeating what a step needs of other shards is quick, or no longer than the step
-    itself."""
+    """Returns True if a step can run before results of other shards arrive: repeating what it needs of them
+    takes at most TRIFLE ms, or not longer than the step itself. index: the shard; owners: step -> shard;
+    closures: step -> its dependencies; costs: step -> milliseconds.
+    """
     theirs = sum(costs[need] for need in closures[name] if owners[need] != index)
     return theirs <= max(costs[name], TRIFLE)
 
 
 @dataclass
 class _Dealt:
-    """An assignment of steps to shards."""
+    """An assignment of final steps to shards."""
 
     held: list[set[str]]
     """For each shard, the names of the steps that it would run if no store held any result."""
@@ -133,7 +139,7 @@ class _Dealt:
 
 
 def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
-    """Returns step -> the step and all its direct and indirect dependencies."""
+    """Returns step name -> names of the step and of all its direct and indirect dependencies."""
     closures: dict[str, frozenset[str]] = {}
     for step in steps:
         closures[step.name] = frozenset((step.name,)).union(
@@ -143,8 +149,9 @@ def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
 
 
 def _costs(steps: Iterable[Step], durations: Mapping[str, int]) -> dict[str, int]:
-    """Returns the milliseconds of each step: the recorded ones, the median of its kind, or those of
-    WEIGHTS."""
+    """Returns step name -> milliseconds: the recorded ones, or the median of its kind, or those of
+    WEIGHTS.
+    """
     kinds: dict[str, list[int]] = {}
     for name, value in durations.items():
         kinds.setdefault(_kind(name), []).append(value)
@@ -157,8 +164,9 @@ def _kind(name: str) -> str:
 
 
 def _levels(costs: Mapping[str, int]) -> list[int]:
-    """Returns the thresholds, in milliseconds, to try: each cost that occurs, and one that keeps nothing
-    together."""
+    """Returns the thresholds, in milliseconds, to try: each cost that occurs, and one with which nothing is
+    kept together.
+    """
     levels = sorted(set(costs.values()))
     if len(levels) > _TRIED:
         levels = [levels[i * (len(levels) - 1) // (_TRIED - 1)] for i in range(_TRIED)]
@@ -207,8 +215,9 @@ def _deal(
 
 
 def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozenset[str]]) -> dict[str, int]:
-    """Returns an owner for each step: among the shards that need it, the one that needs it for the most
-    steps."""
+    """Returns step name -> shard that builds it: of the shards that need it, the one that needs it for the
+    most steps.
+    """
     uses: dict[str, list[int]] = {}
     for index, held in enumerate(dealt.held):
         for name in held:
@@ -224,12 +233,16 @@ def _owners(steps: Iterable[Step], dealt: _Dealt, closures: Mapping[str, frozens
 
 
 def place(recipe: Path) -> Path:
-    """Returns the path of the file with the durations of a recipe's steps, to be committed with it."""
+    """Returns the path of the file with the durations of a recipe's steps, which users commit together with
+    the recipe.
+    """
     return recipe.with_suffix(".durations.json")
 
 
 def read(path: Path) -> dict[str, int]:
-    """Reads the file of durations: step -> milliseconds; {} when there is no file. Raises InputError."""
+    """Reads the file of durations and returns step name -> milliseconds; {} if there is no file. Raises
+    InputError.
+    """
     try:
         document = strict_json.parse(regular.read(path, _LARGEST))
     except FileNotFoundError:
@@ -250,15 +263,14 @@ _AGAIN = "write it anew with `mlcbuild shard RECIPE --record`"
 
 
 def recorded(graph: Graph, store: Store) -> dict[str, int]:
-    """Returns step -> milliseconds for the steps of a graph, according to this store's latest record of
-    each."""
+    """Returns step name -> milliseconds according to the store's latest record of each step."""
     durations = {}
     for step in graph.steps():
         for key in store.cache.keys(step.name):
             record = store.record(key)
             try:
                 spent = record.info.measured.milliseconds if record is not None else 0
-            except ValueError:  # the record is damaged in a part that only this function reads
+            except ValueError:  # The record is damaged in a part that only this function reads.
                 continue
             if spent:
                 durations[step.name] = spent
@@ -267,7 +279,7 @@ def recorded(graph: Graph, store: Store) -> dict[str, int]:
 
 
 def write(path: Path, durations: Mapping[str, int]) -> None:
-    """Writes durations (step -> milliseconds) to a file. Raises UsageError."""
+    """Writes durations (step name -> milliseconds) to a file. Raises UsageError."""
     document = {"format": FORMAT, "milliseconds": dict(sorted(durations.items()))}
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     try:

@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("mlcbuild: interrupted", INTERRUPTED)
     except BrokenPipeError:
         _silence()
-        # The reader of standard output has gone, as `head` does. That is no error, but it ends a run early.
+        # The reader of standard output has closed it, as `head` does. This is no error, but a run ends early.
         return 1 if arguments[:1] == ["run"] else 0
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -321,7 +321,7 @@ def _command(arguments: Sequence[str]) -> int:
     _check_verb(arguments)
     try:
         parsed, rest = parser(arguments[0] if arguments[0] in VERBS else None).parse_known_args(arguments)
-    except SystemExit as stop:  # argparse: --help, --version, bad usage
+    except SystemExit as stop:  # argparse raises it for --help, --version and bad usage.
         return stop.code if isinstance(stop.code, int) else 2
     if hasattr(parsed, "operands"):  # argparse accepts no operands after an option
         parsed.operands += [item for item in rest if not item.startswith("-")]
@@ -360,16 +360,16 @@ def _unknown(name: str, rest: Sequence[str]) -> str:
 
 
 def _open_streams() -> None:
-    """Replaces standard streams that the caller closed by ones that discard their output."""
+    """Replaces standard streams that the caller has closed by streams that discard their output."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            # It stays open until the interpreter ends.
+            # It must stay open until the interpreter ends.
             nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
             setattr(sys, name, nowhere)
 
 
 def _flushed() -> bool:
-    """Flushes standard output; reports a failure and returns False if it cannot be written."""
+    """Flushes standard output. Reports a failure and returns False if it cannot be written."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -381,13 +381,14 @@ def _flushed() -> bool:
 
 
 def _silence() -> None:
-    """Discards all further standard output of this process, including what the interpreter writes when it
-    ends."""
+    """Discards all further standard output of this process, even output that the interpreter writes when it
+    ends.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> int:
-    """Prints an error message with unprintable characters escaped; returns `code`."""
+    """Prints an error message with unprintable characters escaped, and returns `code`."""
     _flushed()
     # A message quotes files and servers, whose escape sequences must not reach the terminal.
     print(safe_lines(message), file=sys.stderr)

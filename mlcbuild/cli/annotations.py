@@ -1,4 +1,4 @@
-"""Writes annotations that GitHub Actions shows beside a problem's place in a file."""
+"""Writes annotations that GitHub Actions shows beside a problem's position in a file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from mlcbuild.errors import Problem, one_line
 
 
 def annotate(problems: Iterable[Problem]) -> None:
-    """Prints annotations to standard error, which GitHub also reads: standard output may be a JSON
-    document."""
+    """Prints annotations to standard error, which GitHub also reads, because standard output may be a JSON
+    document.
+    """
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
     workspace = os.environ.get("GITHUB_WORKSPACE")

@@ -18,7 +18,7 @@ from mlcbuild.errors import UsageError
 
 KEY_VARIABLE = "MLCBUILD_API_KEY"
 PER_CLIENT, OPEN_REQUESTS = 8, 100
-"""Default numbers of requests: for each client of a closed loop, and for an open loop."""
+"""Default number of requests for each client of a closed loop, and for an open loop."""
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -104,7 +104,7 @@ def _numbers(option: str, text: str, low: float, high: float) -> list[float]:
 
 
 def _slo(listed: Sequence[str]) -> dict[str, float]:
-    """Parses the limits of --slo options into metric -> seconds. Raises UsageError."""
+    """Parses the --slo options into metric -> limit in seconds. Raises UsageError."""
     limits = {}
     for text in listed:
         name, _, value = text.partition("=")
@@ -120,7 +120,9 @@ def _slo(listed: Sequence[str]) -> dict[str, float]:
 
 
 def _writable(name: str | None) -> None:
-    """Raises UsageError, before any work is done, when an output cannot be written."""
+    """Raises UsageError if an output file cannot be written, before any work is done. None: there is no
+    output file.
+    """
     if name is not None:
         try:
             with Path(name).open("a"):

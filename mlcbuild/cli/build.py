@@ -24,7 +24,7 @@ WORDS = {"hit": "reuse", "remote": "fetch", "run": "run", "pending": "wait"}
 
 
 def print_warnings(event: Event) -> None:
-    """Prints warnings; the event handler of verbs without a live view."""
+    """Prints warnings, as the event handler of verbs without a live view."""
     if isinstance(event, Warned):
         print(f"warning {safe_lines(event.message)}", file=sys.stderr)
     if isinstance(event, Noted):
@@ -32,8 +32,9 @@ def print_warnings(event: Event) -> None:
 
 
 def selection(arguments: argparse.Namespace) -> Selection:
-    """Returns the steps and variants that --only, --affected-by, --shard and --force select, as far as a verb
-    has them."""
+    """Returns the selection of --only, --affected-by, --shard and --force, as far as the verb has these
+    options.
+    """
     return Selection(
         tuple(getattr(arguments, "only", ())),
         getattr(arguments, "affected_by", None),
@@ -142,7 +143,7 @@ def _to_reporter(report: Reporter) -> Reporter:
     def handle(event: Event) -> None:
         if isinstance(event, Noted):
             print_warnings(event)
-        # the verb prints the last line itself, since it names the bundles
+        # The verb prints the last line itself, since it names the bundles.
         elif not isinstance(event, RunFinished):
             report(event)
 
@@ -166,7 +167,7 @@ def document(result: Result) -> dict[str, object]:
 
 
 def _end(result: Result) -> list[str]:
-    """Returns the last lines that a run prints: speeds, counts, and the places of the bundles."""
+    """Returns the last lines that a run prints: speeds, counts, and the directories of the bundles."""
     from mlcbuild.cli import summaries
     from mlcbuild.reports.report import summary
 
@@ -186,7 +187,7 @@ def _line(item: VariantResult, here: str) -> str:
 
 
 def _near(path: Path, here: str) -> str:
-    """Returns a path relative to the directory `here` where that is shorter, else the path itself."""
+    """Returns a path relative to the directory `here` if that is shorter, else the path unchanged."""
     text = str(path)
     return "." if text == here else text.removeprefix(here.rstrip("/") + "/")
 
@@ -199,7 +200,9 @@ def _places(result: Result) -> str:
 
 
 def _leave_receipt(arguments: argparse.Namespace, session: Session, result: Result, began: int) -> None:
-    """Writes a receipt, so that the same command line ends at once next time if there is nothing to do."""
+    """Writes a receipt, so that the same command line ends at once next time if there is nothing to do.
+    began: start of the run, in ns since 1970.
+    """
     from mlcbuild.cli import receipts, summaries
 
     outputs = (arguments.junit, arguments.summary, os.environ.get("GITHUB_STEP_SUMMARY"))

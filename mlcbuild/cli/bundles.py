@@ -20,7 +20,7 @@ from mlcbuild.errors import UsageError
 from mlcbuild.keyfile import is_public
 
 _LARGEST_LIBRARY_JSON = 16 << 20
-"""Largest size of a library's JSON file in bytes."""
+"""Maximum size of a library's JSON file in bytes."""
 
 
 def inspect(arguments: argparse.Namespace) -> int:
@@ -85,8 +85,9 @@ def _verification(figures: Mapping[str, object] | None) -> list[tuple[str, str]]
 
 
 def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]:
-    """Returns use -> kernel, or use -> reason for a slow kernel, which a library's JSON states under `key`.
-    Raises BundleError."""
+    """Returns the mapping that a library's JSON states under `key`: use -> kernel, or use -> reason for a
+    slow kernel. Raises BundleError.
+    """
     try:
         section = Fields(library.get(key, {}), key)
         return {printable(use): section.text(use) for use in section.value}
@@ -95,7 +96,7 @@ def _chosen(path: Path, library: Mapping[str, Json], key: str) -> dict[str, str]
 
 
 def _uses(kernels: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Returns a table row for each kernel, listing what it is used for."""
+    """Returns a table row for each kernel, with the uses of the kernel. kernels: use -> kernel."""
     rows = []
     for name in sorted(set(kernels.values())):
         uses = sorted(use.removesuffix(".weight") for use, chosen in kernels.items() if chosen == name)

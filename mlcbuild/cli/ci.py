@@ -29,7 +29,7 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 
 def shard(arguments: argparse.Namespace) -> int:
-    """Prints the split that `run --shard` uses; with --record, after writing new durations."""
+    """Prints the split that `run --shard` uses; with --record, writes new durations first."""
     session = open_session(arguments)
     if arguments.record:
         session.record_durations()
@@ -53,7 +53,7 @@ def _basis(name: str) -> str:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Writes the page of the recipe's last run, compared with the one before. The recipe is not read."""
+    """Writes the page of the recipe's last run, compared with the previous run. The recipe is not read."""
     from mlcbuild.reports import page, runlog
 
     recipe, store = Path(arguments.recipe), open_store(arguments)

@@ -29,7 +29,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 def _one(name: str, arguments: argparse.Namespace) -> Path:
-    """Returns the only bundle that a name means. Raises UsageError for several."""
+    """Returns the single bundle that a name means. Raises UsageError if it means several."""
     directories = bundles(name, _options(arguments))
     if len(directories) > 1:
         listed = ", ".join(str(path) for path in directories)
@@ -50,7 +50,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def _served(text: str, arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields DIRECTORY or NAME=DIRECTORY for each bundle that NAME or NAME=NAME means."""
+    """Yields DIRECTORY or NAME=DIRECTORY for each bundle that the argument NAME or NAME=NAME means."""
     alias, equals, name = text.partition("=")
     if not equals or not alias or "/" in alias or Path(text).exists():
         alias, name = "", text
@@ -106,7 +106,7 @@ def listed(arguments: argparse.Namespace) -> int:
 
 
 def remove(arguments: argparse.Namespace) -> int:
-    """Removes installed models; what their builds left in the store stays until `cache gc`."""
+    """Removes installed models. Results of their builds stay in the store until `cache gc`."""
     kept = entries.read(_root(arguments))
     for entry in [entries.named(kept, name) for name in dict.fromkeys(arguments.names)]:
         size = entry.size

@@ -29,7 +29,7 @@ def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
 
 
 def _escaped(line: str) -> str:
-    """Returns a line of JSON with unprintable characters escaped; only strings can hold some."""
+    """Returns a line of JSON with unprintable characters escaped, which can only occur in strings."""
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in line)
 
 
@@ -152,8 +152,7 @@ def _linker(_: argparse.Namespace) -> str:
 
 
 def _crosses(_: argparse.Namespace) -> str:
-    """Returns a description of the presets whose code can be linked on this machine; none of them is
-    required."""
+    """Returns a description of the presets for which this machine can link code; none of them is required."""
     from mlcbuild.compiler.cpu.toolchain import linker_identity
     from mlcbuild.errors import SetupError
     from mlcbuild.targets.presets import presets
@@ -180,7 +179,7 @@ def _store(arguments: argparse.Namespace) -> str:
     while not place.exists():
         place = place.parent
     try:
-        # Permissions do not suffice: a filesystem may still refuse to write.
+        # Checking permissions does not suffice: a filesystem may still refuse to write.
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:

@@ -220,7 +220,7 @@ def bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_load(serve: argparse._ArgumentGroup) -> None:
-    """Adds the options that say how many requests are sent, and when."""
+    """Adds the options that determine how many requests are sent, and when."""
     serve.add_argument(
         "--clients",
         metavar="N,...",
@@ -355,8 +355,10 @@ def init(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_file(name: str, verb: str) -> str:
-    """Returns the recipe that a command line names: a directory stands for the recipe in it, or for a bundle
-    that is published. Raises UsageError when no recipe is named and none is here."""
+    """Returns the path of the recipe that a command line names. A directory stands for the recipe in it, or,
+    if `verb` is publish, for a bundle. Raises UsageError if no recipe is named and none is in the current
+    directory.
+    """
     inside = Path(name) / RECIPE
     if verb != "publish" and inside.is_file():
         return os.path.normpath(inside)

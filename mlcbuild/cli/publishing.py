@@ -21,10 +21,10 @@ from mlcbuild.session import Session
 
 
 def publish(arguments: argparse.Namespace) -> int:
-    """Publishes bundles: `publish RECIPE` builds and sends those of a recipe, `publish BUNDLE --to URL` sends
-    one.
+    """Publishes bundles: `publish RECIPE` builds and sends the bundles of a recipe, `publish BUNDLE --to URL`
+    sends one.
 
-    Returns exit code 1 when a bundle could not be sent; the others are sent nevertheless.
+    Returns exit code 1 if a bundle could not be sent; the others are sent nevertheless.
     """
     for url in arguments.to:
         if problem := fault(url, writing=True):
@@ -61,7 +61,7 @@ def _build(arguments: argparse.Namespace) -> tuple[Session, Result]:
 
 
 def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
-    """Returns a function that prints the outcome of sending a bundle as soon as it is known."""
+    """Returns a function that prints the outcome of sending a bundle as soon as it is finished."""
 
     def show_one(sent: Sent) -> None:
         if sent.status == "skipped":
@@ -77,7 +77,7 @@ def _printing(arguments: argparse.Namespace) -> Callable[[Sent], None]:
 
 
 def _conclude(arguments: argparse.Namespace, sent: Iterable[Sent], more: Mapping[str, object]) -> int:
-    """Prints the document of --json and returns the exit code."""
+    """Prints the document of --json and returns the exit code. more: further fields of the document."""
     rows = [_row(item) for item in sent if item.status != "skipped"]
     if arguments.json:
         show(True, {"published": rows, **more}, [])
@@ -92,7 +92,7 @@ def _row(sent: Sent) -> dict[str, str | int]:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Downloads a published bundle into a directory; prints its path and an immutable address."""
+    """Downloads a published bundle into a directory, and prints the directory and an immutable address."""
     if problem := fault(arguments.source, writing=False):
         raise UsageError(f"mlcbuild pull: {problem}")
     directory = Path(arguments.directory or _name(arguments.source))

@@ -1,5 +1,6 @@
-"""Writes the receipt of a successful run: everything that it read, and everything that its result depends
-on."""
+"""Writes the receipt of a successful run: everything that the run read, and everything on which its result
+depends.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +38,23 @@ class Printed:
 
     lines: tuple[str, ...]
     places: str
-    """The end of the last line: the places of the bundles."""
+    """The end of the last line: the directories of the bundles."""
 
 
 class _DoubtError(Exception):
-    """The error that ends the writing of a receipt: an input's mtime is too recent to detect a later change,
-    or its state is unexpected."""
+    """The error that ends the writing of a receipt, because an input's mtime is too recent to detect a later
+    change, or its state is unexpected.
+    """
 
 
 def leave(session: Session, result: Result, printed: Printed, words: Sequence[str], began: int) -> None:
     """Writes the receipt of the command line `words`, unless an input is too recent to detect a later change.
 
-    The run with this `result` left nothing to do. It read nothing before `began`, in nanoseconds since 1970.
+    result: of a run after which nothing is left to do. It read nothing before `began`, in nanoseconds since
+    1970.
     """
     if sys.platform == "darwin":
-        return  # its `clang` is a wrapper, and no file that we know of shows which linker it starts
+        return  # Apple's `clang` is a wrapper: no file shows which linker it starts.
     looked, store = time.time_ns(), session.store
     with suppress(OSError, _DoubtError):
         read = list(dict.fromkeys(_read(session.pipeline, store)))
@@ -92,16 +95,18 @@ def leave(session: Session, result: Result, printed: Printed, words: Sequence[st
 
 
 def _outputs(outputs: Collection[Path], blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields what is to be watched of output directories; adds their files to `blobs` and `listed`."""
+    """Yields the paths to watch in output directories, and adds their files to `blobs` and `listed`. looked:
+    time of the run, in ns since 1970.
+    """
     for output in outputs:
         yield from _output(output, blobs, listed, looked)
-    # The lists of written files beside bundles are replaced by rename, which changes the directory.
+    # The lists of written files beside bundles are replaced by rename, which changes the parent directory.
     for parent in {str(output.parent) for output in outputs}:
         yield from _directory(parent, listed, looked)
 
 
 def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
-    """Yields every path whose contents, or absence, determine what a run of the recipe does."""
+    """Yields every path whose contents, or whose absence, determine what a run of the recipe does."""
     recipe = pipeline.recipe
     yield from map(
         str, (recipe.path.absolute(), recipe.lock, keyfile.default_path(), store.root / "store.json")
@@ -118,7 +123,7 @@ def _read(pipeline: Pipeline, store: Store) -> Iterator[str]:
     packages = (mlcbuild, mlcbuild_format, mlcbuild_runtime)
     for place in (*(path for package in packages for path in package.__path__), str(presets.directory())):
         yield from _files(place)
-    # Installed packages: directory names there include versions.
+    # Installed packages: the names of directories there include versions.
     yield from (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
     linkers = {name for target in recipe.targets.values() for name in programs(target)}
     for directory in os.get_exec_path():
@@ -138,7 +143,7 @@ def _latest(stats: Sequence[int]) -> int:
 
 @dataclass
 class _Blobs:
-    """Collects files whose mtime is the one that all files of a store have, and their sizes."""
+    """Collects files that have the fixed mtime of files in a store, and their sizes."""
 
     store: Store
     blobs: dict[str, int] = field(default_factory=dict)
@@ -167,7 +172,9 @@ class _Blobs:
 
 
 def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the directories of a bundle that must be watched; its files are added to `blobs`."""
+    """Yields the directories of a bundle that must be watched, and adds its files to `blobs`. looked: time of
+    the run, in ns since 1970.
+    """
     if output.is_symlink():
         raise _DoubtError(output)
     for directory, _, _ in os.walk(output):
@@ -179,8 +186,9 @@ def _output(output: Path, blobs: _Blobs, listed: list[str], looked: int) -> Iter
 
 
 def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
-    """Yields the directory if its stat shows later changes of its names; otherwise adds its names to
-    `listed`."""
+    """Yields the directory if its stat would show later changes of its names; otherwise adds its names to
+    `listed`. looked: time of the run, in ns since 1970.
+    """
     stat_result = os.stat(directory)
     if max(stat_result.st_mtime_ns, stat_result.st_ctime_ns) + RACY_NS < looked:
         yield directory
@@ -190,7 +198,9 @@ def _directory(directory: str, listed: list[str], looked: int) -> Iterator[str]:
 
 
 def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, list[int]]:
-    """Returns the directories of records and their stats, with zeros for one whose mtime is too recent."""
+    """Returns directory of records -> its stat, or zeros if its mtime is too recent to detect a later change.
+    looked: time of the run, in ns since 1970.
+    """
     stats = {}
     there: set[str] = set()
     for shelf in sorted({key[:2] for key in records}):
@@ -204,7 +214,7 @@ def _shelves(store: Store, records: Iterable[str], looked: int) -> dict[str, lis
 
 
 def _without_work(log: RunLog) -> RunLog:
-    """Returns the log of a run that reuses every step."""
+    """Returns the log of the same run if it had reused every step."""
 
     def reused(step: LoggedStep) -> LoggedStep:
         return replace(step, status="reused", words="", start=None, seconds=0.0, tail="", worker="")
@@ -214,5 +224,5 @@ def _without_work(log: RunLog) -> RunLog:
 
 
 def _texts(printed: Printed, steps: int) -> list[str]:
-    """Returns the printed text before and after the seconds that a run took."""
+    """Returns the printed texts before and after the seconds that a run took. steps: number of steps."""
     return ["\n".join([*printed.lines, f"0 built, {steps} reused in "]), printed.places]

@@ -43,10 +43,12 @@ def settings(pairs: list[str]) -> dict[str, str]:
 
 
 def open_session(arguments: argparse.Namespace, remotes: Sequence[Remote] | None = None) -> Session:
-    """Opens the recipe that a command line names; `remotes` replace those of the recipe."""
+    """Opens the recipe that a command line names. remotes: replace those of the recipe, unless they
+    are None.
+    """
     from mlcbuild import session
 
-    # variants and steps live until the process ends, so frequent garbage collection finds little
+    # Variants and steps live until the process ends, so frequent garbage collection would free little.
     gc.set_threshold(200_000, 10, 10)
     none = getattr(arguments, "no_remote", False)
     return session.open(
@@ -59,7 +61,9 @@ def open_session(arguments: argparse.Namespace, remotes: Sequence[Remote] | None
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Writes a recipe: here for a model that is named, otherwise in a directory for a model to come."""
+    """Writes a recipe: in the current directory for an existing model, or in a new directory for a model that
+    will be added.
+    """
     from mlcbuild.installed.default_scheme import choose_scheme, parameter_count
     from mlcbuild.installed.entries import slug
     from mlcbuild.installed.resolve import machine_words
@@ -87,8 +91,9 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def _source(model: str) -> str:
-    """Returns the source of a model as YAML, relative to this directory. Raises UsageError for a checkpoint
-    that is this directory, where bundles would lie inside of it."""
+    """Returns the source of a model as YAML, relative to this directory. Raises UsageError if the checkpoint
+    is this directory, since bundles would then be written into it.
+    """
     if "://" in model:
         return json.dumps(model)
     path = Path(model)
@@ -103,7 +108,7 @@ def _source(model: str) -> str:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Validates a recipe; with --json, problems are part of the document on stdout."""
+    """Validates a recipe. With --json, its problems are part of the document on standard output."""
     from mlcbuild.locking import check
 
     try:

@@ -1,4 +1,4 @@
-"""The verb `cache`, for the store, and the verb `keys`, for the key that signs what leaves it."""
+"""The verb `cache`, for the store, and the verb `keys`, for the key that signs records and provenance."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from mlcbuild.store import upkeep
 
 
 def keys(arguments: argparse.Namespace) -> int:
-    """Runs the verb `keys`: `keys new` makes the key that records are signed with, `keys show` prints its
-    public half."""
+    """Runs the verb `keys`: `keys new` creates the key with which records are signed, `keys show` prints its
+    public half.
+    """
     path = Path(arguments.file) if arguments.file else keyfile.default_path()
     if arguments.action == "new":
         signer = keyfile.create(path)
@@ -55,7 +56,9 @@ def cache(arguments: argparse.Namespace) -> int:
 
 
 def push(arguments: argparse.Namespace) -> int:
-    """Sends records of a recipe or a whole store to remotes; exit code 1 when any could not be sent."""
+    """Sends records of a recipe or of the whole store to remotes. The exit code is 1 if any could not be
+    sent.
+    """
     store = open_store(arguments)
     recipe, urls = _operands(arguments, "push", everything=True)
     if recipe is None:
@@ -73,9 +76,9 @@ def push(arguments: argparse.Namespace) -> int:
 
 
 def pull(arguments: argparse.Namespace) -> int:
-    """Downloads everything that remotes have for a recipe, for runs without a network.
+    """Downloads all results that remotes have for a recipe, for later runs without a network.
 
-    Exit code 1 when a remote failed, or what it holds is not right, and something is missing.
+    The exit code is 1 if a remote failed or sent wrong data, and something is missing.
     """
     if arguments.all:
         raise UsageError("mlcbuild cache pull: a remote cannot list what it has: name a recipe, not --all")
@@ -87,10 +90,10 @@ def pull(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Hashes everything in the store and removes what is damaged; with a recipe or URLs, then fetches damaged
+    """Hashes everything in the store and removes damaged files. With a recipe or URLs, then downloads damaged
     and missing files from their remotes.
 
-    Exit code 1 when anything was damaged or is missing; the next run that needs it builds it again.
+    The exit code is 1 if anything was damaged or is missing; the next run that needs it builds it again.
     """
     store, operands = open_store(arguments), arguments.operands
     if operands and "://" not in operands[0]:
@@ -117,8 +120,9 @@ def _warn(sentences: Iterable[str]) -> None:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    """Removes results from the store that were not used for long, or the oldest ones if the store is too
-    large."""
+    """Removes results from the store that were not used for long, or the least recently used ones if the
+    store is too large.
+    """
     no_operands(arguments)
     if arguments.max_size is None and arguments.unused_days is None:
         raise UsageError("mlcbuild cache gc: say what may go: --max-size 50GB, --unused-days 30, or both")
@@ -135,7 +139,7 @@ def gc(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Runs `cache export FILE [RECIPE]`: writes the store, or what it has of a recipe, into one file."""
+    """Runs `cache export FILE [RECIPE]`: writes the store, or its results for a recipe, into one file."""
     store = open_store(arguments)
     if not 1 <= len(arguments.operands) <= 2:
         raise UsageError("mlcbuild cache export: write `mlcbuild cache export FILE [RECIPE]`")
@@ -149,7 +153,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def take(arguments: argparse.Namespace) -> int:
-    """Runs `cache import FILE`: reads what another store exported."""
+    """Runs `cache import FILE`: reads results that another store exported."""
     if len(arguments.operands) != 1:
         raise UsageError("mlcbuild cache import: write `mlcbuild cache import FILE`")
     moved = archive.read(open_store(arguments), Path(arguments.operands[0]), _trusted(arguments))
@@ -160,7 +164,9 @@ def take(arguments: argparse.Namespace) -> int:
 def _operands(
     arguments: argparse.Namespace, action: str, *, everything: bool
 ) -> tuple[str | None, Sequence[str]]:
-    """Returns the recipe, if one is named or needed, and the URLs of `cache push` and `cache pull`."""
+    """Returns (recipe or None, URLs) of `cache push` and `cache pull`. everything: True if the action works
+    without a recipe.
+    """
     operands = list(arguments.operands)
     recipe = None if everything and arguments.all else (operands.pop(0) if operands else "")
     if recipe == "" or (recipe is None and not operands):
@@ -184,9 +190,9 @@ def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]
 
 
 def _over(arguments: argparse.Namespace, urls: Sequence[str]) -> Session:
-    """Opens the recipe, with the remotes that the command names in place of its own, if it names any.
+    """Opens the recipe. Remotes that the command line names replace those of the recipe.
 
-    The keys that a recipe trusts for an address hold for that address on the command line, too, unless
+    The keys that a recipe trusts for an address are also used for that address on the command line, unless
     --trust names others.
     """
     named, session = _remotes(arguments, urls), open_session(arguments)

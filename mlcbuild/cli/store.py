@@ -15,13 +15,14 @@ from mlcbuild.store.store import Store, default_root
 
 
 def open_store(arguments: argparse.Namespace) -> Store:
-    """Returns the store that --store names, or the user's. Raises StoreError for a store of another
-    format."""
+    """Returns the store that --store names, or the user's default store. Raises StoreError for a store of
+    another format.
+    """
     return Store(Path(arguments.store) if arguments.store else default_root())
 
 
 def no_operands(arguments: argparse.Namespace) -> None:
-    """Raises UsageError if an action of `cache` that takes no operands was passed any."""
+    """Raises UsageError if an action of `cache` without operands was passed any."""
     if arguments.operands:
         raise UsageError(
             f"mlcbuild cache {arguments.action}: '{arguments.operands[0]}' is one argument too many"
@@ -56,7 +57,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 def ago(seconds: float) -> str:
-    """Formats the time since something was used, in its largest unit."""
+    """Returns the time since something was used, in words and in its largest unit. seconds: that time."""
     for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if (count := int(seconds // length)) >= 1:
             return f"{count} {name}{'s' if count > 1 else ''} ago"

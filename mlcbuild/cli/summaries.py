@@ -23,7 +23,7 @@ def speeds(log: RunLog) -> list[str]:
 
 
 def write(arguments: argparse.Namespace, log: RunLog) -> None:
-    """Writes the files that options name, and those that the surrounding CI system reads."""
+    """Writes the files that options name, and those that the CI system of this process reads."""
     from mlcbuild.ci.ci_reports import junit, markdown
 
     if arguments.junit is not None:
@@ -41,7 +41,7 @@ def write(arguments: argparse.Namespace, log: RunLog) -> None:
 
 
 def check_writable(arguments: argparse.Namespace) -> None:
-    """Raises UsageError for an output that cannot be written, before hours of work are done."""
+    """Raises UsageError if an output cannot be written, before hours of work are done."""
     for path in (arguments.junit, arguments.summary):
         if path is not None:
             _write(path, "", append=True)

@@ -1,10 +1,10 @@
-"""Reads YAML files strictly, recording the place of every key and value.
+"""Reads YAML files strictly, and records the position of every key and value.
 
 The rules, which recipes/README.md states for users:
 
 - UTF-8, one document, at most MAX_BYTES bytes and MAX_DEPTH levels. Keys are text and unique.
 - Characters that look like a space or a line break, or are invisible, are allowed in quoted text only.
-- No anchors, aliases, merge keys or tags, so that each value has one place and a small file stays small.
+- No anchors, aliases, merge keys or tags, so that each value has one position and a small file stays small.
 - Plain scalars: `true`, `false`, `null`, `~`, nothing, and decimal numbers mean the same as in JSON. Whatever
   YAML 1.1 and 1.2 read differently (no, on, 012, 1_000, 1:30, 2024-01-01, .inf) is text.
 """
@@ -25,11 +25,13 @@ from mlcbuild_format import regular
 from mlcbuild.errors import InputError, Problem, Problems
 
 MAX_BYTES = 4 << 20
-"""Largest YAML file in bytes; a recipe of 60,000 models, each with a source of its own, has three million."""
+"""Maximum size of a YAML file in bytes. A recipe of 60,000 models with different sources has three
+million.
+"""
 MAX_DEPTH = 32
 _TOO_DEEP = f"this is nested more than {MAX_DEPTH} levels deep"
 MAX_DIGITS = 18
-"""Most digits of an integer, so that each fits into 64 bits; longer ones are text."""
+"""Maximum number of digits of an integer, so that each fits into 64 bits; a longer one is text."""
 
 Scalar: TypeAlias = bool | int | float | str | None
 Data: TypeAlias = Scalar | list["Data"] | dict[str, "Data"]
@@ -47,8 +49,9 @@ _CONTROL = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udf
 """Characters that are neither text nor line breaks: U+0085, U+2028 and U+2029 end a line in YAML 1.1 only."""
 _ODD_SPACE = "[\xa0\u1680\u180e\u2000-\u200b\u202f\u205f\u2060\u3000]"
 _MISTAKEN = re.compile(rf"(?:^ *|:)(?P<a>{_ODD_SPACE})|(?P<b>{_ODD_SPACE}) *(?:#|$)", re.MULTILINE)
-"""A character that is mistaken for a space where YAML requires one: before a key, after ':', or at a line's
-end."""
+"""Matches a character that is mistaken for a space where YAML requires one: before a key, after ':', or at a
+line's end.
+"""
 
 
 @dataclass(frozen=True, order=True)
@@ -65,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Document:
-    """A YAML file as plain data, with the place of each part."""
+    """A YAML file as plain data, with the position of each part."""
 
     file: str
     data: Data
@@ -76,16 +79,16 @@ class Document:
     texts: Mapping[Where, str]
     """Path of a number or boolean -> its text as written in the file."""
     problems: tuple[Problem, ...] = ()
-    """Problems that leave the rest readable, such as a duplicate key."""
+    """Problems with which the file can still be read, such as a duplicate key."""
 
     def place(self, where: Where) -> Place:
-        """Returns the place of a value, or of the nearest enclosing one that is in the file."""
+        """Returns the position of a value; if it is not in the file, that of the nearest enclosing value."""
         while where and where not in self.values:
             where = where[:-1]
         return Place(self.file, *self.values.get(where, (1, 1)))
 
     def key_place(self, where: Where) -> Place:
-        """Returns the place of the key of a value, or of the value where there is no key."""
+        """Returns the position of the key of a value, or of the value if it has no key."""
         return Place(self.file, *self.keys[where]) if where in self.keys else self.place(where)
 
     def get(self, where: Where) -> Data:
@@ -102,7 +105,7 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Reads a YAML file. Raises InputError with all problems when it cannot be parsed."""
+    """Reads a YAML file. Raises InputError with all problems if it cannot be parsed."""
     try:
         data = regular.read(path, MAX_BYTES)
     except (OSError, ValueError) as error:
@@ -114,7 +117,7 @@ def read(path: Path) -> Document:
 
 
 def parse(data: bytes, file: str) -> Document:
-    """Parses the bytes of a file; messages use the name `file`. Raises InputError like read()."""
+    """Parses the bytes of a YAML file. file: its name, for messages. Raises InputError as read() does."""
     if len(data) > MAX_BYTES:
         raise InputError([_too_large(file)])
     builder = _Builder(file)
@@ -142,8 +145,9 @@ def _too_large(file: str) -> Problem:
 
 
 def scalar(text: str) -> Scalar:
-    """Returns the value of an unquoted text in YAML; the text itself unless all versions of YAML agree on
-    another type."""
+    """Returns the value of an unquoted YAML scalar, which is text unless all versions of YAML agree on
+    another type.
+    """
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -160,7 +164,7 @@ def _decode(data: bytes, file: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # With a byte order mark, `start` counts from its end.
+        # With a byte order mark, `start` is relative to its end.
         before = error.object[: error.start]
         line, last = before.count(b"\n") + 1, before.rpartition(b"\n")[2]
         message = f"the file is not UTF-8: byte 0x{error.object[error.start]:02x} ({error.reason})"
@@ -208,7 +212,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
         message = "a tab may not indent a line: use spaces"
     elif "cannot start any token" in what:
         message = f"a value may not start with '{written[column : column + 1]}': put it in quotes"
-    elif "nesting depth" in what:  # libyaml has a limit of its own, a larger one
+    elif "nesting depth" in what:  # libyaml also has a limit, which is larger.
         message = _TOO_DEEP
     elif what.startswith("mapping values are not allowed"):
         message = "': ' may not stand here: start a new line, or put the text in quotes"
@@ -220,8 +224,7 @@ def _syntax(error: yaml.MarkedYAMLError, text: str, file: str) -> Problem:
 
 
 def _odd_space(text: str) -> tuple[int, str] | None:
-    """Returns the offset of a character that is mistaken for a space, and a message; None if there is
-    none."""
+    """Returns (offset of a character that is mistaken for a space, error message); None if there is none."""
     match = _MISTAKEN.search(text)
     if match is None:
         return None
@@ -230,23 +233,23 @@ def _odd_space(text: str) -> tuple[int, str] | None:
 
 
 def _cuts_text(written: str, column: int) -> bool:
-    """Returns True if an unquoted brace or bracket cut the text `written` at `column`."""
+    """Returns True if an unquoted brace or bracket at `column` ended the text `written` early."""
     brackets = ("{", "[", "}", "]")
     return written[column : column + 1] in brackets or written[:column].rstrip()[-1:] in brackets
 
 
 @dataclass
 class _Frame:
-    """A YAML mapping or list that is being read."""
+    """A YAML mapping or list while it is being read."""
 
     container: dict[str, Data] | list[Data]
     where: Where
     key: str | None = None
     """The key of the next value of the mapping; None for a list."""
     drop: bool = False
-    """True when the next value is discarded, because its key is a duplicate."""
+    """True if the next value is discarded, because its key is a duplicate."""
     is_key: bool = False
-    """True for a container in the position of a key, which is read and discarded."""
+    """True for a mapping or list in the position of a key, which is read and discarded."""
 
 
 @dataclass
@@ -261,7 +264,7 @@ class _Builder:
     texts: dict[Where, str] = field(default_factory=dict)
     problems: Problems = field(default_factory=Problems)
     lost: bool = False
-    """True when part of the data is missing, so that further checks would report nonsense."""
+    """True if part of the data is missing, in which case further checks would report wrong problems."""
     stack: list[_Frame] = field(default_factory=list)
 
     def take(self, event: yaml.Event) -> None:
@@ -331,7 +334,9 @@ class _Builder:
         frame.key = text
 
     def _put(self, value: Data, event: yaml.Event) -> Where:
-        """Adds a value at the parser's position and returns its path."""
+        """Adds a value at the parser's position and returns its path. event: the parser's event, for its
+        position.
+        """
         if not self.stack:
             self.root = value
             where: Where = ()

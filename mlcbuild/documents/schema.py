@@ -1,4 +1,4 @@
-"""The schemas of recipes and targets, and validation with readable messages.
+"""Validates recipes and targets by their JSON schemas, with readable messages.
 
 The JSON files in mlcbuild/schema are the only definition of the formats; editors use them directly.
 """
@@ -35,16 +35,16 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class SchemaError:
-    """A place of a document that does not fit its schema, and why."""
+    """A violation of the schema: the value's path in the document, and the message."""
 
     where: Where
     message: str
     on_key: bool = False
-    """True when the key at this place is wrong, not its value."""
+    """True if the key at this path is wrong, not its value."""
 
 
 def schema(name: Name) -> Schema:
-    """Returns the published schema, without external references, as `mlcbuild schema <name>` prints it."""
+    """Returns a published schema, without external references, as `mlcbuild schema <name>` prints it."""
     text = Path(__file__).parent.parent.joinpath("schema", f"{name}.schema.json").read_text(encoding="utf-8")
     document = cast(Schema, json.loads(text))
     definitions = document.get("$defs")
@@ -54,9 +54,9 @@ def schema(name: Name) -> Schema:
 
 
 def typed(document: Document, name: Name) -> Document:
-    """Returns the document with text wherever the schema allows only text.
+    """Returns the document with text in all places where the schema allows only text.
 
-    A model may thus be called 7 or 1.10 or true without quotes: its name is the text as written.
+    So a model may be called 7 or 1.10 or true without quotes: its name is the text as written.
     """
     texts = document.texts
 
@@ -75,13 +75,13 @@ def typed(document: Document, name: Name) -> Document:
 
 
 def findings(document: Document, name: Name) -> Iterator[SchemaError]:
-    """Yields everything in a document that does not fit its schema."""
+    """Yields every violation of the schema in a document."""
     _, validator = _checker(name)
     return (item for error in validator.iter_errors(document.data) for item in _sentences(error))
 
 
 def problems(document: Document, errors: Iterable[SchemaError]) -> list[Problem]:
-    """Returns the errors as problems with their places in the file."""
+    """Returns violations of a schema as problems with positions in the file."""
     return [
         (document.key_place if item.on_key else document.place)(item.where).problem(item.message)
         for item in errors
@@ -122,7 +122,8 @@ def _checker(name: Name) -> tuple[Schema, Validator]:
 def _references(root: Schema) -> Callable[..., Iterator[ValidationError]]:
     """Returns the function that validates `$ref` in a schema whose references are all `#/...`.
 
-    jsonschema resolves a reference anew for each value: a third of the time for thousands of models.
+    jsonschema resolves a reference anew for each value, which takes a third of the time for thousands of
+    models.
     """
     targets: dict[str, Schema] = {}
 
@@ -158,7 +159,8 @@ def _unique(_: Validator, __: bool, items: object, ___: object) -> Iterator[Vali
 
 def _without_variables(rule: Data) -> Data:
     """Returns a schema without the alternative "${name}", which is allowed in place of a number only before
-    variables are substituted."""
+    variables are substituted.
+    """
     if isinstance(rule, list):
         return [_without_variables(item) for item in rule]
     if not isinstance(rule, dict):
@@ -216,7 +218,7 @@ def _label(where: Where) -> str:
 
 
 def _sentences(error: ValidationError) -> Iterator[SchemaError]:
-    """Yields the readable findings for one error of the JSON Schema validator."""
+    """Yields a readable message for each violation in one error of the JSON Schema validator."""
     where: Where = tuple(error.absolute_path)
     rule = cast(Schema, error.schema)
     # The library types both as "perhaps unset": they are always set on an error that iter_errors() yields.
@@ -261,7 +263,7 @@ def _demand(error: ValidationError, rule: Schema) -> str:
 
 
 def _purpose(rule: Schema, key: str) -> str:
-    """Returns the description of a key to append to a message; "" below an `if`, which has none."""
+    """Returns the description of a key, to be appended to a message; "" below an `if`, which has none."""
     properties = rule.get("properties")
     if not isinstance(properties, dict):
         return ""
@@ -288,7 +290,9 @@ def _repeated(where: Where, items: list[Data]) -> Iterator[SchemaError]:
 
 
 def _hint(value: object, rule: Schema) -> str:
-    """Returns a hint how to write a value that was read with another type than intended; "" for none."""
+    """Returns a hint how to write a value that YAML read with another type than intended; "" if there is
+    none.
+    """
     if isinstance(value, dict) and list(value.values()) == [None] and "string" in _types(rule):
         return f' (put it in quotes: "{{{next(iter(value))}}}")'
     if not isinstance(value, str):

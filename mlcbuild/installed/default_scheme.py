@@ -13,12 +13,15 @@ from mlcbuild.models.config import ModelConfig, parameters
 from mlcbuild.models.parsing import parse
 
 SMALL = 1_000_000_000
-"""Number of parameters below which a model gets 8 bits. In 4 bits the loss of SmolLM2-135M rises by 0.14
-nats, far beyond 3 percent of perplexity; in 8 bits by 0.001 (`ci/bench/accuracy`)."""
+"""Number of parameters below which a model gets 8 bits per weight. In 4 bits the loss of SmolLM2-135M rises
+by 0.14 nats, far beyond 3 percent of perplexity; in 8 bits by 0.001 (`ci/bench/accuracy`).
+"""
 _PART_OF_MEMORY = 0.5
-"""Largest part of the memory for steps that weights may take; the rest is for the cache and for others."""
+"""Maximum part of the memory for steps that weights may take; the rest is for the cache and for other
+programs.
+"""
 _BYTES = {8: 1.07, 4: 0.57}
-"""Bits of a weight -> bytes, with scales."""
+"""Bits of a weight -> bytes of storage, scales included."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,14 @@ class SchemeChoice:
 
     scheme: str
     reason: str
-    """Words that follow "with SCHEME"; they name another scheme where a choice was made."""
+    """Reason that follows "with SCHEME" in a message. It names the alternative if there was one."""
 
 
 def choose_scheme(words: str, count: int | None = None, memory: int | None = None) -> SchemeChoice:
-    """Returns the scheme for a model on a machine.
+    """Returns the default scheme for a model on a machine.
 
-    words: the machine as `machine_words` describes it. count: number of the model's parameters; None where it
-    is not known. memory: bytes for weights and everything else; by default this machine's. int8 products need
+    words: the machine as `machine_words` describes it. count: number of the model's parameters; None if it is
+    unknown. memory: bytes for weights and everything else; None: this machine's. int8 products need
     instructions that sum bytes: AVX2 and later, or Arm's dot product. Other processors multiply floats about
     as fast.
     """
@@ -52,10 +55,10 @@ def choose_scheme(words: str, count: int | None = None, memory: int | None = Non
 
 
 def parameter_count(source: str) -> int | None:
-    """Returns the number of parameters of a checkpoint; None where it cannot be read.
+    """Returns the number of parameters of a checkpoint; None if it cannot be determined.
 
-    source: the path of a directory or a GGUF file, or an hf:// address, whose weights files are listed by the
-    hub and taken for two bytes a parameter.
+    source: the path of a directory or a GGUF file, or an hf:// address, for which the hub's list of weights
+    files is read and two bytes per parameter are assumed.
     """
     try:
         if source.startswith("hf://"):

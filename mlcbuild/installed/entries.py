@@ -1,7 +1,7 @@
-"""The directory `installed` of a store: an entry for each bundle that is kept for `chat` and `serve`.
+"""Manages the directory `installed` of a store: an entry for each bundle that is kept for `chat` and `serve`.
 
 installed/<name>/installed.json    source, scheme, target, and the stats of a local source's files
-installed/<name>/recipe.yaml       the recipe that built it, with its lock; absent for a fetched bundle
+installed/<name>/recipe.yaml       the recipe that built it, with its lock; absent for a downloaded bundle
 installed/<name>/bundle/           the bundle
 """
 
@@ -27,7 +27,7 @@ FORMAT = "mlcbuild-installed/1"
 DIRECTORY = "installed"
 _ENTRY = "installed.json"
 _LARGEST = 4 << 20
-"""Largest description of an installed model that is read, in bytes."""
+"""Maximum size in bytes of the description of an installed model."""
 MANIFEST = "bundle.json"
 
 Stats = Mapping[str, tuple[int, int]]
@@ -36,16 +36,16 @@ Stats = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class InstallOptions:
-    """Options for building or fetching a bundle that is not installed yet."""
+    """Options for building or downloading a bundle that is not installed yet."""
 
     root: Path
     """Directory of the store."""
     scheme: str | None = None
-    """Name of the quantization scheme to build with; None chooses one that fits this machine."""
+    """Name of the quantization scheme to build with; None: a scheme that suits this machine is chosen."""
     note: Callable[[str], None] = lambda line: None
     """Function that receives one line about each choice."""
     watch: Callable[[], AbstractContextManager[Reporter]] | None = None
-    """Function that returns the view of a build's events; None shows none."""
+    """Function that returns the view of a build's events; None: no view is shown."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,15 @@ class InstalledModel:
 
     directory: Path
     source: str
-    """The model that the bundle was made from: absolute path of a checkpoint, or an address."""
+    """The model from which the bundle was made: absolute path of a checkpoint, or an address."""
     scheme: str = ""
-    """The scheme that the bundle was built with; "" for a bundle that was fetched."""
+    """The scheme with which the bundle was built; "" for a downloaded bundle."""
     target: str = ""
-    """The machine that the bundle was built for, as `machine_words` describes it; "" for a fetched bundle."""
+    """The machine for which the bundle was built, as `machine_words` describes it; "" for a downloaded
+    bundle.
+    """
     choice: str = ""
-    """"default" for a scheme that was chosen for the model; "" for one that the user named."""
+    """"default" if mlcbuild chose the scheme; "" if the user named it."""
     files: Stats = field(default_factory=dict)
     """The stats of a local checkpoint's files when the bundle was built; empty for an address."""
 
@@ -70,7 +72,7 @@ class InstalledModel:
 
     @property
     def is_default(self) -> bool:
-        """Returns True if nobody named the scheme of the bundle."""
+        """Returns True if mlcbuild chose the scheme of the bundle, and no user."""
         return self.choice == "default"
 
     @property
@@ -79,7 +81,7 @@ class InstalledModel:
 
     @property
     def is_complete(self) -> bool:
-        """Returns True if the bundle is there, and its local source is as it was."""
+        """Returns True if the bundle exists and its local source has not changed."""
         return (self.bundle / MANIFEST).is_file() and all(
             _stat(Path(self.source), name) == tuple(stat) for name, stat in self.files.items()
         )
@@ -108,8 +110,9 @@ class InstalledModel:
 
 
 def read(root: Path) -> tuple[InstalledModel, ...]:
-    """Returns the installed models of the store at `root`, the last used first. Damaged entries are left
-    out."""
+    """Returns the installed models of the store at `root`, the last used first. Damaged entries are
+    left out.
+    """
     entries = list(_read_all(root / DIRECTORY))
     return tuple(sorted(entries, key=lambda entry: -entry.used))
 
@@ -128,8 +131,9 @@ def _read_all(directory: Path) -> Iterator[InstalledModel]:
 
 
 def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
-    """Returns the installed model with a name or a source. Raises UsageError, listing what is installed, if
-    there is none."""
+    """Returns the installed model with a name or a source. Raises UsageError, which lists the installed
+    models, if there is none.
+    """
     for entry in entries:
         if name in (entry.name, entry.source):
             return entry
@@ -138,8 +142,9 @@ def named(entries: tuple[InstalledModel, ...], name: str) -> InstalledModel:
 
 
 def place(root: Path, source: str, scheme: str, target: str) -> Path:
-    """Returns the directory for a newly installed model. Its name comes from the source and the scheme, and
-    is longer where another source or machine has that name."""
+    """Returns the directory for a new installed model. Its name comes from the source and the scheme; it is
+    longer if another source or machine already uses that name.
+    """
     plain = slug(source)
     name = f"{plain}-{scheme}" if scheme else plain
     others = {entry.name: entry for entry in read(root)}
@@ -150,7 +155,9 @@ def place(root: Path, source: str, scheme: str, target: str) -> Path:
 
 
 def slug(source: str) -> str:
-    """Returns a model's name for the last part of its path or address: letters, digits, '.', '_' and '-'."""
+    """Returns a model's name, made of the last part of its path or address: letters, digits, '.', '_' and
+    '-'.
+    """
     stem = source.partition("://")[2] or source
     stem = stem.partition("?")[0].partition("@")[0].rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     return re.sub("[^A-Za-z0-9._-]+", "-", stem).lstrip(".-")[:80] or "model"
@@ -162,7 +169,9 @@ def remove(entry: InstalledModel) -> None:
 
 
 def stats(source: Path) -> dict[str, tuple[int, int]]:
-    """Returns the stats of a checkpoint's files: those of a directory, or all parts of a GGUF file."""
+    """Returns file name -> (size in bytes, mtime in ns) of a checkpoint's files: those of a directory, or all
+    parts of a GGUF file.
+    """
     if source.is_dir():
         names = [item.name for item in os.scandir(source) if item.is_file()]
     else:
@@ -172,7 +181,7 @@ def stats(source: Path) -> dict[str, tuple[int, int]]:
 
 
 def _stat(source: Path, name: str) -> tuple[int, int] | None:
-    """Returns size and mtime of a file of a checkpoint; None if it is not there."""
+    """Returns (size in bytes, mtime in ns) of a file of a checkpoint; None if it does not exist."""
     try:
         stat = ((source if source.is_dir() else source.parent) / name).stat()
     except OSError:
@@ -181,5 +190,7 @@ def _stat(source: Path, name: str) -> tuple[int, int] | None:
 
 
 def ago(entry: InstalledModel, now: float | None = None) -> float:
-    """Returns the seconds since an installed model was last used."""
+    """Returns the seconds since an installed model was last used. now: the current time, in seconds since
+    1970.
+    """
     return max(0.0, (time.time() if now is None else now) - entry.used)

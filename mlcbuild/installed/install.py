@@ -1,4 +1,4 @@
-"""Builds a checkpoint for this machine, or fetches a published bundle, and keeps it in the store."""
+"""Builds a checkpoint for this machine, or downloads a published bundle, and keeps it in the store."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ RECIPE = "recipe.yaml"
 
 
 def install(source: str, target: str, options: InstallOptions) -> InstalledModel:
-    """Builds or fetches the bundle of a source, and returns it as an installed model.
+    """Builds or downloads the bundle of a source, and returns it as an installed model.
 
     source: an address, or the absolute path of a checkpoint. target: this machine, as `machine_words`
-    describes it. Raises UsageError, and what building and fetching raise; KeyboardInterrupt when the build
-    was interrupted. An entry without a bundle does not stay.
+    describes it. Raises UsageError, and the exceptions of building and downloading; KeyboardInterrupt if the
+    build was interrupted. An entry without a bundle is removed.
     """
     named = options.scheme
     if named is not None and named not in (names := (*SCHEMES, as_is.NAME)):
@@ -61,8 +61,9 @@ def install(source: str, target: str, options: InstallOptions) -> InstalledModel
 
 
 def _is_published(source: str) -> bool:
-    """Returns True if an address names a published bundle and not a checkpoint; a hub is queried. Raises
-    UsageError."""
+    """Returns True if an address names a published bundle, False if it names a checkpoint. A hub is queried.
+    Raises UsageError.
+    """
     if "://" not in source:
         return False
     if source.startswith("oci://"):
@@ -70,7 +71,7 @@ def _is_published(source: str) -> bool:
             raise UsageError(problem)
         return True
     repository = hub.parse_source(source)
-    assert repository is not None  # resolve.ADDRESSES has no other
+    assert repository is not None  # resolve.ADDRESSES has no other scheme.
     _, files = hub.list_files(repository)
     if MANIFEST not in files and "config.json" not in files:
         packed = sorted(name for name in files if name.endswith(".gguf"))
@@ -80,8 +81,9 @@ def _is_published(source: str) -> bool:
 
 
 def _build(entry: InstalledModel, chosen: SchemeChoice, options: InstallOptions) -> None:
-    """Builds the bundle of an installed model from a recipe, which is written beside it. Raises UsageError
-    for a model that cannot be built, and what a run raises."""
+    """Builds the bundle of an installed model from a recipe, which is written beside it. chosen: the scheme.
+    Raises UsageError for a model that cannot be built, and the exceptions of a run.
+    """
     recipe, model = entry.directory / RECIPE, entry.name.removesuffix(f"-{entry.scheme}")
     recipe.write_text(recipe_text(model, entry.source, entry.scheme), encoding="utf-8")
     try:
@@ -103,7 +105,9 @@ def _build(entry: InstalledModel, chosen: SchemeChoice, options: InstallOptions)
 
 
 def recipe_text(name: str, source: str, scheme: str) -> str:
-    """Returns a recipe that builds one model for this machine, beside the recipe."""
+    """Returns the text of a recipe that builds one model for this machine, with the output beside
+    the recipe.
+    """
     model, place = json.dumps(name), json.dumps(source, ensure_ascii=False)
     return (
         "# Written by `mlcbuild chat` and `mlcbuild serve`, which build from it.\n"

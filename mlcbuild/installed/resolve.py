@@ -1,5 +1,6 @@
-"""Finds the bundles that a name on the command line means, and builds or fetches those that are not installed
-yet."""
+"""Resolves a name on the command line to bundles, and builds or downloads those that are not
+installed yet.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
     """Returns the directories of the bundles that a name means; several for a directory of bundles.
 
     A name is a bundle, a directory of bundles, a checkpoint (a directory or a GGUF file), an address (oci://
-    or hf://), or the name of an installed bundle. A bundle that is missing is built or fetched, and kept.
-    Raises UsageError for a name that means nothing, and what building and fetching raise.
+    or hf://), or the name of an installed bundle. A missing bundle is built or downloaded, and kept. Raises
+    UsageError for a name that means nothing, and the exceptions of building and downloading.
     """
     path = Path(name)
     if name.startswith(ADDRESSES):
@@ -38,13 +39,13 @@ def bundles(name: str, options: InstallOptions) -> tuple[Path, ...]:
 
 
 def machine_words() -> str:
-    """Returns this machine as a target: triple, processor and features. Raises SetupError."""
+    """Returns this machine as a text: triple, processor and features. Raises SetupError."""
     triple, cpu, features = host()
     return " ".join((triple, cpu, *features))
 
 
 def _by_name(name: str, options: InstallOptions) -> Path:
-    """Returns the bundle of an installed name. Raises UsageError when there is none."""
+    """Returns the directory of the installed bundle called `name`. Raises UsageError if there is none."""
     kept = entries.read(options.root)
     entry = next((entry for entry in kept if entry.name == name), None)
     if entry is None:
@@ -63,7 +64,9 @@ def _by_name(name: str, options: InstallOptions) -> Path:
 
 
 def _installed(source: str, options: InstallOptions) -> Path:
-    """Returns the bundle of a source, which is built or fetched unless it is installed already."""
+    """Returns the directory of the bundle of a source, which is built or downloaded unless it is
+    installed.
+    """
     words = machine_words()
     entry = _kept(source, options, words)
     if entry is None:
@@ -75,8 +78,9 @@ def _installed(source: str, options: InstallOptions) -> Path:
 
 
 def _kept(source: str, options: InstallOptions, words: str) -> InstalledModel | None:
-    """Returns the installed model of a source if it can be used as it is; None otherwise. words: this
-    machine."""
+    """Returns the installed model of a source if it can be used unchanged; None otherwise. words: this
+    machine, as `machine_words` describes it.
+    """
     usable = [
         entry
         for entry in entries.read(options.root)
@@ -91,7 +95,7 @@ def _kept(source: str, options: InstallOptions, words: str) -> InstalledModel | 
 
 
 def _checkpoint(path: Path) -> Path:
-    """Returns the checkpoint at an existing path. Raises UsageError if there is none."""
+    """Returns the path of the checkpoint at an existing path. Raises UsageError if there is none."""
     if path.suffix == ".gguf" or (path / CONFIG).is_file():
         return path
     if path.is_file():

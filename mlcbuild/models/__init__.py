@@ -1,4 +1,4 @@
-"""Models as data: the meaning of a checkpoint's config.json, and the names of its tensors."""
+"""Models as data: reads a checkpoint's config.json into layers, and names the checkpoint's tensors."""
 
 from mlcbuild.models.config import ModelConfig, cached_values, context_window, parameters
 from mlcbuild.models.experts import Clamp, Experts, Router

@@ -1,5 +1,6 @@
-"""The action of the step `config/<model>`: translates a checkpoint's config.json into this project's own
-form."""
+"""Translates a checkpoint's config.json into this project's form, as the action of the step
+`config/<model>`.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ from mlcbuild.models.serial import to_json
 
 TENSOR_NAMES = "tensors.json"
 STORAGE = "quantization.json"
-"""Name of the file with the field of config.json that says how weights are stored; none for plain weights."""
+"""Name of the file with the field of config.json that describes how weights are stored. It is absent for
+unquantized weights.
+"""
 LARGEST = 4 << 20
-"""Largest config.json that is read, in bytes. A real one has a few thousand; label tables can make it
-longer."""
+"""Maximum size of a config.json in bytes. A usual one has a few thousand; tables of labels can make it
+longer.
+"""
 
 
 def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path) -> None:
@@ -40,8 +44,9 @@ def normalise(params: Mapping[str, Json], inputs: Mapping[str, Path], out: Path)
 
 
 def quantization(values: object) -> object:
-    """Returns what config.json, already JSON-decoded, says of how weights are stored; None for plain
-    weights."""
+    """Returns the field of config.json that describes how weights are stored; None for unquantized weights.
+    values: the decoded JSON document.
+    """
     if not isinstance(values, Mapping):
         return None
     stored = [values[name] for name in QUANTIZATION if values.get(name) is not None]

@@ -9,7 +9,8 @@ from mlcbuild.models.rounding import bf16, f32
 
 
 def slopes(heads: int, kind: Alibi | None) -> tuple[float, ...]:
-    """Returns the slope of each query head, as a float32, or as a bfloat16 for that kind.
+    """Returns the slope of each query head, as a float32, or as a bfloat16 for the kind "bfloat16"; () if
+    `kind` is None.
 
     For 2^k heads they are 2^(-8 i / 2^k) for i = 1, 2, ...; other counts take those of the next smaller power
     of two, then every other one of twice as many heads.
@@ -21,7 +22,8 @@ def slopes(heads: int, kind: Alibi | None) -> tuple[float, ...]:
 
 
 def _slope(heads: int, i: int) -> float:
-    """Returns the slope of the i-th of `heads` heads: a power of a base that is rounded to float32, as the
-    models compute it."""
+    """Returns the slope of head `i` of `heads` heads: a power of a base that is rounded to float32, as the
+    models compute it.
+    """
     base = f32(2.0 ** -(2.0 ** -(math.log2(heads) - 3)))
     return f32(base**i)

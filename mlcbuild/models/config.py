@@ -1,7 +1,7 @@
-"""A decoder-only transformer as data.
+"""Describes a decoder-only transformer as data.
 
-A ModelConfig holds exactly what changes the numbers of a forward pass: nothing about tokens' meaning,
-names, sources or training. Two fine-tunes of one architecture have equal configs and share every library.
+A ModelConfig holds exactly what changes the numbers of a forward pass: nothing about tokens' meaning, names,
+sources or training. Two fine-tunes of one architecture have equal configs and share every library.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from mlcbuild.models.param import Param
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The layers of a decoder and what is around them."""
+    """A decoder-only transformer: its layers, and the embedding, norm and output matrix around them."""
 
     family: str
     vocab_size: int
     hidden_size: int
     max_position: int
     layers: tuple[LayerSpec, ...] = field(hash=False)
-    """The layers of the model, in order. Left out of the hash, since configs of thousands of layers are keys
-    of caches."""
+    """The layers of the model, in order. The hash leaves them out, because configs with thousands of layers
+    are keys of caches.
+    """
     ropes: tuple[Rope, ...]
-    """Rotary embeddings of the model, which layers name by their index."""
+    """Rotary embeddings of the model. Layers refer to them by index."""
     norm: Norm
-    """The last norm of the model, before the output matrix."""
+    """The norm between the last layer and the output matrix."""
     tie_embeddings: bool = False
     embedding_scale: float = 1.0
-    """Factor of the embedding, but not of a tied output matrix (Gemma: sqrt(hidden_size), rounded to the
-    checkpoint's dtype as transformers does)."""
+    """Factor of the embedding, which does not apply to a tied output matrix (Gemma: sqrt(hidden_size),
+    rounded to the checkpoint's dtype as transformers does).
+    """
     logit_softcap: float | None = None
     """The c in c * tanh(logit / c), which limits logits; None: logits are not limited."""
     logit_scale: float = 1.0
@@ -51,8 +53,9 @@ class ModelConfig:
     embedding_norm: Norm | None = None
     """The norm of the scaled embedding (BLOOM); None: it is not normalized."""
     learned_positions: int = 0
-    """Rows of a learned table of positions, whose row position + position_offset is added to the embedding
-    (GPT-2); 0: there is none."""
+    """Number of rows of the table of learned positions, whose row position + position_offset is added to the
+    embedding (GPT-2); 0: there is no table.
+    """
     position_offset: int = 0
 
 
@@ -76,11 +79,11 @@ def parameters(config: ModelConfig) -> tuple[Param, ...]:
 
 
 LARGEST_MODEL = 10**13
-"""Largest number of parameters of a model. Beyond it some size in config.json is surely a mistake."""
+"""Maximum number of parameters of a model. With more, some size in config.json must be a mistake."""
 
 
 def faults(config: ModelConfig) -> list[str]:
-    """Returns one sentence for each reason why a config describes no model that can be computed."""
+    """Returns one error message for each reason why a config describes no model that can be computed."""
     if not config.layers or min(config.vocab_size, config.hidden_size, config.max_position) < 1:
         return ["a model needs layers; vocab_size, hidden_size and max_position must be at least 1"]
     sentences = [fault for rope in config.ropes for fault in rope_faults(rope)]
@@ -115,9 +118,13 @@ def cached_values(config: ModelConfig) -> int:
 
 
 LARGEST_DEFAULT = 4096
-"""Largest context window, in tokens, that a recipe gets by default: its KV cache is allocated in full."""
+"""Maximum context window, in tokens, that a recipe gets by default, because the KV cache is allocated in
+full.
+"""
 
 
 def context_window(config: ModelConfig, requested: int | None) -> int:
-    """Returns a library's context window: the requested one, or the model's own up to LARGEST_DEFAULT."""
+    """Returns a library's context window in tokens: the requested one or, if that is None, the model's
+    maximum up to LARGEST_DEFAULT.
+    """
     return min(config.max_position, LARGEST_DEFAULT) if requested is None else requested

@@ -1,4 +1,6 @@
-"""Reads the fields that families with experts share, and puts the experts into their layers."""
+"""Reads the fields of config.json that families with experts share, and puts the experts into their
+layers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from mlcbuild.models.layers import Dense, LayerSpec
 TRAINING = ("output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_z_loss_coef")
 """Fields of config.json about the training loss of routers, which change no results."""
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that config.json files use for the number of experts; transformers writes some configs under another
-one than it reads."""
+"""Names that config.json files use for the number of experts. transformers writes some configs under another
+name than it reads.
+"""
 
 
 def read_experts(
@@ -25,10 +28,11 @@ def read_experts(
     size: str = "moe_intermediate_size",
     defaults: tuple[int | None, int | None, int | None] = (None, None, None),
 ) -> Experts:
-    """Reads how many experts there are, how many a token uses, and, from the field `size`, the inner values
-    of an expert.
+    """Reads the number of experts, the number that a token uses and, from the field `size`, the number of
+    inner values of an expert.
 
-    defaults: of these three numbers, for absent fields.
+    router: rule by which experts are chosen. defaults: these three numbers for absent fields; None: the field
+    is required.
     """
     fields.ignore(TRAINING)
     name = next((name for name in COUNTS if fields.has(name)), COUNTS[0])
@@ -46,8 +50,9 @@ def read_experts(
 
 
 def grouped_router(fields: Fields, normalized: bool) -> Router:
-    """Returns a router that chooses experts in groups by corrected sigmoids. normalized: whether weights are
-    divided by their sum where config.json has no norm_topk_prob."""
+    """Returns a router that chooses experts in groups by corrected sigmoids. normalized: the default of
+    norm_topk_prob, True if weights are divided by their sum.
+    """
     return Router(
         "sigmoid",
         normalized=fields.flag("norm_topk_prob", normalized),
@@ -59,8 +64,9 @@ def grouped_router(fields: Fields, normalized: bool) -> Router:
 
 
 def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Returns, for each layer, True if it has experts: every decoder_sparse_step-th one, without those in
-    mlp_only_layers."""
+    """Returns True for each layer that has experts: every decoder_sparse_step-th one, except those in
+    mlp_only_layers. count: number of layers.
+    """
     step = fields.integer("decoder_sparse_step", 1, high=4096)
     listed = fields.get("mlp_only_layers")
     dense: list[int] = []
@@ -72,7 +78,9 @@ def layers_by_step(fields: Fields, count: int) -> tuple[bool, ...]:
 
 
 def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
-    """Returns, for each layer, True if it has experts: those from first_k_dense_replace on."""
+    """Returns True for each layer that has experts: those from first_k_dense_replace on. count: number of
+    layers; default: value of an absent field.
+    """
     first = fields.integer("first_k_dense_replace", default, low=0, high=4096)
     return tuple(index >= first for index in range(count))
 
@@ -80,7 +88,9 @@ def layers_after(fields: Fields, count: int, default: int) -> tuple[bool, ...]:
 def mixed(
     layers: Sequence[LayerSpec], sparse: Iterable[bool], experts: Experts, dense: Dense
 ) -> tuple[LayerSpec, ...]:
-    """Returns the layers with the feed-forward `experts` where `sparse` is true, else with `dense`."""
+    """Returns the layers with the feed-forward `experts` where `sparse` is True, and with `dense` where it is
+    False.
+    """
     return tuple(
         replace(layer, feed_forward=experts if is_sparse else dense)
         for layer, is_sparse in zip(layers, sparse, strict=True)

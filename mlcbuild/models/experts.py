@@ -1,6 +1,8 @@
-"""A mixture of experts as data: a feed-forward of which each row uses the few parts that a router chooses.
+"""Describes a mixture of experts as data: a feed-forward with many parts, of which each row uses the few that
+a router chooses.
 
-The sum over the chosen experts e, of weights w that the router computes from the normalized row x:
+The output is a sum over the chosen experts e, with weights w that the router computes from the normalized row
+x:
 
     y = sum_e w_e down_e(gate(gate_up_e(x)))  [+ shared(x), or sigmoid(g . x) shared(x)]
 
@@ -19,11 +21,11 @@ from mlcbuild.models.param import Activation, Param
 
 @dataclass(frozen=True)
 class Router:
-    """The rule by which a token chooses its experts, from one logit for each.
+    """The rule by which a router chooses a token's experts from one logit per expert.
 
-    Scores are computed from logits; choices are the largest scores, plus the correction where there is one,
-    inside the groups kept; weights are the scores of the choices. Of equal scores the lowest index is chosen:
-    torch.topk promises no order, and libraries must give one answer.
+    Scores are computed from logits. The experts with the largest scores, plus the correction where there is
+    one, are chosen among the groups kept. Their scores are their weights. Of equal scores the lowest index is
+    chosen: torch.topk promises no order, and libraries must give one answer.
     """
 
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
@@ -42,7 +44,7 @@ class Router:
     """Number of groups into which neighbouring experts are divided; a group's score is the sum of its two
     largest scores."""
     groups_kept: int = 1
-    """Number of groups, those with the largest scores, among whose experts the choices are made."""
+    """Number of groups, those with the largest scores, whose experts can be chosen."""
     scale: float = 1.0
     """Factor of the weights of chosen experts, applied at the end."""
     jitter: float | None = None
@@ -66,22 +68,25 @@ class Experts:
     count: int
     chosen: int
     size: int
-    """Number of inner values of one expert."""
+    """Number of inner values (hidden units) of one expert."""
     activation: Activation = "silu"
     router: Router = Router()
     bias: bool = False
     """True if gate, up and down of each expert have biases."""
     clamp: Clamp | None = None
-    """The clamped gate that takes the place of `activation`; None: `activation` is used."""
+    """The clamped gate that replaces `activation`; None: `activation` is used."""
     shared_size: int = 0
-    """Number of inner values of a feed-forward that every token uses beside its experts; 0: there is none."""
+    """Number of inner values (hidden units) of a feed-forward that every token uses beside its experts; 0:
+    there is none.
+    """
     shared_gate: bool = False
     """True if the shared feed-forward is multiplied by sigmoid(weight . x)."""
 
 
 def experts_parameters(block: Experts, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of a mixture of experts. Weights of all experts are one stack. The router's
-    weights are never quantized, since a small error would choose other experts."""
+    """Yields the parameters of a mixture of experts; the weights of all experts are one stack. The router's
+    weights are never quantized, since a small error would choose other experts.
+    """
     router = block.router
     yield Param("mlp.router.weight", (block.count, hidden), stored="plain")
     if router.bias:
@@ -104,7 +109,7 @@ def experts_parameters(block: Experts, hidden: int) -> Iterator[Param]:
 
 
 def experts_faults(block: Experts, _: Sequence[object]) -> Iterator[str]:
-    """Yields a sentence for each contradiction between the fields of a mixture of experts."""
+    """Yields an error message for each contradiction between the fields of a mixture of experts."""
     router = block.router
     if min(block.count, block.chosen, block.size, router.groups, router.groups_kept) < 1:
         yield "the numbers of experts, of chosen ones and of groups and an expert's size must be at least 1"

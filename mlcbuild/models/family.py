@@ -28,12 +28,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu2": "relu2",
     "xielu": "xielu",
 }
-"""Name of an activation function in transformers -> its name here. The `gelu` of transformers is the exact
-one, by erf."""
+"""Name of an activation function in transformers -> name in this project. transformers' `gelu` is the exact
+one, by erf.
+"""
 
 Names = Mapping[str, tuple[str, ...]]
-"""Parameter within a layer -> the checkpoint's tensors below `model.layers.<i>.`: one for each part of the
-parameter, or one for all of it."""
+"""Parameter name within a layer -> names of the checkpoint's tensors below `model.layers.<i>.`: one for the
+whole parameter, or one for each of its parts.
+"""
 
 NORMS: Names = {
     "attn_norm.weight": ("input_layernorm.weight",),
@@ -46,7 +48,7 @@ POST_NORMS: Names = {
     "mlp_norm.weight": ("pre_feedforward_layernorm.weight",),
     "mlp_post_norm.weight": ("post_feedforward_layernorm.weight",),
 }
-"""Tensor names of families with norms after each half of a layer, as Gemma 2 and OLMo 2 began them."""
+"""Tensor names of families with norms after each half of a layer. Gemma 2 and OLMo 2 introduced them."""
 KINDS = ("weight", "bias")
 MEGATRON: Names = {
     **{f"attn.qkv.{kind}": (f"self_attention.query_key_value.{kind}",) for kind in KINDS},
@@ -54,7 +56,9 @@ MEGATRON: Names = {
     **{f"mlp.up.{kind}": (f"mlp.dense_h_to_4h.{kind}",) for kind in KINDS},
     **{f"mlp.down.{kind}": (f"mlp.dense_4h_to_h.{kind}",) for kind in KINDS},
 }
-"""Tensor names of plain layers whose query, key and value are one tensor, as Megatron began them."""
+"""Tensor names of layers without gates whose query, key and value are one tensor. Megatron
+introduced them.
+"""
 ATTENTION: Names = {
     "attn.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "attn.qkv.bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
@@ -76,8 +80,9 @@ LATENT: Names = {
     "attn.k_b.weight": ("self_attn.kv_b_proj.weight",),
     "attn.v_b.weight": ("self_attn.kv_b_proj.weight",),
 }
-"""Tensor names of latent attention. The parameters k_b and v_b take turns in the rows of one matrix, a head
-after the other."""
+"""Tensor names of latent attention. The rows of one matrix belong alternately to the parameters k_b and v_b,
+head after head.
+"""
 DENSE: Names = {
     "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.gate_up.bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
@@ -95,26 +100,29 @@ EXPERTS: Names = {
     "mlp.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     "mlp.shared.down.weight": ("mlp.shared_experts.down_proj.weight",),
 }
-"""Tensor names of experts. {} stands for the number of an expert; a name without it is that of a stack of all
-experts."""
+"""Tensor names of experts. {} stands for the number of an expert; a name without {} is that of a stack of all
+experts.
+"""
 LAYER: Names = {**NORMS, **ATTENTION, **LATENT, **DENSE, **EXPERTS}
-"""Tensor names of all blocks of a layer, as Llama began them; a family lists only where its own differ."""
+"""Tensor names of all blocks of a layer, as Llama uses them. A family lists only the names that differ."""
 
 
 @dataclass(frozen=True)
 class Common:
-    """The meaning of those fields of config.json that all model families share: blocks from which a family
-    makes its layers."""
+    """The meaning of the config.json fields that all model families share, as blocks from which a family
+    builds its layers.
+    """
 
     attention: Attention
-    """Attention over all positions, without biases and norms of its own, with the rotary embedding of index
-    0."""
+    """Attention over all positions, without biases and without norms of queries and keys, with the rotary
+    embedding of index 0.
+    """
     feed_forward: Dense
     norm: Norm
     count: int
     """Number of layers."""
     model: ModelConfig
-    """The model without layers; its last norm is `norm`."""
+    """The model without layers. Its last norm is `norm`."""
 
     def layer(self, **attention: Any) -> LayerSpec:
         """Returns a layer with a norm before each half. The keyword arguments replace fields of its
@@ -126,13 +134,15 @@ class Common:
         return replace(self.model, layers=tuple(layers), **changes)
 
     def all_alike(self, fields: Fields, layer: LayerSpec, window: int | None = None) -> tuple[LayerSpec, ...]:
-        """Returns the layers of a model in which all layers are equal to `layer`, with attention windows of
-        `window` tokens."""
+        """Returns `count` equal layers. window: number of tokens that a token attends to, or None; fields:
+        checked for a contradicting layer_types.
+        """
         return windowed(layer, same_window(fields, self.count, window))
 
     def by_kind(self, layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec, ...]:
-        """Returns one layer for each window (in tokens; None: none). Layers with a window use the rotary
-        embedding of such layers."""
+        """Returns one layer for each window (in tokens; None: no window). Layers with a window use the rotary
+        embedding for such layers.
+        """
         local = len(self.model.ropes) - 1
         return tuple(
             own if own.mixer.window is None else replace(own, mixer=replace(own.mixer, rope=local))
@@ -145,46 +155,50 @@ class ConfigRules:
     """The meaning of a family's config.json where it differs from Llama's."""
 
     head_dim: int | None = None
-    """Dimensions of an attention head where config.json does not state them; None: hidden_size /
-    num_attention_heads."""
+    """Dimensions of an attention head if config.json does not state them; None: hidden_size /
+    num_attention_heads.
+    """
     kv_heads_optional: bool = False
-    """True if an absent num_key_value_heads means num_attention_heads."""
+    """True if num_key_value_heads may be absent and then equals num_attention_heads."""
     tied: bool = False
-    """The value of tie_word_embeddings where config.json has none."""
+    """The value of tie_word_embeddings if config.json does not state it."""
     activation_field: str = "hidden_act"
     activation: str = "silu"
-    """The name of the activation function where config.json has none."""
+    """The name of the activation function if config.json does not state it."""
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
     norm: Norm = field(default_factory=lambda: RmsNorm(1.0))
-    """The kind of all norms of the model; config.json gives their eps, as rms_norm_eps."""
+    """The kind of all norms of the model; config.json states their eps, as rms_norm_eps."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """Field -> the value that transformers gives it where config.json lacks it."""
+    """Field name -> value that transformers uses if config.json does not state it."""
     spellings: Mapping[str, str] = field(default_factory=dict)
-    """The family's own name of a field -> the name that other families have for it."""
+    """Field name that only this family uses -> name that other families use for it."""
     wide: bool = False
-    """True if an absent intermediate_size means 4 * hidden_size."""
+    """True if intermediate_size may be absent and then equals 4 * hidden_size."""
 
 
 @dataclass(frozen=True)
 class TensorRules:
-    """The names and the arrangement of tensors in a family's checkpoints, where they differ from Llama's."""
+    """The names and the arrangement of tensors in a family's checkpoints, if they differ from Llama's."""
 
     names: Names | Callable[[ModelConfig], Names] = field(default_factory=dict)
-    """Names of tensors that differ from those in LAYER and WHOLE; they may depend on the config."""
+    """Tensor names that differ from those in LAYER and WHOLE, or a function that returns them for a
+    config.
+    """
     layers: str = "model.layers."
-    """The beginning of the names of layers' tensors, which a number follows."""
+    """Prefix of the names of layers' tensors, before the number of the layer."""
     fused_heads: bool = False
     """True if one tensor holds, for each key-value head, its query heads, its key and its value."""
     transposed: tuple[str, ...] = ()
     """Parameters, by their names within a layer, whose matrices a checkpoint stores as [in, out]."""
     alternating: bool = False
-    """True if the rows of gate and up alternate in the tensors of experts."""
+    """True if rows of gate and up alternate in the tensors of experts."""
     unused: str = ""
-    """Regular expression of the names of tensors that no model of the family reads; {layers} stands for the
-    number of layers, which is that of a further layer for drafts where a checkpoint has one."""
+    """Regular expression for names of tensors that no model of the family reads. {layers} stands for the
+    number of layers, which is also the index of an additional layer for drafts that some checkpoints have.
+    """
 
     def own_names(self, config: ModelConfig) -> Names:
-        """Returns `names` for a config."""
+        """Returns `names` for a config, after calling it if it is a function."""
         return self.names(config) if callable(self.names) else self.names
 
 
@@ -196,20 +210,23 @@ class Family:
     architecture: str
     """The class that `architectures` in config.json must name, where it names any."""
     read: Callable[[Fields, Common], ModelConfig]
-    """Function that reads the fields that only this family has, and returns the model with its layers."""
+    """Function that reads the fields which only this family has, and returns the model with its layers."""
     rope: RopeRules | None = field(default_factory=RopeRules)
-    """Rules for reading the rotary embedding; None: no layer is rotated."""
+    """Rules for reading the rotary embedding from config.json; None: no layer is rotated."""
     config: ConfigRules = field(default_factory=ConfigRules)
     tensors: TensorRules = field(default_factory=TensorRules)
     remote_code: bool = False
-    """True if checkpoints may name code of their own (auto_map), since it computes what this family does."""
+    """True if a checkpoint may refer to its own code (auto_map), because that code computes the same as this
+    family.
+    """
     texts: tuple[Family, ...] = ()
-    """Families of the text model, if config.json holds it under `text_config` beside other parts. The first
-    is that of a `text_config` without a model_type."""
+    """Families of the text model, if config.json describes it under `text_config` beside other parts. The
+    first one applies to a `text_config` without a model_type.
+    """
 
 
 def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ...]]:
-    """Returns parameter -> the tensors of a checkpoint that make it up, to be stacked along axis 0."""
+    """Returns parameter name -> tensors of a checkpoint that make it up, stacked along axis 0."""
     names = {**LAYER, **WHOLE, **family.tensors.own_names(config)}
     sources = {}
     for param in parameters(config):
@@ -229,8 +246,9 @@ def sources_of(family: Family, config: ModelConfig) -> dict[str, tuple[Piece, ..
 
 
 def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Piece, ...]:
-    """Returns the tensors that hold a parameter: one, one for each part, or one for each expert or its
-    parts."""
+    """Returns the tensors that hold a parameter: a single one, one for each part, one for each expert, or one
+    for each part of each expert.
+    """
     rest = param.shape[1:]
     numbered = any("{}" in name for name in tensors)
     if len(tensors) == 1 and numbered and not rest:
@@ -249,7 +267,7 @@ def _pieces(family: Family, param: Param, tensors: tuple[str, ...]) -> tuple[Pie
 
 
 def _whole(family: Family, param: Param, tensor: str) -> Piece:
-    """Returns the one tensor that holds a whole parameter, with the order of its rows."""
+    """Returns the single tensor that holds a whole parameter, with the order of its rows."""
     kind, count = param.name.split(".", 2)[-1], param.shape[0]
     columns: tuple[Range, ...] = ()
     if family.tensors.alternating and kind.startswith("mlp.experts.gate_up."):
@@ -265,7 +283,8 @@ def _reordered(
     family: Family, config: ModelConfig, mixer: Attention, param: Param, pieces: tuple[Piece, ...]
 ) -> tuple[Piece, ...]:
     """Returns the tensors that hold a parameter of attention, with the order in which the parameter has their
-    rows."""
+    rows. mixer: the layer's attention; pieces: the tensors before reordering.
+    """
     kind, dim = param.name.split(".", 2)[-1], mixer.head_dim
     is_qkv = kind.startswith("attn.qkv.")
     if is_qkv and family.tensors.fused_heads:
@@ -277,7 +296,7 @@ def _reordered(
     is_turned = is_qkv or kind.startswith(("attn.q_norm.", "attn.k_norm."))
     if family.rope is None or not family.rope.interleaved or not is_turned:
         return pieces
-    # All layers are put in order alike: what they have in common are keys and queries of the same order.
+    # Rows of all layers are reordered in the same way: only the common order of keys and queries matters.
     rotated = config.ropes[0].dim
     take = ((0, rotated, 2), (1, rotated, 2), (rotated, dim, 1))
     return (*(replace(piece, block=dim, take=take) for piece in turned), *pieces[len(turned) :])
@@ -289,7 +308,8 @@ def latent_pieces(
     """Returns the tensors that hold a parameter of latent attention, with the order in which the parameter
     has their rows.
 
-    own: name of the parameter in its layer. interleaved: pairs of rotated dimensions are neighbours there.
+    own: name of the parameter in its layer. pieces: the tensors before reordering. interleaved: True if pairs
+    of rotated dimensions are neighbours in the tensors.
     """
     both = mixer.head_dim + mixer.value_dim
     if own == "attn.k_b.weight":
@@ -314,7 +334,9 @@ def windowed(layer: LayerSpec, windows: Iterable[int | None]) -> tuple[LayerSpec
 
 
 def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | None, ...]:
-    """Returns the windows of a family whose layers are all alike; `layer_types` may not contradict that."""
+    """Returns `window` for each of `count` layers, for a family whose layers are all alike. Reports a
+    `layer_types` that contradicts this.
+    """
     kind = LAYER_KINDS[0] if window is None else LAYER_KINDS[1]
     layer_windows(fields, [kind] * count, window)
     kinds = fields.get("layer_types")
@@ -324,8 +346,9 @@ def same_window(fields: Fields, count: int, window: int | None) -> tuple[int | N
 
 
 def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Returns the window of each layer. `kinds` (of LAYER_KINDS) holds where config.json has no
-    `layer_types`."""
+    """Returns the window of each layer in tokens, None for layers without one. kinds: kind of each layer (of
+    LAYER_KINDS) if config.json has no `layer_types`; window: tokens of the layers that have one.
+    """
     listed, count = fields.get("layer_types"), len(kinds)
     if listed is not None and listed is not ABSENT:
         if not isinstance(listed, list) or any(kind not in LAYER_KINDS for kind in listed):
@@ -342,13 +365,15 @@ def layer_windows(fields: Fields, kinds: Sequence[str], window: int | None) -> t
 
 
 def every(step: int, count: int) -> list[str]:
-    """Returns the kinds of `count` layers of which every `step`-th one has no attention window."""
+    """Returns the kind of each of `count` layers, of which every `step`-th one has no attention window and
+    the others have one.
+    """
     full, sliding = LAYER_KINDS
     return [sliding if (index + 1) % step else full for index in range(count)]
 
 
 def unrotated(layers: Sequence[LayerSpec], rotated: Sequence[bool]) -> tuple[LayerSpec, ...]:
-    """Returns the layers, without rotary embedding where `rotated` is false."""
+    """Returns the layers, without a rotary embedding where `rotated` is False."""
     return tuple(
         layer if is_rotated else replace(layer, mixer=replace(layer.mixer, rope=None))
         for layer, is_rotated in zip(layers, rotated, strict=True)

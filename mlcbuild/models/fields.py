@@ -1,7 +1,8 @@
-"""Reads a JSON object that somebody else wrote: each field once, by name, collecting every problem.
+"""Reads the fields of a JSON object that another program wrote, each once and by name, and collects every
+problem.
 
-A reader returns a stand-in where a field is wrong, so that one pass reports all problems; code that uses a
-value for more than passing it on checks `sound` first, so that one mistake is not reported twice.
+A reader returns a valid substitute for a wrong field, so that one pass reports all problems. Code that
+computes with a value checks `sound` first, so that one mistake is not reported twice.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from mlcbuild.errors import CheckpointError, did_you_mean, one_line
 T = TypeVar("T")
 
 ABSENT: Final = object()
-"""Returned by `Fields.get` for a name that is absent; a JSON null is returned as None."""
+"""The value that `Fields.get` returns for an absent name. A JSON null is returned as None."""
 
 MOST_UNKNOWN = 50
-"""Largest number of unknown fields that are described; a file with more is no config.json."""
+"""Maximum number of unknown fields that are described; a file with more is not a config.json."""
 LARGEST = 2**31 - 1
-"""Largest integer that a field may hold: the largest index of a library."""
+"""Maximum integer that a field may hold: the largest index in a library."""
 
 
 class Fields:
-    """The fields of one JSON object. `place` is the file; `inside` the path of the object within it."""
+    """The fields of one JSON object. place: the file, for messages; inside: the path of the object within the
+    file.
+    """
 
     def __init__(self, place: str, values: Mapping[str, object], inside: str = "") -> None:
         self.place = place
@@ -36,17 +39,18 @@ class Fields:
         self._known: set[str] = set()
         self._wrong: set[str] = set()
         self._shown: dict[str, str] = {}
-        """Name of a field that all families share -> the name in the file, where it differs."""
+        """Name of a field that all families share -> name in the file, if it differs."""
 
     def inner(self, name: str, values: Mapping[str, object]) -> Fields:
-        """Returns a reader of an object inside this one. Its problems are its own until they are passed to
-        `adopt`."""
+        """Returns a reader of an object inside this one. Its problems are collected separately until they are
+        passed to `adopt`.
+        """
         return Fields(self.place, values, f"{self.inside}{name}.")
 
     def respelled(self, spellings: Mapping[str, str], defaults: Mapping[str, object]) -> Fields:
         """Returns the same fields under the names that all families share.
 
-        spellings: a family's own name -> the shared one. defaults: shared name -> the value of an absent
+        spellings: name that only a family uses -> shared name. defaults: shared name -> value of an absent
         field.
         """
         values: dict[str, object] = {}
@@ -78,7 +82,7 @@ class Fields:
         return not self._wrong.intersection(names)
 
     def get(self, name: str) -> object:
-        """Returns the raw value of a field, or ABSENT. The field then counts as read."""
+        """Returns the unchecked value of a field, or ABSENT, and marks the field as read."""
         self._read.add(name)
         self._known.add(name)
         return self._values.get(name, ABSENT)
@@ -87,8 +91,9 @@ class Fields:
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, low: int = 1, high: int = LARGEST) -> int:
-        """Returns an integer field, which must be in low..high. Without a default it must be there; null
-        counts as absent."""
+        """Returns an integer field, which must be in low..high. default: value if it is absent or null; None:
+        the field is required.
+        """
         value = self.get(name)
         if value is None or value is ABSENT:
             return low if (default := self._default(name, default)) is None else default
@@ -98,8 +103,9 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = 1e12) -> float:
-        """Returns a number field, which must be finite, above `low` and at most `high`. Without a default it
-        must be there."""
+        """Returns a number field, which must be finite, above `low` and at most `high`. default: value if it
+        is absent; None: the field is required.
+        """
         value = self.get(name)
         if value is None or value is ABSENT:
             return high if (default := self._default(name, default)) is None else default
@@ -111,7 +117,7 @@ class Fields:
     def maybe_integer(self, name: str, default: int | None) -> int | None:
         """Returns an integer field; None if it is null, which turns a feature off; `default` if it is absent.
 
-        A value that is no integer is recorded as a problem.
+        Any other value is noted as a problem.
         """
         if self.get(name) is ABSENT:
             return default
@@ -132,7 +138,7 @@ class Fields:
         return value
 
     def choice(self, name: str, values: Mapping[str, T], default: str) -> T:
-        """Returns the value of `values` that a text field names. `default`: the name for an absent field."""
+        """Returns the entry of `values` that a text field names. default: the name if the field is absent."""
         value = self.get(name)
         if value is None or value is ABSENT:
             return values[default]
@@ -143,7 +149,9 @@ class Fields:
         return values[value]
 
     def switches(self, name: str, default: Sequence[bool]) -> list[bool]:
-        """Returns a list of 0 or 1 as booleans, which must have as many entries as the default."""
+        """Returns a list field of 0 or 1 as booleans. It must have as many entries as `default`, its value if
+        it is absent.
+        """
         value = self.get(name)
         if value is None or value is ABSENT:
             return [*default]
@@ -157,7 +165,9 @@ class Fields:
         return [bool(item) for item in value]
 
     def integers(self, name: str, count: int, default: int, high: int = 2**22) -> list[int]:
-        """Returns `count` positive integers: of a list with as many, or one integer for all of them."""
+        """Returns `count` positive integers from a field that holds a list of them or one integer for all.
+        default: value of each if the field is absent; high: maximum.
+        """
         value = self.get(name)
         if not isinstance(value, list):
             return [self.integer(name, default, high=high)] * count
@@ -167,7 +177,9 @@ class Fields:
         return value
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        """Returns a list field of `count` positive numbers, none so extreme that float32 would lose it."""
+        """Returns a list field of `count` positive numbers. A number that float32 cannot represent is a
+        problem.
+        """
         value = self.get(name)
         stand_in = (1.0,) * count
         if value is ABSENT or value is None:
@@ -184,29 +196,32 @@ class Fields:
         return tuple(float(item) for item in value)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Marks fields as read: they do not affect results, whatever they hold."""
+        """Marks fields as read because they do not affect results, whatever their values."""
         self._read.update(names)
 
     def ignore_private(self) -> None:
-        """Marks fields that begin with an underscore as read: programs keep notes of their own in them."""
+        """Marks fields that begin with an underscore as read: programs store notes in them."""
         self.ignore(name for name in self._values if name.startswith("_"))
 
     def neutral(self, table: Mapping[str, tuple[object, ...]], owner: str) -> None:
-        """Records a problem for each unread field of `table` (name -> allowed values) with another value.
+        """Notes a problem for each unread field whose value is not allowed. table: field name -> allowed
+        values, which change no results.
 
-        `owner` is the model type that the error message names.
+        owner: the model type that the error message names.
         """
         for name, allowed in table.items():
             if name in self._read or name not in self._values:
                 continue
             value = self.get(name)
-            # True == 1 in Python, not in a checkpoint.
+            # True equals 1 in Python, but not in a checkpoint.
             if not any(value == item and type(value) is type(item) for item in allowed):
                 alternatives = " or ".join(show(item) for item in allowed)
                 self.problem(name, f"{owner} supports only {alternatives}, found {show(value)}")
 
     def close(self, owner: str) -> None:
-        """Records a problem for every field that was not read, since it may change results."""
+        """Notes a problem for every field that was not read, since it may change results. owner: the model
+        type that the message names.
+        """
         unknown = sorted(set(self._values) - self._read)
         for name in unknown[:MOST_UNKNOWN]:
             close = did_you_mean(name, self._known)
@@ -222,7 +237,7 @@ class Fields:
             )
 
     def check(self) -> None:
-        """Raises CheckpointError with every problem found so far."""
+        """Raises CheckpointError with every problem noted so far."""
         if self.problems:
             raise CheckpointError("\n".join(self.problems))
 
@@ -233,8 +248,7 @@ class Fields:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Returns True if a value is a finite JSON number. Integers beyond a float's range are not numbers
-    here."""
+    """Returns True if a value is a finite JSON number. An integer beyond a float's range does not count."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -244,7 +258,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def show(value: object) -> str:
-    """Returns a value as JSON, shortened, for a message."""
+    """Returns a value as shortened JSON, for an error message."""
     try:
         text = json.dumps(value, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Fields of a config.json that occur in every family and change no numbers of a forward pass."""
+"""Lists the config.json fields that occur in all families and change no numbers of a forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _CLASS = {
     *("keys_to_ignore_at_inference", "model_input_names", "sub_configs", "sub_configs_defaults"),
     *("transformers_weights", "use_return_dict"),
 }
-"""Attributes of transformers' PretrainedConfig, which programs that dump every attribute write, too."""
+"""Attributes of transformers' PretrainedConfig, which programs that write every attribute also put into
+config.json.
+"""
 _TRAINING = {
     *("attention_dropout", "attn_pdrop", "classifier_dropout", "embd_pdrop", "gradient_checkpointing"),
     *("hidden_dropout", "initializer_range", "resid_pdrop"),
@@ -51,15 +53,17 @@ _OUTPUTS = {
 }
 
 QUANTIZATION = ("quantization_config", "compression_config", "quantization")
-"""Names of the fields that say how the weights of a checkpoint are stored. They change nothing here: readers
-of weights interpret them, and refuse what they do not know."""
+"""Names of the fields that describe how the weights of a checkpoint are stored. Readers of weights interpret
+them, and refuse values that they do not support.
+"""
 
 IRRELEVANT: frozenset[str] = frozenset(
     # pretraining_tp splits matrix products: it changes only the order of sums.
     _BOOKKEEPING | _CLASS | _TRAINING | _TOKENS | _SAMPLING | _OUTPUTS | {"pretraining_tp", *QUANTIZATION}
 )
-"""Names of config.json fields that may hold anything. So may those that begin with an underscore: a writer's
-notes to itself."""
+"""Names of config.json fields that may have any value. So may fields that begin with an underscore, which
+hold notes of a writer.
+"""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
@@ -85,8 +89,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-"""Fields of config.json that switch something on which the family lacks -> their values that change
-nothing."""
+"""Field of config.json that switches on something which a family lacks -> the values with which it changes
+nothing.
+"""
 
 OTHER_PARTS: frozenset[str] = frozenset(
     {
@@ -97,4 +102,4 @@ OTHER_PARTS: frozenset[str] = frozenset(
         *("vision_start_token_id", "tie_word_embeddings", "model_type", "text_config"),
     }
 )
-"""Names of the fields beside `text_config` that describe parts which compute no text."""
+"""Names of fields beside `text_config` that describe parts of a model which compute no text."""

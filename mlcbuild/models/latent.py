@@ -1,8 +1,8 @@
-"""Multi-head latent attention as data: for each token it caches one short row that all heads share.
+"""Describes multi-head latent attention as data: for each token it caches one short row that all heads share.
 
 A token's row x becomes a latent c = norm(A x) and a rotated key r that all heads share. Head h has the key
-(K_h^T c, r) and the value V_h c. Products can be moved to the query and to the result, which is how a program
-computes: the query (K_h q, q_rotated) over the cached rows (c, r), and V_h times the weighted sum of c.
+(K_h^T c, r) and the value V_h c. Programs apply these products to the query and to the result instead: they
+compute the query (K_h q, q_rotated) over the cached rows (c, r), and V_h times the weighted sum of c.
 
 DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
@@ -18,8 +18,9 @@ from mlcbuild.models.param import Param
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention. The query of each head is its unrotated dimensions, then its rotated
-    ones."""
+    """Multi-head latent attention. The query of each head consists of its unrotated dimensions, followed by
+    its rotated ones.
+    """
 
     heads: int
     latent: int
@@ -39,7 +40,7 @@ class LatentAttention:
     rope: int | None = 0
     """Index of the layer's rotary embedding in ModelConfig.ropes; None: nothing is rotated."""
     window: int | None = None
-    """Number of most recent positions, its own included, that a query attends to; None: all."""
+    """Number of most recent positions that a query attends to, including its own; None: all."""
     bias: bool = False
     """True if the products that compute latents have biases."""
     output_bias: bool = False
@@ -57,8 +58,9 @@ class LatentAttention:
 
 
 def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
-    """Yields the parameters of latent attention. The products of each head with latents are stacks, one
-    matrix for a head."""
+    """Yields the parameters of latent attention. The products of heads with latents are stacks, with one
+    matrix per head.
+    """
     queries = block.heads * block.query_dim
     if block.query_latent:
         yield Param("attn.q_a.weight", (block.query_latent, hidden))
@@ -80,7 +82,9 @@ def latent_parameters(block: LatentAttention, hidden: int) -> Iterator[Param]:
 
 
 def latent_faults(block: LatentAttention, ropes: Sequence[Any]) -> Iterator[str]:
-    """Yields a sentence for each contradiction between the fields of latent attention."""
+    """Yields an error message for each contradiction between the fields of latent attention. ropes: the
+    model's rotary embeddings.
+    """
     window = 1 if block.window is None else block.window
     sizes = (block.heads, block.latent, block.head_dim, block.rope_dim, block.value_dim, window)
     if min(sizes) < 1:

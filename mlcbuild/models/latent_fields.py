@@ -8,8 +8,9 @@ from mlcbuild.models.latent import LatentAttention
 from mlcbuild.models.rotary import yarn_attention
 
 SPELLINGS = {"qk_rope_head_dim": "head_dim"}
-"""Field of config.json -> the name under which the reader of rotary embeddings expects it: the rotated part
-of a head is its whole head."""
+"""Field of config.json -> name under which the reader of rotary embeddings expects it. The rotated part of a
+head counts as its whole head there.
+"""
 
 
 def read_latent(
@@ -17,7 +18,8 @@ def read_latent(
 ) -> LatentAttention:
     """Reads config.json and returns the latent attention of every layer.
 
-    defaults: of kv_lora_rank, q_lora_rank, qk_nope_head_dim and v_head_dim. eps: of the norms of latents.
+    defaults: values of absent kv_lora_rank, q_lora_rank, qk_nope_head_dim and v_head_dim. eps: eps of the
+    norms of latents.
     """
     heads, plain = common.attention.heads, common.attention
     if fields.sound("num_key_value_heads") and plain.kv_heads != heads:
@@ -45,7 +47,7 @@ def read_latent(
 
 
 def _mscale(fields: Fields) -> float:
-    """Returns the factor of queries and keys that YaRN's field mscale_all_dim stands for."""
+    """Returns the factor of queries and keys that YaRN's field mscale_all_dim implies; 1 without it."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = fields.get(name)
         if isinstance(scaling, dict) and scaling.get("rope_type", scaling.get("type")) == "yarn":

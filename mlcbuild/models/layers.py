@@ -22,8 +22,9 @@ Residual = Literal["sequential", "parallel", "parallel_shared"]
 parallel: x += mixer(norm(x)) + feed_forward(norm(x)), each with its own norm. parallel_shared: the same with
 one norm."""
 HeadNorm = Literal["head", "own_head", "heads"]
-"""The span of a norm of queries and keys. head: each head, all with one weight; own_head: each head, with a
-weight of its own; heads: all heads of a token together."""
+"""The span of a norm of queries and keys. head: each head is normalized, all with the same weights; own_head:
+each head is normalized, with separate weights; heads: all heads of a token are normalized together.
+"""
 Alibi = Literal["exact", "bfloat16"]
 """How the biases of ALiBi (Press et al., 2022) are computed. exact: slope * (key - query) is added to scaled
 scores. bfloat16: slope * key, with slope, key and product in bfloat16, is added before the scaling."""
@@ -40,11 +41,11 @@ class QueryScale:
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding, resolved: independent of how a checkpoint spells it.
+    """Rotary position embedding, independent of how a checkpoint spells it.
 
-    The pair (i, i + dim/2) at position p turns by the angle p * inv_freq[i]; cos and sin are multiplied by
-    `attention_factor`. `inv_freq_long` and `long_factor` replace the short ones when the context window
-    exceeds `original_max_position` (LongRoPE; chosen once per library by `frequencies`). All three are
+    The pair (i, i + dim/2) at position p is rotated by the angle p * inv_freq[i]; cos and sin are multiplied
+    by `attention_factor`. `inv_freq_long` and `long_factor` replace the short ones when the context window
+    exceeds `original_max_position` (LongRoPE; chosen once per library by `frequencies`). Either all three are
     present or none.
     """
 
@@ -62,13 +63,14 @@ class Rope:
 
     @property
     def columns(self) -> int:
-        """Returns the number of values that a program keeps for each position: cosines, sines, and the
-        query's scale if any."""
+        """Returns the number of values that a program stores for each position: cosines, sines, and the
+        query's scale if there is one.
+        """
         return self.dim + (self.query_scale is not None)
 
 
 def frequencies(rope: Rope, context_window: int) -> tuple[tuple[float, ...], float]:
-    """Returns inverse frequencies and attention factor for a library with this context window."""
+    """Returns (inverse frequencies, attention factor) for a library with this context window, in tokens."""
     if rope.inv_freq_long is None or rope.long_factor is None or rope.original_max_position is None:
         return rope.inv_freq, rope.attention_factor
     if context_window <= rope.original_max_position:
@@ -104,9 +106,13 @@ class Norms:
     """The norms around each half of a layer."""
 
     before: Norm | None
-    """Norm of what a half of the layer reads from the residual stream; None: it is read as it is."""
+    """The norm of the input that a half of the layer reads from the residual stream; None: the input is not
+    normalized.
+    """
     after: Norm | None = None
-    """Norm of what a half of the layer adds to the residual stream (Gemma 2); None: it is added as it is."""
+    """The norm of the output that a half of the layer adds to the residual stream (Gemma 2); None: the output
+    is not normalized.
+    """
 
 
 @dataclass(frozen=True)
@@ -121,32 +127,35 @@ class Attention:
     rope: int | None = 0
     """Index of the layer's Rope in ModelConfig.ropes; None: queries and keys are not rotated."""
     window: int | None = None
-    """Number of most recent positions, its own included, that a query attends to; None: all. A window may be
-    larger than any context; it then has no effect."""
+    """Number of most recent positions that a query attends to, including its own; None: all. A window larger
+    than the context has no effect.
+    """
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: Norm | None = None
-    """Norm of queries and keys, before the rotation (Qwen3)."""
+    """Norm of queries and keys; None: they are not normalized."""
     softcap: float | None = None
     """The c in c * tanh(score / c), which limits attention scores; None: they are not limited."""
     qk_norm_span: HeadNorm = "head"
     qk_norm_last: bool = False
-    """True if queries and keys are normalized after the rotation (Hunyuan), not before it."""
+    """True if queries and keys are normalized after the rotation (Hunyuan), False if before it."""
     clip: float | None = None
     """Limit to which queries, keys and values are clipped, -clip .. clip, before norms (OLMo); None: they are
-    not."""
+    not clipped.
+    """
     alibi: Alibi | None = None
     sinks: bool = False
-    """True if each head has an attention sink: one more score, a parameter, which takes part in the softmax
-    but has no value."""
+    """True if each head has an attention sink: one more score, which is a parameter, takes part in the
+    softmax but has no value.
+    """
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A feed-forward: down(activation(gate(x)) * up(x)), or down(activation(up(x))) where it is not gated."""
+    """A feed-forward: down(activation(gate(x)) * up(x)), or down(activation(up(x))) if it is not gated."""
 
     size: int
-    """Number of inner values of the feed-forward: rows of gate and of up."""
+    """Number of inner values (hidden units) of the feed-forward: rows of gate and of up."""
     activation: Activation = "silu"
     bias: bool = False
     """True if gate, up and down have biases."""
@@ -159,14 +168,16 @@ FeedForward: TypeAlias = Dense | Experts
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer of a model: its mixer, its feed-forward, its norms and residual form."""
+    """One layer of a model: its mixer, its feed-forward, their norms and the form of the residual
+    connections.
+    """
 
     mixer: Mixer
     feed_forward: FeedForward
     norms: Norms
     residual: Residual = "sequential"
     residual_scale: float = 1.0
-    """Factor of what each half of the layer adds to the residual stream (Granite)."""
+    """Factor of the output that each half of the layer adds to the residual stream (Granite)."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +193,17 @@ class Block:
     cached: Callable[[Any], tuple[int, ...]]
     """Function from a block to the shapes of the values that it caches for each token."""
     faults: Callable[[Any, Sequence[Rope]], Iterator[str]]
-    """Function of (block, the model's rotary embeddings) that yields a sentence for each contradiction
-    between the block's fields."""
+    """Function of (block, the model's rotary embeddings) that yields an error message for each contradiction
+    between the block's fields.
+    """
     numbers: Callable[[Any], Iterator[float]]
-    """Function from a block to its numbers that must be finite and above 0."""
+    """Function from a block to those of its numbers that must be finite and above 0."""
 
 
 def norm_parameters(norm: Norm | None, name: str, size: int, parts: tuple[int, ...] = ()) -> Iterator[Param]:
-    """Yields the parameters of a norm of `size` values, as vectors."""
+    """Yields the parameters of a norm of `size` values, as vectors; nothing if `norm` is None. name: prefix
+    of their names; parts: sizes of the parts that checkpoints store separately.
+    """
     if isinstance(norm, RmsNorm) or (norm is not None and norm.weight):
         yield Param(f"{name}.weight", (size,), parts)
     if isinstance(norm, LayerNorm) and norm.bias:
@@ -281,7 +295,7 @@ FEED_FORWARDS: Mapping[type, Block] = {
 
 
 def blocks(layer: LayerSpec) -> tuple[tuple[Block, Mixer | FeedForward], ...]:
-    """Returns the mixer and the feed-forward of a layer, each after its entry in the table of blocks."""
+    """Returns (table entry, block) for the mixer and for the feed-forward of a layer."""
     mixer, feed_forward = layer.mixer, layer.feed_forward
     return (MIXERS[type(mixer)], mixer), (FEED_FORWARDS[type(feed_forward)], feed_forward)
 
@@ -299,13 +313,17 @@ def layer_parameters(layer: LayerSpec, hidden: int) -> tuple[Param, ...]:
 
 
 def cached_shape(layer: LayerSpec) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the values that a layer caches for each token, without blocks that cache none."""
+    """Returns the shapes of the values that a layer caches for each token; blocks that cache nothing add no
+    shape.
+    """
     shapes = (entry.cached(block) for entry, block in blocks(layer))
     return tuple(shape for shape in shapes if shape)
 
 
 def layer_faults(layer: LayerSpec, ropes: Sequence[Rope]) -> list[str]:
-    """Returns one sentence for each reason why a layer cannot be computed."""
+    """Returns one error message for each reason why a layer cannot be computed. ropes: the model's rotary
+    embeddings.
+    """
     faults = [fault for entry, block in blocks(layer) for fault in entry.faults(block, ropes)]
     numbers = [number for entry, block in blocks(layer) for number in entry.numbers(block)]
     numbers += [norm.eps for norm in (layer.norms.before, layer.norms.after) if norm is not None]
@@ -314,7 +332,7 @@ def layer_faults(layer: LayerSpec, ropes: Sequence[Rope]) -> list[str]:
 
 
 def rope_faults(rope: Rope) -> list[str]:
-    """Returns one sentence for each contradiction between the fields of a Rope."""
+    """Returns one error message for each contradiction between the fields of a rotary embedding."""
     faults = []
     if rope.dim % 2 or rope.dim < 1:
         faults.append(f"{rope.dim} dimensions rotated: must be even and at least 2")
@@ -330,8 +348,9 @@ def rope_faults(rope: Rope) -> list[str]:
 
 
 def positive(numbers: Sequence[float]) -> list[str]:
-    """Returns a list with one sentence if any of the numbers is not finite or not above 0; otherwise an empty
-    list."""
+    """Returns a list with one error message if any of the numbers is not finite or not above 0; otherwise an
+    empty list.
+    """
     if all(math.isfinite(number) and number > 0 for number in numbers):
         return []
     return ["frequencies, scales, caps and the norm's epsilon must be finite and above 0"]

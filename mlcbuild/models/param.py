@@ -1,4 +1,4 @@
-"""A parameter of a model, and the activation functions of feed-forwards."""
+"""Defines a parameter of a model, and the activation functions of feed-forwards."""
 
 from __future__ import annotations
 
@@ -7,32 +7,36 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu"]
 """Name of an activation function. gelu is the exact one, by erf; relu2 is max(x, 0)^2. xielu (Huang and
-Schlag, 2024) has four scalars of its own in each layer, in the order alpha_p, alpha_n, beta, eps: with a =
+Schlag, 2024) has four scalar parameters in each layer, in the order alpha_p, alpha_n, beta, eps: with a =
 softplus(alpha_p) and b = beta + softplus(alpha_n), it is a x^2 + beta x above 0, else b (exp(min(x, eps)) - 1
-- x) + beta x."""
+- x) + beta x.
+"""
 Stored = Literal["scheme", "plain", "float32"]
-"""The way a parameter is stored. scheme: as the quantization scheme says, which packs matrices. plain:
-without quantization, in the scheme's floating point type. float32: in float32 in every scheme."""
+"""How a parameter is stored. scheme: as the quantization scheme defines, which packs matrices. plain: without
+quantization, in the scheme's floating point type. float32: in float32 in every scheme.
+"""
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter as the mathematics sees it, before any packing. Matrices are [out, in].
+    """One parameter as it enters the computation, before any packing. Matrices are [out, in].
 
-    A stack of matrices is [experts, out, in]: each of them is packed by itself.
+    A stack of matrices is [experts, out, in]; each of its matrices is packed separately.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[int, ...] = ()
-    """Rows of each part that checkpoints may store as a tensor of its own, in order; (): it has no parts. In
-    a stack, they are rows of each matrix."""
+    """Number of rows of each part that checkpoints may store as a separate tensor, in order; (): the
+    parameter has no parts. In a stack, these are rows of each matrix.
+    """
     stored: Stored = "scheme"
 
     @property
     def matrix(self) -> tuple[int, int] | None:
-        """Returns [out, in] of the matrix, or of each matrix of a stack, that a scheme packs; None: the
-        parameter is not packed."""
+        """Returns (out, in) of the matrix that a scheme packs, or of each matrix of a stack; None for a
+        parameter that is not packed.
+        """
         if self.stored != "scheme" or len(self.shape) < 2:
             return None
         return self.shape[-2], self.shape[-1]

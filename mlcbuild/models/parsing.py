@@ -27,7 +27,7 @@ from mlcbuild.models.tensor_names import TensorNames
 
 @cache
 def family_names() -> tuple[str, ...]:
-    """Returns every model_type that can be built, sorted: the names of the files below families/."""
+    """Returns every supported model_type, sorted. They are the names of the files below families/."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 
 
@@ -37,20 +37,22 @@ def family_module(name: str) -> str:
 
 
 def load_family(name: str) -> Family:
-    """Imports the family of a model_type in `family_names`."""
+    """Imports and returns the family of a model_type, which must be in `family_names`."""
     family: Family = import_module(family_module(name)).FAMILY
     return family
 
 
 _STAND_IN = Rope(2, (1.0,))
-"""The rotary embedding of a config with problems, with which reading goes on; it becomes part of no model."""
+"""The rotary embedding that replaces an invalid one, so that the other fields are still checked. It becomes
+part of no model.
+"""
 
 
 def parse(values: object, place: str = "config.json") -> ModelConfig:
-    """Returns the model that a checkpoint's config.json, already JSON-decoded, describes.
+    """Returns the model that a checkpoint's config.json describes. values: the decoded JSON document.
 
-    Every field must be understood, be listed among those that change no numbers, or hold the value that does
-    not; `place` begins each message. Raises CheckpointError with all problems, one a line.
+    Every field must be understood, be listed among those that change no numbers, or have a value that changes
+    none. place: the beginning of each message. Raises CheckpointError with all problems, one per line.
     """
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{place}: must be a JSON object, found {show(values)}")
@@ -65,7 +67,7 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
 
 
 def _model(fields: Fields, family: Family) -> ModelConfig:
-    """Reads the fields of a text model from config.json; problems are added to `fields`."""
+    """Reads the fields of a text model from config.json and returns it; problems are added to `fields`."""
     fields = fields.respelled(family.config.spellings, family.config.defaults)
     config = family.read(fields, _common(fields, family))
     fields.ignore(IRRELEVANT)
@@ -77,8 +79,9 @@ def _model(fields: Fields, family: Family) -> ModelConfig:
 
 
 def _wrapped(fields: Fields, family: Family) -> ModelConfig | None:
-    """Reads the text model of a config.json that describes one beside other parts, which are left out; None
-    after a problem."""
+    """Returns the text model of a config.json that describes a model with several parts; the other parts are
+    ignored. Returns None after a problem.
+    """
     _check_code(fields, family)
     inner_values = fields.get("text_config")
     if not isinstance(inner_values, Mapping):
@@ -127,7 +130,7 @@ def _family(fields: Fields) -> Family:
 
 
 def _common(fields: Fields, family: Family) -> Common:
-    """Reads the fields of config.json that all families have."""
+    """Reads and returns the config.json fields that all families have."""
     _check_code(fields, family)
     rules = family.config
     hidden = fields.integer("hidden_size", high=2**20)
@@ -161,7 +164,7 @@ def _common(fields: Fields, family: Family) -> Common:
 
 def _kv_heads(fields: Fields, family: Family, heads: int) -> int:
     name = "num_key_value_heads"
-    # null explicitly means as many as heads; absence means it in the oldest families only.
+    # An explicit null means as many as heads; an absent field means this only in the oldest families.
     optional = family.config.kv_heads_optional or fields.get(name) is None
     kv_heads = fields.integer(name, default=heads if optional else None, high=2**14)
     if fields.sound("num_attention_heads", name) and heads % kv_heads:
@@ -181,8 +184,7 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 
 def _check_code(fields: Fields, family: Family) -> None:
-    """Reports a problem for a checkpoint that is not the family's language model, or brings code of its
-    own."""
+    """Notes a problem if the checkpoint is not a language model of this family, or requires its own code."""
     listed = fields.get("architectures")
     if listed not in (None, ABSENT, [], [family.architecture]):
         fields.problem("architectures", f'must be ["{family.architecture}"], found {show(listed)}')

@@ -1,4 +1,4 @@
-"""Model types that cannot be built, and the block that each of them needs."""
+"""Lists model types that are not supported, and the block that each of them needs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ NEEDED: Mapping[str, str] = {
     **dict.fromkeys(("bart", "mt5", "t5", "t5gemma", "umt5", "whisper"), _ENCODER),
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks of positions"),
 }
-"""model_type that cannot be built -> the block that it needs and that no program has."""
+"""Unsupported model_type -> the block that it needs and that this project does not implement."""
 
 CODE_ALONE = ("internlm2", "minicpm")
-"""Types that only the code in their checkpoints defines: transformers ships no model to compare with."""
+"""Model types that only the code in their checkpoints defines: transformers has no implementation to compare
+with.
+"""
 
 
 def refusal(name: str, families: tuple[str, ...]) -> str:
-    """Returns why a model_type that is not in `families` cannot be built, as the end of a sentence."""
+    """Returns the reason why a model_type that is not in `families` cannot be built, as the end of a
+    sentence.
+    """
     if name in NEEDED:
         return f"it needs {NEEDED[name]}, which mlcbuild cannot compute"
     if name in CODE_ALONE:
         return "only code in its checkpoints defines it: transformers ships no model of this name"
-    # No suggestion: config.json comes with the weights, and a similar family computes something else.
+    # The message suggests no similar name: config.json comes with the weights, and a similar family computes
+    # something else.
     return f"supported: {', '.join(families)}"

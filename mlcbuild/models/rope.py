@@ -1,8 +1,8 @@
-"""Rotary embeddings as checkpoints spell them, resolved to a Rope.
+"""Reads rotary embeddings as checkpoints describe them, and returns them as `Rope` objects.
 
-Two spellings exist. Until transformers 4: `rope_theta`, `rope_scaling` ({"type" or "rope_type", ...}) and
-`partial_rotary_factor` beside the other fields. From transformers 5: one object `rope_parameters` that
-holds all of it, or one such object per kind of layer.
+Two notations exist. Until transformers 4: `rope_theta`, `rope_scaling` ({"type" or "rope_type", ...}) and
+`partial_rotary_factor` beside the other fields. From transformers 5: one object `rope_parameters` with all of
+these, or one such object for each kind of layer.
 """
 
 from __future__ import annotations
@@ -31,40 +31,44 @@ class RopeRules:
     """The rules of one model family for reading rotary embeddings from config.json."""
 
     partial: bool = False
-    """True if partial_rotary_factor is honoured; otherwise it must be 1."""
+    """True if partial_rotary_factor is used; False if it must be 1."""
     share: float = 1.0
-    """The value of partial_rotary_factor where config.json has none."""
+    """The value of partial_rotary_factor if config.json does not state it."""
     rotary_dim: bool = False
     """True if the field rotary_dim gives the number of rotated dimensions of a head."""
     interleaved: bool = False
-    """True if checkpoints rotate the pair of dimensions 2i and 2i + 1, where programs pair i and i + dim /
-    2."""
+    """True if checkpoints rotate the dimensions 2i and 2i + 1 as a pair; this project's programs pair i and i
+    + dim / 2.
+    """
     theta: float = 10000.0
-    """The value of rope_theta where config.json has none."""
+    """The value of rope_theta if config.json does not state it."""
     by_kind: bool = False
-    """True if layers with a window have a rotary embedding of their own: without scaling, unless it stands
-    under their kind."""
+    """True if layers with a window have a separate rotary embedding, without scaling unless it is stated for
+    their kind.
+    """
     local_theta: float | None = None
-    """The value of rope_theta for layers with a window where rope_local_base_freq is absent; None: that of
-    the other layers."""
+    """The value of rope_theta for layers with a window if rope_local_base_freq is absent; None: that of the
+    other layers.
+    """
     alpha: bool = False
-    """True if `dynamic` scaling with an alpha raises rope_theta once, whatever the length (Hunyuan)."""
+    """True if `dynamic` scaling with an alpha increases rope_theta by a fixed factor, whatever the length
+    (Hunyuan).
+    """
     mscales: bool = False
     """True if LongRoPE's attention factors are the fields short_mscale and long_mscale."""
     query_scale: bool = False
-    """True if the rope object may hold llama_4_scaling_beta."""
+    """True if the rope object may have the field llama_4_scaling_beta."""
     ignored: tuple[str, ...] = ()
-    """Names of fields of the rope object that change no numbers of text."""
+    """Names of fields of the rope object that do not change results for text."""
     types: tuple[str, ...] = ("default", "linear", "llama3", "longrope", "yarn")
     aliases: Mapping[str, str] | None = None
     original_max_position: int | None = None
-    """Value in place of an absent original_max_position_embeddings; None: that of max_position_embeddings."""
+    """Value that replaces an absent original_max_position_embeddings; None: max_position_embeddings does."""
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """Values of config.json outside of the object with the rotary embedding, against which its fields are
-    checked."""
+    """The values of config.json outside of the rope object, against which the object's fields are checked."""
 
     head_dim: int
     max_position: int
@@ -77,8 +81,9 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Base:
-    """The fields that every type of rotary embedding has: what is rotated, how fast, and the window the model
-    was trained with."""
+    """The fields that every type of rotary embedding has: the rotated dimensions, theta, and the context
+    window of the training.
+    """
 
     dim: int
     theta: float
@@ -87,8 +92,10 @@ class _Base:
 
 
 def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRules) -> dict[str, Rope]:
-    """Returns kind of layer (of LAYER_KINDS) -> its Rope, or stand-ins after reporting problems to `fields`.
-    Only families with `by_kind` may have two different ones."""
+    """Returns kind of layer (of LAYER_KINDS) -> its Rope. Problems are added to `fields`, and a valid Rope
+    replaces an invalid one. max_position: tokens of the model's context. Only families with `by_kind` may
+    have two different ones.
+    """
     setting = _Setting(
         head_dim,
         max_position,
@@ -121,7 +128,9 @@ def read_ropes(fields: Fields, head_dim: int, max_position: int, rules: RopeRule
 
 
 def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
-    """Reports a problem if layers of one kind have different rotary embeddings."""
+    """Notes a problem if layers of one kind have different rotary embeddings. ropes: kind of layer -> its
+    Rope.
+    """
     if not ropes:
         return
     first, *others = ropes.items()
@@ -131,7 +140,7 @@ def _agree(fields: Fields, ropes: Mapping[str, Rope]) -> None:
 
 
 def _local(fields: Fields, setting: _Setting) -> _Setting:
-    """Returns the values outside of the rope object that hold for layers with a window."""
+    """Returns the values outside of the rope object that apply to layers with a window."""
     name = "rope_local_base_freq"
     default = setting.rules.local_theta
     if not setting.rules.by_kind:
@@ -149,7 +158,7 @@ def _original(fields: Fields) -> int | None:
 
 
 def _objects(fields: Fields) -> dict[str, Fields]:
-    """Returns field name -> rope object of the config; one empty object if it has none."""
+    """Returns field name -> rope object in config.json; one empty object if there is none."""
     objects: dict[str, Fields] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.get(name)
@@ -223,8 +232,9 @@ def _type(inner: Fields, rules: RopeRules) -> str | None:
 
 
 def _base(inner: Fields, setting: _Setting) -> _Base | None:
-    """Reads the fields that every type of rotary embedding has; returns None after a problem that leaves
-    nothing to compute with."""
+    """Reads the fields that every type of rotary embedding has. Returns None after a problem that makes them
+    useless.
+    """
     theta = _agreed(inner, "rope_theta", setting.theta, 1e12)
     partial = _agreed(inner, "partial_rotary_factor", setting.partial, 1.0)
     share = setting.rules.share if partial is None else partial
@@ -245,8 +255,9 @@ def _base(inner: Fields, setting: _Setting) -> _Base | None:
 
 
 def _agreed(inner: Fields, name: str, outer: float | None, high: float) -> float | None:
-    """Returns a number that may stand inside the rope object, beside the other fields (`outer`), or both if
-    equal; None if it is absent or wrong."""
+    """Returns a number that may be stated inside the rope object, outside of it (`outer`), or in both if
+    equal; None if it is absent or wrong. high: maximum.
+    """
     low = 1.0 if name == "rope_theta" else 0.0
     if not inner.has(name):
         inner.get(name)
@@ -269,8 +280,9 @@ def _factor(inner: Fields) -> float:
 
 
 def _alpha(inner: Fields, base: _Base) -> Rope:
-    """Returns a rotary embedding with theta raised to theta * alpha^(dim / (dim - 2)). The other fields of
-    the object belong to other types."""
+    """Returns a rotary embedding with theta increased to theta * alpha^(dim / (dim - 2)). The object's other
+    fields apply to other types.
+    """
     alpha = inner.number("alpha", high=1e9)
     inner.ignore(("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"))
     theta = base.theta * alpha ** (base.dim / max(base.dim - 2, 1))

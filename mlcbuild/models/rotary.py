@@ -1,8 +1,8 @@
-"""Inverse frequencies of rotary embeddings, in float32 as transformers computes them.
+"""Computes inverse frequencies of rotary embeddings in float32, as transformers does.
 
 Every operation is done in double precision and rounded to float32, one at a time. Powers may differ from
 torch's in the last bit, because torch's are not correctly rounded; these are the same on every machine.
-Attention factors are float32 too: their logarithms differ between C libraries in bits beyond it.
+Attention factors are rounded to float32, too: their logarithms differ between C libraries in bits beyond it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Llama3:
 
 
 def llama3(inv_freq: Sequence[float], scaling: Llama3) -> tuple[float, ...]:
-    """Returns inverse frequencies scaled as in Llama 3.1: long waves are divided by the factor, short ones
-    kept, those between blended."""
+    """Returns inverse frequencies scaled as in Llama 3.1: those of long waves are divided by the factor,
+    those of short waves stay, and those between are blended.
+    """
     long_wave = scaling.original_max_position / scaling.low_freq_factor
     short_wave = scaling.original_max_position / scaling.high_freq_factor
     factor, low = f32(scaling.factor), f32(scaling.low_freq_factor)
@@ -64,11 +65,14 @@ class Yarn:
 
 
 def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
-    """Returns inverse frequencies scaled by YaRN (Peng et al., 2023): a ramp over the dimensions from kept to
-    interpolated frequencies."""
+    """Returns inverse frequencies scaled by YaRN (Peng et al., 2023): over the dimensions they change
+    gradually from unscaled to interpolated frequencies.
+    """
 
     def dimension(turns: float) -> float:
-        """Returns the dimension, as a real number, whose wave turns this often within the original window."""
+        """Returns the dimension, as a real number, whose wave turns `turns` times within the
+        original window.
+        """
         ratio = scaling.original_max_position / (turns * 2 * math.pi)
         return dim * math.log(ratio) / (2 * math.log(theta))
 
@@ -77,7 +81,7 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     if first == last:
-        last += 0.001  # as transformers: the ramp becomes a step
+        last += 0.001  # as in transformers, where the ramp becomes a step
     frequencies = []
     for i, power in enumerate(_powers(theta, dim)):
         ramp = min(max(f32(f32(i - f32(first)) / f32(last - first)), 0.0), 1.0)
@@ -88,7 +92,9 @@ def yarn(theta: float, dim: int, scaling: Yarn) -> tuple[float, ...]:
 
 
 def yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """Returns YaRN's attention factor, which multiplies cos and sin, for checkpoints that do not state it."""
+    """Returns YaRN's attention factor, by which cos and sin are multiplied, for checkpoints that do not state
+    it. factor: of the context's extension; mscale, mscale_all_dim: YaRN's fields, or None.
+    """
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -99,8 +105,9 @@ def yarn_attention(factor: float, mscale: float | None, mscale_all_dim: float | 
 
 
 def longrope(theta: float, factors: Sequence[float]) -> tuple[float, ...]:
-    """Returns inverse frequencies scaled by LongRoPE (Ding et al., 2024): each is divided by a factor of its
-    own."""
+    """Returns inverse frequencies scaled by LongRoPE (Ding et al., 2024): each is divided by a separate
+    factor.
+    """
     powers = _powers(theta, 2 * len(factors))
     return tuple(f32(1.0 / f32(f32(own) * power)) for own, power in zip(factors, powers, strict=True))
 

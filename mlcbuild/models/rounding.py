@@ -1,4 +1,4 @@
-"""Numbers rounded to the floating-point types of checkpoints."""
+"""Rounds numbers to the floating-point types of checkpoints."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ def bf16(value: float) -> float:
 
 
 ROUNDING: Mapping[str, Callable[[float], float]] = {"float32": f32, "float16": f16, "bfloat16": bf16}
-"""Name of a dtype in config.json -> function that rounds to it."""
+"""Name of a dtype in config.json -> function that rounds a number to it."""

@@ -25,12 +25,14 @@ KINDS: Mapping[type, str] = {
     RmsNorm: "rms",
     LayerNorm: "layer",
 }
-"""Class of a block or norm -> its `kind` in JSON."""
+"""Class of a block or norm -> its value of `kind` in JSON."""
 LAYERS, SPECS = "layers", "layer_specs"
 
 
 def to_json(config: ModelConfig) -> dict[str, Json]:
-    """Returns a model config as JSON; floats are the shortest text that reads back equal."""
+    """Returns a model config as JSON. Floats are written as the shortest text that is read back as the same
+    number.
+    """
     places = {spec: index for index, spec in enumerate(dict.fromkeys(config.layers))}
     document = _object(config, except_for=LAYERS)
     document[SPECS] = [_plain(spec) for spec in places]
@@ -43,7 +45,9 @@ def config_digest(config: ModelConfig) -> str:
 
 
 def from_json(values: object, place: str = "model config") -> ModelConfig:
-    """Reads what `to_json` wrote. Raises CheckpointError if it is anything else."""
+    """Returns the model config in a JSON value that `to_json` wrote. place: the beginning of each message.
+    Raises CheckpointError for anything else.
+    """
     try:
         config = _config(values)
     except ValueError as error:
@@ -94,8 +98,9 @@ def _config(values: object) -> ModelConfig:
 
 
 def _dataclass(kind: Any, values: object, name: str, ready: Mapping[str, object] | None = None) -> Any:
-    """Reads a JSON object as the dataclass `kind`; `ready` holds fields that are read already. Raises
-    CheckpointError."""
+    """Reads a JSON object as the dataclass `kind`. name: place of the object, for messages; ready: fields
+    that have been read already. Raises CheckpointError.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(f"{name} must be an object, found {show(values)}")
     rest, arguments = {**values}, {**(ready or {})}
@@ -113,13 +118,15 @@ def _dataclass(kind: Any, values: object, name: str, ready: Mapping[str, object]
 
 @cache
 def _hints(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Returns for each field of a dataclass its type and whether it has no default."""
+    """Returns field name -> (type, True if the field has no default) for a dataclass."""
     types = get_type_hints(kind)
     return {field.name: (types[field.name], field.default is MISSING) for field in dataclass_fields(kind)}
 
 
 def _value(hint: Any, value: object, name: str) -> object:
-    """Reads a JSON value as a field's type. Raises CheckpointError."""
+    """Reads a JSON value as a value of the type `hint`. name: its place, for messages. Raises
+    CheckpointError.
+    """
     if hint in _READERS:
         return _READERS[hint](value, name)
     if get_origin(hint) is Literal:
@@ -132,8 +139,9 @@ def _value(hint: Any, value: object, name: str) -> object:
 
 
 def _chosen(hint: Any, value: object, name: str) -> Any:
-    """Returns the member of a union type, except None, that a JSON value belongs to: the one whose `kind` it
-    states."""
+    """Reads a JSON object as one of the classes in a union type: the class whose `kind` the object states.
+    name: its place, for messages. Raises CheckpointError.
+    """
     members = [member for member in get_args(hint) if member is not NoneType]
     if len(members) == 1:
         return members[0]

@@ -1,4 +1,4 @@
-"""Names of a checkpoint's tensors: those that make up each parameter, and those that may be left out."""
+"""Names the tensors of a checkpoint: those that make up each parameter, and those that may be ignored."""
 
 from __future__ import annotations
 
@@ -20,36 +20,40 @@ WHOLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "lm_head.bias": ("lm_head.bias",),
     }
 )
-"""Parameter outside the layers -> names that transformers gives its tensors, in most families."""
+"""Name of a parameter outside the layers -> tensor names that most families use for it in transformers."""
 Range = tuple[int, int, int]
 """Range of rows or columns as (start, stop, step), as in range()."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of a checkpoint that holds consecutive rows of a parameter, or some of its rows that do."""
+    """A tensor of a checkpoint and which of its rows belong to a parameter."""
 
     tensor: str
     rows: int
     block: int = 0
-    """Number of rows in each block of the tensor, of which the parameter has some; 0: the rows are those of
-    the parameter, in order."""
+    """Number of rows in each block of the tensor, if the parameter has only some rows of each block; 0: the
+    tensor's rows are those of the parameter, in order.
+    """
     take: tuple[Range, ...] = ()
-    """The rows of each block that the parameter has, in the parameter's order."""
+    """The rows of each block that belong to the parameter, in the parameter's order."""
     columns: tuple[Range, ...] = ()
-    """The tensor's columns in the order of the parameter; (): in their own order."""
+    """The tensor's columns in the order of the parameter; (): in stored order."""
     transposed: bool = False
-    """True if the rows taken of each block are one matrix with its axes exchanged: the tensor's columns are
-    rows of the parameter. The piece then holds whole matrices."""
+    """True if the selected rows of each block are a transposed matrix: the tensor's columns are rows of the
+    parameter. The piece then holds whole matrices.
+    """
 
     @property
     def taken(self) -> list[int]:
-        """Returns the numbers of the rows of a block that the parameter has, in the parameter's order."""
+        """Returns the indices of the rows of a block that belong to the parameter, in the
+        parameter's order.
+        """
         return [row for part in self.take for row in range(*part)]
 
     @property
     def stored_rows(self) -> int:
-        """Returns how many rows the whole tensor has, unless it is transposed."""
+        """Returns the number of rows of the whole tensor, unless it is transposed."""
         return self.rows // len(self.taken) * self.block if self.block else self.rows
 
     @property
@@ -58,8 +62,9 @@ class Piece:
         return not (self.block or self.columns or self.transposed)
 
     def to_json(self) -> list[Json]:
-        """Returns [tensor, rows, block?, take?, columns?, transposed?], without fields at the end that hold
-        their default."""
+        """Returns [tensor, rows, block?, take?, columns?, transposed?]. Fields at the end that have their
+        default value are left out.
+        """
         more: list[Json] = [self.block, _lists(self.take), _lists(self.columns), self.transposed]
         return [
             self.tensor,
@@ -86,17 +91,19 @@ def _ranges(value: Sequence[Any]) -> tuple[Range, ...]:
 class TensorNames:
     """The tensors of a checkpoint that make up each parameter of a model.
 
-    The `config` step writes them beside the config, so that steps which read weights need no family's code.
-    An edit of a family that changes no name rebuilds nothing behind its `config` step.
+    The `config` step writes them beside the config, so that steps which read weights do not depend on the
+    family's code. An edit of a family that changes no name rebuilds only its `config` step.
     """
 
     sources: Mapping[str, tuple[Piece, ...]]
-    """Name of a parameter, in the order of `parameters` -> tensors to stack along axis 0."""
+    """Parameter name, in the order of `parameters` -> tensors to stack along axis 0."""
     unused: str = ""
-    """Regular expression of the names of tensors that the family's models do not read."""
+    """Regular expression for names of tensors that models of this family do not read."""
 
     def to_json(self) -> dict[str, Json]:
-        """Returns {"sources": {parameter: [Piece.to_json(), ...]}, "unused"?}."""
+        """Returns {"sources": {parameter: [Piece.to_json(), ...]}, "unused": text}; "unused" is absent if it
+        is empty.
+        """
         sources: dict[str, Json] = {
             name: [part.to_json() for part in own] for name, own in self.sources.items()
         }
@@ -126,13 +133,13 @@ _OTHER_PARTS = re.compile(
     r"(model\.)?(?P<part>vision_tower|vision_model|visual|vision_encoder|multi_modal_projector|audio_tower"
     r"|vision_projection|patch_merger|embed_vision|embed_audio|mtp)\..*"
 )
-"""Names of the tensors of those parts of a model that compute no text: vision, audio, drafts (mtp)."""
+"""Matches names of tensors of parts that compute no text: vision, audio, drafts (mtp)."""
 
 
 def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:
-    """Returns why a tensor that no source names may be left out, or None where it may not.
+    """Returns the reason why a tensor that no parameter needs may be ignored, or None if it may not be.
 
-    unused: TensorNames.unused.
+    tensor: its name; unused: TensorNames.unused.
     """
     if _ROTARY_TABLE.fullmatch(tensor):
         return "old checkpoints store the rotary frequencies, which config.json already gives"
@@ -146,10 +153,11 @@ def surplus(config: ModelConfig, tensor: str, unused: str = "") -> str | None:
 
 
 def other_names(sources: Sequence[str], stored: Sequence[str]) -> Mapping[str, str]:
-    """Returns stored name -> the name in `sources` that it stands for, where a checkpoint stores the text
-    model under another prefix: inside a model of several parts, or without its head.
+    """Returns stored name -> the name in `sources` that it stands for, if a checkpoint stores the text model
+    under another prefix: inside a model of several parts, or without its head.
 
-    sources: names of the sources, the embedding's first. A checkpoint that has this one needs no other names.
+    sources: names of the tensors that parameters need, the embedding's first. stored: names in the
+    checkpoint. If the embedding's name is among them, no other names are needed.
     """
     first, names = sources[0], set(stored)
     if first in names:

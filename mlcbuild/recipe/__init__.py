@@ -61,25 +61,25 @@ class Recipe:
     """A valid recipe."""
 
     path: Path
-    """Path of the recipe's file, as the user passed it."""
+    """Path of the recipe file, as the user passed it."""
     directory: Path
     """Absolute directory to which paths in the recipe are relative."""
     name: str
     models: Mapping[str, RecipeModel]
     schemes: Mapping[str, Scheme]
-    """Name of a quantization in the recipe -> quantization scheme."""
+    """Name of a quantization in the recipe -> its scheme."""
     targets: Mapping[str, Target]
     cells: tuple[Cell, ...]
     settings: Mapping[tuple[int, ...], Settings]
-    """Indices of the include entries that a combination takes settings from -> these settings."""
+    """Indices of include entries -> the settings of a combination to which these entries apply."""
     output: str
-    """Template of the directory of a bundle, relative to the recipe's directory."""
+    """Template for the directory of a bundle, relative to the recipe's directory."""
     lock: Path
-    """The lock file, absolute; it need not exist."""
+    """Absolute path of the lock file, which need not exist."""
     remotes: tuple[Remote, ...] = ()
     """The remotes through which results are shared, in order."""
     destinations: tuple[str, ...] = ()
-    """Templates of the addresses that bundles are published to."""
+    """Templates for the addresses to which bundles are published."""
     bench: Bench | None = None
     """The workload with which the speed of bundles is measured; None for no measurement."""
 
@@ -89,18 +89,18 @@ class Variant:
     """One bundle to build: a cell of the matrix with all its settings."""
 
     name: str
-    """The name, model-quantization-target, unique in the recipe."""
+    """Name of the variant, model-quantization-target, unique in the recipe."""
     model: RecipeModel
     quantization: str
-    """Name of the scheme in the recipe."""
+    """Name of the quantization in the recipe."""
     scheme: Scheme
     target: Target
     """The target; its `name` is the name that the recipe gives it."""
     limits: RequestedLimits
     verify: Verify | None
-    """The accuracy limits; None when the recipe sets none."""
+    """The accuracy limits; None if the recipe has no `verify` section."""
     output: Path
-    """Directory of the bundle, absolute."""
+    """Absolute path of the bundle's directory."""
     destinations: tuple[str, ...] = ()
     """Addresses to which the bundle is published."""
 
@@ -116,7 +116,8 @@ def load(
     allow_outside: bool = False,
     inspect: Inspect = lambda models: (),
 ) -> Recipe:
-    """Reads a recipe. `settings` override variables; `allow_outside` lets paths leave the recipe's project.
+    """Reads and checks a recipe. settings: variable name -> value that overrides the recipe's; allow_outside:
+    True if paths may leave the recipe's project; inspect: returns further problems of models.
 
     Raises InputError with all problems of the file.
     """
@@ -167,7 +168,7 @@ def expand(recipe: Recipe) -> tuple[Variant, ...]:
 
 
 def _inputs(models: Mapping[str, RecipeModel], settings: Iterable[Settings]) -> dict[str, Path]:
-    """Returns description -> path of everything that steps read, which no bundle may replace."""
+    """Returns description -> path of everything that steps read, which bundles must not replace."""
     paths = {
         f"the model '{name}'": model.source.path
         for name, model in models.items()
@@ -184,8 +185,9 @@ def _inputs(models: Mapping[str, RecipeModel], settings: Iterable[Settings]) -> 
 
 
 def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
-    """Returns the recipe in a parsed file; None when it cannot be built. Reports all problems that the schema
-    does not cover."""
+    """Returns the recipe in a parsed file; None if it is invalid. Reports all problems that the schema does
+    not cover.
+    """
     models, schemes, targets = read_models(reading), read_schemes(reading), read_targets(reading)
     reading.problems.extend(inspect(models.values()))
     cells = read_cells(reading)
@@ -218,10 +220,11 @@ def _read(reading: Reading, path: Path, inspect: Inspect) -> Recipe | None:
 
 
 MOST_OVERRIDES = 100_000
-"""Largest number of overrides of schemes, summed over all combinations, since each step holds its overrides.
+"""Maximum number of overrides of schemes, summed over all combinations, since each step holds its
+overrides.
 """
 MOST_PROMPTS = 1 << 26
-"""Largest number of characters of inline prompts, summed over all combinations."""
+"""Maximum number of characters of inline prompts, summed over all combinations."""
 
 
 def _check_sizes(
@@ -230,7 +233,7 @@ def _check_sizes(
     schemes: Mapping[str, Scheme],
     settings: Mapping[tuple[int, ...], Settings],
 ) -> None:
-    """Reports values that are small in the file but too large when every combination repeats them."""
+    """Reports values that are small in the file but too large once every combination repeats them."""
     sizes = {
         use: sum(map(len, item.verify.prompts))
         for use, item in settings.items()
@@ -250,8 +253,9 @@ def _check_sizes(
 
 
 def _lock(reading: Reading, path: Path) -> Path | None:
-    """Returns the path of the lock file: the one that the recipe names, or the recipe's with the suffix
-    .lock."""
+    """Returns the path of the lock file: the one that the recipe names, or the recipe's path with the suffix
+    .lock. None for an invalid one, which is reported.
+    """
     text = reading.text("lock")
     lock = path.absolute().with_suffix(".lock") if text is None else reading.path(("lock",), text)
     if lock is not None and resolved(lock) == resolved(path):

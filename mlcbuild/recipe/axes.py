@@ -1,4 +1,4 @@
-"""Reads the `quantizations` and `targets` sections: names of schemes and targets."""
+"""Reads the `quantizations` and `targets` sections of a recipe."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _builtin(reading: Reading, where: Where, name: str | None) -> Scheme | None:
 def _read_scheme(reading: Reading, where: Where) -> Scheme | None:
     """Reads a quantization scheme with overrides; returns None for an invalid one, which is reported.
 
-    Its name is derived from its contents, so that it is the same under any name in a recipe.
+    The scheme's name is derived from its contents, so that it does not depend on the name in the recipe.
     """
     base = _builtin(reading, (*where, "scheme"), reading.text(*where, "scheme"))
     overrides: list[tuple[str, Scheme]] = []

@@ -1,4 +1,4 @@
-"""Reads the `matrix` section: the combinations to build, and entries without any effect."""
+"""Reads the `matrix` section: the combinations to build. Reports entries without any effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlcbuild.recipe.matrix import AXES, MOST_SETTINGS, Cell, Expansion, MatrixE
 from mlcbuild.recipe.reading import Reading
 
 LARGEST = 100_000
-"""Largest number of combinations; more are a mistake and would take minutes to plan."""
+"""Maximum number of combinations. More are a mistake and would take minutes to plan."""
 
 _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targets"}
 
@@ -19,7 +19,7 @@ _SECTIONS = {"model": "models", "quantization": "quantizations", "target": "targ
 def read_cells(reading: Reading) -> tuple[Cell, ...]:
     """Returns the combinations to build. Reports names that are unknown, unused or ambiguous.
 
-    Returns () when a section is too malformed to list its names.
+    Returns () if a section is too malformed to list its names.
     """
     places = {axis: _places(reading, section) for axis, section in _SECTIONS.items()}
     axes = [_axis(reading, axis, places[axis]) for axis in AXES]
@@ -51,7 +51,7 @@ def read_cells(reading: Reading) -> tuple[Cell, ...]:
 
 
 def _places(reading: Reading, section: str) -> dict[str, Where]:
-    """Returns name -> place in the file, for the names that a section of the recipe defines."""
+    """Returns name -> position in the file, for the names that a section of the recipe defines."""
     places: dict[str, Where] = {}
     for i in range(len(reading.items(section))):
         name = reading.text(section, i)
@@ -65,7 +65,8 @@ def _places(reading: Reading, section: str) -> dict[str, Where]:
 
 def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]:
     """Returns the names along one axis of the matrix: those that `matrix` lists, or all that the recipe
-    defines."""
+    defines. places: name -> position of its definition.
+    """
     if not isinstance(reading.get("matrix", axis), list):
         return list(places)
     names = []
@@ -77,8 +78,9 @@ def _axis(reading: Reading, axis: str, places: Mapping[str, Where]) -> list[str]
 
 
 def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str, Where]) -> str | None:
-    """Returns the name of a model, quantization or target at a place of the file; None for an unknown name,
-    which is reported if the section is valid."""
+    """Returns the name of a model, quantization or target at a position of the file; None for an unknown
+    name, which is reported if the section is valid.
+    """
     name = reading.text(*where)
     if name is None or name in places or not places:
         return name
@@ -87,7 +89,7 @@ def _defined_name(reading: Reading, axis: str, where: Where, places: Mapping[str
 
 
 def _entries(reading: Reading, key: str, places: Mapping[str, Mapping[str, Where]]) -> list[MatrixEntry]:
-    """Returns the entries of `exclude` or `include` whose names are all defined; reports the others."""
+    """Returns the entries of `exclude` or `include` (key) whose names are all defined; reports the others."""
     entries = []
     for i in range(len(reading.items("matrix", key))):
         where: Where = ("matrix", key, i)
@@ -122,8 +124,9 @@ def _report_unused(reading: Reading, expansion: Expansion, places: Mapping[str, 
 
 
 def _distinct(reading: Reading, cells: tuple[Cell, ...], models: Mapping[str, Where]) -> tuple[Cell, ...]:
-    """Returns the combinations whose variants have unique names; reports the others: `a-b` with `c` and `a`
-    with `b-c` collide."""
+    """Returns the combinations whose variants have unique names. Reports the others, for example `a-b` with
+    `c`, and `a` with `b-c`.
+    """
     owners: dict[str, Names] = {}
     unique_cells = []
     for cell in cells:

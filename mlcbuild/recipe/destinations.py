@@ -12,8 +12,9 @@ from mlcbuild.recipe.reading import Reading
 
 
 def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ...]:
-    """Returns the valid address templates of the `publish` section, in order; reports invalid ones, and those
-    that give two bundles one address."""
+    """Returns the valid address templates of the `publish` section, in order. Reports invalid ones, and those
+    that give two bundles one address.
+    """
     templates: list[str] = []
     listed: Sequence[Names] = list(cells)
     for index in range(len(reading.items("publish"))):
@@ -29,8 +30,9 @@ def read_destinations(reading: Reading, cells: Iterable[Names]) -> tuple[str, ..
 
 
 def _check(reading: Reading, where: Where, template: str, cells: Sequence[Names]) -> bool:
-    """Returns True if a template gives each combination its own address, of a form that supports publishing;
-    reports problems."""
+    """Returns True if a template gives each combination a different address of a form to which bundles can be
+    published; reports problems.
+    """
     taken: dict[str, Names] = {}
     for names in cells:
         place = render(template, names)

@@ -1,8 +1,8 @@
-"""The combinations of model, quantization and target that a recipe builds, computed on names only.
+"""Computes the combinations of model, quantization and target that a recipe builds, from names only.
 
 The rules are those of a GitHub Actions matrix ("Running variations of jobs in a workflow", include and
 exclude): exclusions apply to the product of the axes. Then each include entry, in order, is merged into every
-combination of the product that it does not contradict; if there is none, it adds a combination of its own,
+combination of the product that it does not contradict; if there is none, it adds a separate combination,
 which later entries do not extend.
 """
 
@@ -17,15 +17,17 @@ from typing import TypeAlias
 AXES = ("model", "quantization", "target")
 
 Names: TypeAlias = tuple[str, str, str]
-"""Names of a model, a quantization and a target, in this order."""
+"""(model, quantization, target), each by name."""
 
 MOST_SETTINGS = 1_000_000
-"""Largest number of pairs of a combination and an include entry whose settings it takes."""
+"""Maximum number of pairs (combination, include entry that applies to it)."""
 
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """One entry of `exclude` or `include`, with a name or None for each of model, quantization and target."""
+    """One entry of `exclude` or `include`: for each of model, quantization and target a name, or None if the
+    entry does not name it.
+    """
 
     index: int
     names: tuple[str | None, str | None, str | None]
@@ -37,8 +39,9 @@ class MatrixEntry:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of model, quantization and target, with the indices of the include entries whose
-    settings it takes, in order."""
+    """One combination of model, quantization and target, with the indices of the include entries that apply
+    to it, in order.
+    """
 
     names: Names
     includes: tuple[int, ...] = ()
@@ -46,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Expansion:
-    """The combinations of a matrix, and the indices of the entries that have no proper effect."""
+    """The combinations of a matrix, and the indices of the entries that have no effect."""
 
     cells: tuple[Cell, ...]
     idle: tuple[int, ...]
@@ -57,17 +60,19 @@ class Expansion:
     repeated: tuple[int, ...]
     """Indices of include entries that add a combination which an earlier entry added."""
     crowded: int | None = None
-    """Index of the include entry that exceeds MOST_SETTINGS; the other fields are then empty. None if there
-    is none."""
+    """Index of the include entry with which MOST_SETTINGS is exceeded; the other fields are then empty. None
+    if it is not exceeded.
+    """
 
 
 def expand(
     axes: Sequence[Sequence[str]], exclude: Sequence[MatrixEntry], include: Sequence[MatrixEntry]
 ) -> Expansion:
-    """Returns the cells of the product in the order of the axes, followed by those that include entries add.
+    """Returns the combinations of the product in the order of the axes, followed by those that include
+    entries add.
 
-    The time is linear in the product, the entries, and the pairs of a cell and an entry whose settings it
-    takes.
+    The time is linear in the product, the entries, and the pairs of a combination and an entry that applies
+    to it.
     """
     excludes, includes = _Index(exclude), _Index(include)
     excluding: set[int] = set()
@@ -79,7 +84,7 @@ def expand(
         if hits:
             for bucket in hits:
                 excluding.update(bucket)
-                bucket.clear()  # excluded combinations are final, but the bucket goes on to match
+                bucket.clear()  # An excluded combination stays excluded, but further entries may match it.
             continue
         added = tuple(sorted(index for bucket in includes.matching(names) for index in bucket))
         taken += len(added)
@@ -93,8 +98,9 @@ def expand(
 
 
 def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[int, ...], tuple[int, ...]]:
-    """Returns the cells that entries add which match no cell of the product, the indices of entries that name
-    too few axes to be a cell, and of those that name a cell again."""
+    """Returns (combinations that entries without a match in the product add, indices of entries that name too
+    few axes for that, indices of entries that repeat a combination).
+    """
     loose: list[int] = []
     repeated: list[int] = []
     own: dict[Names, int] = {}
@@ -110,8 +116,9 @@ def _beyond_product(include: Iterable[MatrixEntry]) -> tuple[list[Cell], tuple[i
 
 
 class _Index:
-    """An index of entries by the axes that they name: a combination is looked up once for each set of
-    axes."""
+    """An index of entries by the axes that they name. A combination is looked up once for each set
+    of axes.
+    """
 
     def __init__(self, entries: Sequence[MatrixEntry]) -> None:
         self.tables: dict[tuple[bool, ...], dict[tuple[str, ...], list[int]]] = {}
@@ -120,7 +127,8 @@ class _Index:
             table[tuple(name for name in entry.names if name is not None)].append(entry.index)
 
     def matching(self, names: Sequence[str]) -> list[list[int]]:
-        """Returns the entries that agree with a combination, as one list for each set of axes that entries
-        name."""
+        """Returns the indices of entries that agree with a combination, as one list for each set of axes that
+        entries name.
+        """
         keys = ((table, tuple(compress(names, mask))) for mask, table in self.tables.items())
         return [table[key] for table, key in keys if key in table]

@@ -1,4 +1,6 @@
-"""Computes the output directories of bundles and checks that none overwrites another or any other file."""
+"""Computes the output directories of bundles, and checks that none overwrites another one or any
+other file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ DEFAULT = "dist/{model}-{quantization}-{target}"
 _WHERE: Where = ("bundle", "output")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _SHOWN = 3
-"""Number of collisions that are reported in full; a template without an axis causes thousands."""
+"""Maximum number of collisions that are reported in full. A template without an axis causes thousands."""
 
 
 def read_template(reading: Reading) -> str | None:
@@ -27,13 +29,13 @@ def read_template(reading: Reading) -> str | None:
         return None
     before = len(reading.problems)
     check_placeholders(reading, _WHERE, text)
-    # Names hold no '/' and do not start with '.', so a placeholder cannot leave the directory.
+    # Names contain no '/' and do not start with '.', so a placeholder cannot leave the directory.
     reading.path(_WHERE, _PLACEHOLDER.sub("x", text))
     return posixpath.normpath(text) if len(reading.problems) == before else None
 
 
 def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
-    """Returns True if a template uses no placeholders but the axes; problems are reported."""
+    """Returns True if all placeholders of a template are names of axes; reports others."""
     before = len(reading.problems)
     for name in _PLACEHOLDER.findall(text):
         if name not in AXES:
@@ -44,15 +46,15 @@ def check_placeholders(reading: Reading, where: Where, text: str) -> bool:
 
 
 def render(template: str, names: Names) -> str:
-    """Returns the output directory of one combination, relative to the recipe."""
+    """Returns the output directory of one combination, relative to the recipe's directory."""
     return _PLACEHOLDER.sub(lambda match: names[AXES.index(match[1])], template)
 
 
 def check(reading: Reading, template: str, cells: Iterable[Names], protected: Mapping[str, Path]) -> None:
     """Reports outputs that are equal, and those that contain or lie in a protected path.
 
-    Names are compared without case, because many filesystems do so. No output contains another: names hold no
-    '/', so all have the same depth. `protected` maps the words that a message uses to a path of the recipe.
+    Names are compared without case, because many filesystems do so. No output contains another: names contain
+    no '/', so all have the same depth. protected: words for a message -> path of the recipe.
     """
     owners: dict[str, tuple[str, Names]] = {}
     clashes: list[str] = []
@@ -82,7 +84,7 @@ def _check_protected(
     for path in dict.fromkeys(real.values()):
         for parent in (path, *path.parents):
             holding.setdefault(str(parent), first[path])
-    # Many outputs share one parent directory, whose links are resolved once.
+    # Many outputs share one parent directory, whose links are then resolved once.
     bases: dict[str, tuple[str, list[str]]] = {}
     messages: list[str] = []
     for output, _ in owners.values():
@@ -104,7 +106,7 @@ def _check_protected(
 
 
 def _file_above(directory: Path) -> tuple[Path, str] | None:
-    """Returns the path above an output that is not a directory, and its kind; None if there is none."""
+    """Returns (path above an output that is not a directory, its kind in words); None if there is none."""
     for path in (directory, *directory.parents):
         file_kind = kind(path)
         if file_kind != "missing":
@@ -113,7 +115,9 @@ def _file_above(directory: Path) -> tuple[Path, str] | None:
 
 
 def _no_directory(path: Path) -> str:
-    """Returns the kind of the file that occupies a bundle's directory; "" for a directory or nothing."""
+    """Returns the kind of the file that occupies the path of a bundle's directory; "" for a directory or if
+    nothing is there.
+    """
     if path.is_symlink():
         return "a symbolic link"
     file_kind = kind(path)

@@ -1,4 +1,6 @@
-"""The state that the readers of a recipe's sections share: data, places, the project, and problems."""
+"""Holds the state that the readers of a recipe's sections share: data, positions, the project, and
+problems.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from mlcbuild.documents.document import Data, Document, Where
 from mlcbuild.errors import Problems
 
 LONGEST_NAME = 240
-"""Longest part of a path in bytes: filesystems allow 255, and files beside an output have longer names."""
+"""Maximum length of one component of a path in bytes. Filesystems allow 255, and files beside an output have
+longer names.
+"""
 LONGEST_PATH = 3840
-"""Longest path in bytes: systems allow 4095, and an output contains further files."""
+"""Maximum length of a path in bytes. Systems allow 4095, and an output contains further files."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A recipe that is being read.
+    """A recipe while it is being read.
 
     Values that the schema rejects are absent, so that all other checks can run without reporting them again.
     """
@@ -33,14 +37,16 @@ class Reading:
     """The directory that paths may not leave, with symbolic links resolved."""
     allow_outside: bool
     bad: frozenset[Where]
-    """Places of the values that the schema rejected and that are therefore absent."""
+    """Positions of the values that the schema rejected, which are therefore absent."""
     bad_keys: frozenset[Where]
-    """Places of the keys that are not valid names."""
+    """Positions of the keys that are not valid names."""
     origins: Mapping[Where, str]
     problems: Problems
 
     def report(self, where: Where, message: str, on_key: bool = False) -> None:
-        """Adds a problem of the recipe at the place of a value, or of its key."""
+        """Adds a problem of the recipe. where: the value concerned; on_key: True if the problem is at its
+        key.
+        """
         place = self.document.key_place(where) if on_key else self.document.place(where)
         if where in self.origins and not on_key:
             message = f"{message} (from {self.origins[where]})"
@@ -62,8 +68,9 @@ class Reading:
         return value if isinstance(value, list) else []
 
     def path(self, where: Where, text: str) -> Path | None:
-        """Returns an absolute path of the recipe; None, with a problem, for one that is invalid or leaves the
-        project."""
+        """Returns an absolute path that the recipe states; None for one that is invalid or leaves the
+        project, which is reported.
+        """
         path = self.directory / text
         if text.startswith("~"):
             message = f"'{text}': '~' does not stand for a home directory here; write the path out"
@@ -79,7 +86,7 @@ class Reading:
         return None
 
     def unwritable(self, text: str) -> str | None:
-        """Returns the reason why a supported filesystem cannot hold a path; None if all can."""
+        """Returns the reason why a supported filesystem cannot hold a path; None if all filesystems can."""
         if not text.isprintable():
             return "holds an invisible character; a path has visible letters and spaces only"
         if "\\" in text:
@@ -95,8 +102,9 @@ class Reading:
 
 
 def project_of(directory: Path) -> Path:
-    """Returns the nearest directory, at or above this one, that is the root of a Git checkout; else this
-    one."""
+    """Returns the nearest directory, at or above this one, that is the root of a Git checkout; this directory
+    if there is none.
+    """
     real = directory.resolve()
     for candidate in (real, *real.parents):
         if kind(candidate / ".git") != "missing":
@@ -105,7 +113,7 @@ def project_of(directory: Path) -> Path:
 
 
 def resolved(path: Path) -> Path | None:
-    """Returns a path without symbolic links; None when they form a loop or the system rejects the path."""
+    """Returns a path without symbolic links; None if they form a loop or the system rejects the path."""
     try:
         return path.resolve()
     except (OSError, RuntimeError):
@@ -122,8 +130,9 @@ def loops(path: Path) -> bool:
 
 
 def kind(path: Path) -> str:
-    """Returns the kind of a file in words, such as "a regular file" or "a directory"; "missing" if
-    unreadable."""
+    """Returns the kind of a file in words, such as "a regular file" or "a directory"; "missing" if it cannot
+    be examined.
+    """
     try:
         return regular.kind(path)
     except OSError:

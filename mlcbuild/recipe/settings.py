@@ -1,4 +1,4 @@
-"""Reads the `compile` and `verify` sections, their replacements in include entries, and `bench`."""
+"""Reads the `compile`, `verify` and `bench` sections, and the values that include entries replace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from mlcbuild.documents.document import Place, Where
 from mlcbuild.recipe.reading import Reading
 
 LARGEST_PROMPTS = 1 << 20
-"""Largest file of prompts in bytes: the reference computes each line in float64, which takes seconds."""
+"""Maximum size of a file of prompts in bytes. The reference computes each line in float64, which takes
+seconds.
+"""
 
 _PREFILL_CHUNK = 512
 _MAX_BATCH = 8
@@ -25,32 +27,34 @@ _FIGURES = ("max_kl", "min_top1", "max_perplexity_increase")
 
 @dataclass(frozen=True)
 class RequestedLimits:
-    """The limits of a library as the recipe states them, before defaults of a model are filled in."""
+    """The limits of a library as the recipe states them, without a model's defaults."""
 
     context_window: int | None = None
-    """Tokens of one sequence, prompt and answer together. None means the model's own limit, at most
-    models.LARGEST_DEFAULT."""
+    """Number of tokens of one sequence, prompt and answer together. None means the model's maximum, but not
+    more than models.LARGEST_DEFAULT.
+    """
     prefill_chunk: int = _PREFILL_CHUNK
-    """Prompt tokens of one call, at most context_window."""
+    """Number of prompt tokens in one call, at most context_window."""
     max_batch: int = _MAX_BATCH
-    """Largest number of sequences in one batch."""
+    """Maximum number of sequences in one batch."""
 
 
 @dataclass(frozen=True)
 class Verify:
-    """Limits on a bundle's deviation from the original model in float32; None stands for no limit."""
+    """Limits on a bundle's deviation from the original model in float32; None means no limit."""
 
     prompts: Path | tuple[str, ...]
-    """Absolute path of a text file with one prompt on each line, or the prompts."""
+    """Absolute path of a text file with one prompt per line, or the prompts themselves."""
     max_kl: float | None = None
-    """Mean Kullback-Leibler divergence per token, in nats."""
+    """Maximum mean Kullback-Leibler divergence per token, in nats."""
     min_top1: float | None = None
-    """Smallest share of tokens, 0 to 1, for which bundle and original model agree on the most likely next
-    token."""
+    """Minimum share of tokens, 0 to 1, for which bundle and original model agree on the most likely next
+    token.
+    """
     max_perplexity_increase: float | None = None
-    """Largest relative increase of the perplexity against the original model: 0.02 allows 2 %."""
+    """Maximum relative increase of the perplexity over that of the original model: 0.02 allows 2 %."""
     place: Place | None = None
-    """Place of the `verify` section in the recipe, for messages."""
+    """Position of the `verify` section in the recipe, for messages."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +76,27 @@ class Settings:
 
 _Value: TypeAlias = int | float | Path | tuple[str, ...]
 _Written: TypeAlias = Mapping[str, tuple[_Value, Where]]
-"""Settings as the recipe has them: key -> (value, place in the file)."""
+"""The settings that a section of the recipe states: key -> (value, position in the file)."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """The settings of the recipe itself, or of one include entry."""
+    """The settings of the whole recipe, or of one include entry."""
 
     where: Where
     compile: _Written
     verify: _Written | None
-    """The settings in the `verify` section; None without one."""
+    """The settings in the `verify` section; None if there is no such section."""
 
 
 def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[int, ...], Settings]:
-    """Returns the settings for each combination of include entries that a cell uses; invalid ones are
-    reported.
+    """Returns include entries -> the settings that result, for each combination of entries in `uses`. Invalid
+    settings are reported.
 
-    `uses` holds tuples of indices of include entries, in order; () stands for the recipe's own settings.
+    uses: tuples of indices of include entries, in order; () stands for the recipe's settings without any
+    entry.
     """
-    look = cache(_prompts_fault)  # many entries may name the same file
+    look = cache(_prompts_fault)  # Many entries may name the same file.
     base = _read_layer(reading, (), look)
     count = len(reading.items("matrix", "include"))
     entries = [_read_layer(reading, ("matrix", "include", index), look) for index in range(count)]
@@ -104,7 +109,7 @@ def read_settings(reading: Reading, uses: set[tuple[int, ...]]) -> dict[tuple[in
 
 
 def read_bench(reading: Reading) -> Bench | None:
-    """Returns the settings in the `bench` section; None without one."""
+    """Returns the settings in the `bench` section; None if there is no such section."""
     if not isinstance(reading.get("bench"), dict):
         return None
     values = {key: reading.get("bench", key) for key in ("prompt_tokens", "generate_tokens")}
@@ -133,8 +138,9 @@ def _read_layer(reading: Reading, where: Where, look: Callable[[Path], str]) -> 
 
 
 def _prompts(reading: Reading, where: Where, look: Callable[[Path], str]) -> Path | tuple[str, ...] | None:
-    """Returns the prompts of a `verify` or `bench` section; an empty tuple for invalid ones, which are
-    reported; None without any."""
+    """Returns the prompts of a `verify` or `bench` section; () for invalid ones, which are reported; None if
+    there are none. look: returns the problem of a file of prompts.
+    """
     if where in reading.bad:
         return ()
     listed = tuple(item for item in reading.items(*where) if isinstance(item, str))
@@ -154,7 +160,7 @@ def _prompts(reading: Reading, where: Where, look: Callable[[Path], str]) -> Pat
 
 
 def _prompts_fault(path: Path) -> str:
-    """Returns the problem of a file of prompts, as the end of a sentence; "" if there is none."""
+    """Returns the reason why a file of prompts is invalid, as the end of a sentence; "" if it is valid."""
     try:
         data = regular.read(path, LARGEST_PROMPTS)
     except FileNotFoundError:
@@ -162,7 +168,7 @@ def _prompts_fault(path: Path) -> str:
     except OSError as error:
         return f"it cannot be read: {error.strerror}" if error.filename else str(error.strerror)
     try:
-        text = data.decode("utf-8-sig")  # as reference_logits reads it
+        text = data.decode("utf-8-sig")  # decoded as reference_logits does
     except UnicodeDecodeError as error:
         line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
         return f"line {line} is not UTF-8 (byte 0x{byte:02x}); save it as UTF-8"
@@ -179,7 +185,7 @@ def _limits(reading: Reading, layers: list[_Layer]) -> RequestedLimits:
     pair = ("context_window", "prefill_chunk")
     unsure = any((*layer.where, "compile", key) in reading.bad for layer in layers for key in pair)
     if context is not None and chunk > context and not unsure:
-        # The value that was set last caused the conflict.
+        # The setting that was stated last caused the conflict.
         order = [layer.where for layer in layers]
         spots = [written[key][1] for key in pair if key in written]
         where = max(spots, key=lambda spot: (order.index(spot[:-2]), spot))

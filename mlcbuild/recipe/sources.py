@@ -37,31 +37,31 @@ class RecipeAdapter:
 
     source: Source
     weight: float
-    """Factor of what it adds to the weights."""
+    """Factor by which the adapter's change of the weights is multiplied."""
     place: Place
-    """Place of the source in the recipe."""
+    """Position of the adapter's source in the recipe."""
 
 
 @dataclass(frozen=True)
 class RecipeModel:
-    """A model of a recipe."""
+    """A model of a recipe, with the adapters that are merged into it."""
 
     name: str
     source: Source
     place: Place
-    """Place of the source in the recipe."""
+    """Position of the model's source in the recipe."""
     adapters: tuple[RecipeAdapter, ...] = ()
-    """In the order in which they are merged."""
+    """The LoRA adapters, in the order in which they are merged."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The checkpoint and its adapters."""
+        """Returns the sources of the checkpoint and of its adapters."""
         return self.source, *(adapter.source for adapter in self.adapters)
 
 
 def read_models(reading: Reading) -> dict[str, RecipeModel]:
     """Returns the models with a valid source as name -> model; reports the others."""
-    siblings = cache(_directories)  # cached, since many models may be in one directory
+    siblings = cache(_directories)  # a cache, since many models may be in one directory
     models: dict[str, RecipeModel] = {}
     sources: dict[str, Source] = {}
     for name in reading.mapping("models"):

@@ -1,4 +1,4 @@
-"""Substitutes ${name} in a recipe."""
+"""Substitutes variables, written ${name}, in a recipe."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from mlcbuild.errors import Problems, close_names, did_you_mean
 
 SECTION = "vars"
 LARGEST = MAX_BYTES
-"""Largest number of characters that all texts with substituted variables may have together, as many as a
-whole file."""
+"""Maximum number of characters of all texts with substituted variables together, as many as a whole file may
+have.
+"""
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^{}]*)(\}?)")
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable of a recipe."""
+    """A variable of a recipe and its value."""
 
     value: Scalar
     text: str
-    """The variable's value as it is written in the file, for use inside a longer text."""
+    """The value as it is written in the file, for substitution inside a longer text."""
 
 
 @dataclass
@@ -32,9 +33,9 @@ class Substitution:
 
     document: Document
     origins: dict[Where, str] = field(default_factory=dict)
-    """Place of a value with variables -> the text that was written there."""
+    """Position of a value with variables -> the original text."""
     failed: set[Where] = field(default_factory=set)
-    """Places whose substitution failed; other checks skip them, since their messages would mislead."""
+    """Positions at which substitution failed. Other checks skip them, since their messages would mislead."""
     problems: Problems = field(default_factory=Problems)
     used: set[str] = field(default_factory=set)
     size: int = 0
@@ -42,7 +43,7 @@ class Substitution:
 
 
 def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
-    """Substitutes every ${name} outside of `vars`. `settings` are values from the command line.
+    """Substitutes every ${name} outside of `vars`. settings: variable name -> value from the command line.
 
     A text that is exactly one reference becomes the variable's value with its type; `$${` becomes `${`.
     Reports unknown and unused variables, and more than LARGEST characters of substituted texts.
@@ -80,7 +81,9 @@ def substitute(document: Document, settings: Mapping[str, str]) -> Substitution:
 
 
 def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], done: Substitution) -> bool:
-    """Returns True if all references of a text can be substituted; if not, the place is added to `failed`."""
+    """Returns True if all references of a text can be substituted; otherwise adds the text's position to
+    `failed`. done: the substitution so far.
+    """
     names = [match[1] for match in _REFERENCE.finditer(text) if match[0] != "$${"]
     if not names:
         return True
@@ -91,7 +94,7 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
         done.problems.append(place.problem(message))
     if len(done.problems) == before and done.size <= LARGEST:
         done.size += len(text) + sum(len(variables[name].text) for name in names)
-        if done.size > LARGEST:  # reported once: texts after this one stay unsubstituted
+        if done.size > LARGEST:  # Reported once: texts after this one are not substituted.
             longest = max(names, key=lambda name: len(variables[name].text))
             done.problems.append(
                 place.problem(
@@ -106,7 +109,7 @@ def _replaceable(text: str, where: Where, variables: Mapping[str, Variable], don
 
 
 def _variables(document: Document, settings: Mapping[str, str], done: Substitution) -> dict[str, Variable]:
-    """Returns the variables with a scalar value by name; the schema reports the others."""
+    """Returns name -> variable for those with a scalar value; the schema reports the others."""
     section = document.get((SECTION,))
     variables: dict[str, Variable] = {}
     for name, value in (section if isinstance(section, dict) else {}).items():
@@ -133,7 +136,7 @@ def _variables(document: Document, settings: Mapping[str, str], done: Substituti
 
 
 def _like(old: Scalar, text: str) -> Scalar:
-    """Parses a text as a value of the same type as `old`; returns None if that is impossible."""
+    """Returns the text parsed as a value of the same type as `old`; None if that is impossible."""
     if isinstance(old, str):
         return text
     new = scalar(text)
@@ -143,8 +146,9 @@ def _like(old: Scalar, text: str) -> Scalar:
 
 
 def _faults(text: str, variables: Mapping[str, Variable], used: set[str]) -> Iterator[str]:
-    """Yields messages about invalid references to variables in a text. A name that a misspelt one is close to
-    is added to `used`."""
+    """Yields an error message for each invalid reference to a variable in a text. A variable whose name a
+    misspelt one resembles is added to `used`.
+    """
     for match in _REFERENCE.finditer(text):
         name, closed = match[1], match[2]
         if match[0] == "$${":

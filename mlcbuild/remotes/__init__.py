@@ -25,7 +25,7 @@ class Remote:
     """file:///directory, https://host/path, s3://bucket/prefix or oci://host/repository."""
     mode: Mode = "readwrite"
     ci_only: bool = False
-    """True for a remote that is written to only where the environment variable CI is set."""
+    """True for a remote that results are uploaded to only if the environment variable CI is set."""
     trust: tuple[str, ...] = ()
     """Public keys, `ed25519:...`: records must be signed by one of them; () accepts every record."""
 

@@ -39,7 +39,7 @@ _MARK = canonical({"format": FORMAT}) + b"\n"
 _BLOCK = 512
 _CHUNK = 1 << 20
 _SPARSEST = 1000
-"""Largest ratio of a member's size to its stored bytes: `cp --sparse` turns zeros into holes."""
+"""Maximum ratio of a member's size to its stored bytes, as `cp --sparse` turns zeros into holes."""
 _KINDS = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -61,7 +61,8 @@ class Moved:
 
 
 def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | None = None) -> Moved:
-    """Writes an archive of records with their blobs; `path` appears once it is complete.
+    """Writes an archive of records with their blobs, and returns their numbers. `path` appears once the
+    archive is complete.
 
     Raises StoreError when a record's files are damaged, MlcbuildError when the archive cannot be written.
     """
@@ -96,8 +97,9 @@ def _add(archive: tarfile.TarFile, name: str, source: io.IOBase | BinaryIO, size
 
 
 def _add_blob(archive: tarfile.TarFile, store: Store, entry: Entry) -> None:
-    """Adds the file of a blob to an archive. Raises StoreError when the bytes that were written do not match
-    its digest."""
+    """Adds the file of a blob to an archive. Raises StoreError if the bytes that were written do not match
+    the blob's digest.
+    """
     with store.blob(entry.digest).open("rb") as blob:
         source = _Hashed(blob)
         _add(archive, f"cas/{entry.digest}", source, entry.size)
@@ -106,7 +108,7 @@ def _add_blob(archive: tarfile.TarFile, store: Store, entry: Entry) -> None:
 
 
 class _Hashed(io.RawIOBase):
-    """Wraps a file and computes the digest of the bytes that are read from it."""
+    """Wraps a file, and computes the digest of the bytes that are read from it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.hasher = blake3()
@@ -120,10 +122,11 @@ class _Hashed(io.RawIOBase):
 
 def read(store: Store, path: Path, trust: Iterable[str] = ()) -> Moved:
     """Imports an archive into a store: blobs with the right bytes, and records that are consistent and
-    complete.
+    complete. Returns their numbers.
 
-    Nothing is written before it was checked. Raises StoreError, or UsageError with the reason, at the first
-    invalid member; what was imported before it stays.
+    trust: public keys; if there are any, one of them must have signed each record. Nothing is written before
+    it was checked. Raises StoreError, or UsageError with the reason, at the first invalid member; what was
+    imported before it stays.
     """
     trusted = tuple(trust)
     blobs: dict[str, int] = {}
@@ -192,7 +195,7 @@ def _header(header: bytes) -> tuple[str, int]:
         kind_words = _KINDS.get(kind, f"of the kind {kind.decode(errors='replace')!r}")
         raise RefusedError(f"its member {name!r} is {kind_words}: only regular files are taken")
     field = header[124:136]
-    if field[0] == 0x80:  # sizes that do not fit into the octal digits
+    if field[0] == 0x80:  # A size that does not fit into the octal digits is binary.
         return name, int.from_bytes(field[1:], "big")
     digits = field.strip(b" \0")
     if not re.fullmatch(rb"[0-7]+", digits):
@@ -201,8 +204,9 @@ def _header(header: bytes) -> tuple[str, int]:
 
 
 def _take_blob(store: Store, staging: StagingArea, file: BinaryIO, digest: str, size: int) -> None:
-    """Moves one blob from an archive into the store. It is hashed before it is written, because a file of a
-    few kB may claim to hold 1 TB of zeros."""
+    """Moves one blob from an archive into the store. It is hashed before it is written, because an archive of
+    a few kB may claim to hold 1 TB of zeros.
+    """
     start, there = file.tell(), os.fstat(file.fileno()).st_size
     if size > there - start:
         raise RefusedError(f"cas/{digest} says that it has {size} bytes: more than the archive")
@@ -239,8 +243,9 @@ def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _stored(descriptor: int, start: int, size: int) -> int:
-    """Returns how many of `size` bytes from `start` a file stores; the others are holes, which read as
-    zeros."""
+    """Returns how many of `size` bytes from `start` on a file really stores; the others are holes, which read
+    as zeros.
+    """
     if not hasattr(os, "SEEK_DATA"):
         return size
     before = os.lseek(descriptor, 0, os.SEEK_CUR)
@@ -249,7 +254,7 @@ def _stored(descriptor: int, start: int, size: int) -> int:
         try:
             data = os.lseek(descriptor, at, os.SEEK_DATA)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # a hole up to the end of the file
+            if error.errno == errno.ENXIO:  # a hole that extends to the end of the file
                 break
             stored = size  # the filesystem does not support SEEK_DATA
             break

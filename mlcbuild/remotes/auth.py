@@ -63,8 +63,9 @@ def _from_netrc(host: str, environ: Mapping[str, str]) -> str | None:
 
 
 def refusal(host: str, status: int, *, authorized: bool) -> str:
-    """Returns the meaning of a 401 or 403 status for the user, as the end of a sentence. `authorized`:
-    credentials were sent."""
+    """Returns what a 401 or 403 status means for the user, as the end of a sentence. authorized: True if
+    credentials were sent.
+    """
     if authorized:
         return f"it refuses the credentials for {host} (status {status})"
     token, login = variables(host.partition(":")[0])
@@ -75,10 +76,11 @@ def refusal(host: str, status: int, *, authorized: bool) -> str:
 
 
 def login(host: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Returns the Authorization header for a registry: as `authorization`, then from Docker's and Podman's
-    files.
+    """Returns the value of the Authorization header for a registry: as `authorization` does, then from
+    Docker's and Podman's files.
 
-    Credential helpers named there are run. `host` may include a port. Raises RemoteError.
+    Credential helpers that these files name are run. `host` may include a port. Returns None without
+    credentials. Raises RemoteError.
     """
     header = authorization(host.rpartition(":")[0] if ":" in host else host, environ)
     if header is not None:
@@ -108,8 +110,9 @@ def _from_docker(path: Path, host: str) -> str | None:
 
 
 def _from_helper(helper: str, host: str) -> str | None:
-    """Runs a helper program of Docker's credential protocol; returns the header, or None if it has no
-    entry."""
+    """Runs a helper program of Docker's credential protocol, and returns the header, or None if the helper
+    has no entry for the host.
+    """
     program = (
         shutil.which(f"docker-credential-{helper}") if re.fullmatch(r"[A-Za-z0-9_.-]+", helper) else None
     )

@@ -1,4 +1,4 @@
-"""Finds endpoints and credentials of S3 buckets where other S3 tools find them."""
+"""Reads endpoints and credentials of S3 buckets from the places where other S3 tools look."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, urlsplit
 from mlcbuild.errors import RemoteError
 
 OPTIONS = ("endpoint", "region")
-_ELSEWHERE = (  # credentials that obstore fetches itself
+_ELSEWHERE = (  # Options with which obstore fetches credentials itself
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
@@ -27,11 +27,11 @@ _CONFIG = {
     "region": "region",
     "endpoint_url": "endpoint",
 }
-"""Option in ~/.aws/config and ~/.aws/credentials -> obstore's name for it."""
+"""Option in ~/.aws/config and ~/.aws/credentials -> name of the same option in obstore."""
 
 
 def fault(url: str) -> str:
-    """Returns the problem of an s3:// URL, or "" if there is none."""
+    """Returns the reason why an s3:// URL is invalid, or "" if it is valid."""
     parts = urlsplit(url)
     if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", parts.netloc):
         return f"'{url}' names no bucket: s3://bucket/prefix"
@@ -45,7 +45,7 @@ def fault(url: str) -> str:
 
 
 def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Returns obstore's options beside bucket and prefix, from the URL, the environment and the AWS files.
+    """Returns obstore's options, except bucket and prefix, from the URL, the environment and the AWS files.
 
     Raises RemoteError when there are no credentials, or when a file cannot be parsed.
     """
@@ -61,7 +61,7 @@ def settings(url: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any
             if environ.get(variable):
                 options[name] = environ[variable]
     if environ.get("AWS_ACCESS_KEY_ID") and not environ.get("AWS_SESSION_TOKEN"):
-        options.pop("session_token", None)  # it belongs to other credentials
+        options.pop("session_token", None)  # The token belongs to other credentials.
     options |= parse_qsl(urlsplit(url).query)
     options.setdefault("region", "us-east-1")
     if environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true"):

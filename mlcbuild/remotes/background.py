@@ -1,5 +1,6 @@
-"""Runs calls in daemon threads, so that neither an interrupt nor the end of the process waits for a hung
-call."""
+"""Runs calls in daemon threads, so that neither an interrupt nor the end of the process waits for a call that
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 _JOIN = 1.0
-"""Seconds that closing a pool waits for its threads."""
+"""Maximum seconds that closing a pool waits for its threads."""
 Result = TypeVar("Result")
 
 
 class Background:
-    """A pool of up to `most` daemon threads. As a context manager, it does not wait for hung calls.
+    """A pool of up to `most` daemon threads. As a context manager, it does not wait for calls that hang.
 
     `concurrent.futures.ThreadPoolExecutor` does not suit, because the interpreter joins its threads at exit.
     """
@@ -81,13 +82,14 @@ class Background:
                 _settle(future, call)
             with self._guard:
                 self._pending.discard(future)
-            del task, future, call  # an idle thread keeps nothing alive
+            del task, future, call  # An idle thread must not keep the last call's objects alive.
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Future[Result]:
-    """Runs a call that has no timeout of its own, such as a DNS lookup, in a daemon thread.
+    """Runs a call without a timeout parameter, such as a DNS lookup, in a daemon thread for at most
+    `seconds`.
 
-    Returns the completed future, or raises AbandonedError, a TimeoutError, while the call continues
+    Returns the completed future, or raises AbandonedError, a TimeoutError; the call then continues
     unobserved.
     """
     future: Future[Result] = Future()

@@ -34,11 +34,13 @@ from mlcbuild.remotes.transport import CHUNK, PAUSES, SLOWEST, TIMEOUT, Body, Pa
 _BUSY = {429, 500, 502, 503, 504}
 _FULL = {413, 507}
 _SENT = 1 << 17
-"""Bytes of a request body that must be sent within the timeout; more would require more than SLOWEST."""
+"""Number of bytes of a request body that must be sent within the timeout. A larger number would require a
+higher rate than SLOWEST.
+"""
 _SHORT = 1 << 16
-"""Bytes that are read of an HTTP response of which only the status or the beginning matters."""
+"""Maximum bytes that are read of an HTTP response of which only the status or the beginning matters."""
 _KEPT = 32
-"""Number of idle connections that are kept: one for each concurrent request."""
+"""Maximum number of idle connections that are kept: one for each concurrent request."""
 Response = BaseHTTPResponse
 _BROKEN = (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException)
 
@@ -77,7 +79,8 @@ class Client:
         headers: Mapping[str, str] | None = None,
         source: BinaryIO | None = None,
     ) -> Response:
-        """Sends a request and returns the response. Raises RemoteError, and SlowError after the timeout.
+        """Sends a request and returns the response. source: the body, or None. Raises RemoteError, and
+        SlowError after the timeout.
 
         Transient failures are retried, except for PATCH, of which a part may have arrived, and after the
         timeout.
@@ -101,9 +104,9 @@ class Client:
         raise AssertionError("the last turn returns or raises")
 
     def body(self, response: Response, start: int, share: int = 1) -> Body:
-        """Returns the body of a response to a request for the bytes from `start` on. Raises RemoteError.
+        """Returns the body of the response to a request for the bytes from `start` on. Raises RemoteError.
 
-        `share` is the number of concurrent transfers that together must not be slower than SLOWEST.
+        share: number of concurrent transfers that must not be slower than SLOWEST together.
         """
         begin = 0
         if response.status == 206:
@@ -115,8 +118,9 @@ class Client:
         return Body(begin, partial(self._read, response, *self._pace(share)), lambda: self.discard(response))
 
     def end(self, response: Response) -> bytes:
-        """Reads up to 64 KiB of a response whose contents do not matter, so that its connection can be
-        reused; returns b"" when it breaks off."""
+        """Reads and returns up to 64 KiB of a response whose contents do not matter, so that its connection
+        can be reused; returns b"" if it breaks off.
+        """
         data = b""
         with suppress(RemoteError):
             pace, most = self._pace(1)
@@ -126,15 +130,16 @@ class Client:
         return data[:_SHORT]
 
     def is_missing(self, response: Response) -> bool:
-        """Returns True if a response means that the requested name does not exist; if so, the response is
-        read to its end."""
+        """Returns True if a response means that the requested name does not exist. The response is then read
+        to its end.
+        """
         if response.status not in (404, 410):
             return False
         self.end(response)
         return True
 
     def discard(self, response: Response) -> None:
-        """Closes the connection of a response that was not read to its end, which cannot be reused."""
+        """Closes the connection of a response that was not read to its end, since it cannot be reused."""
         response.close()
         response.release_conn()
 
@@ -144,7 +149,8 @@ class Client:
             connections = list(self._connections)
         for connection in connections:
             with suppress(OSError, AttributeError):
-                connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for it; close does not
+                # This wakes a thread that waits for the socket; close does not.
+                connection.sock.shutdown(socket.SHUT_RDWR)
         self._manager.clear()
 
     def _keep(self, connection: TimedConnection) -> None:
@@ -177,7 +183,8 @@ class Client:
     def _read(self, response: Response, pace: Pace, most: int) -> bytes:
         try:
             data = response.read1(most)
-        except (*_BROKEN, ValueError, AttributeError) as error:  # the latter two: closed by another thread
+        # The last two occur when another thread has closed the connection.
+        except (*_BROKEN, ValueError, AttributeError) as error:
             if _is_timeout(error):
                 kind = SlowError if pace.is_slow() else RemoteError
                 raise kind(f"it sent nothing for {self.timeout:.0f} seconds") from None
@@ -186,7 +193,7 @@ class Client:
         return data
 
     def _reason(self, error: Exception) -> RemoteError:
-        """Returns the RemoteError for a failed request, worded as the end of a sentence."""
+        """Returns the RemoteError for a failed request. Its message is worded as the end of a sentence."""
         causes = list(_chain(error))
         invalid = next((cause for cause in causes if isinstance(cause, ssl.SSLCertVerificationError)), None)
         if invalid is not None:
@@ -201,7 +208,7 @@ class Client:
 
 
 class _FinalError(RemoteError):
-    """A failure of a request that a retry does not fix."""
+    """A failure of a request that a retry cannot fix."""
 
 
 def status_words(status: int, code: str = "") -> str:
@@ -217,8 +224,9 @@ def status_words(status: int, code: str = "") -> str:
 
 @cache
 def _context(chosen: str) -> ssl.SSLContext:
-    """Returns the TLS context with the certificates of `chosen`, or of the system. Raises RemoteError when
-    $SSL_CERT_FILE, which Python ignores when missing, is invalid."""
+    """Returns the TLS context with the certificates in the file `chosen`, or with the system's. Raises
+    RemoteError if $SSL_CERT_FILE is invalid, which Python ignores.
+    """
     if chosen and not Path(chosen).is_file():
         raise RemoteError(f"$SSL_CERT_FILE names {chosen}, which is not a file")
     try:
@@ -264,13 +272,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _is_timeout(error: BaseException) -> bool:
     causes = list(_chain(error))
-    if isinstance(causes[-1], OSError):  # urllib3 reports a refused connection as a timeout as well
+    if isinstance(causes[-1], OSError):  # urllib3 reports a refused connection as a timeout, too.
         return isinstance(causes[-1], TimeoutError)
     return any(isinstance(cause, urllib3.exceptions.TimeoutError) for cause in causes)
 
 
 def _is_of_proxy(error: Exception, proxy: str) -> bool:
-    """Returns True if the proxy, and not the server behind it, caused an error of a request."""
+    """Returns True if the proxy, and not the server behind it, caused the error of a request."""
     refused = any(re.match("Tunnel connection failed", str(cause)) for cause in _chain(error))
     return refused or isinstance(error, urllib3.exceptions.ProxyError) or getattr(error, "url", None) == proxy
 

@@ -1,4 +1,4 @@
-"""urllib3 connections with deadlines for DNS and connecting, for headers, and for each read of a body.
+"""Adds deadlines to urllib3 connections: for DNS and connecting, for headers, and for each read of a body.
 
 A socket's timeout limits one read, so a server that sends a byte per second never exceeds it. Here the reads
 of one phase share a deadline; http.client reads status, headers, interim responses and chunks through them,
@@ -99,6 +99,6 @@ class TlsConnection(TimedConnection, HTTPSConnection):
 
 
 def _close_late(future: Future[object]) -> None:
-    """Closes a connection that was established only after its deadline had passed."""
+    """Closes a connection that was established after its deadline."""
     if future.exception() is None and isinstance(late := future.result(), socket.socket):
         late.close()

@@ -1,4 +1,4 @@
-"""A remote in a directory that several machines share, as over NFS.
+"""A transport for a remote in a directory that several machines share, for example over NFS.
 
     ac/<key>  cas/<digest>  tmp/<random>
 
@@ -26,8 +26,9 @@ _ABANDONED = 86_400
 
 
 class Directory:
-    """Transport for a directory, which must exist: an empty mount point must not be mistaken for the
-    cache."""
+    """The transport for a directory, which must exist: an empty mount point must not be mistaken for the
+    cache.
+    """
 
     def __init__(self, root: Path, timeout: float = TIMEOUT) -> None:
         self._root = root
@@ -44,7 +45,7 @@ class Directory:
         def read() -> bytes:
             try:
                 return file.read(CHUNK)
-            except OSError as error:  # also for a file that the server replaced meanwhile
+            except OSError as error:  # includes a file that the server has replaced meanwhile
                 raise self._explain(error, "read") from None
 
         file.seek(start)
@@ -71,8 +72,9 @@ class Directory:
         return
 
     def _in_time(self, call: Callable[[], Result], what: str = "read") -> Result:
-        """Runs a call on the file system with a time limit, since calls hang when a file server is gone.
-        `what` names the operation in the message. Raises RemoteError."""
+        """Runs a call on the file system with a time limit, since calls hang when a file server is gone, and
+        returns its result. what: the operation, for the message. Raises RemoteError.
+        """
         try:
             return within(self._timeout, call).result()
         except TimeoutError:
@@ -81,8 +83,9 @@ class Directory:
             raise self._explain(error, what) from None
 
     def _sweep(self, part: Path) -> None:
-        """Removes, once, the unfinished uploads of killed processes beside `part`; their age is measured by
-        the file server's clock."""
+        """Removes, once, the unfinished uploads of killed processes beside `part`. Their age is measured by
+        the file server's clock.
+        """
         if self._swept:
             return
         self._swept = True
@@ -109,8 +112,7 @@ def _prepare(root: Path, *directories: Path) -> None:
 
 
 def _opened(root: Path, name: str) -> int | None:
-    """Returns a file descriptor of the regular file `name` below `root`, or None when there is no such
-    name."""
+    """Returns a file descriptor of the regular file `name` below `root`, or None if there is none."""
     _check(root)
     try:
         descriptor = os.open(root / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -145,7 +147,7 @@ def _write(part: Path, source: BinaryIO, size: int) -> None:
             file.write(data)
             left -= len(data)
         file.flush()
-        os.fsync(file.fileno())  # NFS reports a full disk here
+        os.fsync(file.fileno())  # NFS reports a full disk here.
     if left:
         raise OSError(f"{left} of {size} bytes to send are missing")
     part.chmod(0o444)

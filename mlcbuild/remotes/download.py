@@ -28,12 +28,12 @@ def download(
     stop: threading.Event,
     on_bytes: Callable[[int], None],
 ) -> bool:
-    """Completes a partial download of a blob in the file `part` and verifies it; returns False when the
-    remote does not have the blob.
+    """Completes a partial download of a blob in the file `part` and verifies it. Returns False if the remote
+    does not have the blob.
 
-    Bytes that are in `part` already are kept if the whole has the right digest. `on_bytes` is called with the
-    number of new bytes. Raises DamagedError, after which `part` is gone; RemoteError and CancelledError,
-    after which the downloaded bytes stay; OSError when `part` cannot be written.
+    Bytes that are already in `part` are kept if the whole file then has the right digest. on_bytes: called
+    with the number of new bytes. Raises DamagedError, after which `part` is gone; RemoteError and
+    CancelledError, after which the downloaded bytes stay; OSError when `part` cannot be written.
     """
     name = f"cas/{entry.digest}"
     with _Part(part, entry.size) as target:
@@ -46,7 +46,8 @@ def download(
                 return True
             if pieces < 2:
                 break
-            target.restart()  # the pieces may have different origins: download it again in one piece
+            # The parts may have different origins, so the blob is downloaded again in one piece.
+            target.restart()
             pieces = 0
     part.unlink()
     raise DamagedError("its bytes are wrong")
@@ -55,8 +56,9 @@ def download(
 def _complete(
     transport: Transport, name: str, target: _Part, stop: threading.Event, on_bytes: Callable[[int], None]
 ) -> bool:
-    """Sends requests for the rest of an object until all of its bytes have arrived; returns False when the
-    name does not exist on the remote."""
+    """Requests the rest of an object until all of its bytes have arrived. Returns False if the remote does
+    not have the name.
+    """
     target.requests, attempts = 0, Attempts()
     while target.have < target.size:
         before, began = target.have, time.monotonic()
@@ -101,7 +103,7 @@ class _Part:
         self._path = path
         self._hasher = blake3()
         if not path.is_file() or path.is_symlink():
-            remove(path)  # damage, or a link that another account created
+            remove(path)  # It is damaged, or a link that another account created.
         self._file = FileIO(os.open(path, _FLAGS, 0o644), "r+")  # closed by the context
         while data := self._file.read(CHUNK):
             self._hasher.update(data)
@@ -110,7 +112,7 @@ class _Part:
             self.restart()
 
     def add(self, data: Buffer) -> None:
-        """Writes and hashes downloaded bytes; those beyond the expected size are only counted."""
+        """Writes and hashes downloaded bytes. Bytes beyond the expected size are only counted."""
         left = memoryview(data)[: max(0, self.size - self.have)]
         self._hasher.update(left)
         while left:
@@ -139,5 +141,5 @@ class _Part:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        if self.size and not self.have:  # nothing that a later attempt could resume
+        if self.size and not self.have:  # leaves nothing that a later attempt could resume
             self.discard()

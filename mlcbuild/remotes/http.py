@@ -1,4 +1,4 @@
-"""HTTP: `GET`, `HEAD` and `PUT` of `<url>/ac/<64 hex>` and `<url>/cas/<64 hex>`.
+"""A transport for HTTP: `GET`, `HEAD` and `PUT` of `<url>/ac/<64 hex>` and `<url>/cas/<64 hex>`.
 
 This is the protocol of Bazel's HTTP cache, which any WebDAV server speaks.
 """
@@ -28,7 +28,7 @@ class Http:
 
     def open(self, name: str, start: int = 0) -> Body | None:
         response = self._ask("GET", name, {"Range": f"bytes={start}-"} if start else {})
-        if response.status == 416:  # shorter than it should be: what is there, from the beginning
+        if response.status == 416:  # The object is shorter than expected: it is read from the beginning.
             self._client.end(response)
             response = self._ask("GET", name)
         if self._client.is_missing(response):
@@ -47,7 +47,7 @@ class Http:
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
         headers = {"Content-Length": str(size)}
         response = self._ask("PUT", name, headers, source)
-        if response.status == 409:  # some servers want the collection to be there
+        if response.status == 409:  # Some servers require the collection to exist.
             self._client.end(response)
             self._client.end(self._ask("MKCOL", name.partition("/")[0] + "/"))
             response = self._ask("PUT", name, headers, source)

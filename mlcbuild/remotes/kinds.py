@@ -23,10 +23,11 @@ class Destination:
     """The functions of a kind of remote to which bundles can be published."""
 
     name: str
-    """The name of this kind of destination in messages, such as "a registry"."""
+    """Name of this kind of destination in messages, such as "a registry"."""
     fault: Callable[[str, bool], str]
-    """Function of (URL, whether bundles are written to it) that returns the problem of the URL; "" if there
-    is none."""
+    """Function of (URL, True if bundles are written to it) that returns the reason why the URL is invalid, or
+    "".
+    """
     pinned: Callable[[str], bool]
     """Function that returns True if an address is immutable, as a digest or commit is."""
     module: str
@@ -42,14 +43,15 @@ class Kind:
     """One kind of remote: the form of its URLs, and the functions that check and open them."""
 
     form: str
-    """The beginning of a URL of this kind, as messages show it."""
+    """The beginning of a URL of this kind, for messages."""
     fault: Callable[[str], str] | None = None
-    """Function that returns the problem of a syntactically valid URL, or "". None for a kind that cannot hold
-    a cache."""
+    """Function that returns the reason why a syntactically valid URL is not accepted, or "". None for a kind
+    that cannot hold a cache.
+    """
     connect: Callable[[str, float], Transport] | None = None
     """Function of (URL, timeout in seconds) that returns a transport. It raises RemoteError."""
     takes_query: bool = False
-    """True when a URL of this kind may have options after '?'."""
+    """True if a URL of this kind may have options after '?'."""
     publishes: Destination | None = None
 
 
@@ -153,8 +155,9 @@ def scheme(url: str) -> str:
 
 
 def fault(url: str) -> str:
-    """Returns the problem of a remote's URL as a sentence that never repeats a password; "" if there is
-    none."""
+    """Returns the reason why a remote's URL is invalid, as a sentence that never repeats a password; "" if it
+    is valid.
+    """
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 - raises ValueError for one that is none
@@ -177,12 +180,14 @@ def fault(url: str) -> str:
 def connect(url: str, timeout: float = TIMEOUT) -> Transport:
     """Returns the transport of a URL that `fault` accepts. Raises RemoteError."""
     kind = KINDS[urlsplit(url).scheme]
-    assert kind.connect is not None  # else `fault` refuses the URL
+    assert kind.connect is not None  # `fault` refuses any other URL.
     with border():
         return Bordered(kind.connect(url, timeout))
 
 
 def destination(url: str) -> Destination | None:
-    """Returns the functions for publishing to an address; None when its kind accepts no bundles."""
+    """Returns the functions for publishing to an address; None if bundles cannot be published to addresses of
+    this kind.
+    """
     kind = KINDS.get(scheme(url)) if "://" in url else None
     return kind.publishes if kind is not None else None

@@ -1,7 +1,7 @@
-"""Remembers which results of a store each remote has received, so that the next run fills a new remote.
+"""Stores which results of a store each remote has received, so that the next run fills a new remote.
 
-The file `sent/<digest of the remote's URL>` of a store has one key a line. It only saves questions: without
-it, uploads ask the remote for every file. A remote that was emptied is filled by `mlcbuild cache push`.
+The file `sent/<digest of the remote's URL>` of a store has one key per line. It only saves requests: without
+it, uploads query the remote for every file. A remote that was emptied is filled by `mlcbuild cache push`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ledger:
             return frozenset()
 
     def add(self, key: str) -> None:
-        """Notes that the remote has the result of a key; does nothing in a store that cannot be written."""
+        """Adds the key of a result that the remote has; does nothing in a store that cannot be written."""
         if key in self._added or key in self.keys:
             return
         self._added.add(key)

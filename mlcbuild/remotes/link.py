@@ -21,11 +21,11 @@ from mlcbuild.store.records import LARGEST, Record
 from mlcbuild.store.store import Store
 
 _MAX_DAMAGED = 3
-"""Damaged items after which a remote is not used any more in this run."""
+"""Number of damaged objects after which a remote is not used any more in this run."""
 
 
 class SpoiltError(Exception):
-    """A damaged file of this machine that must not be uploaded. The message names it."""
+    """The error for a damaged file of this machine, which must not be uploaded. The message names it."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class UploadCount:
 
 
 class Link:
-    """A remote with its state in this run. Thread-safe.
+    """One remote and its state in this run. Thread-safe.
 
     No method raises RemoteError: failures set `unread` or `unwritten` and add a warning.
     """
@@ -46,11 +46,11 @@ class Link:
         self.remote = remote
         self.name = remote.url
         self.unread = "" if remote.reads else "it is not read from"
-        """The reason why the remote is not read; "" while it is."""
+        """The reason why the remote is not read; "" if it is read."""
         self.unwritten = "" if remote.writes() else "it is not written to"
-        """The reason why the remote is not written; "" while it is."""
+        """The reason why the remote is not written to; "" if it is written to."""
         self.sent = UploadCount()
-        """The uploads that this link has finished."""
+        """The number of finished uploads."""
         self._signer = signer
         self._timeout = timeout
         self._guard = threading.Lock()
@@ -64,7 +64,7 @@ class Link:
             self._fail(error, writing=False)
 
     def record(self, key: str) -> Record | None:
-        """Returns the record of a key, checked; None when the remote has no usable one."""
+        """Returns the checked record of a key; None if the remote has no valid one."""
         name = f"ac/{key}"
         if self.unread:
             return None
@@ -78,8 +78,9 @@ class Link:
         return None
 
     def blob(self, entry: Entry, part: Path, stop: threading.Event, on_bytes: Callable[[int], None]) -> bool:
-        """Downloads a blob into `part` and verifies it; returns False on failure. Raises CancelledError,
-        OSError."""
+        """Downloads a blob into `part`, verifies it and returns True; returns False on failure. on_bytes:
+        called with the number of new bytes. Raises CancelledError, OSError.
+        """
         if self.unread:
             return False
         try:
@@ -92,9 +93,11 @@ class Link:
         return False
 
     def send(self, record: Record, store: Store, stop: threading.Event) -> bool:
-        """Uploads a record and its blobs, the record last; returns True when the remote has them.
+        """Uploads a record and its blobs, the record last, and returns True if the remote has all of them
+        afterwards.
 
-        Existing files stay unless they were damaged. Raises CancelledError.
+        Existing files stay unless they were damaged. stop: event that cancels the upload. Raises
+        CancelledError.
         """
         if self.unwritten:
             return False
@@ -109,8 +112,9 @@ class Link:
         return True
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads a blob from the file `place`; returns True when the remote has the blob afterwards. Raises
-        CancelledError."""
+        """Uploads a blob from the file `place`, and returns True if the remote has the blob afterwards.
+        Raises CancelledError.
+        """
         if self.unwritten:
             return False
         try:
@@ -142,7 +146,7 @@ class Link:
             self._transport.close()
 
     def _open(self) -> Transport:
-        assert self._transport is not None  # else `unread` and `unwritten` say why
+        assert self._transport is not None  # Otherwise `unread` and `unwritten` contain the reason.
         return self._transport
 
     def _small(self, name: str) -> bytes | None:
@@ -188,7 +192,7 @@ class Link:
             self.sent.records += 1
 
     def _size(self, name: str) -> int | None:
-        """Returns the size of an object; None if there is none, -1 if it must be replaced."""
+        """Returns the size of an object in bytes; None if it does not exist, -1 if it must be replaced."""
         try:
             return -1 if name in self._damaged else self._open().size(name)
         except DamagedError:

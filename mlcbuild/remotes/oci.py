@@ -1,8 +1,8 @@
-"""A shared cache in an OCI registry: `oci://host/repository`.
+"""A transport for a shared cache in an OCI registry: `oci://host/repository`.
 
     tag ac-<key>, cas-<digest>   a manifest with one layer: the record, the file
 
-A registry names content by SHA-256 and deletes what no manifest names, so each name is a tag.
+A registry names content by SHA-256 and deletes content that no manifest names, so each name is a tag.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Oci:
         }
         self._registry.tag(_tag(name), json.dumps(document).encode())
         if not self._shows(name):
-            # A registry whose disk was full may keep a truncated manifest, and treat the same bytes as
-            # already stored: only a manifest with other bytes replaces it.
+            # A registry whose disk was full may keep a truncated manifest and accept the same bytes as
+            # already stored. Only a manifest with other bytes replaces it.
             document["annotations"] = {f"{_PREFIX}.again": secrets.token_hex(8)}
             self._registry.tag(_tag(name), json.dumps(document).encode())
             if not self._shows(name):

@@ -19,12 +19,12 @@ class RegistryAddress:
     """The address of a repository in a registry, with an optional tag or digest."""
 
     host: str
-    """Host name of the registry, and port if it is not the usual one: "host" or "host:port"."""
+    """Host name of the registry, with a port if it is not the usual one: "host" or "host:port"."""
     repository: str
     reference: str = ""
-    """A tag, or a digest as sha256:<64 hex>; "" when the address has neither."""
+    """A tag, or a digest as sha256:<64 hex>; "" if the address has neither."""
     plain: bool = False
-    """True when the registry is reached by HTTP without encryption."""
+    """True if the registry is reached by HTTP without encryption."""
 
     @property
     def address(self) -> str:
@@ -47,8 +47,9 @@ class Descriptor:
 
     @classmethod
     def from_json(cls, item: object) -> Descriptor:
-        """Parses the JSON value of a blob descriptor in an OCI manifest. Raises ValueError for one without a
-        valid blob."""
+        """Parses the JSON value of a blob descriptor in an OCI manifest. Raises ValueError if it describes no
+        valid blob.
+        """
         if not isinstance(item, dict):
             raise ValueError("a descriptor is an object")
         media, digest, size = item.get("mediaType", ""), item.get("digest"), item.get("size")
@@ -77,7 +78,7 @@ def layers_of(manifest: bytes) -> list[Descriptor]:
 
 
 def fault(url: str) -> str:
-    """Returns the problem of an oci:// URL, or "" if there is none."""
+    """Returns the reason why an oci:// URL is invalid, or "" if it is valid."""
     parts = urlsplit(url)
     repository, _ = _split(parts.path)
     if not parts.hostname or not _NAME.fullmatch(repository):
@@ -98,7 +99,7 @@ def _reference_fault(url: str) -> str:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Splits the path of an oci:// URL into repository and tag or digest."""
+    """Splits the path of an oci:// URL into (repository, tag or digest)."""
     repository, at, digest = path.strip("/").partition("@")
     head, slash, tail = repository.rpartition("/")
     name, _, tag = tail.partition(":")

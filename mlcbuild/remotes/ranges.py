@@ -1,7 +1,7 @@
 """Reads an object in ranges, over as many connections as make it faster.
 
-Some servers limit the rate of each connection, others give all their bandwidth to one. With the latter,
-several connections cost the server and the local processors a fifth more.
+Some servers limit the rate of each connection, others give all their bandwidth to one connection. With the
+latter, several connections cost the server and the local processors a fifth more.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from mlcbuild.remotes.background import Background
 from mlcbuild.remotes.transport import Body, Buffer
 
 FIRST = 8 << 20
-"""Bytes of the first range of an object; its transfer measures the speed of the server."""
+"""Number of bytes in the first range of an object. Its transfer measures the speed of the server."""
 FAST = 200_000_000
-"""Rate in bytes per second from which a single connection is kept."""
+"""Rate in bytes per second above which only one connection is used."""
 GROWTH = 8
-"""Ratio of a range's size to that of the range before, on a fast connection."""
+"""Ratio of a range's size to that of the previous range, on a fast connection."""
 PIECE = 4 << 20
-"""Bytes of each range when several ranges of an object are requested at the same time."""
+"""Number of bytes in each range when several ranges of an object are requested at the same time."""
 AHEAD = 6
-"""Number of ranges that are requested at the same time; no more of an object are in memory, plus the one in
-use."""
+"""Maximum number of ranges that are requested at the same time. Memory holds at most these and the one in
+use.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Range:
     size: int
     """Size of the whole object in bytes."""
     version: str
-    """The object's ETag; "" when the server sends none."""
+    """The object's ETag; "" if the server sends none."""
 
 
 Ask = Callable[[int, int, str, int], Range]
@@ -50,8 +51,8 @@ response."""
 class Ranges:
     """The bytes of an object, in order.
 
-    As long as they arrive fast, the next range is requested after the one before, and is much longer. After a
-    slow range, all further ranges are short and requested concurrently.
+    While they arrive fast, each range is requested after the previous one, and is much longer. After a slow
+    range, all further ranges are short and requested concurrently.
     """
 
     def __init__(self, first: Range, ask: Ask, pool: Background) -> None:
@@ -61,9 +62,9 @@ class Ranges:
         self._next = min(first.body.start + FIRST, first.size)
         self._size, self._version = first.size, first.version
         self._count = 0
-        """Bytes of the current range that have arrived."""
+        """Number of bytes of the current range that have arrived."""
         self._seconds = 0.0
-        """Seconds of waiting for the bytes of the current range."""
+        """Seconds spent waiting for bytes of the current range."""
         self._ahead: deque[Future[tuple[int, bytearray]]] = deque()
         self._free: list[bytearray] = []
         self._taken: bytearray | None = None
@@ -111,8 +112,7 @@ class Ranges:
         return start, self._next
 
     def _piece(self, start: int, end: int, buffer: bytearray) -> tuple[int, bytearray]:
-        """Reads the bytes from `start` to `end` of an object into a buffer; returns the number of bytes and
-        the buffer."""
+        """Reads the bytes start..end-1 of an object into a buffer, and returns (number of bytes, buffer)."""
         have, size = 0, end - start
         with self._exactly(start, end, AHEAD).body as body:
             while more := body.read():

@@ -27,16 +27,16 @@ from mlcbuild.remotes.transport import TIMEOUT, Body, SlowError, quoted
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 EMPTY = b"{}"
-"""The contents of the config blob in OCI manifests that need no config."""
+"""The contents of the config blob in OCI manifests that have no config."""
 EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 LARGEST = 4 << 20
-"""Largest OCI manifest, in bytes, that registries accept."""
+"""Maximum size of an OCI manifest in bytes, a limit of registries."""
 PIECE = 64 << 20
-"""Bytes of a blob in one request, which are sent again when a connection breaks."""
+"""Number of bytes of a blob in one request, which are sent again when a connection breaks."""
 _ATTEMPTS = 3
 _REDIRECTS = 5
 _ADDRESSES = 256
-"""Number of servers to which one registry may redirect clients in one run."""
+"""Maximum number of servers to which one registry may redirect clients in one run."""
 
 
 class UploadSource(Protocol):
@@ -61,7 +61,7 @@ class Registry:
     # Reading
 
     def manifest(self, reference: str) -> tuple[str, bytes] | None:
-        """Returns digest and checked bytes of a manifest; None when there is none."""
+        """Returns (digest, verified bytes) of a manifest; None if the registry does not have it."""
         response = self._ask("GET", f"manifests/{reference}", {"Accept": MANIFEST})
         if self._home.is_missing(response):
             return None
@@ -79,11 +79,12 @@ class Registry:
         return digest, bytes(data)
 
     def blob(self, digest: str, start: int = 0) -> Body | None:
-        """Returns the bytes of a blob from `start` on, whose digest is not checked yet; None when the
-        registry has no such blob."""
+        """Returns the bytes of a blob from `start` on, without checking the digest; None if the registry does
+        not have the blob.
+        """
         headers = {"Range": f"bytes={start}-"} if start else {}
         client, response = self._follow("GET", f"blobs/{digest}", headers)
-        if response.status == 416:  # the blob is shorter than expected: read it from the beginning
+        if response.status == 416:  # The blob is shorter than expected: it is read from the beginning.
             client.end(response)
             client, response = self._follow("GET", f"blobs/{digest}", {})
         if client.is_missing(response):
@@ -102,11 +103,13 @@ class Registry:
     # Writing
 
     def mount(self, digest: str, repository: str) -> bool:
-        """Mounts a blob of another repository of the registry; returns False when it must be uploaded."""
+        """Mounts a blob of another repository of the registry and returns True; returns False if the blob
+        must be uploaded.
+        """
         query = urlencode({"mount": digest, "from": repository})
         response = self._ask("POST", f"blobs/uploads/?{query}", {"Content-Length": "0"}, mounts=repository)
         self._home.end(response)
-        if response.status == 202:  # it started an upload instead, which is cancelled
+        if response.status == 202:  # The registry started an upload instead, which is cancelled here.
             self._home.end(self._ask("DELETE", self._location(response)))
         return response.status == 201
 
@@ -128,7 +131,7 @@ class Registry:
         return digest
 
     def send_bytes(self, data: bytes) -> str:
-        """Uploads a blob of these bytes unless the registry has it; returns its digest."""
+        """Uploads these bytes as a blob, unless the registry has it, and returns the blob's digest."""
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         return digest if self.has(digest) else self.send(io.BytesIO(data), len(data))
 
@@ -155,8 +158,9 @@ class Registry:
     def _piece(
         self, location: str, source: UploadSource, before: hashlib._Hash, start: int, end: int
     ) -> tuple[str, hashlib._Hash]:
-        """Uploads the bytes from `start` to `end` of a source. Returns the URL for the next part, and the
-        state of the SHA-256 after these bytes."""
+        """Uploads the bytes start..end-1 of a source. before: state of the SHA-256 before them. Returns the
+        URL for the next part, and the state of the SHA-256 after them.
+        """
         begin = start
         for attempt in range(_ATTEMPTS):
             piece = _Piece(source, before.copy(), start, begin, end)
@@ -175,13 +179,13 @@ class Registry:
             except RemoteError as error:
                 if attempt + 1 == _ATTEMPTS or isinstance(error, SlowError):
                     raise
-            answer = self._ask("GET", location)  # asks how many bytes have arrived
+            answer = self._ask("GET", location)  # queries how many bytes have arrived
             self._home.end(answer)
             self._demand(answer, 204)
             location = self._location(answer)
             came = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", ""))
             have = int(came[1]) + 1 if came else start
-            # A registry says 0-0 both of one byte and of none.
+            # A registry returns 0-0 for one byte and for none.
             begin = have if start < have <= end and have > 1 else start
             if begin == end:
                 piece = _Piece(source, before.copy(), start, end, end)
@@ -194,8 +198,9 @@ class Registry:
         return self._clients[self.place.address]
 
     def _location(self, response: Response) -> str:
-        """Returns the path of the next upload request, which must be on the same server, because it gets
-        credentials."""
+        """Returns the path of the next upload request. It must be on the same server, because it is sent with
+        credentials. Raises RemoteError otherwise.
+        """
         parts = _joined(f"{self.place.address}/", response.headers.get("Location", ""))
         if parts.netloc != self.place.host or not parts.path.startswith("/v2/"):
             where = quoted(parts.netloc)
@@ -203,8 +208,9 @@ class Registry:
         return parts.path + (f"?{parts.query}" if parts.query else "")
 
     def _follow(self, method: str, name: str, headers: Mapping[str, str]) -> tuple[Client, Response]:
-        """Sends a request and follows redirects to other servers, which get no credentials. Returns the
-        client of the last server and its response."""
+        """Sends a request and follows redirects to other servers, which receive no credentials. Returns
+        (client of the last server, its response).
+        """
         client, response = self._home, self._ask(method, name, headers)
         url = f"{self.place.address}/v2/{self.place.repository}/{name}"
         until = time.monotonic() + self._timeout
@@ -243,7 +249,9 @@ class Registry:
         *,
         mounts: str = "",
     ) -> Response:
-        """Sends a request to the registry with the authorization that it requires."""
+        """Sends a request to the registry with the authorization that it requires, and returns the response.
+        mounts: repository that a mount reads, or "".
+        """
         target = name if name.startswith("/") else f"/v2/{self.place.repository}/{name}"
         scope = f"repository:{self.place.repository}:{'pull' if method in ('GET', 'HEAD') else 'pull,push'}"
         if mounts:
@@ -309,8 +317,9 @@ class Registry:
 
 
 class _Piece:
-    """The bytes from `begin` to `end` of a source as a stream to upload; those between `start` and `begin`
-    are only hashed."""
+    """The bytes from `begin` to `end` of a source as a stream to upload. The bytes between `start` and
+    `begin` are only hashed.
+    """
 
     def __init__(self, source: UploadSource, hasher: hashlib._Hash, start: int, begin: int, end: int) -> None:
         self.hasher = hasher
@@ -321,7 +330,7 @@ class _Piece:
         self._left = self._size = end - begin
 
     def seek(self, offset: int) -> int:
-        """Moves the stream back to its beginning, as retries of a request require."""
+        """Moves the stream back to its beginning, which retries of a request require."""
         self.hasher = self._before.copy()
         self._source.seek(self._start)
         self._left = self._begin - self._start

@@ -1,7 +1,7 @@
-"""Transport for S3 and compatible servers: `s3://bucket/prefix`, with `?endpoint=https://host&region=name`.
+"""A transport for S3 and compatible servers: `s3://bucket/prefix`, with `?endpoint=https://host&region=name`.
 
-obstore signs URLs and uploads large objects in parts. The project's own client reads objects, in ranges of
-one version, and uploads small ones, conditionally where the server supports it. Signatures are valid for one
+obstore signs URLs and uploads large objects in parts. The project's HTTP client reads objects, in ranges of
+one version, and uploads small ones, conditionally if the server supports it. Signatures are valid for one
 host only, so a recipe may name the endpoint. Credentials are those of other S3 tools: environment variables,
 then the files in ~/.aws.
 """
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Store
 
 PART = 8 << 20
-"""Bytes of one part of an upload; smaller objects are uploaded in one request."""
+"""Number of bytes in one part of an upload. Smaller objects are uploaded in one request."""
 PARTS = 4
 """Number of parts of one upload that are sent at the same time."""
 _MOST_PARTS = 10_000
 EXPIRY = timedelta(minutes=20)
 """Validity of a signature. It is used for a shorter time, because clocks may differ."""
 _SKEW = 15 * 60
-"""Seconds by which S3 servers let clocks differ."""
+"""Seconds by which clocks may differ from that of an S3 server."""
 Result = TypeVar("Result")
 
 
@@ -59,7 +59,7 @@ class S3:
         self._tasks = _Tasks(self._bucket)
         self._guard = threading.Lock()
         self._creates = True
-        """True until the server rejects an upload on condition that the object does not exist."""
+        """True until the server rejects an upload under the condition that the object does not exist."""
         self._rate = 0.0
         """Bytes per second of the fastest upload so far."""
         self._settings = chosen = settings(url)
@@ -77,7 +77,7 @@ class S3:
 
     @property
     def _patience(self) -> float:
-        """Returns the seconds within which obstore retries."""
+        """Returns the number of seconds during which obstore may retry."""
         return self._timeout + 2 * PAUSES[-1]
 
     def _opened(self, chosen: Mapping[str, Any], timeout: float) -> S3Store:
@@ -136,12 +136,12 @@ class S3:
             client.close()
 
     def sign(self, method: Literal["GET", "HEAD", "PUT"], name: str) -> str:
-        """Returns a signed URL of an object for one method, valid for EXPIRY; it is a secret."""
+        """Returns a signed URL of an object for one method, valid for EXPIRY. The URL is a secret."""
         import obstore
 
         async def sign() -> str:
             question = obstore.sign_async(self._signing, method, self._path(name), EXPIRY)
-            return await asyncio.wait_for(question, self._patience)  # credentials may come from a server
+            return await asyncio.wait_for(question, self._patience)  # Credentials may come from a server.
 
         url = self._tasks.run(sign())
         return url.partition("?")[0] if self._is_anonymous else url
@@ -189,11 +189,11 @@ class S3:
         import obstore
 
         part = max(PART, -(-size // _MOST_PARTS))
-        # Seconds that the parts in flight may take. A server whose disk is full may not answer.
+        # Maximum seconds for the parts in flight. A server whose disk is full may not answer.
         longest = self._timeout + PARTS * part / max(SLOWEST, self._rate / 16)
         until = time.monotonic() + self._patience
 
-        def pieces() -> Iterator[bytes]:  # the first piece is read when the upload has begun
+        def pieces() -> Iterator[bytes]:  # The first piece is read only once the upload has begun.
             nonlocal until
             for piece in _pieces(source, size, part):
                 until = time.monotonic() + longest
@@ -218,7 +218,7 @@ class S3:
 
 
 class _Tasks:
-    """The calls of obstore that are under way, which end when the transport is closed."""
+    """The running calls of obstore, which end when the transport is closed."""
 
     def __init__(self, bucket: str) -> None:
         self._bucket = bucket
@@ -232,8 +232,9 @@ class _Tasks:
             raise RemoteError("the run ends")
 
     def run(self, question: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine on the event loop and returns its result. Raises RemoteError, and exceptions of an
-        upload's source unchanged."""
+        """Runs a coroutine on the event loop and returns its result. Raises RemoteError; exceptions of an
+        upload's source are passed on unchanged.
+        """
         from obstore import exceptions
 
         task = self._start(question)
@@ -252,7 +253,7 @@ class _Tasks:
                 self._running.discard(task)
 
     def _start(self, question: Coroutine[Any, Any, Result]) -> Future[Result]:
-        with self._guard:  # guarded, so that `close` sees every task that starts
+        with self._guard:  # The lock makes sure that `close` sees every task that starts.
             if not self._closed:
                 task = asyncio.run_coroutine_threadsafe(question, _loop())
                 self._running.add(task)
@@ -278,8 +279,10 @@ class _Object:
         self._until = 0.0
 
     def range(self, start: int, end: int, version: str = "", share: int = 1) -> Range | None:
-        """Returns the bytes of the object from `start` up to `end`, or the whole object when the range is
-        empty; None if the object is missing."""
+        """Returns the bytes start..end-1 of the object, or the whole object if the range is empty; None if
+        the object is missing. version: ETag that the object must have, or "". share: number of concurrent
+        transfers.
+        """
         headers = {"Range": f"bytes={start}-{end - 1}", **({"If-Match": version} if version else {})}
         client, response = self._ask(headers)
         if response.status == 416 and not version:
@@ -315,7 +318,8 @@ class _Object:
 
 def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
     """Yields exactly `size` bytes of a source in pieces of at most `most` bytes. Raises OSError, which ends
-    an upload, when the source has fewer."""
+    an upload, if the source has fewer.
+    """
     left = size
     while left:
         data = source.read(min(most, left))
@@ -327,15 +331,16 @@ def _pieces(source: BinaryIO, size: int, most: int) -> Iterator[bytes]:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Starts an event loop in a thread of its own, which lives as long as the process, and returns it."""
+    """Starts an event loop in a separate thread, which lives as long as the process, and returns it."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="s3", daemon=True).start()
     return loop
 
 
 def _version(response: Response) -> str:
-    """Returns the ETag of a response if a request may name it, else "": a weak ETag does not identify the
-    bytes."""
+    """Returns the ETag of a response if requests may name it, else "": a weak ETag does not identify the
+    bytes.
+    """
     tag = response.headers.get("ETag", "")
     return tag if re.fullmatch(r"(?!W/)[\x21-\x7e]{1,200}", tag) else ""
 
@@ -357,12 +362,13 @@ _WORDS = {
     "timed out": "it does not answer",
     "TimedOut": "it does not answer",
 }
-"""Text in obstore's error messages -> what it means, as the end of a sentence."""
+"""Text in obstore's error messages -> its meaning, as the end of a sentence."""
 
 
 def _explained(error: Exception) -> RemoteError:
-    """Turns an error of obstore, which may hold pages of internals, into a RemoteError by words in its
-    text."""
+    """Returns a RemoteError for an error of obstore, whose text may hold pages of internals, by known words
+    in the text.
+    """
     text = str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"<Code>([A-Za-z0-9]{1,60})</Code>", text)
@@ -371,13 +377,15 @@ def _explained(error: Exception) -> RemoteError:
     if match := re.search(r"certificate[^\"\n]*|UnknownIssuer", text):
         return RemoteError(f"its certificate is not valid: {match[0].rstrip(') ')}")
     meanings = (sentence for sign, sentence in _WORDS.items() if sign in text)
-    words = re.sub(r"\?\S*", "", text.partition("\n")[0])  # the query is removed: it may hold a secret
+    # The query of a URL is removed, because it may hold a secret.
+    words = re.sub(r"\?\S*", "", text.partition("\n")[0])
     return RemoteError(next(meanings, words[:200]))
 
 
 def _refusal(status: int, code: str, date: str = "") -> RemoteError:
-    """Returns the error for an unexpected HTTP status and S3 error code. `date` is the server's time of the
-    response."""
+    """Returns the error for an unexpected HTTP status and S3 error code. date: the server's time of the
+    response.
+    """
     words = f"status {status}, {code}" if code else f"status {status}"
     if status == 412:
         return RemoteError(f"the object was replaced while it was read ({words})")

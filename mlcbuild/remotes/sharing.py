@@ -1,7 +1,7 @@
-"""All remotes of a run in front of one store: looks up records, fetches blobs, uploads results.
+"""Combines the remotes of a run with one store: looks up records, downloads blobs, uploads results.
 
 A record suffices to know a step's result, and so the keys of the steps that depend on it. Its blobs are
-fetched only when a step on this machine reads them. A record that was used without all its blobs is kept
+downloaded only when a step on this machine reads them. A record that was used without all its blobs is stored
 under `known/`, so that the next run finds it without a remote.
 """
 
@@ -35,12 +35,12 @@ _CONCURRENT_LOOKUPS = 16
 """Number of records that are requested at the same time."""
 _POLL = 0.05
 _LONGEST_ORIGIN = 1 << 16
-"""Largest length, in bytes, of the line that names a record's remote."""
+"""Maximum length in bytes of the line that names a record's remote."""
 
 
 @dataclass(frozen=True)
 class RemoteRecord:
-    """A record of a remote, whose files need not be in the store."""
+    """A record on a remote. Its files need not be in the store."""
 
     record: Record
     origin: str
@@ -62,12 +62,12 @@ class Sharing:
 
     @property
     def empty(self) -> bool:
-        """Returns True when the run has no remote in which a record could be looked up."""
+        """Returns True if the run has no remote in which a record could be looked up."""
         return not self.links and not self._known.is_dir()
 
     @property
     def writers(self) -> tuple[str, ...]:
-        """Returns the names of the remotes that results are uploaded to."""
+        """Returns the names of the remotes to which results are uploaded."""
         return tuple(link.name for link in self.links if link.remote.writes())
 
     def look_up(self, keys: Iterable[str]) -> None:
@@ -78,7 +78,7 @@ class Sharing:
             self._ask([key for key in asked if self._found[key] is None])
 
     def find(self, key: str) -> RemoteRecord | None:
-        """Returns the record of a key that an earlier run kept or a remote has; None if there is none."""
+        """Returns the record of a key from an earlier run or from a remote; None if there is none."""
         if key not in self._found:
             self.look_up([key])
         return self._found[key]
@@ -89,14 +89,13 @@ class Sharing:
         self._ended = True
 
     def forget(self, key: str) -> None:
-        """Drops the record of a key whose files cannot be downloaded, so that its step is built."""
+        """Forgets the record of a key whose files cannot be downloaded, so that its step is built."""
         self._found[key] = None
         with suppress(OSError):
             self._place(key).unlink()
 
     def keep(self, remote: RemoteRecord) -> None:
-        """Keeps a remote's record that was used in the store, so that later runs find it without the
-        remote."""
+        """Stores a remote's record that was used, so that later runs find it without the remote."""
         if remote.origin in self._ledgers:
             self._ledgers[remote.origin].add(remote.record.key)
         place = self._place(remote.record.key)
@@ -109,10 +108,10 @@ class Sharing:
             part.replace(place)
 
     def fetch(self, entry: Entry, stop: threading.Event, on_bytes: Callable[[int], None]) -> str:
-        """Downloads a blob into the store from the first remote that has it; returns "" or the reason for
+        """Downloads a blob into the store from the first remote that has it. Returns "", or the reason for
         failing.
 
-        `on_bytes` is called with the number of new bytes. A staging area must be open. Waits while another
+        on_bytes: called with the number of new bytes. A staging area must be open. Waits while another
         process downloads the same blob. Raises CancelledError.
         """
         try:
@@ -129,14 +128,16 @@ class Sharing:
             return str(error)
 
     def promise(self, key: str) -> None:
-        """Records, before a step is built, that its result must be uploaded, if necessary by a later run."""
+        """Records, before a step is built, that its result must be uploaded, by a later run if this one does
+        not.
+        """
         if self.writers:
             with suppress(OSError):
                 self._unsent.mkdir(exist_ok=True)
                 (self._unsent / key).touch()
 
     def unsent(self, keys: Iterable[str]) -> frozenset[str]:
-        """Returns those of `keys` whose results were not uploaded to all remotes that should have them."""
+        """Returns those of `keys` whose results have not been uploaded to all remotes that are written to."""
         if not self.writers:
             return frozenset()
         sent = frozenset.intersection(*(self._ledgers[name].keys for name in self.writers))
@@ -153,9 +154,10 @@ class Sharing:
             (self._unsent / key).unlink(missing_ok=True)
 
     def send(self, record: Record, stop: threading.Event) -> tuple[str, ...]:
-        """Uploads a record with its blobs to every writable remote; returns the names of those that lack it.
+        """Uploads a record with its blobs to every writable remote, and returns the names of the remotes that
+        lack it afterwards.
 
-        Raises CancelledError.
+        stop: event that cancels the upload. Raises CancelledError.
         """
         missing = []
         for link in self.links:
@@ -169,7 +171,8 @@ class Sharing:
         return tuple(missing)
 
     def offer(self, entry: Entry, place: Path, stop: threading.Event) -> bool:
-        """Uploads the file `place` as a blob to a remote that is also read; returns True when one has it.
+        """Uploads the file `place` as a blob to a remote that is also read, and returns True if one has it
+        afterwards.
 
         Raises CancelledError.
         """
@@ -195,7 +198,7 @@ class Sharing:
         return f"no remote gives {entry.path}"
 
     def _ask(self, keys: Iterable[str]) -> None:
-        """Looks up keys in other threads, so that this one reacts to an interrupt while they wait."""
+        """Looks up keys in other threads, so that this thread can react to an interrupt meanwhile."""
         questions = {key: self._questions.submit(partial(self._answer, key)) for key in keys}
         for key, question in questions.items():
             while not question.done() and not self._ended:
@@ -210,7 +213,7 @@ class Sharing:
         return None
 
     def _read(self, key: str) -> RemoteRecord | None:
-        """Returns the remote's record that `keep` wrote to the store; None if it is missing or damaged."""
+        """Returns the remote's record that `keep` stored; None if it is missing or damaged."""
         try:
             data = regular.read(self._place(key), LARGEST + _LONGEST_ORIGIN, follow_link=False)
             line, _, data = data.partition(b"\n")

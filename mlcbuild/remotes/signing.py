@@ -1,10 +1,10 @@
-"""Signed records in the form that remotes and archives hold.
+"""Signs records and checks signatures, in the form that remotes and archives hold.
 
 The two lines of a record are followed by one line for each signature:
 
     {"key":"ed25519:<public key>","signature":"<base64>"}
 
-The signature covers the key and all bytes of the record, under its own tag. Replaying an older record is
+The signature covers the key and all bytes of the record, under a separate tag. Replaying an older record is
 harmless: the key holds the digests of all inputs, code and tool versions, so both records are results of
 exactly this key.
 """
@@ -24,7 +24,9 @@ _TAG = b"mlcbuild-record/1\0"
 
 
 class RefusedError(ValueError):
-    """A record that must not be used. The message is the reason, worded as the end of a sentence."""
+    """The error for a record that must not be used. The message is the reason, worded as the end of a
+    sentence.
+    """
 
 
 def seal(record: Record, signer: Signer | None) -> bytes:
@@ -58,8 +60,9 @@ def unseal(key: str, data: bytes, trust: Iterable[str] = ()) -> Record:
 
 
 def signers(key: str, body: bytes, lines: Iterable[bytes]) -> frozenset[str]:
-    """Returns the public keys that have validly signed the record `body` of a key; `lines` are the lines
-    after the record."""
+    """Returns the public keys that have validly signed a record. key: the record's key; body: its bytes;
+    lines: the lines after the record.
+    """
     valid = set()
     for line in lines:
         try:

@@ -1,4 +1,5 @@
-"""The interface of all protocols: named byte sequences, read from any offset and written whole.
+"""The interface of all protocols: named byte sequences, which are read from any offset and written as a
+whole.
 
 A remote can delay a run by its timeout, but nothing more. Each transport limits the time until bytes arrive,
 and `Pace` the time that they take; `border` turns every exception that a malformed response may cause into
@@ -19,27 +20,28 @@ from mlcbuild.errors import MlcbuildError, RemoteError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 CHUNK = 1 << 20
-"""Bytes of a transfer that are in memory at a time; with an eighth of this, a download takes a third more CPU
-time."""
+"""Number of bytes of a transfer that are in memory at a time. With an eighth of it, a download takes a third
+more CPU time.
+"""
 CONNECT = 10.0
-"""Seconds to connect to a server."""
+"""Maximum seconds for connecting to a server."""
 TIMEOUT = 30.0
-"""Seconds to wait for any response."""
+"""Maximum seconds to wait for a response."""
 SLOWEST = 16_384
-"""Bytes per second below which a transfer is given up, if it lasts TIMEOUT seconds."""
+"""Rate in bytes per second below which a transfer fails if it lasts TIMEOUT seconds."""
 PAUSES = (0.2, 1.0)
 """Seconds to wait before each retry of a request."""
 
 _ATTEMPTS = 3
-"""Consecutive requests with too few bytes after which a transfer fails."""
+"""Number of consecutive requests with too few bytes after which a transfer fails."""
 
 
 class SlowError(RemoteError):
-    """A transfer was given up because it is too slow; a retry would be no faster."""
+    """A transfer failed because it is too slow. A retry would not be faster."""
 
 
 class DamagedError(ValueError):
-    """The contents of a name on a remote are wrong. The message is worded as the end of a sentence."""
+    """An object on a remote has the wrong contents. The message is worded as the end of a sentence."""
 
 
 class CancelledError(Exception):
@@ -48,15 +50,16 @@ class CancelledError(Exception):
 
 @dataclass(frozen=True)
 class Body:
-    """The bytes of one object on a remote, from `start` on. It is a context manager, which closes the
-    connection or returns it."""
+    """The bytes of one object on a remote, from `start` on. As a context manager it closes the connection or
+    makes it reusable.
+    """
 
     start: int
-    """Offset of the first byte: the requested one, or 0 when the remote cannot start in the middle."""
+    """Offset of the first byte: the requested one, or 0 if the remote cannot start in the middle."""
     read: Callable[[], Buffer]
-    """Returns the next bytes, b"" at the end. The next call reuses the buffer.
+    """Function that returns the next bytes, b"" at the end. The next call reuses the buffer.
 
-    Raises RemoteError.
+    It raises RemoteError.
     """
     close: Callable[[], None]
 
@@ -70,7 +73,7 @@ class Body:
 
 
 class Pace:
-    """Measures a transfer in windows of `timeout` seconds and gives up one that is too slow."""
+    """Measures a transfer in windows of `timeout` seconds, and makes it fail if it is too slow."""
 
     def __init__(self, timeout: float, slowest: float = SLOWEST) -> None:
         self._timeout = timeout
@@ -79,8 +82,9 @@ class Pace:
         self._count = 0
 
     def add(self, count: int) -> None:
-        """Counts transferred bytes. Raises SlowError at the end of a window of time in which too few were
-        transferred."""
+        """Counts transferred bytes. Raises SlowError at the end of a window in which too few were
+        transferred.
+        """
         self._count += count
         elapsed = time.monotonic() - self._since
         if elapsed <= self._timeout:
@@ -90,22 +94,24 @@ class Pace:
         self._since, self._count = time.monotonic(), 0
 
     def is_slow(self) -> bool:
-        """Returns True if the current window of time has fewer bytes so far than the slowest accepted rate
-        requires."""
+        """Returns True if fewer bytes have arrived in the current window than the slowest accepted rate
+        requires.
+        """
         return self._count < self._slowest * (time.monotonic() - self._since)
 
 
 class Attempts:
-    """Counts interrupted requests for parts of one object and gives up when they bring too few bytes."""
+    """Counts interrupted requests for parts of one object, and fails when they bring too few bytes."""
 
     def __init__(self) -> None:
         self._vain = 0
 
     def failed(self, error: RemoteError, count: int, began: float) -> None:
-        """Records a request that began at `began` (time.monotonic()) and brought `count` new bytes.
+        """Records a request that began at `began` (time.monotonic()) and brought `count` new bytes before it
+        failed with `error`.
 
-        Raises its error after a slow transfer, or after three in a row below SLOWEST: a server that breaks
-        off after each byte must not get one request per byte.
+        Raises `error` after a slow transfer, or after three in a row below SLOWEST: a server that breaks off
+        after each byte must not get one request per byte.
         """
         enough = max(1, SLOWEST * min(time.monotonic() - began, TIMEOUT))
         self._vain = 0 if count >= enough else self._vain + 1
@@ -115,9 +121,10 @@ class Attempts:
 
 @contextmanager
 def border() -> Iterator[None]:
-    """Turns every exception except those that a transport may raise into a RemoteError.
+    """Returns a context that turns every exception except those that a transport may raise into a
+    RemoteError.
 
-    A remote is to blame for whatever its data makes this code or a library raise, and that must not end a
+    Whatever the data of a remote makes this code or a library raise is the remote's fault and must not end a
     run. The message names only the kind of exception, because its text may quote the remote.
     """
     try:
@@ -132,33 +139,38 @@ def border() -> Iterator[None]:
 
 
 def whole_number(text: str) -> int | None:
-    """Parses a size or an offset in an HTTP header; returns None for anything but 1 to 18 ASCII digits."""
+    """Returns the size or offset in the text of an HTTP header; None for anything but 1 to 18 ASCII
+    digits.
+    """
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
 def quoted(text: str) -> str:
-    """Returns a text that a remote sent in a form that messages may show: short, ASCII, without control
-    characters."""
+    """Returns a text of a remote in a form that messages may show: short, ASCII, without control
+    characters.
+    """
     return ascii(text if len(text) <= 60 else f"{text[:60]}...")
 
 
 class Transport(Protocol):
     """A connection to one remote. Its methods are thread-safe and raise RemoteError on failure.
 
-    Those that read may also raise DamagedError. `Bordered` enforces this.
+    Methods that read may also raise DamagedError. `Bordered` enforces this.
     """
 
     def open(self, name: str, start: int = 0) -> Body | None:
-        """Opens the object `ac/<key>` or `cas/<digest>` to read its bytes from `start` on; returns None when
-        the name does not exist."""
+        """Opens the object `ac/<key>` or `cas/<digest>`, and returns its bytes from `start` on; None if the
+        remote does not have the name.
+        """
 
     def size(self, name: str) -> int | None:
-        """Returns the size in bytes of the object with this name; None when the name does not exist."""
+        """Returns the size in bytes of the object with this name; None if the remote does not have it."""
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
-        """Writes `size` bytes of `source` as the object `name`; readers see all of them or nothing new.
+        """Writes `size` bytes of `source` as the object `name`. Readers see either all of them or nothing
+        new.
 
-        With `new`, the name did not exist before; contents that exist by now may stay.
+        new: True if the name did not exist before, in which case contents that exist by now may stay.
         """
 
     def close(self) -> None:

@@ -28,10 +28,11 @@ _PALETTE = ("#3f6fb5", "#d9893b", "#4f9d5b", "#8a6fc0", "#c8453b", "#3f8f8a", "#
 _WIDTH, _ROW, _LEFT, _RIGHT = 1040.0, 24.0, 12.0, 28.0
 _CHAR = 6.4
 LEAST = 1e-7
-"""Mean KL divergence, in nats, below which differences are rounding errors; such a model is drawn as
-exact."""
+"""Mean KL divergence, in nats, below which differences are rounding errors; such a variant is drawn
+as exact.
+"""
 _DOTS = 12
-"""Largest number of points of a curve that are drawn as dots."""
+"""Maximum number of points of a curve that are drawn as dots."""
 _GREY = 'fill="#5d6877"'
 
 
@@ -46,7 +47,7 @@ class Bar:
     failed: bool = False
     tip: str = ""
     worker: str = ""
-    """The machine that ran the step; steps of two machines never share a row."""
+    """The machine that ran the step, "" for this one. Steps of two machines never share a row."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,15 @@ class Point:
     label: str
     bytes: int
     loss: float
-    """Mean KL divergence in nats; values below LEAST are drawn in the row of exact ones."""
+    """Mean KL divergence in nats. Values below LEAST are drawn in the row of exact variants."""
     group: str
     """Name of the point's group, which determines its colour."""
 
 
 def lanes(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Assigns bars to as few rows as possible so that none overlap; a row shows steps that ran in
-    sequence."""
+    """Assigns bars to as few rows as possible so that none overlap. A row shows steps that ran one after the
+    other.
+    """
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, -bar.seconds, bar.name)):
         free = next((row for row in rows if _follows(row[-1], bar)), None)
@@ -79,7 +81,9 @@ def _follows(last: Bar, bar: Bar) -> bool:
 
 
 def timeline(bars: Sequence[Bar], total: float) -> str:
-    """Draws steps over time, with a row for each worker that was needed."""
+    """Returns an SVG with steps over time, one row for each worker that was needed. total: seconds of the
+    run.
+    """
     rows = lanes(bars)
     total = max([total, *(bar.start + bar.seconds for bar in bars)]) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / total
@@ -130,8 +134,9 @@ def _short(seconds: float) -> str:
 
 
 def scatter(points: Sequence[Point]) -> str:
-    """Draws loss (logarithmic) against size, with a labelled dot for each point. Exact ones have a row of
-    their own below the axis, which has no place for zero."""
+    """Returns an SVG with loss (logarithmic) over size, and a labelled dot for each point. Exact variants
+    have a separate row below the axis, which has no position for zero.
+    """
     width, height, left, top = 520.0, 300.0, 64.0, 14.0
     exact = any(point.loss <= LEAST for point in points)
     floor = height - (40.0 + _ROW * exact)
@@ -173,12 +178,13 @@ def scatter(points: Sequence[Point]) -> str:
 
 
 Box = tuple[float, float, float, float]
-"""A rectangle as left, top, right, bottom, in pixels."""
+"""A rectangle as (left, top, right, bottom), in pixels."""
 
 
 def _around(place: tuple[float, float], start: float, length: float) -> Box:
-    """Returns the rectangle of a dot or of a line of text: `start` and `length` are its x relative to the
-    place, whose y is its middle."""
+    """Returns the rectangle of a dot or of a line of text. place: (x, y) in pixels, y being its middle;
+    start, length: its left edge relative to x, and its width.
+    """
     x, y = place
     return x + start, y - 6.5, x + start + length, y + 6.5
 
@@ -192,11 +198,11 @@ def _is_within(box: Box, area: Box) -> bool:
 
 
 def _dot(point: Point, place: tuple[float, float], fill: str, taken: list[Box], area: Box) -> str:
-    """Draws a labelled dot of a scatter plot as SVG. The label is beside the dot, or above or below that,
-    at the first place that is free.
+    """Returns a labelled dot of a scatter plot as SVG. The label is beside the dot, or above or below it, at
+    the first free position.
 
-    place: x and y in pixels; taken: rectangles of dots and earlier labels, extended by this one; area: where
-    labels may be.
+    place: x and y in pixels; taken: rectangles of dots and earlier labels, to which the label is added; area:
+    where labels may be.
     """
     x, y = place
     long = len(point.label) * _CHAR
@@ -232,7 +238,9 @@ class Panel:
 
 
 def panels(listed: Sequence[Panel]) -> str:
-    """Draws diagrams two in a row with one legend; a curve's name has the same colour in all."""
+    """Returns an SVG with two diagrams per row and one legend. Curves with the same name have the same colour
+    in all diagrams.
+    """
     width, height, columns = 520.0, 300.0, min(2, max(1, len(listed)))
     names = list(dict.fromkeys(curve.name for panel in listed for curve in panel.curves))
     colours = {name: _PALETTE[index % len(_PALETTE)] for index, name in enumerate(names)}

@@ -45,7 +45,7 @@ _SWEEPS = 12
 
 @dataclass(frozen=True)
 class Box:
-    """The position and width of a node in the picture, in pixels from the upper left corner."""
+    """The position and width of a node in a picture, in pixels from the upper left corner."""
 
     x: float
     y: float
@@ -102,9 +102,10 @@ def svg(graph: Graph, plan: Plan | None = None) -> str:
 def drawing(
     graph: Graph, states: Mapping[str, str], reasons: Mapping[str, str], *, legend: bool = True
 ) -> str:
-    """Returns a complete SVG document. `states` and `reasons` map a step of a plan or run to its words.
+    """Returns a complete SVG document. states, reasons: step name -> its state, and the reason for it, in
+    words.
 
-    Transitive edges are left out: fetch -> bundle when there is fetch -> weights -> bundle.
+    Transitive edges are left out, for example fetch -> bundle if there is fetch -> weights -> bundle.
     """
     import networkx
 
@@ -200,7 +201,9 @@ def _untangle(layers: list[list[str]], graph: Graph) -> None:
 
 
 def _straighten(layers: list[list[str]], graph: Graph) -> dict[str, float]:
-    """Returns the vertical position of each node: near the mean of its neighbours, in its layer's order."""
+    """Returns the vertical position of each node: near the mean of its neighbours, in the order of
+    its layer.
+    """
     pitch = _HEIGHT + _GAP_Y
     tallest = max((len(layer) for layer in layers), default=0)
     rows = {
@@ -221,11 +224,11 @@ def _straighten(layers: list[list[str]], graph: Graph) -> dict[str, float]:
 
 
 def _spread(wish: list[float], pitch: float) -> list[float]:
-    """Returns the positions nearest to `wish`, in its order, at least `pitch` apart.
+    """Returns the positions nearest to `wish`, in the same order, at least `pitch` apart.
 
     With the pitch subtracted this is isotonic least squares, solved by pooling adjacent violators.
     """
-    blocks: list[tuple[float, int]] = []  # mean, count
+    blocks: list[tuple[float, int]] = []  # pairs (mean, count)
     for index, value in enumerate(wish):
         mean, count = value - index * pitch, 1
         while blocks and blocks[-1][0] > mean:

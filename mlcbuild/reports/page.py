@@ -20,14 +20,14 @@ from mlcbuild.reports.report import duration
 from mlcbuild.reports.runlog import LoggedStep, LoggedVariant, RunLog
 
 MOST_DRAWN = 300
-"""Largest number of nodes of a graph that the page draws."""
+"""Maximum number of nodes of a graph that the page draws."""
 FITTING = 60
-"""Largest number of nodes of a picture that is shrunk to the page's width; a larger one is scrolled."""
+"""Maximum number of nodes of a picture that is shrunk to the page's width; a larger picture is scrolled."""
 MOST_ROWS = 500
-"""Largest number of rows of a table, and of failures; the page states how many it leaves out."""
+"""Maximum number of rows of a table, and of failures. The page states how many are left out."""
 MOST_PLOTS = 30
 MOST_BARS = 1500
-"""Largest number of steps of a timeline, which then shows the longest."""
+"""Maximum number of steps in a timeline; of more, the longest are shown."""
 
 _STYLE = """
 :root{color-scheme:light}
@@ -57,7 +57,7 @@ overflow-wrap:anywhere;margin:6px 0}
 
 
 def html(log: RunLog, before: RunLog | None) -> str:
-    """Returns the page of a run; `before` is the run with which it is compared."""
+    """Returns the HTML page of a run. before: the run with which it is compared, or None."""
     title = f"mlcbuild: {log.recipe}"
     parts = [
         f"<h1>{escape(title)}</h1>\n<div class=meta>{escape(_meta(log))}</div>",
@@ -171,8 +171,9 @@ def _figure(item: LoggedVariant, name: str, form: str = ".3g") -> str:
 
 
 def _moved(now: float | None, before: float | None) -> str:
-    """Returns the relative change of a number in words, "" if it is invisible; an increase is marked as
-    worse."""
+    """Returns the relative change of a number in words, "" if it is too small to show. An increase is marked
+    as worse.
+    """
     if now is None or not before or abs(now / before - 1) < 0.0005:
         return ""
     change = now / before - 1
@@ -181,8 +182,9 @@ def _moved(now: float | None, before: float | None) -> str:
 
 
 def _plots(log: RunLog) -> str:
-    """Returns, for each model with figures, a plot of mean KL divergence (nats) against the size of the
-    weights, as SVG."""
+    """Returns as SVG, for each model with figures, a plot of mean KL divergence (nats) over the size of the
+    weights.
+    """
     models: dict[str, list[LoggedVariant]] = {}
     for item in log.variants:
         models.setdefault(item.model, []).append(item)
@@ -207,7 +209,7 @@ def _points(variants: Sequence[LoggedVariant]) -> list[Point]:
 
 
 def _changes(log: RunLog, before: RunLog | None) -> str:
-    """Returns a list of the differences from the run before, as HTML."""
+    """Returns a list of the differences from the previous run, as HTML."""
     if before is None:
         return ""
     old, new = {step.name: step for step in before.steps}, {step.name: step for step in log.steps}

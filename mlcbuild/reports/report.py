@@ -1,4 +1,4 @@
-"""Presents a run's events: a live view, plain lines, one JSON document."""
+"""Presents a run's events as a live view, as plain lines, or as one JSON document."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 _STYLES = {"built": "green", "failed": "red", "reused": "dim", "skipped": "yellow"}
 PULSE = 15.0
-"""Seconds without a line of output after which a line says what is running."""
+"""Seconds without output after which a line says which steps are running."""
 _ETA_FROM = 3.0
-"""Expected seconds of a step from which an estimate of the remaining time is shown."""
+"""Minimum expected seconds of a step for which the remaining time is shown."""
 
 
 @contextmanager
@@ -65,13 +65,14 @@ def reporting(stream: TextIO, *, plain: bool | None = None) -> Iterator[Reporter
 
 @dataclass
 class Tally:
-    """The numbers of finished and running steps of a run so far, and their progress."""
+    """The number of finished steps of a run so far, and the running steps with their progress."""
 
     total: int = 0
     done: int = 0
     finished: set[str] = field(default_factory=set)
-    """Names of the steps that were counted in `done`; a step that gets a second result does not count
-    twice."""
+    """Names of the steps that are counted in `done`, so that a step with a second result does not count
+    twice.
+    """
     running: dict[str, StepStarted | StepFetching] = field(default_factory=dict)
     started: dict[str, float] = field(default_factory=dict)
     progress: dict[str, StepProgress] = field(default_factory=dict)
@@ -114,8 +115,7 @@ class Tally:
             table.pop(name, None)
 
     def critical(self) -> tuple[str, float]:
-        """Returns the step on the critical path and the least seconds until the run ends; ("", 0) if
-        unknown."""
+        """Returns (step on the critical path, minimum seconds until the run ends); ("", 0) if unknown."""
         now = time.monotonic()
         ends = {
             name: seconds - (now - self.started.get(name, now) if name in self.running else 0.0)
@@ -124,8 +124,9 @@ class Tally:
         return max(ends.items(), key=lambda item: item[1], default=("", 0.0))
 
     def left(self, name: str) -> float | None:
-        """Returns the estimated remaining seconds of a running step; None without progress or an earlier
-        run."""
+        """Returns the estimated remaining seconds of a running step; None without progress and without an
+        earlier run.
+        """
         step = self.running.get(name)
         if step is None:
             return None
@@ -145,7 +146,7 @@ class Lines:
     """Prints one line for each event of a run, for logs. Steps whose results were stored at the start are
     only counted.
 
-    While `beating`, a line says every PULSE seconds without another line what is running.
+    Inside the context `beating`, a line about running steps is printed after PULSE seconds without output.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -168,8 +169,9 @@ class Lines:
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Prints, from a thread, a line about running steps whenever nothing was printed for PULSE seconds,
-        until the context ends."""
+        """Returns a context in which a thread prints a line about running steps whenever nothing was printed
+        for PULSE seconds.
+        """
         end = threading.Event()
         thread = threading.Thread(target=self._beat, args=(end,), daemon=True)
         thread.start()
@@ -188,8 +190,9 @@ class Lines:
 
 
 def _pulse(tally: Tally) -> list[str]:
-    """Returns a line for each running step: its time, its progress, and an estimate of the rest where there
-    is one."""
+    """Returns a line for each running step: its time, its progress, and an estimate of the remaining time if
+    there is one.
+    """
     lines = []
     for name, event in tally.running.items():
         words = [duration(time.monotonic() - tally.started[name])]
@@ -231,18 +234,22 @@ def _lines(event: Event, tally: Tally) -> list[str]:
 
 
 def _titled(event: StepStarted | StepFetching) -> str:
-    """Returns a step's name, with what it works on where the name does not say it."""
+    """Returns a step's name, followed by the object that it works on if the name does not say it."""
     subject = event.subject if isinstance(event, StepStarted) else ""
     return f"{event.name} for {subject}" if subject else event.name
 
 
 def _is_cut_off(event: StepFinished) -> bool:
-    """Returns True if a step was skipped because the run was interrupted; the last line counts those."""
+    """Returns True if a step was skipped because the run was interrupted. Such steps are counted in the last
+    line only.
+    """
     return event.result.status == "skipped" and event.result.reason.startswith(INTERRUPTED_BY)
 
 
 def finished(event: StepFinished, count: str = "") -> list[str]:
-    """Returns the lines for a step's end, with the tail of the log for a failed one."""
+    """Returns the lines that report a step's end, with the end of the log if the step failed. count: text
+    with the number of finished steps.
+    """
     result = event.result
     head = f"{result.status:<7} {count}{result.name}"
     if result.status == "built":
@@ -250,7 +257,7 @@ def finished(event: StepFinished, count: str = "") -> list[str]:
         return [f"{head} in {duration(result.seconds)}{size_words}"]
     if result.status == "failed":
         lines = [f"{head} after {duration(result.seconds)}: {result.error}"]
-        # The log ends with the error itself, which the first line shows already.
+        # The log ends with the error itself, which is in the first line already.
         tail = event.tail.replace(f"{type(result.error).__name__}: {result.error}", "").rstrip()
         lines += ["  " + line for line in tail.splitlines()]
         return [*lines, f"  log: {result.log}"] if result.log is not None else lines
@@ -258,8 +265,9 @@ def finished(event: StepFinished, count: str = "") -> list[str]:
 
 
 def summary(result: RunResult) -> str:
-    """Returns the last line of a run's output: numbers of built, reused and other steps, the time, and why
-    the run ended."""
+    """Returns the last line of a run's output: numbers of built, reused and other steps, the time, and the
+    reason for an early end.
+    """
     parts = [f"{result.count('built')} built", f"{result.count('reused')} reused"]
     parts += [f"{n} {status}" for status in ("failed", "skipped") if (n := result.count(status))]
     if result.not_uploaded:
@@ -272,8 +280,9 @@ def summary(result: RunResult) -> str:
 
 
 class View:
-    """The live view of a run on a terminal: finished steps scroll by; running ones stay at the bottom with
-    time, bytes and ETA."""
+    """The live view of a run on a terminal. Finished steps scroll by; running ones stay at the bottom with
+    time, bytes and ETA.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -322,10 +331,10 @@ class View:
         return table
 
     def _cells(self, name: str) -> tuple[str, str, str]:
-        """Returns the elapsed time, the progress and the remaining time of a step."""
+        """Returns (elapsed time, progress, remaining time) of a step as texts."""
         tally = self._tally
         started = tally.started.get(name)
-        if started is None:  # the step ended while the view's own thread draws it
+        if started is None:  # The step ended while the view's thread draws it.
             return "", "", ""
         shown = ""
         if (progress := tally.progress.get(name)) is not None:
@@ -335,8 +344,9 @@ class View:
 
 
 def document(result: RunResult, variants: Sequence[object] = ()) -> dict[str, object]:
-    """Returns the JSON document that `run --json` prints. `variants` are its entries for the variants, in
-    their final form."""
+    """Returns the JSON document that `run --json` prints. variants: its entries for the variants, in final
+    form.
+    """
     return {
         "variants": list(variants),
         "steps": [_step_json(step) for step in result.steps],

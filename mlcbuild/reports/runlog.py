@@ -1,4 +1,4 @@
-"""Logs of runs, kept in the store to be shown and compared later.
+"""Writes and reads logs of runs, which are kept in the store to be shown and compared later.
 
 Each run has two JSON files below the store's root: `runs/<recipe>/<time>.json`, and
 `runs/<recipe>/<digest>.rest` with the part that all runs without work share. The newest KEPT runs stay. No
@@ -28,9 +28,9 @@ from mlcbuild.store.store import Store
 FORMAT = "mlcbuild-run/2"
 KEPT = layout.KEPT_LOGS
 _LARGEST = 256 << 20
-"""Largest file with the log of a run that is read, in bytes."""
+"""Maximum size in bytes of a file with the log of a run."""
 _LAST = 1e11
-"""Upper bound of the time in a run's log, in seconds since 1970: dates end with the year 9999."""
+"""Maximum time in a run's log, in seconds since 1970: dates end with the year 9999."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,21 @@ class LoggedStep:
 
     name: str
     needs: tuple[str, ...]
-    """Names of the steps and sources that it reads."""
+    """Names of the steps and sources that the step reads."""
     key: str | None
     status: str
     """The step's outcome: built, reused, failed or skipped."""
     words: str
-    """The reason why the step ran or was skipped; for a failure, the error message."""
+    """The reason why the step ran or was skipped; for a failed step, the error message."""
     start: float | None
-    """Seconds from the start of the run to the start of the step; None when it did not run."""
+    """Seconds from the start of the run to the start of the step; None if it did not run."""
     seconds: float
     bytes: int | None
-    """Size of the step's artifact in bytes; None when it has none."""
+    """Size of the step's artifact in bytes; None if it has none."""
     tail: str = ""
-    """The end of the log of a failed step."""
+    """The end of the log of a failed step; "" for other steps."""
     worker: str = ""
-    """The cluster machine that ran it; "" for this machine."""
+    """The cluster machine that ran the step; "" for this machine."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class LoggedVariant:
     column: int
     """Column of the model's source in the recipe's file."""
     bytes: int | None
-    """Bytes of all files of the bundle; None when there is no bundle."""
+    """Bytes of all files of the bundle; None if there is no bundle."""
     weights: int | None
-    """Bytes of the bundle's weights; None when there is no bundle."""
+    """Bytes of the bundle's weights; None if there is no bundle."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value of the figures that verification, and a measurement of speed if there was one, gave."""
+    """Name of a figure -> value, from verification and, if there was one, from a measurement of speed."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class RunLog:
     recipe: str
     """Name of the recipe."""
     path: str
-    """Path of the recipe, as the command line had it."""
+    """Path of the recipe, as the command line stated it."""
     time: float
     """Start of the run in seconds since 1970."""
     seconds: float
@@ -94,7 +94,7 @@ class RunLog:
     variants: tuple[LoggedVariant, ...]
     interrupted: str = ""
     shard: str = ""
-    """The shard, such as "1/3"; "" for a whole run."""
+    """The shard, such as "1/3"; "" for a run without shards."""
 
     def count(self, status: str) -> int:
         return sum(step.status == status for step in self.steps)
@@ -151,8 +151,9 @@ def steps(graph: Graph, result: RunResult, clock: Clock) -> tuple[LoggedStep, ..
 
 
 def speeds(log: RunLog) -> dict[str, str]:
-    """Returns, for each figure of speed that any variant has, its name -> its name in words: speed_decode_8
-    is "decode 8"."""
+    """Returns name of a figure of speed -> its name in words (speed_decode_8 -> "decode 8"), for each figure
+    that any variant has.
+    """
     names = dict.fromkeys(name for item in log.variants for name in item.figures)
     return {name: words.replace("_", " ") for name in names if (words := name.removeprefix("speed_")) != name}
 
@@ -163,7 +164,7 @@ def machine() -> str:
 
 def save(store: Store, recipe: Path, log: RunLog) -> None:
     """Saves a log. Errors are ignored, since no step depends on it."""
-    # the latter three: damaged older logs
+    # The last three come from damaged older logs.
     with suppress(OSError, ValueError, AttributeError, RecursionError):
         kept, rest = keep_rest(store, recipe, log)
         directory = kept.parent
@@ -175,14 +176,13 @@ def save(store: Store, recipe: Path, log: RunLog) -> None:
 
 
 def keep_rest(store: Store, recipe: Path, log: RunLog) -> tuple[Path, str]:
-    """Writes the part of a run's log that does not contain times to a file, which later runs without work
-    share.
+    """Writes the part of a run's log that contains no times to a file, which later runs without work share.
 
-    Returns the path, and the end of a JSON document that names it. Raises OSError.
+    Returns (path, end of a JSON document that names it). Raises OSError.
     """
     fields = {key: value for key, value in vars(log).items() if key not in ("time", "seconds")}
     fields |= {"steps": [vars(step) for step in log.steps], "variants": [vars(item) for item in log.variants]}
-    text = json.dumps(fields)  # ASCII, because a path may hold bytes that are not UTF-8
+    text = json.dumps(fields)  # The text is ASCII, because a path may hold bytes that are not UTF-8.
     name = bytes_digest(text.encode())
     directory = _directory(store, recipe)
     layout.own_directory(str(directory.parent))
@@ -234,8 +234,9 @@ def _directory(store: Store, recipe: Path) -> Path:
 
 
 def _from_json(head: dict[str, Any], data: dict[str, Any]) -> RunLog:
-    """Returns the log of a run from two parsed documents: one with the times, and one, whose digest was
-    checked, with the rest. Raises ValueError."""
+    """Returns the log of a run from two parsed documents. head: has the times; data: has the rest, and its
+    digest was checked. Raises ValueError.
+    """
     if head["format"] != FORMAT:
         raise ValueError("a log of another format")
     begun, seconds = float(head["time"]), float(head["seconds"])

@@ -44,7 +44,7 @@ class Blobs:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turns an OSError of the store into a StoreError with a remedy."""
+        """Returns a context in which an OSError of the store becomes a StoreError with a remedy."""
         try:
             yield
         except OSError as error:
@@ -65,9 +65,9 @@ class Blobs:
         return Path(f"{self._cas}{digest[:2]}/{digest}")
 
     def link_out(self, files: Iterable[Entry], directory: Path) -> None:
-        """Links files of the store into a directory, or copies them where hard links are impossible.
+        """Links files of the store into a directory, or copies them if hard links are impossible.
 
-        Raises OSError, and StoreError for a blob with the wrong bytes.
+        Raises OSError, and StoreError for a blob with wrong bytes.
         """
         directories = set()
         for entry in files:
@@ -92,7 +92,7 @@ class Blobs:
             return False
 
     def read_blob(self, entry: Entry) -> bytes:
-        """Returns the bytes of a small file. Raises StoreError when they are damaged."""
+        """Returns the bytes of a small file. Raises StoreError if they are damaged."""
         try:
             data = regular.read(self.blob(entry.digest), entry.size, follow_link=False)
         except OSError as error:
@@ -106,7 +106,7 @@ class Blobs:
         return data
 
     def damaged(self, entry: Entry) -> StoreError:
-        """Removes a blob with the wrong bytes from the store and returns the error to raise."""
+        """Removes a damaged blob from the store and returns the error that the caller should raise."""
         self.condemn(entry.digest)
         blob = self.blob(entry.digest)
         problem = f"{blob}: {entry.path} is damaged in the store: it has other bytes than were written"
@@ -115,10 +115,10 @@ class Blobs:
         return LostBlobError(f"{problem}; it was removed, run again to build it anew")
 
     def condemn(self, digest: str) -> None:
-        """Removes a blob with the wrong bytes, if the store is writable.
+        """Removes a damaged blob, if the store is writable.
 
-        Its hard links in bundles get the mtime SPOILT, which makes store/export.py replace them; links of a
-        blob that somebody wrote to do not, since the change may be a user's work.
+        Its hard links in bundles get the mtime SPOILT, which makes store/export.py replace them. The links of
+        a blob that somebody wrote to do not, because the change may be a user's work.
         """
         blob = self.blob(digest)
         with suppress(OSError):
@@ -127,9 +127,9 @@ class Blobs:
         remove(blob)
 
     def put_blob(self, digest: str, part: Path, *, hashed: bool = False) -> None:
-        """Moves a file, which must be on the store's filesystem, in as a blob.
+        """Moves a file, which must be on the store's filesystem, into the store as a blob. part: the file.
 
-        Raises StoreError when its bytes are wrong; with `hashed`, the caller has checked them.
+        hashed: True if the caller has verified its bytes. Raises StoreError if they are wrong.
         """
         with self.writing():
             if not hashed and file_digest(part) != digest:
@@ -139,8 +139,9 @@ class Blobs:
             self._place(part, digest)
 
     def hold(self, digest: str, size: int) -> bool:
-        """Returns True if a blob is present and unchanged, and then protects it from garbage collection even
-        if no record names it yet."""
+        """Returns True if a blob is present and unchanged. The blob is then protected from garbage collection
+        even if no record names it yet. size: in bytes.
+        """
         is_held = self.holds(digest, size)
         if is_held:
             with suppress(OSError):
@@ -148,8 +149,9 @@ class Blobs:
         return is_held
 
     def holds(self, digest: str, size: int) -> bool:
-        """Returns True if a blob of this size is present and unchanged, judged by its stat; the bytes are not
-        read."""
+        """Returns True if a blob of this size in bytes is present and unchanged according to its stat. The
+        bytes are not read.
+        """
         try:
             stat_result = self.blob(digest).lstat()
         except OSError:
@@ -164,7 +166,7 @@ class Blobs:
             self.condemn(digest)  # the old blob is damaged, `part` is right
         descriptor = os.open(part, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # after a power failure, a name must not exist without its bytes
+            os.fsync(descriptor)  # After a power failure, a name must not exist without its bytes.
         finally:
             os.close(descriptor)
         stamp(part)
@@ -182,13 +184,15 @@ def has_bytes(path: Path, digest: str, size: int) -> bool:
 
 
 def restamped(blob: Path, digest: str, size: int) -> bool:
-    """Hashes a blob whose mtime was lost, as in a plain copy of the store. Returns True, and restores the
-    mtime, if its bytes are right."""
+    """Returns True if the bytes of a blob match digest and size, and then restores its mtime, which plain
+    copies of a store lose.
+    """
     try:
         if not has_bytes(blob, digest, size):
             return False
         stamp(blob)
-    except OSError as error:  # another user's store, or read-only: the blob is right, but is hashed each time
+    # The store is another user's, or read-only: the blob is right, but must be hashed each time.
+    except OSError as error:
         return error.errno in (errno.EPERM, errno.EACCES, errno.EROFS) and os.access(blob, os.R_OK)
     return True
 
@@ -196,12 +200,12 @@ def restamped(blob: Path, digest: str, size: int) -> bool:
 def make_shelf(directory: Path) -> None:
     try:
         directory.mkdir(exist_ok=True)
-    except FileExistsError:  # damage: only directories belong there
+    except FileExistsError:  # damaged: only directories belong here
         remove(directory)
         directory.mkdir(exist_ok=True)
 
 
 def make_way(place: Path) -> None:
-    """Removes a directory at a place where a file belongs, since a rename cannot replace it."""
+    """Removes a directory at a path where a file belongs, since a rename cannot replace a directory."""
     if place.is_dir() and not place.is_symlink():
         remove_tree(place)

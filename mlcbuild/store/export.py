@@ -30,7 +30,7 @@ def materialise(
 ) -> bool:
     """Makes `destination` a directory with exactly the record's files and `texts` (path -> bytes).
 
-    Returns False when it already was. The record's files become read-only hard links to blobs, or clones or
+    Returns False if it already was. The record's files become read-only hard links to blobs, or clones or
     copies on another filesystem, and every byte is checked. The store is only read. The directory appears, or
     replaces an older one, by rename. An older one is replaced only if mlcbuild wrote each file in it:
     `.NAME.mlcbuild.json` beside it lists them with digests, and files that are not listed or have changed
@@ -53,9 +53,10 @@ def materialise(
 
 
 def set_aside(destination: Path) -> Path | None:
-    """Moves a directory that `materialise` wrote to a hidden one beside it, and returns that.
+    """Moves a directory that `materialise` wrote to a hidden directory beside it, and returns the new path.
 
-    Returns None if there is nothing, if it holds files of the user, or if it cannot be moved.
+    Returns None if there is nothing to move, if the directory holds files of the user, or if it cannot be
+    moved.
     """
     destination = destination.absolute()
     marker = _marker(destination)
@@ -73,10 +74,10 @@ def set_aside(destination: Path) -> Path | None:
 
 
 def _stands(rows: list[Row], destination: Path) -> bool:
-    """Returns True if the destination directory is complete already, judged without a lock: among thousands
-    of outputs most are.
+    """Returns True if the destination directory is complete already. It is judged without a lock, because
+    most of thousands of outputs are complete.
 
-    While another process replaces a destination, its list names other files, or there is none.
+    While another process replaces a destination, its list names other files or is absent.
     """
     sizes = {path: size for path, _, size in rows}
     directories = {path[: at + 1] for path in sizes for at, letter in enumerate(path) if letter == "/"}
@@ -132,15 +133,15 @@ def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -
     if _holds(destination, rows, listed):
         return False
     remove(new)
-    remove(old)  # left by a killed run; it held only files of mlcbuild
+    remove(old)  # left by a killed run; it holds only files of mlcbuild
     try:
         fill(new)
-        _write(marker, [*listed, *rows])  # the list covers both states that a crash may leave
+        _write(marker, [*listed, *rows])  # The list covers both states that a crash may leave.
         if destination.exists():
             destination.rename(old)
         new.rename(destination)
     except BaseException:
-        remove(new)  # otherwise it would keep a full disk full
+        remove(new)  # Otherwise it would keep a full disk full.
         if old.exists() and not destination.exists():
             old.rename(destination)
         raise
@@ -150,8 +151,9 @@ def _replace(destination: Path, rows: list[Row], fill: Callable[[Path], None]) -
 
 
 def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
-    """Returns True if the destination has exactly the files `rows`. Names, sizes and mtimes are compared;
-    they suffice, since the files were checked against the list `listed` before."""
+    """Returns True if the destination has exactly the files `rows`, compared by name, size and mtime. That
+    suffices, since the files were verified against `listed`, the list of written files, before.
+    """
     here = {name: path.stat() for path, name in _files(destination)}
     return here.keys() == {path for path, _, _ in rows} and all(
         row in listed and here[row[0]].st_size == row[2] and here[row[0]].st_mtime_ns == STAMP_NS
@@ -160,7 +162,9 @@ def _holds(destination: Path, rows: list[Row], listed: list[Row]) -> bool:
 
 
 def _check_ours(destination: Path, listed: list[Row]) -> None:
-    """Raises UsageError when the destination holds anything that mlcbuild did not write."""
+    """Raises UsageError if the destination holds anything that mlcbuild did not write. listed: the list of
+    written files.
+    """
     if destination.is_symlink() or (destination.exists() and not destination.is_dir()):
         raise UsageError(f"{destination} is not a directory: move it away, or choose another output")
     foreign = [name for path, name in _files(destination) if not _is_ours(path, name, listed)]
@@ -188,7 +192,7 @@ def _is_ours(path: Path, name: str, listed: list[Row]) -> bool:
 
 
 def _files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields everything below `root` except directories that are not empty, with relative names, sorted."""
+    """Yields (path, relative name) of everything below `root` except non-empty directories, sorted."""
     for directory, names, files in os.walk(root):
         names.sort()
         place = Path(directory)
@@ -200,7 +204,7 @@ def _files(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _read(marker: Path) -> list[Row]:
-    """Returns the rows of a list of written files; empty if it is missing or damaged."""
+    """Returns the rows of a list of written files; [] if it is missing or damaged."""
     try:
         listed = json.loads(regular.read(marker, LARGEST, follow_link=False))["files"]
         return [(str(path), str(digest), int(size)) for path, digest, size in listed]

@@ -1,4 +1,4 @@
-"""Rules that the store, receipts and logs of runs share: where a store lies, and what times mean in it.
+"""Defines where a store lies and what its file times mean, for the store, receipts and logs of runs.
 
 It imports little, because a run that ends by its receipt imports nothing else of the store.
 """
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 USE_NOTED_NS = 600 * 1_000_000_000
-"""Minimum time between two updates of a record's last use; `upkeep.gc` spares what was used in the last hour.
+"""Minimum nanoseconds between two updates of a record's last use; `upkeep.gc` keeps what was used in the last
+hour.
 """
 KEPT_LOGS = 20
 """Number of run logs that are kept for each recipe."""
 _CLEANED = ("tmp", "locks", "logs", "known", "partial", "unsent", "sent", "receipts", "runs")
-"""Directories of a store from which files are removed: old ones, and those that nobody holds."""
+"""Directories of a store from which files are removed when they are old or when no process holds them."""
 
 
 def default_root(environ: Mapping[str, str] = os.environ) -> str:
-    """Returns the path in $MLCBUILD_STORE, or the store in the user's cache directory on this system."""
+    """Returns the path in $MLCBUILD_STORE, or the store's path in the user's cache directory on
+    this system.
+    """
     if chosen := environ.get("MLCBUILD_STORE"):
         return absolute(os.path.expanduser(chosen))
     if sys.platform == "darwin":
@@ -36,13 +39,14 @@ def default_root(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def absolute(path: str) -> str:
-    """Returns a path from the root, with its links and its `..` as they are."""
+    """Returns an absolute path, without resolving links and `..`."""
     return os.path.join(os.getcwd(), path)
 
 
 def is_as_written(stat_result: os.stat_result, size: int) -> bool:
-    """Returns True if the stat of a blob shows that it is a regular file of `size` bytes that nobody wrote to
-    since the store created it."""
+    """Returns True if a blob's stat shows a regular file of `size` bytes to which nobody has written since
+    the store created it.
+    """
     return (
         stat_result.st_mtime_ns == STAMP_NS
         and stat_result.st_size == size
@@ -51,8 +55,9 @@ def is_as_written(stat_result: os.stat_result, size: int) -> bool:
 
 
 def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> bool:
-    """Returns True if `is_as_written` holds for each stat and size of two equally long sequences, without a
-    function call for each: a short run checks thousands of blobs."""
+    """Returns True if `is_as_written` holds for each pair of the two sequences. It makes no function call per
+    pair, since a short run checks thousands of blobs.
+    """
     stamp, kind_bits, regular = STAMP_NS, 0o170000, stat.S_IFREG
     for item, size in zip(stats, sizes, strict=True):
         if item.st_mtime_ns != stamp or item.st_size != size or item.st_mode & kind_bits != regular:
@@ -61,25 +66,28 @@ def all_as_written(stats: Iterable[os.stat_result], sizes: Iterable[int]) -> boo
 
 
 def is_use_noted(mtime_ns: int) -> bool:
-    """Returns True if a record's last use, which is its file's mtime, was updated recently."""
+    """Returns True if a record's last use was updated in the last ten minutes. mtime_ns: the mtime of the
+    record's file.
+    """
     return time.time_ns() - mtime_ns <= USE_NOTED_NS
 
 
 def note_use(path: str) -> None:
-    """Sets a record's time of last use, which is its file's mtime, to now, unless that was done in the last
-    ten minutes."""
+    """Sets a record's time of last use, which is the mtime of its file, to now, unless it was set in the last
+    ten minutes.
+    """
     try:
         if not is_use_noted(os.stat(path).st_mtime_ns):
             os.utime(path)
     except OSError:
-        return  # the record is gone, or another user's
+        return  # The record was removed, or belongs to another user.
 
 
 def own_directory(path: str) -> None:
     """Creates a directory of the store, with its parents. Anything else at its path is removed.
 
-    Files are removed from the store's directories, so a link among them must not lead to those of somebody
-    else. Raises OSError.
+    Files are removed from the store's directories, so a link among them must not lead to somebody else's
+    directory. Raises OSError.
     """
     try:
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
@@ -93,9 +101,11 @@ def own_directory(path: str) -> None:
 
 
 def remove_links(root: str) -> None:
-    """Removes what is not a directory where the store has directories, and links to directories below them.
+    """Removes files and links at the paths where the store has directories, and links to directories below
+    these.
 
-    Raises OSError, and StoreError for a link in place of records or blobs: gc would remove what it leads to.
+    Raises OSError, and StoreError for a link in place of the directories of records or blobs, since gc would
+    remove files behind it.
     """
     for name in ("ac", "cas"):
         if os.path.islink(f"{root}/{name}"):
@@ -112,8 +122,9 @@ def remove_links(root: str) -> None:
 
 
 def create(path: str) -> int:
-    """Creates a file and returns its descriptor, for writing. What is at its path, such as a link or a pipe
-    that somebody has put there, is removed. Raises OSError."""
+    """Creates a file and returns its descriptor, opened for writing. Anything already at its path, such as a
+    link or a pipe, is removed. Raises OSError.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags, 0o644)
@@ -123,7 +134,7 @@ def create(path: str) -> int:
 
 
 def remove_oldest(paths: Iterable[str]) -> None:
-    """Removes files; what cannot be removed, such as a directory, stays."""
+    """Removes all but the newest files. A path that cannot be removed, such as a directory, stays."""
     for path in paths:
         try:
             os.unlink(path)
@@ -132,11 +143,12 @@ def remove_oldest(paths: Iterable[str]) -> None:
 
 
 def write_log(directory: str, began: float, seconds: float, rest: str) -> str:
-    """Writes the log of a run that began at `began`, in seconds since 1970, and removes the oldest ones.
+    """Writes the log of a run and removes the oldest logs. began: start of the run, in seconds since 1970;
+    seconds: its duration.
 
     rest: the end of its JSON document, after the two times. Returns the file's path. Raises OSError.
     """
-    # Names sort by time.
+    # Sorting by name is sorting by time.
     path = f"{directory}/{round(began * 1e6):018}-{os.getpid()}.json"
     part = f"{path}.part"
     own_directory(os.path.dirname(directory))

@@ -68,6 +68,6 @@ def copy(source: Path, destination: Path) -> None:
 
 
 def stamp(path: Path) -> None:
-    """Makes a file read-only and sets the fixed mtime that all files of a store have."""
+    """Makes a file read-only and sets STAMP, the mtime that all files of a store have."""
     path.chmod(0o444)
     os.utime(path, (STAMP, STAMP))

@@ -26,11 +26,11 @@ class HeldLock:
     path: Path
     descriptor: int
     keep: bool = False
-    """True for a lock file that stays after the release."""
+    """True if the lock file is not removed after the release."""
 
     def release(self) -> None:
         if not self.keep:
-            # The file is removed while the lock is held: a process that opened it before notices the dead
+            # The file is removed while the lock is held. A process that opened it before notices the removed
             # inode and tries again.
             self.path.unlink(missing_ok=True)
         os.close(self.descriptor)
@@ -45,10 +45,11 @@ class HeldLock:
 
 
 def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> HeldLock | None:
-    """Takes a lock and returns it, or None when another process holds it.
+    """Acquires a lock and returns it, or returns None if another process holds it. shared: True for a lock
+    that several processes may hold; keep: True if its file stays.
 
-    An exclusive lock's file gets the process id and host. Raises OSError when the file cannot be created or
-    written.
+    The process id and host are written to an exclusive lock's file. Raises OSError when the file cannot be
+    created or written.
     """
     mode = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
     while True:
@@ -66,12 +67,13 @@ def try_lock(path: Path, *, shared: bool = False, keep: bool = False) -> HeldLoc
         except OSError:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its last holder removed it between open and flock
+        os.close(descriptor)  # Its last holder removed it between open and flock.
 
 
 def wait_lock(path: Path, *, keep: bool = False, shared: bool = False) -> HeldLock:
-    """Takes a file lock, waiting as long as another process holds it; meant for locks that are held for
-    moments. Raises OSError."""
+    """Acquires a file lock and returns it, waiting as long as another process holds it; meant for locks that
+    are held for moments. Parameters as in try_lock. Raises OSError.
+    """
     while (lock := try_lock(path, shared=shared, keep=keep)) is None:
         time.sleep(0.02)
     return lock
@@ -90,7 +92,9 @@ def holder(path: Path) -> str:
 
 
 def _open(path: Path) -> int:
-    """Opens a lock's file and returns its descriptor. Anything else at that path is damage and is removed."""
+    """Opens a lock's file and returns its descriptor. Anything but a regular file at its path is damage and
+    is removed.
+    """
     while True:
         try:
             descriptor = os.open(path, _FLAGS, 0o644)

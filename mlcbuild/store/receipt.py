@@ -46,15 +46,16 @@ _VARIABLES = (
     *("MLCBUILD_CORES", "MLCBUILD_KEY", "MLCBUILD_STORE", "MLCBUILD_TLS"),
     *("XDG_CACHE_HOME", "XDG_CONFIG_HOME"),
 )
-"""Environment variables on which a run without work can depend."""
+"""Names of the environment variables that can change the result of a run without work."""
 
 
 def place(root: str, arguments: Sequence[str]) -> str:
-    """Returns the path of the receipt that belongs to this command line, directory, user, machine and Python
-    interpreter, below the store `root`."""
+    """Returns the path, below the store `root`, of the receipt for this command line, directory, user,
+    machine and Python interpreter.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read()  # the features of a processor are the same until the machine restarts
+            boot = file.read()  # The features of a processor stay the same until the machine restarts.
     except OSError:
         boot = ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -92,7 +93,7 @@ def check(arguments: Sequence[str]) -> str | None:
     except (OSError, ValueError, ImportError):
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # fails while gc waits or runs
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # This fails while gc waits or runs.
         same = (
             stats(_split(texts["watched"])) == numbers["stats"]
             and not any(map(os.path.lexists, filter(None, _split(texts["absent"]))))
@@ -117,15 +118,15 @@ def check(arguments: Sequence[str]) -> str | None:
 
 
 def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, Sequence[int]]) -> None:
-    """Writes a receipt to `place`. Ignores errors, since a receipt only saves time.
+    """Writes a receipt to the path `path`. Errors are ignored, since a receipt only saves time.
 
-    Each section may have any number of entries:
+    texts, numbers: name of a section -> its entries, of any number:
+
         said     the text printed before and after the seconds that the run took
         watched  paths of files and directories; stats: their `stats`
         absent   paths that must not exist
         records  keys; shelves: their directories in ac/; shelf_stats: the stats of these, or three zeros for
-        one
-                 whose mtime is too recent to detect a later change
+                 one whose mtime is too recent to detect a later change
         blobs    d0/<digest>, below cas/; copies: paths of other files with the store's mtime;
                  blob_sizes, copy_sizes: their sizes in bytes
         listed   for each directory whose stat does not suffice: path, count, names and inodes
@@ -149,29 +150,33 @@ def write(path: str, texts: Mapping[str, Iterable[str]], numbers: Mapping[str, S
         os.replace(part, path)
         old = sorted((entry.stat().st_mtime_ns, entry.path) for entry in os.scandir(directory))
         layout.remove_oldest(name for _, name in old[:-KEPT])
-    except (OSError, UnicodeError, OverflowError):  # a time before 1970
+    except (OSError, UnicodeError, OverflowError):  # an mtime before 1970
         return
 
 
 def short(path: str) -> str:
-    """Returns the shorter of the absolute path and the path from the current directory."""
+    """Returns a path as an absolute path or relative to the current directory, whichever is shorter."""
     return path.removeprefix(os.getcwd() + "/")
 
 
 def stats(paths: Iterable[str | bytes]) -> list[int]:
-    """Returns inode, mtime and ctime (in nanoseconds) of each file, three integers for each path. Raises
-    OSError."""
+    """Returns inode, mtime and ctime (in nanoseconds) of each file, three integers per path. Raises
+    OSError.
+    """
     return [n for s in map(os.stat, paths) for n in (s.st_ino, s.st_mtime_ns, s.st_ctime_ns)]
 
 
 def inodes(directory: str) -> list[str]:
-    """Returns name and inode of everything in a directory, alternating, sorted by name. Raises OSError."""
+    """Returns the name and inode of each entry of a directory, alternating, sorted by name. Raises
+    OSError.
+    """
     entries = sorted((entry.name, str(entry.inode())) for entry in os.scandir(directory))
     return [text for pair in entries for text in pair]
 
 
 def store(arguments: Sequence[str]) -> str:
-    """Returns the root directory of the store that a command line names with --store, or of the user's store.
+    """Returns the directory of the store that a command line names with --store, or of the user's default
+    store.
 
     A wrong guess does no harm: no receipt is there.
     """
@@ -248,7 +253,9 @@ def _recorded(ac: bytes, texts: Mapping[str, bytes], before: Sequence[int]) -> b
 
 
 def _touch(path: str, ac: str, records: bytes) -> None:
-    """Marks all records as used, unless the receipt's own mtime says that this was done recently."""
+    """Marks all records of a receipt as used, unless the receipt's mtime shows that this was done recently.
+    ac: directory of records; records: the section of keys.
+    """
     if not layout.is_use_noted(os.stat(path).st_mtime_ns):
         for key in map(os.fsdecode, _split(records)):
             layout.note_use(f"{ac}{key[:2]}/{key}")
@@ -256,7 +263,7 @@ def _touch(path: str, ac: str, records: bytes) -> None:
 
 
 def _log(directory: str, rest: str, seconds: float) -> None:
-    """Writes the log of this run, which differs from the receipt's in two numbers only."""
+    """Writes the log of this run, which differs from the receipt's log only in start and duration."""
     try:
         layout.write_log(directory, time.time() - seconds, seconds, rest)
     except OSError:

@@ -1,4 +1,4 @@
-"""The syntax of records: strict JSON, and a check for each kind of field.
+"""Defines the syntax of records: strict JSON, and a check for each kind of field.
 
 Every function raises ValueError with a message that completes a sentence beginning with "the record".
 """
@@ -20,11 +20,12 @@ _MOST = 1 << 62
 """Upper bound of the sizes (bytes) and costs (milliseconds, bytes) that a record may state."""
 _LONGEST_NAME, _LONGEST_PATH, _DEEPEST = 255, 4096, 100
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ufeff]")
-"""Control characters, line separators and bidirectional marks: names of files and steps are printed on
-terminals."""
+"""Matches control characters, line separators and bidirectional marks, which must not occur in names of files
+and steps because these are printed on terminals.
+"""
 _is_digest = re.compile(r"[0-9a-f]{64}").fullmatch
 Row: TypeAlias = tuple[str, str, int]
-"""Path inside an artifact, BLAKE3 digest, and size in bytes of a file."""
+"""(path inside an artifact, BLAKE3 digest, size in bytes) of a file."""
 
 
 class Code(dict[str, str]):
@@ -39,13 +40,15 @@ class Code(dict[str, str]):
         self._salts: dict[tuple[tuple[str, str], ...], str] = {}
 
     def salt(self, tools: tuple[tuple[str, str], ...]) -> str:
-        """Returns the salt of a step with this code and these tools, each a (name, version) pair."""
+        """Returns the salt of a step, the digest of these source files and of `tools`, each a pair (name,
+        version).
+        """
         if tools not in self._salts:
             self._salts[tools] = salt(self, dict(tools))
         return self._salts[tools]
 
     def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
-        return dict, (dict(self),)  # another process gets a plain dict
+        return dict, (dict(self),)  # Pickling gives another process a plain dict.
 
 
 @lru_cache(maxsize=4096)
@@ -85,12 +88,12 @@ def parse_about(rest: bytes) -> dict[str, Any]:
         or not rest.startswith(_BEFORE_CODE, action_end)
         or b"\\" in rest[:action_end]
     ):
-        return parse(rest)  # another program wrote it, perhaps correctly
+        return parse(rest)  # Another program wrote it, and it may be correct.
     text = rest[start:end]
     code = _codes.get(text)
     if code is None:
         about = parse(rest)
-        with suppress(ValueError):  # a name with a brace cuts the text short, which is then not cached
+        with suppress(ValueError):  # A name with a brace cuts the text short; it is then not cached.
             _note_code(text)
         return about
     about = parse(rest[: action_end + 2] + rest[end + 1 :])
@@ -122,7 +125,8 @@ def parse(line: bytes) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     except JsonError:
         raise
-    except ValueError:  # raised by the parser, by UTF-8, or for a number of thousands of digits
+    # The exception comes from the parser, from UTF-8, or from a number with thousands of digits.
+    except ValueError:
         raise ValueError("it is not JSON, or not UTF-8") from None
     if not isinstance(value, dict):
         raise ValueError("it is not two JSON objects")
@@ -137,9 +141,9 @@ def is_count(value: object) -> bool:
 
 
 def read_rows(listed: object) -> tuple[Row, ...]:
-    """Checks every field of a list of files and returns its rows. Raises ValueError.
+    """Checks every field of a list of files and returns (path, digest, size) of each. Raises ValueError.
 
-    The checks are inlined, because a short run checks thousands of rows.
+    The checks are inlined, because a short run checks thousands of files.
     """
     if not isinstance(listed, list):
         raise ValueError("its files are not a list")
@@ -159,7 +163,7 @@ def read_rows(listed: object) -> tuple[Row, ...]:
 
 
 def check_tree(rows: Iterable[Row]) -> None:
-    """Raises ValueError unless the rows form a tree of files that every system can hold."""
+    """Raises ValueError unless the rows form a tree of files that can exist on every operating system."""
     files: set[str] = set()
     directories: set[str] = set()
     for path, _, _ in rows:

@@ -1,4 +1,4 @@
-"""Records: the complete pre-image of a step's key, and the files that the step wrote.
+"""Defines records: the complete pre-image of a step's key, and the files that the step wrote.
 
 A record is two lines of canonical JSON. The first lists the result, the second the inputs of the step:
 
@@ -59,8 +59,9 @@ class Preimage:
         return self._key(canonical(self.params))
 
     def parsed_key(self) -> str:
-        """Returns the key of this pre-image, whose parameters must have been parsed from JSON without
-        floats."""
+        """Returns the key of this pre-image, whose parameters must have been parsed from JSON
+        without floats.
+        """
         return self._key(canonical_plain(self.params))
 
     def _key(self, params: bytes) -> str:
@@ -72,9 +73,9 @@ class Preimage:
 
 @dataclass(frozen=True)
 class Expected:
-    """The text of a record's second line, as far as it follows from the pre-image of a key.
+    """The part of a record's second line that follows from the pre-image of a key, as text.
 
-    A planner has just computed the key from these very texts, so comparing them checks the same as
+    A planner has just computed the key from these same texts, so comparing them checks the same as
     recomputing the key from the parsed line, in a fifth of the time.
     """
 
@@ -86,15 +87,16 @@ class Expected:
     def of(
         cls, action: str, code: bytes, inputs: Mapping[str, bytes], params: bytes, tools: bytes
     ) -> Expected:
-        """Returns the text for a pre-image whose parts are canonical JSON. `inputs` maps an argument to its
-        rows of files."""
+        """Returns the text for a pre-image whose parts are canonical JSON. inputs: argument -> list of its
+        files.
+        """
         listed = b",".join(canonical_plain(name) + b":" + rows for name, rows in sorted(inputs.items()))
         head = b'{"action":%s,"code":%s,"inputs":{%s},"measured":' % (canonical_plain(action), code, listed)
         return cls(head, b',"params":%s,"shared":' % params, b',"tools":%s,"tree":"' % tools)
 
     def matches(self, rest: bytes, tree: str) -> bool:
-        """Returns True if the second line of a record has this text, has the right form where it may differ,
-        and names the tree with the digest `tree`.
+        """Returns True if the second line of a record, `rest`, has this text, has the right form where it may
+        differ, and names the tree with the digest `tree`.
 
         Returns False also for a valid line in another notation, which must be parsed.
         """
@@ -109,18 +111,21 @@ class Expected:
 
 _costs = re.compile(rb"\[(?:(?:0|[1-9][0-9]{0,17})(?:,|(?=\]))){3}\]").match
 _shared_and_step = re.compile(rb'(?:true|false),"step":"[ !#-\[\]-~]{1,4096}"').match
-"""Matches the end of the line if the step's name is printable ASCII without quotes and backslashes; other
-names are parsed."""
+"""Matches the end of the second line if the step's name is printable ASCII without quotes and backslashes.
+Lines with other names are parsed.
+"""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The costs of one run of a step, as whole numbers, because records are canonical JSON."""
+    """The costs of one run of a step, as integers, because records are canonical JSON without floats."""
 
     milliseconds: int = 0
     cpu_milliseconds: int = 0
     peak_bytes: int = 0
-    """Peak memory of the step's process; an upper bound of it on systems that do not measure it exactly."""
+    """Peak memory of the step's process in bytes, or an upper bound of it on systems that do not measure it
+    exactly.
+    """
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ class BuildInfo:
     preimage: Preimage
     measured: Measured = field(default_factory=Measured)
     shared: bool = True
-    """False for an artifact that is never sent to a remote."""
+    """False if the artifact is never sent to a remote."""
 
     def to_json(self) -> Json:
         cost, image = self.measured, self.preimage
@@ -149,13 +154,14 @@ class BuildInfo:
     @classmethod
     def from_json(cls, fields: object) -> BuildInfo:
         """Parses the dictionary that `to_json` returns, read from a record's second line. Raises ValueError
-        for anything else."""
+        for anything else.
+        """
         if not isinstance(fields, dict) or fields.keys() - {"tree"} != _ABOUT:
             raise ValueError("its second line lacks a field, or has an unknown one")
         check_text("action", fields["action"])
         check_text("step", fields["step"])
         check_params(fields["params"])
-        if not isinstance(fields["code"], Code):  # a Code object was checked when it was parsed
+        if not isinstance(fields["code"], Code):  # A Code object was checked when it was parsed.
             check_texts("code", fields["code"])
         check_texts("tools", fields["tools"])
         if not isinstance(fields["inputs"], dict):
@@ -178,7 +184,7 @@ class Record:
     tree: str
     """Digest of the artifact's tree: of the paths, digests and sizes of all its files."""
     rows: tuple[Row, ...]
-    """Path, digest and size of each file, sorted by path."""
+    """(path, digest, size in bytes) of each file, sorted by path."""
     rest: bytes = field(repr=False)
     """The second line of the record as bytes, which is parsed only on demand."""
 
@@ -199,8 +205,8 @@ class Record:
     def checked(cls, key: str, data: bytes, expected: Callable[[], Expected] | None = None) -> Record:
         """Parses a record and checks that it is unaltered and belongs to `key`. Raises ValueError.
 
-        `expected` computes the text that follows from the pre-image of `key`, if the caller has the
-        pre-image.
+        expected: function that returns the text which follows from the pre-image of `key`, if the caller has
+        the pre-image.
         """
         record = _head(key, data)
         if expected is not None and expected().matches(record.rest, record.tree):
@@ -216,7 +222,7 @@ class Record:
 
     @property
     def size(self) -> int:
-        """The size of all files in bytes."""
+        """Returns the size of all files in bytes."""
         return sum(row[2] for row in self.rows)
 
     @cached_property
@@ -225,7 +231,7 @@ class Record:
 
     @cached_property
     def info(self) -> BuildInfo:
-        """The origin of the artifact. Raises ValueError when the second line is malformed."""
+        """Returns the origin of the artifact. Raises ValueError if the second line is malformed."""
         return BuildInfo.from_json(parse_about(self.rest))
 
     def consistent(self) -> bool:

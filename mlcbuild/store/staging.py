@@ -1,4 +1,4 @@
-"""Working directories of processes inside a store, used before results are published."""
+"""Creates working directories of processes inside a store, which they use before results are published."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlcbuild.store.locks import HeldLock, try_lock
 class StagingArea:
     """A working directory of one live process, below the store's tmp/.
 
-    Its lock file is created before it and removed after it. A directory without a held lock was left by a
+    Its lock file is created before it and removed after it. A directory whose lock nobody holds was left by a
     process that died.
     """
 
@@ -25,8 +25,9 @@ class StagingArea:
 
     @classmethod
     def start(cls, root: Path) -> StagingArea:
-        """Creates a working directory for this process below `root`, the store's tmp/, and removes those that
-        killed processes left."""
+        """Creates and returns a working directory for this process below `root`, the store's tmp/, and
+        removes those of killed processes.
+        """
         tmp = root / "tmp"
         while True:
             directory = tmp / secrets.token_hex(8)
@@ -60,8 +61,9 @@ class StagingArea:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a working directory with its read-only parts; what cannot be removed is left for a later
-    process to remove."""
+    """Removes a working directory with its read-only parts. What cannot be removed is left for a later
+    process.
+    """
     shutil.rmtree(path, ignore_errors=True)
     if path.is_dir() and not path.is_symlink():
         for directory, _, _ in os.walk(path):
@@ -71,7 +73,7 @@ def remove_tree(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes the file, directory or link at a path if possible; a link's target stays."""
+    """Removes the file, directory or link at a path if possible. The target of a link stays."""
     with suppress(OSError):
         path.unlink()
     if os.path.lexists(path):

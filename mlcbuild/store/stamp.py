@@ -1,4 +1,4 @@
-"""The mtimes of files in a store."""
+"""Defines the mtimes of files in a store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Any write changes a file's mtime, so a blob with this mtime was not written to.
 """
 STAMP_NS = STAMP * 1_000_000_000
 SPOILT = STAMP + 2
-"""The mtime of the links of a blob that was found damaged although nobody wrote to it, in seconds.
+"""The mtime, in seconds, of the links of a blob that was damaged although nobody wrote to it.
 
 In a bundle it distinguishes a damaged file from one that a user changed. It differs from STAMP by two
 seconds, the coarsest resolution of a filesystem's clock.

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     import sqlite3
 
 _Row: TypeAlias = tuple[int | str, int | str, int | str, str, str]
-"""Size, mtime, ctime, digest, and the stored checksum; "" when the row was not read from the file."""
+"""(size, mtime, ctime, digest, stored checksum); the checksum is "" if the row was not read from the file."""
 Hashing: TypeAlias = Callable[[Path, int], None]
-"""Callback that is called with a file and its size in bytes before the file is hashed."""
+"""Callback that receives a file's path and size in bytes before the file is hashed."""
 
 RACY_NS = 2_000_000_000
 """Two seconds in nanoseconds: the resolution of the coarsest clock in use (FAT), or the skew of a file
 server."""
 
 KEPT_KEYS = 8
-"""Number of recent keys kept for each step name."""
+"""Number of recent keys that are kept for each step name."""
 
 _UNUSED_DAYS = 180
 _TABLES = """
@@ -55,8 +55,9 @@ create table if not exists step (name text primary key, keys text) without rowid
 
 
 class StatCache:
-    """Digests of files and recent keys of steps. Not thread-safe. `save` writes all changes in one
-    transaction."""
+    """A cache of digests of files and of recent keys of steps. It is not thread-safe. `save` writes all
+    changes in one transaction.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,10 +69,10 @@ class StatCache:
         self._new_keys: dict[str, list[str]] = {}
 
     def digest(self, path: Path, hashing: Hashing | None = None) -> tuple[str, os.stat_result]:
-        """Returns the BLAKE3 of a file, cached if the file is unchanged, and the stat that the digest belongs
-        to.
+        """Returns (BLAKE3 digest of a file, its stat at that time). The digest comes from the cache if the
+        file is unchanged.
 
-        `hashing` is called before a file is read. Raises SourceError when the file changes meanwhile, and
+        hashing: called before the file is read. Raises SourceError if the file changes meanwhile, and
         OSError, also for anything but a regular file.
         """
         for _ in range(3):
@@ -102,7 +103,7 @@ class StatCache:
         raise SourceError(f"{path} changes while it is read: let its writer finish, then run again")
 
     def imports(self) -> ImportTable:
-        """Returns the cached imports of source files; `save` writes the entries that a caller adds."""
+        """Returns the cached imports of source files. `save` also writes entries that the caller adds."""
         if self._imports is None:
             rows = self._rows("select source, package, modules, checksum from imports")
             self._imports = {
@@ -118,7 +119,7 @@ class StatCache:
         return self._known_keys().get(name, [])
 
     def remember(self, latest: Mapping[str, str]) -> None:
-        """Stores the present key of each step (name -> key)."""
+        """Stores the latest key of each step. latest: step name -> key."""
         latest_keys = self._known_keys()
         for name, key in latest.items():
             old = latest_keys.get(name, [])
@@ -126,13 +127,13 @@ class StatCache:
                 latest_keys[name] = self._new_keys[name] = [key, *(k for k in old if k != key)][:KEPT_KEYS]
 
     def save(self) -> None:
-        """Writes all changes to the file. Ignores errors: see the module's docstring."""
+        """Writes all changes to the file. Errors are ignored: see the module's docstring."""
         new_imports = (self._imports or {}).keys() - self._read_imports
         if not self._new_files and not self._new_keys and not new_imports:
             return
         if (
             self._new_files
-        ):  # a plan before the first run has hashed sources, which justifies creating the directory
+        ):  # A plan before the first run has hashed sources, which is worth creating the directory.
             with suppress(OSError):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
         day = time.time_ns() // 86_400_000_000_000
@@ -187,7 +188,7 @@ class StatCache:
                 database.close()
         except sqlite3.OperationalError:  # the file is read-only or busy
             return []
-        except sqlite3.DatabaseError:  # the file is not a database any more
+        except sqlite3.DatabaseError:  # The file is no longer a database.
             self._discard()
             return []
 
@@ -215,7 +216,8 @@ class StatCache:
 
     def _remove_links(self) -> None:
         """Removes links at the database's paths, which SQLite would follow. Raises
-        sqlite3.OperationalError."""
+        sqlite3.OperationalError.
+        """
         import sqlite3
 
         try:
@@ -252,7 +254,7 @@ def _checksum_of_imports(source: object, package: object, modules: object) -> st
 
 
 def _signed(place: tuple[int, int]) -> tuple[int, int]:
-    """Returns device and inode as the signed 64-bit integers that SQLite stores."""
+    """Returns (device, inode) as the signed 64-bit integers that SQLite stores."""
     return place[0] - (place[0] >> 63 << 64), place[1] - (place[1] >> 63 << 64)
 
 

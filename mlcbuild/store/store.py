@@ -67,7 +67,7 @@ class Published:
 
     record: Record
     fault: str = ""
-    """For a step that is not reproducible, the differences from the earlier record; "" otherwise."""
+    """If the step is not reproducible, the differences from the earlier record; "" otherwise."""
 
 
 class Store(Blobs):
@@ -113,9 +113,10 @@ class Store(Blobs):
     # Reading
 
     def record(self, key: str, expected: Callable[[], Expected] | None = None) -> Record | None:
-        """Returns the checked record of a key, whether or not its files are in the store.
+        """Returns the checked record of a key, whether or not its files are in the store; None if there is
+        none.
 
-        `expected` is passed to `Record.checked`.
+        expected: see `Record.checked`.
         """
         path = f"{self._ac}{key[:2]}/{key}"
         try:
@@ -124,7 +125,7 @@ class Store(Blobs):
             return None
         except (OSError, ValueError) as error:
             if not self.root.is_dir():
-                return None  # a path that cannot be a store is reported by the first write
+                return None  # The first write reports a path that cannot be a store.
             why = error.strerror if isinstance(error, OSError) else error
             self._warnings.append(f"{path}: the record is not used: {why}; its step is built again")
             return None
@@ -177,14 +178,14 @@ class Store(Blobs):
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Keeps garbage collection (gc) out of the store while the block runs, after waiting for a gc that is
-        running.
+        """Returns a context in which no garbage collection (gc) of the store can run. It first waits for a
+        running one.
 
         Used around operations that gc must not split: looking up records and marking them as used, and
         placing blobs and their record.
         """
         with ExitStack() as stack:
-            with suppress(OSError):  # there is no store yet, or it is another user's
+            with suppress(OSError):  # There is no store yet, or it belongs to another user.
                 stack.enter_context(wait_lock(self.root / "lock", shared=True, keep=True))
             yield
 
@@ -196,7 +197,9 @@ class Store(Blobs):
             part.replace(marker)
 
     def try_lock(self, key: str) -> HeldLock | None:
-        """Takes the lock of a key; returns None while another process holds it. Raises StoreError."""
+        """Acquires the lock of a key and returns it; returns None while another process holds it. Raises
+        StoreError.
+        """
         with self.writing():
             return try_lock(self.root / "locks" / key)
 
@@ -211,12 +214,12 @@ class Store(Blobs):
     def publish(
         self, key: str, info: BuildInfo, out: Path, linked: Mapping[tuple[int, int], Entry]
     ) -> Published:
-        """Moves everything below `out` into the store, blobs first, then the record; an existing record is
-        kept.
+        """Moves everything below `out` into the store, blobs first, then the record; keeps a record that
+        already exists.
 
-        `out` is inside a staging area. `linked` maps (device, inode) of the step's inputs to their
-        entries: an output that is a hard link of an input is not hashed. Raises StoreError, and StepError
-        when the tree holds anything but regular files.
+        out: inside a staging area. linked: (device, inode) of a file of the step's inputs -> its entry; an
+        output that is a hard link of one is not hashed. Raises StoreError, and StepError when the tree holds
+        anything but regular files.
         """
         with self.writing(), self.settled():
             entries = [self._adopt(path, name, linked) for path, name in _walk(out, info.step)]
@@ -226,8 +229,9 @@ class Store(Blobs):
             return self._keep(record, part)
 
     def put_record(self, record: Record, part: Path) -> Published:
-        """Stores a record that was built elsewhere, by way of the new file `part`; the blobs that it names
-        must already be in the store. Raises StoreError."""
+        """Stores a record that was built elsewhere; its blobs must already be in the store. part: path at
+        which the file is first written. Raises StoreError.
+        """
         with self.writing(), self.settled():
             if missing := self.lost(record):
                 raise StoreError(f"a record cannot be stored before its files: {missing}")
@@ -240,7 +244,7 @@ class Store(Blobs):
         if same is not None and stat_result.st_mtime_ns == STAMP_NS and self.hold(same.digest, same.size):
             return Entry(name, same.digest, same.size)
         noted = noted_digest(path)
-        # the inode is shared with a file outside the store, which must not become read-only
+        # A file outside the store has the same inode and must not become read-only.
         if stat_result.st_nlink > 1:
             fresh = path.with_name(f"{path.name[:100]}.{secrets.token_hex(8)}")
             copy(path, fresh)
@@ -254,7 +258,7 @@ class Store(Blobs):
         make_shelf(place.parent)
         make_way(place)
         try:
-            place.hardlink_to(part)  # unlike a rename, this fails when a record exists
+            place.hardlink_to(part)  # Unlike a rename, this fails if a record already exists.
             return Published(record)
         except FileExistsError:
             pass
@@ -272,7 +276,9 @@ class Store(Blobs):
 
 
 def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
-    """Yields each file below `out` with its path in the tree, sorted. Raises StepError for other things."""
+    """Yields (path, path in the tree) of each file below `out`, sorted. Raises StepError for anything else.
+    step: name of the step, for the error.
+    """
     outputs = []
     for directory, names, files in os.walk(out):
         for name in [*files, *(n for n in names if Path(directory, n).is_symlink())]:
@@ -289,8 +295,9 @@ def _walk(out: Path, step: str) -> Iterator[tuple[Path, str]]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes `data` to a new file without fsync: a record that a power failure truncated does not parse and
-    is ignored."""
+    """Writes `data` to a new file without fsync. If a power failure truncates a record, it does not parse and
+    is ignored.
+    """
     with path.open("xb") as file:
         file.write(data)
     path.chmod(0o444)

@@ -22,15 +22,16 @@ from mlcbuild.store.stamp import STAMP
 from mlcbuild.store.store import Store
 
 KEPT_RECORDS = 3600.0
-"""Seconds since its last use for which gc keeps a record while a build runs; far more than the interval at
-which runs mark their records."""
+"""Seconds since its last use during which gc keeps a record while a build runs. It is far longer than the
+interval at which runs mark their records.
+"""
 KEPT_BLOBS = 86_400.0
-"""Seconds since its creation for which gc keeps a blob without a record while a build runs."""
+"""Seconds since its creation during which gc keeps a blob without a record while a build runs."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of a full check. Messages name the step and file wherever a record lists them."""
+    """The result of a full check of a store. Messages name the step and file if a record lists them."""
 
     records: int
     blobs: int
@@ -38,10 +39,11 @@ class Verified:
     damaged: tuple[str, ...]
     """Messages for blobs and records whose bytes do not match their names."""
     missing: tuple[str, ...]
-    """Messages for files that a record names and the store lacks; their steps run again."""
+    """Messages for files that a record names and the store lacks. Their steps run again."""
     unused: int
-    """Number of blobs that no record names, as a killed run leaves them; `gc` removes them, or a later run
-    uses them."""
+    """Number of blobs that no record names, as killed runs leave them. `gc` removes them, or a later run uses
+    them.
+    """
     mended: tuple[str, ...] = ()
     """Messages for damaged or missing files that were restored."""
 
@@ -52,7 +54,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class KindStatistics:
-    """Statistics of the steps of one kind, which is the first part of their names."""
+    """Statistics of the steps of one kind; the kind is the first part of a step's name."""
 
     records: int = 0
     bytes: int = 0
@@ -72,12 +74,12 @@ class Status:
     bytes: int
     """Bytes of all blobs, each counted once."""
     kinds: dict[str, KindStatistics] = field(default_factory=dict)
-    """Step kind -> statistics; a blob that two kinds share is counted in both."""
+    """Kind of step -> statistics. A blob that two kinds share is counted in both."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """The numbers of records, blobs and bytes that gc removed."""
+    """The number of records, blobs and bytes that gc removed."""
 
     records: int
     blobs: int
@@ -85,14 +87,14 @@ class Collected:
 
 
 Mend: TypeAlias = Callable[[Entry], str]
-"""Function that restores a missing blob; returns "" or the reason why it could not."""
+"""Function that restores a missing blob and returns "", or the reason why it could not."""
 
 
 def verify(store: Store, mend: Mend | None = None) -> Verified:
-    """Hashes every blob, checks every record against its key, and removes what is damaged.
+    """Hashes every blob, checks every record against its key, and removes damaged ones.
 
-    The steps concerned run again. It is safe while builds run. With `mend`, damaged or missing files of
-    records are fetched again. Raises StoreError when the store cannot be read.
+    Steps whose results were damaged run again. It is safe while builds run. mend: restores damaged or missing
+    files of records, for example from a remote. Raises StoreError when the store cannot be read.
     """
     damaged: list[str] = []
     mended: list[str] = []
@@ -133,9 +135,9 @@ def verify(store: Store, mend: Mend | None = None) -> Verified:
 
 
 def _condemn(store: Store, blob: Path) -> str:
-    """Removes anything below cas/ that is not an intact blob. Returns "" or the reason why it stays."""
+    """Removes anything below cas/ that is not an intact blob, and returns "", or the reason why it stays."""
     with _alone(store) as alone:
-        if alone and _check(blob) is None:  # otherwise it was replaced meanwhile
+        if alone and _check(blob) is None:  # Otherwise another process has replaced it meanwhile.
             if blob == store.blob(blob.name):
                 store.condemn(blob.name)
             else:
@@ -145,8 +147,9 @@ def _condemn(store: Store, blob: Path) -> str:
 
 @contextmanager
 def _alone(store: Store) -> Iterator[bool]:
-    """Yields True while no other process publishes results to the store; False for a store that cannot be
-    written."""
+    """Yields True while no other process can publish results to the store; False for a store that cannot be
+    written.
+    """
     with ExitStack() as stack:
         try:
             stack.enter_context(wait_lock(store.root / "lock", keep=True))
@@ -198,8 +201,8 @@ def _collect(
 ) -> Collected:
     """Removes records and blobs as `gc` describes.
 
-    `young` holds the times since which records and blobs were used that stay in any case; None for no such
-    limit.
+    young: (time, time) in seconds since 1970: records used, and blobs created, after these times stay in any
+    case; None: no such limit.
     """
     used, placed = young or (inf, inf)
     cutoff = 0.0 if unused_days is None else time.time() - unused_days * 86400
@@ -238,7 +241,8 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
     """Returns (step name, record without its second line) of every intact record, and the number of all
     entries.
 
-    With `damaged`, the other records are removed, and a message about each is appended to it.
+    damaged: list to which a message about each other record is appended, and these are then removed; None:
+    they stay.
     """
     records = []
     count = 0
@@ -246,7 +250,7 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
         count += 1
         record = store.record(path.name)
         if record is not None and path.parent.name == path.name[:2]:
-            # the second line is most of its memory
+            # The second line is most of a record's memory.
             records.append((record.info.step, replace(record, rest=b"")))
         elif damaged is not None and os.path.lexists(path):
             with _alone(store) as alone:
@@ -259,8 +263,9 @@ def _sound_records(store: Store, damaged: list[str] | None = None) -> tuple[list
 
 
 def _check(blob: Path) -> int | None:
-    """Returns the size of a blob with the right bytes, restoring its mtime if a copy lost it; None for
-    others."""
+    """Returns the size in bytes of a blob whose bytes are right, and restores its mtime if a copy lost it;
+    None for a damaged one.
+    """
     try:
         stat_result = blob.lstat()
         if blob.parent.name != blob.name[:2] or not has_bytes(blob, blob.name, stat_result.st_size):

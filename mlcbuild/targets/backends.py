@@ -1,7 +1,7 @@
-"""The properties of each kind of device that a build needs, as a table that imports no backend and no TVM.
+"""A table of the properties of each kind of device that a build needs. It imports no backend and no TVM.
 
-Functions of backends are named by "module:function" and imported when they run, so that the key of a step
-holds the sources of its own backend only.
+Functions of backends are named by "module:function" and imported when they run, so that a step's key depends
+only on the sources of the step's backend.
 """
 
 from __future__ import annotations
@@ -25,29 +25,35 @@ class Backend:
     """The action, as "module:function", that compiles a library; its import closure enters the library's
     key."""
     tools: str
-    """Function, as "module:function", that maps a target to name -> version of each program that determines
-    the library's bytes. It raises SetupError."""
+    """Function, as "module:function", from a target to name -> version of each program that determines the
+    library's bytes. It raises SetupError.
+    """
     layout: Callable[[Scheme], str]
-    """Function that maps a scheme to the physical layout that the device's kernels read; also called for each
-    override.
+    """Function from a scheme to the physical layout that the device's kernels read. It is also called for
+    each override.
 
     It raises UsageError for a format without kernels.
     """
     runtime_files: tuple[str, ...]
-    """Names, without suffix, of the shared libraries that a bundle includes to run its compiled library."""
+    """Names, without suffix, of the shared libraries that a bundle must include to run its compiled
+    library.
+    """
     can_run: Callable[[Target, Target], str | None]
-    """Function that maps (target, host) to the reason why the machine `host` cannot run code for `target`, or
-    None."""
+    """Function of (target, host) that returns the reason why the machine `host` cannot run code for `target`,
+    or None.
+    """
     labels: Callable[[Target], tuple[str, ...]]
-    """Function that maps a target to the labels that a cluster worker needs to run code for it."""
+    """Function from a target to the labels that a cluster worker needs to run code for it."""
     kernels: str = ""
-    """Package whose module `<format>_kernel` holds the device's kernel for a stored format; it enters the
-    keys of libraries with that format. "": the kernels of all formats are in the closure of `action`."""
+    """Package whose modules `<format>_kernel` hold the device's kernels for stored formats. A module enters
+    the keys of libraries with its format. "": the kernels of all formats are in the closure of `action`.
+    """
     executor: tuple[str, ...] = ()
-    """Names of the runtime's modules that run compiled code; they enter the keys of steps that run it."""
+    """Names of the runtime's modules that run compiled code. They enter the keys of steps that run it."""
     faults: str = ""
-    """Function, as "module:function", that maps a model config to a sentence for each block of its layers
-    that the device cannot compute; "": the device computes every block."""
+    """Function, as "module:function", from a model config to an error message for each block of its layers
+    that the device cannot compute; "": the device computes every block.
+    """
 
     def storage(self, scheme: Scheme) -> Storage:
         """Returns a scheme as the device stores it. Raises UsageError for a format without kernels."""
@@ -64,7 +70,7 @@ class Backend:
         return versions
 
     def check(self, config: ModelConfig) -> None:
-        """Raises UsageError for a model with blocks that the device cannot compute."""
+        """Raises UsageError if the device cannot compute a block of the model."""
         module, _, name = self.faults.partition(":")
         faults: list[str] = getattr(import_module(module), name)(config) if module else []
         if faults:
@@ -112,8 +118,9 @@ def _cpu_layout(scheme: Scheme) -> str:
 GPU_LAYOUTS: Mapping[str, str] = {
     name: layout for name, layout in CPU_LAYOUTS.items() if layout in ("plain", "row")
 }
-"""Name of a format -> the physical layout that the kernels of GPUs read: the one that CPUs read, so that both
-share weights."""
+"""Name of a format -> the physical layout that GPU kernels read. It is the same that CPU kernels read, so
+that both share weights.
+"""
 
 
 def _gpu_layout(scheme: Scheme) -> str:
@@ -147,7 +154,7 @@ BACKENDS: dict[str, Backend] = {
         faults="mlcbuild.compiler.gpu.support:unsupported",
     ),
 }
-"""Kind of device (`device` of a target) -> its backend. A further backend adds one entry."""
+"""Kind of device (`device` of a target) -> its backend. A new backend adds one entry."""
 
 
 def backend(target: Target) -> Backend:

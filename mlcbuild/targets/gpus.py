@@ -16,8 +16,9 @@ print(sum(adapter.info["backend_type"] != "OpenGL" for adapter in wgpu.gpu.enume
 
 @lru_cache(maxsize=1)
 def why_not() -> str | None:
-    """Returns the reason why this machine runs no GPU bundles; None if it does. The test runs in a child
-    process, which a driver may crash."""
+    """Returns the reason why this machine cannot run GPU bundles; None if it can. The test runs in a child
+    process, which a driver may crash.
+    """
     if find_spec("wgpu") is None:
         return "GPU bundles run with the package wgpu: pip install 'mlcbuild-runtime[gpu]'"
     try:

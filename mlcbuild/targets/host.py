@@ -1,4 +1,4 @@
-"""This machine as a target, described without LLVM."""
+"""Describes this machine as a target, without using LLVM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from mlcbuild.errors import SetupError
 
 @lru_cache(maxsize=1)
 def host() -> tuple[str, str, tuple[str, ...]]:
-    """Returns (triple, cpu, features) of this machine. Raises SetupError where mlcbuild cannot tell."""
+    """Returns (triple, cpu, features) of this machine. Raises SetupError if mlcbuild cannot
+    determine them.
+    """
     kind = platform.system(), platform.machine().lower()
     if kind[0] == "Linux" and kind[1] in ("x86_64", "amd64"):
         return "x86_64-unknown-linux-gnu", *x86_cpu(Path("/proc/cpuinfo").read_text(errors="replace"))
@@ -30,7 +32,7 @@ def host() -> tuple[str, str, tuple[str, ...]]:
 
 
 def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the psABI level and the checkable features beyond it, from the text of /proc/cpuinfo."""
+    """Returns (psABI level, features beyond it that can be checked). cpuinfo: the text of /proc/cpuinfo."""
     present = processors.x86_features(cpuinfo)
     level, covered = "x86-64", set[str]()
     for name, added in processors.X86_LEVELS.items():
@@ -38,18 +40,23 @@ def x86_cpu(cpuinfo: str) -> tuple[str, tuple[str, ...]]:
             break
         level, covered = name, covered | set(added)
     if level != "x86-64-v4":
-        # Every AVX-512 extension makes LLVM assume the foundation, which is not whole here.
+        # Every AVX-512 extension makes LLVM assume the AVX-512 foundation, of which this processor lacks a
+        # part.
         present = frozenset(name for name in present if not name.startswith("avx512"))
     return level, _signed(present - covered)
 
 
 def arm_features(cpuinfo: str) -> tuple[str, ...]:
-    """Returns the checkable features of a 64-bit Arm machine, from the text of Linux's /proc/cpuinfo."""
+    """Returns the features of a 64-bit Arm machine that can be checked. cpuinfo: the text of Linux's
+    /proc/cpuinfo.
+    """
     return _signed(processors.arm_features(cpuinfo))
 
 
 def apple_features(sysctl: Callable[[str], str]) -> tuple[str, ...]:
-    """Returns the checkable features of an Apple machine; see processors.apple_features."""
+    """Returns the features of an Apple machine that can be checked. sysctl: function from a name to its
+    value.
+    """
     return _signed(processors.apple_features(sysctl))
 
 

@@ -22,8 +22,9 @@ HOST = "host"
 
 @lru_cache(maxsize=1)
 def presets() -> Mapping[str, Target]:
-    """Returns name -> target for the presets of mlcbuild. Raises InputError for an invalid one, SetupError
-    without any."""
+    """Returns name -> target for the presets of mlcbuild. Raises InputError for an invalid preset, SetupError
+    if there are none.
+    """
     files = sorted(directory().glob("*.yaml"), key=lambda path: path.stem)
     return {path.stem: read_preset(path) for path in files}
 
@@ -31,7 +32,7 @@ def presets() -> Mapping[str, Target]:
 def directory() -> Path:
     """Returns the directory of the target presets. Raises SetupError when it is missing."""
     package = Path(__file__).parent.parent
-    # A wheel holds them inside the package; a checkout has them at its top.
+    # A wheel has the presets inside the package, a checkout at its top.
     for place in (package / "presets", package.parent / "targets"):
         if any(place.glob("*.yaml")):
             return place
@@ -39,7 +40,9 @@ def directory() -> Path:
 
 
 def resolve(name: str) -> Target:
-    """Returns the preset target of a name, or this machine for `host`. Raises UsageError for other names."""
+    """Returns the preset with this name, or this machine for the name `host`. Raises UsageError for other
+    names.
+    """
     if name == HOST:
         return Target(HOST, *this_machine.host())
     if name not in presets():
@@ -53,7 +56,7 @@ def unknown(name: str) -> str:
 
 
 def read_preset(path: Path) -> Target:
-    """Reads a preset, whose file must be complete in itself. Raises InputError."""
+    """Reads a preset from its file, which must state all properties. Raises InputError."""
     document = read(path)
     document = schema.typed(document, "target")
     problems = Problems([*document.problems, *schema.problems(document, schema.findings(document, "target"))])
@@ -68,7 +71,8 @@ def read_preset(path: Path) -> Target:
 
 
 def parse(document: Document, where: Where, name: str, problems: Problems) -> Target | None:
-    """Parses the target in a mapping of a document; returns None when it is invalid.
+    """Parses the target at the path `where` of a document; returns None if it is invalid. name: the target's
+    name.
 
     The schema reports malformed values; this function adds all further problems to `problems`.
     """
@@ -111,7 +115,9 @@ def _base(document: Document, where: Where, data: dict[str, Data], problems: Pro
 
 
 def _merged(base: tuple[str, ...], added: list[str]) -> tuple[str, ...]:
-    """Returns the sorted features of both lists; an added feature replaces one with the other sign."""
+    """Returns the sorted features of both lists. An added feature replaces the same feature with the other
+    sign.
+    """
     by_name = {feature[1:]: feature for feature in (*base, *added)}
     return tuple(sorted(by_name.values()))
 
@@ -124,7 +130,9 @@ def _devices() -> tuple[str, ...]:
 
 
 def _check(document: Document, where: Where, target: Target, problems: Problems) -> None:
-    """Reports names that LLVM does not know: it would ignore them and compile for another machine."""
+    """Adds a problem for each name that LLVM does not have: LLVM would ignore it and compile for another
+    machine.
+    """
 
     def report(message: str, *part: str | int) -> None:
         problems.append(document.place((*where, *part)).problem(message))
@@ -138,7 +146,7 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
         report(f"output of the device {target.device} must be {outputs}, found '{target.output}'", "output")
         return
     if target.output == "program":
-        return  # LLVM compiles nothing for it
+        return  # LLVM has no code generator for it
     table = processors.names().get(target.family)
     if table is None:
         suggestion = did_you_mean(target.architecture, ["x86_64", "aarch64", "arm64"])
@@ -166,8 +174,9 @@ def _check(document: Document, where: Where, target: Target, problems: Problems)
 
 
 def _near(name: str, valid_names: Collection[str]) -> str:
-    """Returns the end of an "unknown name" message: a similar valid name, from a list that is too long to be
-    shown."""
+    """Returns the end of an "unknown name" message: a similar valid name. The list of all valid names would
+    be too long.
+    """
     if get_close_matches(name, valid_names, n=1):
         return did_you_mean(name, valid_names)
     return "mlcbuild_format/cpus.json lists those it knows"

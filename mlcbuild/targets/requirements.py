@@ -1,4 +1,4 @@
-"""Compares a CPU target with a machine: whether its code runs there, and which labels it demands."""
+"""Compares a CPU target with a machine: whether its code runs there, and which labels a worker needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from mlcbuild.targets.target import Target
 
 
 def missing_features(target: Target, host: Target) -> tuple[str, ...]:
-    """Returns the checkable features that code for `target` may use and `host` lacks."""
+    """Returns the features, among those that can be checked, that code for `target` may use and
+    `host` lacks.
+    """
     needed, present = _checkable(target), _checkable(host)
     return tuple(sorted(needed - present))
 
@@ -19,7 +21,7 @@ def labels(target: Target) -> tuple[str, ...]:
 
 
 def why_not(target: Target, host: Target) -> str | None:
-    """Returns the reason why the machine `host` cannot run code for `target`; None when it can."""
+    """Returns the reason why the machine `host` cannot run code for `target`; None if it can."""
     if target.output == "object":
         return "an object file must be linked into a program before it can run"
     theirs, ours = (f"{item.system} {item.family}" for item in (target, host))

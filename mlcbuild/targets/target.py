@@ -16,16 +16,17 @@ from mlcbuild.canon import Json
 Output = Literal["shared", "object", "program"]
 
 CPU = "cpu"
-"""The device for which LLVM compiles libraries. Those of every other device are programs."""
+"""Name of the device for which LLVM compiles libraries. The libraries of all other devices are programs."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A machine for which libraries are compiled. It does not depend on the machine that reads it: `host` is
-    resolved before."""
+    """A machine for which libraries are compiled. It does not depend on the machine that reads the recipe:
+    the name `host` has been resolved.
+    """
 
     name: str
-    """Display name; never part of a key."""
+    """Name for display, which is never part of a key."""
     triple: str
     """LLVM triple, for example x86_64-unknown-linux-gnu."""
     cpu: str
@@ -35,8 +36,9 @@ class Target:
     device: str = "cpu"
     """The kind of device, a key of backends.BACKENDS."""
     output: Output = "shared"
-    """The kind of compiled file: a shared library, an object file to be linked elsewhere, or a GPU
-    program."""
+    """The kind of compiled file: a shared library, an object file that is linked elsewhere, or a
+    GPU program.
+    """
 
     @property
     def architecture(self) -> str:
@@ -49,12 +51,12 @@ class Target:
 
     @property
     def family(self) -> str:
-        """Returns the target's architecture under one name for all systems: aarch64 for arm64, too."""
+        """Returns the target's architecture under one name on all systems: aarch64 also for arm64."""
         return processors.family(self.architecture)
 
 
 def to_json(target: Target) -> dict[str, Json]:
-    """Returns a target as JSON without its name, in the form that enters keys and bundles."""
+    """Returns a target as JSON, in the form that enters keys and bundles, without the target's name."""
     return {
         "triple": target.triple,
         "cpu": target.cpu,

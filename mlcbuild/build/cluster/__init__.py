@@ -21,7 +21,7 @@ from mlcbuild.build.graph import Step
 from mlcbuild.errors import SetupError, UsageError
 
 PLENTY = float(1 << 30)
-"""Amount of a label whose number of concurrent users is not limited; each step uses 1."""
+"""Amount that a worker declares of a label which any number of steps may use at once; each step uses 1."""
 SCHEME = "dask://"
 _SAME = "install the same version there"
 
@@ -31,7 +31,7 @@ class Address:
     """The address of a dask.distributed scheduler."""
 
     host: str
-    """Host and port, written "host:port"."""
+    """Host name and port, written "host:port"."""
     tls: Path | None = None
     """Directory with ca.pem, cert.pem and key.pem; None for an unencrypted connection."""
 
@@ -40,12 +40,13 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The address in dask's notation, such as "tls://10.0.0.5:8786"."""
+        """Returns the address in dask's notation, such as "tls://10.0.0.5:8786"."""
         return f"{'tls' if self.tls is not None else 'tcp'}://{self.host}"
 
 
 def address(text: str, tls: str | None = None) -> Address:
-    """Parses `dask://host:port`. `tls` names the directory with the certificates.
+    """Parses `dask://host:port`. tls: path of the directory with the certificates; None: the connection is
+    not encrypted.
 
     Raises UsageError for any other form, and for a `tls` directory that lacks a file.
     """
@@ -84,7 +85,7 @@ def security(address: Address) -> object:
 
 
 def own_label() -> str:
-    """Returns the label of machines with this version of mlcbuild."""
+    """Returns the label that a worker with this version of mlcbuild has."""
     return f"mlcbuild {version('mlcbuild')}"
 
 
@@ -121,14 +122,14 @@ def parse_labels(texts: Collection[str]) -> dict[str, float]:
 
 
 def able(needs: Mapping[str, float], worker: Mapping[str, float]) -> bool:
-    """Returns True if the resources of a worker cover those of a step; both map name -> amount."""
+    """Returns True if a worker's resources cover those that a step needs; both map name -> amount."""
     return all(worker.get(name, 0.0) >= amount for name, amount in needs.items())
 
 
 def refusal(step: Step, workers: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns the reason why no worker can run a step, or "" when one can.
+    """Returns the reason why no worker can run a step, or "" if one can.
 
-    `workers` maps a worker's name to its resources (name -> amount).
+    workers: name -> its resources (name -> amount).
     """
     needs = resources(step, 1)
     if any(able(needs, worker) for worker in workers.values()):

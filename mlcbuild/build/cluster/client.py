@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from distributed import Client, Future
 
 _CONNECT = 20.0
-"""Seconds to wait for an answer of the scheduler."""
+"""Maximum seconds to wait for an answer of the scheduler."""
 _WORKERS = 20.0
-"""Seconds to wait for the first worker."""
+"""Maximum seconds to wait for the first worker."""
 _GATHER = 30.0
-"""Seconds to wait for a result after dask reports that it is ready."""
+"""Maximum seconds to wait for a result after dask reports that it is ready."""
 _CENSUS = 2.0
-"""Seconds between two updates of the list of workers."""
+"""Minimum seconds between two updates of the list of workers."""
 _ABSENT = 60.0
-"""Seconds after which a job fails when no worker that could run it is present."""
+"""Seconds without a suitable worker after which a job fails."""
 MAX_STARTS = 3
-"""Starts of one job before it fails, so that a job that kills its worker does not kill all of them."""
+"""Maximum starts of a job, so that one that kills its worker does not kill all workers."""
 _MAX_SUPPLIES = 3
-"""Times that the missing inputs of one job are sent before the job fails."""
+"""Maximum number of times that the missing inputs of a job are sent before the job fails."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class _Submitted:
     job: Job
     future: Future[str]
     starts: list[str] = field(default_factory=list)
-    """Names of the cluster workers that started the job, without those that returned it unfinished."""
+    """Names of the cluster workers that started the job, except those that returned it unfinished."""
     attempt: str = ""
     supplies: int = 0
     """Number of times that missing inputs were sent to the job's worker."""
@@ -66,7 +66,7 @@ class _Submitted:
 
 
 class Cluster:
-    """Runs steps on a dask cluster; steps that may not leave this machine run in a local process.
+    """Runs steps on a dask cluster. Steps that must stay on this machine run in a local process.
 
     Raises SetupError when dask is missing, or when no scheduler or no worker can be reached.
     """
@@ -107,15 +107,15 @@ class Cluster:
         return not step.shared
 
     def grant(self, step: Step, requested: int) -> int:
-        """Returns the number of cores that a step gets: at most as many as its largest suitable worker
-        has."""
+        """Returns the number of cores that a step gets: the requested number, but at most as many as its
+        largest suitable worker has."""
         needs = resources(step, 1)
         return min(
             requested, max((int(w["cores"]) for w in self._workers.values() if able(needs, w)), default=1)
         )
 
     def refusals(self, steps: Iterable[Step]) -> dict[str, str]:
-        """Returns, for each step that no worker can run, step name -> error message."""
+        """Returns step name -> error message for each step that no worker can run."""
         self._census()
         reasons = {step.name: refusal(step, self._workers) for step in steps if step.shared}
         return {name: f"step {name}: {why}" for name, why in reasons.items() if why}
@@ -131,8 +131,8 @@ class Cluster:
             time.sleep(0.2)
 
     def _census(self) -> Mapping[str, Mapping[str, float]]:
-        """Updates and returns the resources of each worker, ignoring plain dask workers, which declare no
-        cores."""
+        """Updates worker name -> resources, if it is old, and returns it. Ignores plain dask workers, which
+        declare no cores."""
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
         self._workers = {
             str(worker["name"]): dict(worker["resources"])
@@ -173,7 +173,7 @@ class Cluster:
         self._ring()
 
     def _event(self, event: tuple[float, Any]) -> None:
-        """Handles an event that a worker has sent; dask calls this in a thread of its own."""
+        """Handles an event (time, message) that a worker has sent. dask calls this in a separate thread."""
         details = event[1]
         if isinstance(details, dict) and details.get("run") == self._staging.directory.name:
             self._heard.put((str(details["kind"]), str(details["step"]), details))
@@ -207,7 +207,7 @@ class Cluster:
         if kind == "start":
             return self._started(submitted, details)
         if details["attempt"] != submitted.attempt:
-            return []  # from a worker that was declared dead
+            return []  # The worker was declared dead before.
         if kind == "progress":
             return [StepProgress(name, int(details["done"]), int(details["total"]), str(details["unit"]))]
         if kind == "log":
@@ -236,13 +236,13 @@ class Cluster:
         return messages
 
     def _answers(self, ended: Mapping[str, Future[str]]) -> list[Message]:
-        """Returns the outcomes of the jobs that dask reports as ended, as messages for the main loop."""
+        """Returns the outcomes of ended jobs, as messages for the main loop. ended: job -> dask's future."""
         if not ended:
             return []
         messages: list[Message] = []
         whole = {name: future for name, future in ended.items() if future.status == "finished"}
         texts: dict[str, str] = {}
-        with suppress(Exception):  # falls back to one request for each result below
+        with suppress(Exception):  # on failure, the results are requested one by one below
             texts = dict(self._client.gather(whole)) if len(whole) > 1 else {}
         for name, future in ended.items():
             submitted = self._jobs[name]
@@ -299,7 +299,7 @@ class Cluster:
             (submitted.future.release if submitted.future.done() else submitted.future.cancel)()
 
     def _look_after(self) -> list[Message]:
-        """Fails the jobs for which no suitable worker was present for a minute; returns their outcomes."""
+        """Fails jobs for which no suitable worker was present for a minute; returns their outcomes."""
         messages: list[Message] = []
         try:
             self._census()
@@ -324,8 +324,8 @@ class Cluster:
     # Inputs
 
     def _supply(self, submitted: _Submitted, answer: Answer) -> None:
-        """Sends a worker the input files that its answer lists as missing, and the job again. Runs in a
-        thread."""
+        """Sends a worker the input files that its answer lists as missing, then submits the job again. Runs
+        in a thread."""
         try:
             why = self._give(submitted.job, set(answer.lacking), answer.same_store)
         except MlcbuildError as error:
@@ -338,9 +338,9 @@ class Cluster:
         self._ring()
 
     def _give(self, job: Job, lacking: set[str], same_store: bool) -> str:
-        """Uploads the input files (digests) that a job's worker lacks; returns why one cannot be sent, or "".
+        """Uploads input files that a job's worker lacks. Returns the reason why one cannot be sent, or "".
 
-        Raises MlcbuildError, CancelledError and OSError.
+        lacking: their digests. Raises MlcbuildError, CancelledError and OSError.
         """
         store = self._sharing.store
         for job_input in job.inputs:
@@ -367,12 +367,12 @@ class Cluster:
         if why:
             return [self._fail(submitted, why)]
         if submitted.starts:
-            submitted.starts.pop()  # the job was not run
+            submitted.starts.pop()  # the job did not run on this worker
         self._submit(submitted.step, submitted.job)
         return []
 
     def close(self) -> None:
-        """Stops all running jobs. Remote workers notice that theirs were cancelled."""
+        """Stops all running jobs. Remote workers notice that their jobs were cancelled."""
         self._stop.set()
         self._local.close()
         self._supplier.shutdown(wait=False, cancel_futures=True)

@@ -1,5 +1,6 @@
-"""The main loop of a worker process: it joins a cluster, declares its resources, and leaves in an orderly
-way."""
+"""Runs a worker process: it joins a cluster, declares its resources, runs steps, and leaves in an orderly
+way.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 _CONNECT = 10.0
-"""Seconds to wait for an answer of the scheduler."""
+"""Maximum seconds to wait for an answer of the scheduler."""
 _POLL = 0.1
 
 
@@ -33,9 +34,9 @@ class Offer:
     name: str
     cores: int
     memory: int
-    """Bytes of memory that its steps may use together."""
+    """Bytes of memory that all of its steps together may use."""
     labels: Mapping[str, float]
-    """The further resources of the worker, beside cores and memory: label -> amount."""
+    """Label -> amount of it, for the worker's resources other than cores and memory."""
 
     @property
     def resources(self) -> dict[str, float]:
@@ -53,10 +54,11 @@ def default_name() -> str:
 
 
 def serve(address: Address, store: Store, offer: Offer, log: Callable[[str], None]) -> int:
-    """Works for a scheduler until SIGTERM (0), SIGINT (130) or until the scheduler ends (1).
+    """Works for a scheduler and returns an exit code: 0 after SIGTERM, 130 after SIGINT, 1 after the
+    scheduler has ended.
 
-    `log` receives one line for each change of the worker's state. Returns the exit code in brackets. Raises
-    SetupError when dask is missing or no scheduler answers, and StoreError.
+    log: called with one line for each change of the worker's state. Raises SetupError when dask is missing or
+    no scheduler answers, and StoreError.
     """
     encryption = security(address)
     for name in ("distributed", "distributed.worker", "tornado", "tornado.application"):
@@ -70,7 +72,9 @@ def serve(address: Address, store: Store, offer: Offer, log: Callable[[str], Non
 
 
 async def _connected(address: Address, site: Site, offer: Offer, encryption: object) -> Worker:
-    """Returns a worker that the scheduler knows. Raises SetupError if none answers."""
+    """Returns a dask worker that has joined the scheduler at `address`. Raises SetupError if no scheduler
+    answers.
+    """
     from distributed import Worker
 
     worker = Worker(
@@ -124,11 +128,11 @@ async def _serve(
 
 
 async def _leave(worker: Worker, site: Site) -> None:
-    """Hands unfinished jobs back to the scheduler and leaves the cluster.
+    """Returns unfinished jobs to the scheduler and leaves the cluster.
 
-    dask counts the jobs of a worker that dies as failed attempts; those of a retired worker it does not.
+    dask counts the jobs of a worker that dies as failed attempts, but not those of a worker that is retired.
     """
     while site.active:
         await asyncio.sleep(_POLL)
-    await asyncio.sleep(_POLL)  # until the last log events of the jobs are sent
+    await asyncio.sleep(_POLL)  # The scheduler first sends the last log events of the jobs.
     await worker.scheduler.retire_workers(workers=[worker.address], close_workers=False, remove=True)

@@ -1,6 +1,6 @@
-"""A cluster worker: one process that runs the orders of a dask scheduler, with its own store or a shared one.
+"""A cluster worker: one process that runs the jobs of a dask scheduler, with a separate or a shared store.
 
-Each order runs in a child process (see `executors.Pool`), so that it can be killed when its run is cancelled,
+Each job runs in a child process (see `executors.Pool`), so that it can be killed when its run is cancelled,
 or when this worker stops or dies.
 """
 
@@ -33,30 +33,29 @@ if TYPE_CHECKING:
     from distributed import Worker
 
 _POLL = 0.1
-"""Seconds between two polls of a running job, for its cancellation and its log."""
+"""Seconds between two checks of a running job, for its cancellation and for new log text."""
 _PROGRESS_INTERVAL = 0.5
 """Minimum seconds between two progress events of a job."""
 _PIECE = 8192
-"""Largest piece of a log in one event, in bytes; a scheduler keeps the last thousand events."""
+"""Maximum bytes of a log in one event; a scheduler keeps the last thousand events."""
 _MOST_LOG = 1 << 20
-"""Bytes of a log that are sent while a step runs; the end of the log is always sent."""
+"""Maximum bytes of a log that are sent while a step runs; the end of the log is always sent."""
 LEAVE = 5.0
-"""Seconds to wait for an orderly exit."""
+"""Maximum seconds to wait for an orderly exit."""
 
 
 @dataclass
 class Site:
-    """The state that all orders of this worker process share. Methods are safe to call from several
-    threads."""
+    """The state that all jobs of this worker process share. Its methods are thread-safe."""
 
     name: str
     store: Store
     staging: StagingArea
     stopping: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
-    """Set once the scheduler of the cluster has been informed that this worker leaves."""
+    """Set once the scheduler has been informed that this worker leaves the cluster."""
     active: int = 0
-    """Number of steps that this worker is running."""
+    """Number of steps that this worker is running now."""
     _guard: threading.Lock = field(default_factory=threading.Lock)
     _idle: list[Pool] = field(default_factory=list)
 
@@ -78,7 +77,7 @@ class Site:
             self._idle.append(pool)
 
     def digest(self, path: Path) -> str:
-        with self._guard:  # the digest cache is not thread-safe
+        with self._guard:  # The digest cache is not thread-safe.
             return self.store.cache.digest(path)[0]
 
     def close(self) -> None:
@@ -91,12 +90,13 @@ class Site:
 
 
 sites: list[Site] = []
-"""The state of this cluster worker, at most one entry: dask calls `work` with an order as its only
-argument."""
+"""The state of this cluster worker, at most one entry. It is global because dask calls `work` with the
+encoded job as the only argument.
+"""
 
 
 def work(text: str) -> str:
-    """Runs one encoded order and returns the encoded answer. dask calls it in a thread of a worker."""
+    """Runs one encoded job and returns the encoded answer. dask calls it in a thread of a worker."""
     from distributed import Reschedule, get_worker
 
     worker = get_worker()
@@ -106,13 +106,13 @@ def work(text: str) -> str:
     attempt = _Attempt(site, order, partial(_is_wanted, worker, task), partial(worker.log_event, TOPIC))
     answer = attempt.run()
     if answer.stopped and site.stopping.is_set():
-        site.left.wait(LEAVE)  # otherwise dask could send the order to this worker again
+        site.left.wait(LEAVE)  # Otherwise dask could send the job to this worker again.
         raise Reschedule
     return answer.encode()
 
 
 def _is_wanted(worker: Worker, task: Any) -> bool:
-    """Returns True if a task is still needed: false once it was cancelled or its run has died."""
+    """Returns True if a task is still needed, False once it was cancelled or its run has died."""
     state = worker.state.tasks.get(task)
     return state is not None and state.state not in ("cancelled", "resumed", "released", "forgotten")
 
@@ -133,7 +133,7 @@ class _Attempt:
         self._send_event = send_event
         self._id = os.urandom(8).hex()
         self._stop = threading.Event()
-        """Set when the run cancels the step; downloads and uploads poll it, too."""
+        """Set when the run cancels the step. Downloads and uploads check it, too."""
         self._ended = threading.Event()
         links = [Link(remote, keyfile.load(keyfile.default_path())) for remote in order.remotes]
         self._sharing = Sharing(site.store, links)
@@ -178,7 +178,8 @@ class _Attempt:
         )
 
     def _check(self) -> None:
-        """Checks that this worker has the same source files as the run, and can return the result to it.
+        """Checks that this worker has the same source files as the run, and that it can return the result to
+        the run.
 
         Raises StepError for differing source files, and RemoteError without a common store or remote.
         """
@@ -196,7 +197,7 @@ class _Attempt:
             raise StepError(
                 f"step {step}: the worker {name} has no module '{module}': install the same mlcbuild there"
             )
-        # Equal files have equal imports: when all listed files are equal, none is missing from the list.
+        # Equal files have equal imports: if all listed files are equal, none is missing from the list.
         other = sorted(path for path, digest in image.code.items() if source_digest(path) != digest)
         if other:
             raise StepError(
@@ -205,8 +206,9 @@ class _Attempt:
             )
 
     def _gather(self) -> dict[str, JobInput] | list[str]:
-        """Makes the inputs of the step available on this machine. Returns argument -> input, or a list with
-        the digests of the files that it cannot get."""
+        """Makes the inputs of the step available on this machine. Returns argument -> input, or a list of the
+        digests of files that it cannot get.
+        """
         lacking: list[str] = []
         inputs = {}
         for argument, argument_files in self._order.inputs.items():
@@ -218,8 +220,9 @@ class _Attempt:
         return lacking or inputs
 
     def _in_place(self, argument: str, source: OrderInput) -> JobInput | None:
-        """Returns the input `argument` at the place that the run names, if this machine sees the same bytes
-        there; None otherwise."""
+        """Returns an input whose files are already on this machine, at the path that the run names and with
+        the same bytes; None otherwise. argument: name of the input.
+        """
         if source.root is None:
             return None
         root, stats = Path(source.root), {}
@@ -287,7 +290,9 @@ class _Attempt:
             self._emit("progress", done=message.done, total=message.total, unit=message.unit)
 
     def _send_log(self, log: Path, *, end: bool = False) -> None:
-        """Sends the bytes that a log gained since the last call; each event states its offset."""
+        """Sends the bytes that were added to a log since the last call. Each event states its offset. end:
+        True for the last call, which sends the end of the log in any case.
+        """
         try:
             size = log.stat().st_size
         except OSError:
@@ -304,8 +309,8 @@ class _Attempt:
             self._sent += len(data)
 
     def _share(self, outcome: Outcome, answer: Answer) -> Answer:
-        """Uploads a result to the remotes from which the run can get it, unless both use the same store.
-        Returns `answer` with the remotes filled in.
+        """Uploads a result to remotes that the run can read, unless both use the same store. Returns `answer`
+        with these remotes.
 
         Raises RemoteError when no remote that the run reads has the files.
         """

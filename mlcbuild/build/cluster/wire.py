@@ -28,27 +28,28 @@ TOPIC = "mlcbuild"
 
 @dataclass(frozen=True)
 class OrderInput:
-    """One input of an order: its files by digest."""
+    """One input of a job: its files and their digests."""
 
     files: tuple[Entry, ...]
     root: str | None
-    """Directory of the user's files on the machine of the run; None for the result of an earlier step."""
+    """Directory of the user's files, on the machine of the run; None for the result of an earlier step."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """A job that any worker may run."""
+    """The description of a job that is sent to a worker."""
 
     run: str
-    """Name of the working directory of the run inside its store; a worker with the same store finds it
-    there."""
+    """Name of the run's working directory inside its store. A worker with the same store finds the directory
+    under this name.
+    """
     key: str
     info: BuildInfo
-    """Description of the step for its record, without measured costs."""
+    """Description of the step for its record, without the costs that are measured."""
     inputs: Mapping[str, OrderInput]
     cores: int
     again: bool
-    """Runs the action even if its result is in the store."""
+    """True if the action runs even if its result is in the store."""
     remotes: tuple[Remote, ...]
 
     def encode(self) -> str:
@@ -70,7 +71,7 @@ class Order:
 
     @classmethod
     def decode(cls, text: str) -> Order:
-        """Decodes an order. Raises ValueError when `text` is not an order of this version."""
+        """Decodes a job. Raises ValueError when `text` is not a job of this version."""
         fields = _parsed(text, "order")
         if fields.get("format") != FORMAT:
             raise ValueError(f"the order has the format {fields.get('format')}, not {FORMAT}")
@@ -89,7 +90,9 @@ class Order:
 
 
 def order(job: Job, run: str, remotes: tuple[Remote, ...], *, again: bool) -> Order:
-    """Returns the order for a job of the session `run`; `again` runs it even if its result is known."""
+    """Returns the description of a job to send. run: name of the run's working directory; again: True if it
+    runs even if its result exists.
+    """
     inputs = {
         item.argument: OrderInput(item.files, None if item.root is None else str(item.root))
         for item in job.inputs
@@ -100,23 +103,23 @@ def order(job: Job, run: str, remotes: tuple[Remote, ...], *, again: bool) -> Or
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of an order on one worker."""
+    """The answer of a worker to a job."""
 
     worker: str
     record: Record | None = None
     key: str = ""
     fault: str = ""
     origin: str = ""
-    """URL of the remote that has the files of the result; "" when they are in the run's own store."""
+    """URL of the remote that has the files of the result; "" if they are in the run's store."""
     unsent: tuple[str, ...] = ()
-    """Remotes that did not receive the files although they should have."""
+    """Remotes to which the upload of the result failed."""
     error: MlcbuildError | None = None
     lacking: tuple[str, ...] = ()
-    """Digests of inputs that the worker cannot get; the action was not run."""
+    """Digests of inputs that the worker cannot get, in which case the action was not run."""
     same_store: bool = False
-    """True when the worker uses the store of the run."""
+    """True if the worker uses the store of the run."""
     stopped: bool = False
-    """True when the worker was shut down before the step ended."""
+    """True if the worker was shut down before the step ended."""
     warnings: tuple[str, ...] = field(default=())
 
     def encode(self) -> str:
@@ -139,7 +142,7 @@ class Answer:
 
     @classmethod
     def decode(cls, text: str) -> Answer:
-        """Decodes an answer. Raises ValueError when `text` is not one."""
+        """Decodes an answer. Raises ValueError when `text` is not an answer."""
         fields = _check(_parsed(text, "answer"), _ANSWER, "answer")
         data, error = fields["record"], fields["error"]
         fields["record"] = None if data is None else Record.checked(fields["key"], data.encode())
@@ -154,7 +157,7 @@ class Answer:
 
 
 _Kinds: TypeAlias = Mapping[str, tuple[type, ...]]
-"""Field -> the types that its value may have."""
+"""Name of a field -> types that its value may have."""
 _NONE = type(None)
 _ORDER: _Kinds = {
     "format": (str,),
@@ -183,8 +186,7 @@ _ANSWER: _Kinds = {
 
 
 def _parsed(text: str, what: str) -> dict[str, Any]:
-    """Parses a JSON object and returns its fields. `what` names the message in the error. Raises
-    ValueError."""
+    """Parses a JSON object and returns its fields. what: name of the message in errors. Raises ValueError."""
     fields = strict_json.parse(text)
     if not isinstance(fields, dict):
         raise ValueError(f"the {what} is not a JSON object")
@@ -192,8 +194,9 @@ def _parsed(text: str, what: str) -> dict[str, Any]:
 
 
 def _check(fields: dict[str, Any], kinds: _Kinds, what: str) -> dict[str, Any]:
-    """Returns `fields` if they are exactly those of `kinds`, with values of these types. `what` names the
-    message in the error. Raises ValueError."""
+    """Returns `fields` if they are exactly those of `kinds`, with values of these types. what: name of the
+    message in errors. Raises ValueError.
+    """
     wrong = sorted(fields.keys() ^ kinds.keys())
     if wrong:
         verb = "has the unknown" if wrong[0] in fields else "lacks the"
@@ -210,7 +213,7 @@ def _are_texts(values: list[Any]) -> bool:
 
 
 def _remote(row: object) -> Remote:
-    """Parses a remote in an order to a worker. Raises ValueError for one that a recipe could not name."""
+    """Parses a remote in a job. Raises ValueError for one that a recipe could not name."""
     if not isinstance(row, dict):
         raise ValueError("a remote of the order is not a JSON object")
     fields = _check(row, _REMOTE, "order's remote")
@@ -221,15 +224,14 @@ def _remote(row: object) -> Remote:
 
 
 def _order_input(name: str, value: object) -> OrderInput:
-    """Parses an input in an order to a worker. Raises ValueError."""
+    """Parses the input `name` of a job. Raises ValueError."""
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | None)):
         raise ValueError(f"the input '{name[:100]}' of the order must be a directory or null, and a list")
     return OrderInput(tuple(Entry(*row) for row in read_rows(value[1])), value[0])
 
 
 def _error(kind: str, message: str) -> MlcbuildError:
-    """Returns an error of the class of this project that is named `kind`, or a StepError when that class
-    takes more than a message."""
+    """Returns an error of mlcbuild's class `kind`, or a StepError if that class has further arguments."""
     error_class = getattr(mlcbuild.errors, kind, None)
     if (
         isinstance(error_class, type)

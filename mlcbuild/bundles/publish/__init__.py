@@ -1,10 +1,10 @@
-"""Publishes verified bundles to registries and model hubs, and fetches them.
+"""Publishes verified bundles to registries and model hubs, and downloads them.
 
     oci://host/repository:tag        an artifact of an OCI registry    (publish/artifact.py)
     hf://organisation/name@branch    a model repository of a hub       (publish/repository.py)
 
-A published bundle is named by its contents: a digest or a commit. Every file of a fetched bundle is checked
-against its bundle.json before the directory gets its name.
+A published bundle is named by its contents: a digest or a commit. Every file of a downloaded bundle is
+checked against its bundle.json before the directory gets its final name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def pinned(url: str) -> bool:
 
 
 def fault(url: str, *, writing: bool) -> str:
-    """Returns the problem of an address for publishing (`writing`) or pulling; "" if there is none."""
+    """Returns the reason why bundles cannot be published to an address or pulled from it, or "". writing:
+    True for publishing.
+    """
     if re.search(r"[\x00-\x20\x7f#]", url):
         return f"'{url}' must be an address alone, without '#' and spaces"
     try:

@@ -1,12 +1,13 @@
-"""A bundle as an artifact of an OCI registry, one layer for each file, so that `oras pull` gives the bundle.
+"""Publishes and downloads a bundle as an artifact of an OCI registry, one layer for each file, so that `oras
+pull` also gives the bundle.
 
     artifactType  application/vnd.mlcbuild.bundles.assemble.v1
     config        bundle.json
     layers        one for each file; annotations: its path (org.opencontainers.image.title), its BLAKE3
 
-Nothing in it depends on time: one bundle is one digest. A file that a registry has is not sent again: it is
-known by its BLAKE3 from the tag's manifest or from another bundle of the run, and mounted where it is in
-another repository. Format: https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md
+Nothing in it depends on time: one bundle is one digest. A file that the registry has is not sent again: its
+BLAKE3 is in the tag's manifest or in another bundle of the run, and the file is mounted if it is in another
+repository. Format: https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ _AT_ONCE = 4
 """Number of files that are transferred at the same time."""
 
 Uploaded = dict[tuple[str, str], tuple[str, str]]
-"""(registry, BLAKE3) -> (SHA-256, a repository that has it)."""
+"""(registry, BLAKE3) -> (SHA-256, a repository of the registry that has the file)."""
 
 
 def push(
     bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
 ) -> tuple[str, int]:
-    """Publishes a bundle; returns the artifact's address by digest, and the number of bytes sent. Raises
-    RemoteError."""
+    """Publishes a bundle, and returns (address of the artifact by digest, number of bytes sent). files: path
+    -> size in bytes; to: the address; uploaded: files that registries are known to have. Raises RemoteError.
+    """
     place = parse(to)
     with Background(_AT_ONCE) as pool, Registry(place) as target:
         before = target.manifest(place.reference)
@@ -56,7 +58,7 @@ def push(
             if BLAKE3 in layer.annotations:
                 uploaded.setdefault((place.host, layer.annotations[BLAKE3]), (layer.digest, place.repository))
         send = partial(_send, target, bundle, digests, uploaded)
-        # Each content once: two files may be alike.
+        # Each content is sent once, since two files may be equal.
         first = {digests[name]: name for name in reversed(list(files))}
         sent = dict(zip(first, pool.all(partial(send, name) for name in first.values()), strict=True))
         layers = [
@@ -74,8 +76,9 @@ def push(
 def _send(
     target: Registry, bundle: Path, digests: Mapping[str, str], uploaded: Uploaded, name: str
 ) -> tuple[str, int]:
-    """Makes a file of the bundle present in the repository, by mounting or uploading it. Returns its SHA-256
-    and the number of bytes sent."""
+    """Mounts or uploads a file of the bundle, unless the repository has it. digests: path -> BLAKE3; name:
+    path of the file. Returns (SHA-256 of the file, number of bytes sent).
+    """
     place, key = target.place, (target.place.host, digests[name])
     if key in uploaded:
         digest, repository = uploaded[key]
@@ -116,9 +119,9 @@ def _address(place: RegistryAddress, digest: str) -> str:
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
-    """Downloads an artifact's files into a directory and checks their SHA-256.
+    """Downloads an artifact's files into a directory, and checks their SHA-256.
 
-    Returns the address by digest, and the paths. Raises RemoteError, OSError.
+    Returns (address by digest, paths of the files). Raises RemoteError, OSError.
     """
     place = parse(source)
     with Background(_AT_ONCE) as pool, Registry(place) as origin:
@@ -137,7 +140,9 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
 
 
 def _layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns title -> layer of an OCI manifest. Raises RemoteError for anything but a manifest of files."""
+    """Returns title -> layer of an OCI manifest, which must be a manifest of files. Raises RemoteError
+    otherwise.
+    """
     try:
         layers = [layer for layer in layers_of(data) if TITLE in layer.annotations]
     except ValueError:
@@ -149,7 +154,7 @@ def _layers(data: bytes) -> dict[str, Descriptor]:
 
 
 def _present_layers(data: bytes) -> dict[str, Descriptor]:
-    """Returns the layers of the tag's present manifest by title; {} for anything but a manifest of files."""
+    """Returns title -> layer of the manifest that the tag has now; {} if it is not a manifest of files."""
     try:
         return _layers(data)
     except RemoteError:
@@ -157,7 +162,7 @@ def _present_layers(data: bytes) -> dict[str, Descriptor]:
 
 
 def _fetch(origin: Registry, layer: Descriptor, path: Path) -> None:
-    """Downloads a layer, resuming an earlier transfer; a damaged file is downloaded once more."""
+    """Downloads a layer to `path`, resuming an earlier transfer. A damaged file is downloaded once more."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     for _ in range(2):
@@ -190,4 +195,4 @@ def _append(origin: Registry, layer: Descriptor, path: Path) -> None:
             attempts.failed(error, path.stat().st_size - have, began)
         else:
             if path.stat().st_size < layer.size:
-                return  # too short; the digest check reports it
+                return  # If the file is too short, the digest check reports it.

@@ -10,7 +10,9 @@ from mlcbuild.remotes.transport import quoted
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises RemoteError unless all names are plain paths and none is both a file and a directory."""
+    """Raises RemoteError unless all names are relative paths inside one directory, and none is both a file
+    and a directory.
+    """
     files, directories = set(names), set[str]()
     for name in files:
         try:

@@ -1,5 +1,6 @@
-"""A bundle as a model repository of a Hugging Face hub: its files, and a model card derived from its
-manifest."""
+"""Publishes and downloads a bundle as a model repository of a Hugging Face hub: its files, and a model card
+derived from its manifest.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from mlcbuild.remotes.background import Background
 
 CARD = "README.md"
 _OWN = (CARD, ".gitattributes")
-"""Files of a repository on a hub that do not belong to the bundle."""
+"""Names of files in a hub's repository that do not belong to the bundle."""
 _AT_ONCE = 4
 
 
 def push(
     bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: object
 ) -> tuple[str, int]:
-    """Publishes a bundle; returns the repository's address at the new commit, and the number of bytes sent.
+    """Publishes a bundle, and returns (address of the repository at the new commit, number of bytes sent).
+    files: path -> size in bytes; to: the address; uploaded: not used.
 
     A repository that does not exist is created as private. Files of an earlier bundle are deleted. Raises
     SourceError.
@@ -55,8 +57,9 @@ def push(
 
 
 def _there(source: HubSource) -> dict[str, HubFile]:
-    """Returns path -> file for the repository's branch; {} when the repository or branch does not exist
-    yet."""
+    """Returns path -> description of each file in the repository's branch; {} if the repository or branch
+    does not exist yet.
+    """
     with suppress(hub.AbsentError):
         return hub.list_files(source)[1]
     return {}
@@ -76,7 +79,7 @@ def _git_oid(data: bytes) -> str:
 
 
 def _sources(bundle: Path) -> Iterator[str]:
-    """Yields the hub repositories in a bundle's provenance, with their commits."""
+    """Yields the addresses of the hub repositories, with commits, that a bundle's provenance names."""
     try:
         document = strict_json.parse((bundle / STATEMENT).read_bytes())
         items = document["predicate"]["buildDefinition"]["resolvedDependencies"]
@@ -87,8 +90,8 @@ def _sources(bundle: Path) -> Iterator[str]:
 
 
 def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
-    """Downloads a repository's bundle into a directory; returns its address at a commit, and the paths of its
-    files.
+    """Downloads a repository's bundle into a directory, and returns (address at a commit, paths of the
+    files).
 
     The hub's cache keeps downloaded files and resumes interrupted transfers. Raises SourceError, RemoteError,
     OSError.
@@ -109,5 +112,5 @@ def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
 def _fetch(source: HubSource, directory: Path, name: str) -> None:
     place = directory / name
     place.parent.mkdir(parents=True, exist_ok=True)
-    # Copied, because other users of the hub's cache may change its files.
+    # The file is copied, because other users of the hub's cache may change it.
     shutil.copyfile(hub.download(source, name), place)

@@ -1,4 +1,4 @@
-"""Publishes and pulls bundles, checking them before sending and after receiving."""
+"""Publishes and pulls bundles. Every file is checked before sending and after receiving."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from mlcbuild.remotes.kinds import destination
 from mlcbuild.remotes.transport import border, quoted
 
 _OWN = (form.MANIFEST, STATEMENT, ENVELOPE)
-"""Files in a bundle's directory that its manifest does not list."""
+"""Names of files in a bundle's directory that its manifest does not list."""
 Uploaded: TypeAlias = dict[tuple[str, str], tuple[str, str]]
-"""(registry, BLAKE3) -> (SHA-256, a repository that has the file)."""
+"""(registry, BLAKE3) -> (SHA-256, a repository of the registry that has the file)."""
 
 
 @dataclass(frozen=True)
 class PublishedBundle:
-    """The place of a published bundle."""
+    """The address of a published bundle, and the number of bytes that were sent."""
 
     url: str
     """Immutable address, with the digest or commit of exactly this content."""
     sent: int
-    """Number of bytes sent; 0 when the destination had everything already."""
+    """Number of bytes sent; 0 if the destination already had all files."""
 
 
 def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> PublishedBundle:
-    """Checks a bundle completely and sends it to an address that `fault` accepts.
+    """Checks a bundle completely, and sends it to an address that `fault` accepts.
 
-    `uploaded` carries the files that registries have from one call to the next. Raises PublishError, and
-    BundleError for a damaged bundle.
+    uploaded: files that registries have, which is updated and can be passed to the next call. Raises
+    PublishError, and BundleError for a damaged bundle.
     """
     manifest = form.check(bundle, full=True)
     try:
@@ -52,8 +52,7 @@ def publish(bundle: Path, to: str, uploaded: Uploaded | None = None) -> Publishe
 def pull(source: str, directory: Path) -> tuple[str, Manifest]:
     """Downloads a bundle into a directory that does not exist or holds exactly this bundle.
 
-    Returns the immutable address, and the manifest. An interrupted transfer is resumed by the next call.
-    Raises PublishError.
+    Returns (immutable address, manifest). The next call resumes an interrupted transfer. Raises PublishError.
     """
     if directory.exists() and not (directory / form.MANIFEST).is_file():
         raise PublishError(f"{directory}: it exists and is not a bundle: name another directory")
@@ -75,32 +74,35 @@ class _Place(Protocol):
     def push(
         self, bundle: Path, manifest: Manifest, files: Mapping[str, int], to: str, uploaded: Uploaded
     ) -> tuple[str, int]:
-        """Sends a bundle's files to an address; returns the immutable address and the number of bytes
-        sent."""
+        """Sends a bundle's files to an address, and returns (immutable address, number of bytes sent)."""
 
     def fetch(self, source: str, directory: Path) -> tuple[str, frozenset[str]]:
-        """Downloads a bundle's files into a directory; returns the immutable address and their paths."""
+        """Downloads a bundle's files into a directory, and returns (immutable address, paths of the
+        files).
+        """
 
 
 def _place(url: str) -> _Place:
     publisher = destination(url)
-    assert publisher is not None  # else `fault` refuses the address
+    assert publisher is not None  # `fault` refuses any other address.
     return cast(_Place, publisher.load())
 
 
 def files(bundle: Path, manifest: Manifest) -> dict[str, int]:
-    """Returns path -> size in bytes of the files that belong to a bundle; other files in its directory are
-    ignored."""
+    """Returns path -> size in bytes of the files that belong to a bundle. Other files in its directory are
+    ignored.
+    """
     sizes = {name: file.size for name, file in manifest.files.items()}
     own = [name for name in _OWN if (bundle / name).is_file()]
     return dict(sorted((sizes | {name: (bundle / name).stat().st_size for name in own}).items()))
 
 
 def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
-    """Checks the downloaded files of a bundle and returns their manifest; removes a damaged bundle. Raises
-    PublishError."""
+    """Checks the downloaded files of a bundle in `part`, and returns the manifest; removes a damaged bundle.
+    listed: paths of the files. Raises PublishError.
+    """
     try:
-        # left by an interrupted transfer of an earlier version
+        # an interrupted transfer of an earlier version left them
         for path in sorted(part.rglob("*"), reverse=True):
             if path.is_file() and path.relative_to(part).as_posix() not in listed:
                 path.unlink()
@@ -117,7 +119,7 @@ def _checked(source: str, part: Path, listed: frozenset[str]) -> Manifest:
 
 
 def _show(part: Path, directory: Path) -> None:
-    """Moves a checked bundle to its final name, replacing an older bundle."""
+    """Moves a checked bundle to its final path, replacing an older bundle."""
     old = directory.absolute().with_name(f".{directory.absolute().name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():

@@ -1,4 +1,4 @@
-"""Sends bundles to their destinations, one after the other, independent of failures."""
+"""Sends bundles to their destinations one after the other; a failure does not stop the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlcbuild.bundles.publish.transfer_bundle import publish
 from mlcbuild.errors import PublishError, UsageError
 
 Parcel: TypeAlias = tuple[str, Path, str]
-"""A bundle to send: its name, its directory and its destination."""
+"""(name of a bundle, its directory, its destination): a bundle to send."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Sent:
     name: str
     """Name of the variant, or of the bundle's directory."""
     to: str
-    """Address as the recipe or the caller states it; "" for a variant that is not sent."""
+    """Address as the recipe or the caller stated it; "" for a variant that is not sent."""
     status: Literal["published", "present", "failed", "skipped"]
-    """The outcome; "present" means that the destination had everything already."""
+    """The outcome. "present" means that the destination already had all files."""
     address: str = ""
-    """Immutable address, with the digest or commit of exactly this content."""
+    """Immutable address of the published bundle, with the digest or commit of its content."""
     size: int = 0
     """Number of bytes sent."""
     note: str = ""
@@ -36,11 +36,11 @@ class Sent:
 def publish_bundle(
     bundle: str | Path, to: Sequence[str], on_sent: Callable[[Sent], None] | None = None
 ) -> tuple[Sent, ...]:
-    """Sends one bundle to registries and model hubs, after a check of every file.
+    """Sends one bundle to registries and model hubs, after checking every file.
 
-    to: addresses such as oci://host/repository:tag or hf://organisation/name. on_sent is called after each.
-    Raises UsageError for an address that cannot be published to, and BundleError for a damaged bundle;
-    a destination that fails is in the result.
+    to: addresses such as oci://host/repository:tag or hf://organisation/name. on_sent: called after each.
+    Returns a result for each address; one that fails stops no other. Raises UsageError for an address to
+    which bundles cannot be published, and BundleError for a damaged bundle.
     """
     for url in to:
         if problem := fault(url, writing=True):
@@ -50,10 +50,10 @@ def publish_bundle(
 
 
 def send(parcels: Iterable[Sent | Parcel], on_sent: Callable[[Sent], None] | None) -> tuple[Sent, ...]:
-    """Sends bundles to their destinations; entries that are results already are passed on. on_sent is called
-    after each.
+    """Sends bundles to their destinations, and returns the results. parcels: bundles to send, or results that
+    are passed on. on_sent: called after each.
 
-    Raises BundleError for a damaged bundle; a destination that fails is in the result.
+    Raises BundleError for a damaged bundle. A destination that fails stops no other.
     """
     uploaded: dict[tuple[str, str], tuple[str, str]] = {}
     rows = []

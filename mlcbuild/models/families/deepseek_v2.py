@@ -22,7 +22,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
         fields.problem("mlp_bias", "must be false: biases of shared experts are not supported")
     layer = LayerSpec(attention, common.feed_forward, Norms(common.norm))
     grouped = fields.choice("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
-    # transformers does not divide the weights of V2 by their sum, whatever norm_topk_prob says.
+    # transformers never divides V2's weights by their sum, whatever norm_topk_prob is.
     fields.neutral({"norm_topk_prob": (False, None), "scoring_func": ("softmax",)}, "family 'deepseek_v2'")
     fields.neutral({"moe_layer_freq": (1,), "ep_size": (1, None)}, "family 'deepseek_v2'")
     router = Router(

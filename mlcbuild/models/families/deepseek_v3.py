@@ -27,7 +27,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
         },
         "family 'deepseek_v3'",
     )
-    fields.ignore(("num_mtp_layers", "num_nextn_predict_layers"))  # layers that predict further tokens
+    # Num_nextn_predict_layers: layers that predict further tokens are not read
+    fields.ignore(("num_mtp_layers", "num_nextn_predict_layers"))
     router = replace(
         grouped_router(fields, True),
         groups=fields.integer("n_group", 8, high=4096),

@@ -14,7 +14,7 @@ from mlcbuild.models.rope import RopeRules
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:
-    # Training's balance of experts; the smallest sum that weights are divided by is never reached.
+    # The fields balance experts in training; weights are never divided by a sum as small as the limit.
     fields.ignore(("moe_capacity", "moe_use_aux_free"))
     fields.number("moe_norm_min", 1e-12, high=1e-6)
     fields.neutral({"use_bias": (False,), "moe_gate": ("topk",)}, "family 'ernie4_5_moe'")

@@ -26,7 +26,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     window = fields.maybe_integer("sliding_window", 4096)
     kinds = [LAYER_KINDS[0]] * common.count
     if fields.has("layer_types"):
-        fields.ignore(("sliding_window_pattern",))  # Letters for the kinds, in published configs.
+        fields.ignore(("sliding_window_pattern",))  # Published configs write the kinds of layers as letters.
     elif window is None:
         fields.ignore(("sliding_window_pattern",))
     else:

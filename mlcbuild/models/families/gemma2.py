@@ -17,7 +17,7 @@ from mlcbuild.models.rounding import ROUNDING, f32
 def _read(fields: Fields, common: Common) -> ModelConfig:
     full, sliding = LAYER_KINDS
     has_bias = fields.flag("attention_bias", False)
-    # The defaults are transformers' for absent fields; null means none.
+    # The defaults are those of transformers for absent fields; null means no window and no cap.
     attention = replace(
         common.attention,
         qkv_bias=has_bias,
@@ -29,8 +29,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     layer = LayerSpec(attention, common.feed_forward, Norms(norm, norm))
     kinds = [full if i % 2 else sliding for i in range(common.count)]
     windows = layer_windows(fields, kinds, fields.maybe_integer("sliding_window", 4096))
-    fields.ignore(("hidden_act",))  # transformers reads hidden_activation alone
-    # Scaled in the checkpoint's dtype; transformers 5 calls the field `dtype`, before it was `torch_dtype`.
+    fields.ignore(("hidden_act",))  # transformers reads only hidden_activation
+    # The scale is rounded to the checkpoint's dtype, whose field is `dtype` in transformers 5 and was
+    # `torch_dtype` before.
     dtype = "torch_dtype" if fields.get("dtype") in (None, ABSENT) else "dtype"
     scale = fields.choice(dtype, ROUNDING, "float32")(f32(math.sqrt(common.model.hidden_size)))
     softcap = fields.maybe_number("final_logit_softcapping", 30.0)

@@ -1,4 +1,4 @@
-"""The model family Gemma 3 with a vision tower, of which text needs nothing."""
+"""The model family Gemma 3 with a vision tower, which text does not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gemma 3: windows with a rope of their own in five of six layers, norms of queries and keys."""
+"""The model family Gemma 3 (text): in five of six layers windows with a separate rotary embedding; norms of
+queries and keys.
+"""
 
 from __future__ import annotations
 

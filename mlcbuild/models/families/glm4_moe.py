@@ -14,13 +14,14 @@ from mlcbuild.models.rope import RopeRules
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:
-    # Query, key and value have biases, the output has none.
+    # Query, key and value have biases; the output product has none.
     attention = replace(
         common.attention,
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm=common.norm if fields.flag("use_qk_norm", False) else None,
     )
-    fields.ignore(("num_mtp_layers", "num_nextn_predict_layers"))  # layers that predict further tokens
+    # The ignored fields describe layers that predict further tokens.
+    fields.ignore(("num_mtp_layers", "num_nextn_predict_layers"))
     layer = LayerSpec(attention, common.feed_forward, Norms(common.norm))
     experts = read_experts(fields, common, grouped_router(fields, True), defaults=(128, 8, 1408))
     experts = replace(experts, shared_size=experts.size * fields.integer("n_shared_experts", 1, high=64))

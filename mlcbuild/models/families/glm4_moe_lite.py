@@ -17,7 +17,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     attention = read_latent(fields, common, (512, 768, 192, 256))
     layer = LayerSpec(attention, common.feed_forward, Norms(common.norm))
     fields.neutral({"rope_interleave": (True, None), "topk_method": ("noaux_tc",)}, "family 'glm4_moe_lite'")
-    fields.ignore(("num_mtp_layers", "num_nextn_predict_layers"))  # layers that predict further tokens
+    # The ignored fields describe layers that predict further tokens.
+    fields.ignore(("num_mtp_layers", "num_nextn_predict_layers"))
     experts = read_experts(fields, common, grouped_router(fields, True), defaults=(64, 4, 1536))
     scale = fields.number("routed_scaling_factor", 1.8)
     shared = experts.size * fields.integer("n_shared_experts", 1, high=64)
@@ -27,8 +28,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 def _sparse(fields: Fields, count: int) -> tuple[bool, ...]:
-    """Returns, for each of `count` layers, True if it has experts, by mlp_layer_types or
-    first_k_dense_replace."""
+    """Returns True for each of `count` layers that has experts, according to mlp_layer_types or
+    first_k_dense_replace.
+    """
     default, kinds = layers_after(fields, count, 1), fields.get("mlp_layer_types")
     if kinds in (None, ABSENT):
         return default

@@ -24,7 +24,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     if fields.flag("scale_attn_by_inverse_layer_idx", False):
         scales = [attention.scale / (index + 1) for index in range(common.count)]
         layers = tuple(replace(layer, mixer=replace(attention, scale=scale)) for scale in scales)
-    # How attention is computed; n_positions again; a head that no text model has.
+    # The fields describe how attention is computed, repeat n_positions, or configure a head that text models
+    # do not have.
     fields.ignore(("reorder_and_upcast_attn", "n_ctx", "summary_activation", "summary_first_dropout"))
     fields.ignore(("summary_proj_to_labels", "summary_type", "summary_use_proj"))
     return common.of(layers, learned_positions=common.model.max_position)

@@ -21,7 +21,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
         fields.problem("rope_scaling", "missing; give the scaling that the model was trained with")
     experts = read_experts(fields, common, Router(bias=True), size="intermediate_size")
     fields.neutral({"experts_per_token": (None, experts.chosen)}, "family 'gpt_oss'")
-    fields.ignore(("initial_context_length",))  # the rope's original_max_position_embeddings is read
+    fields.ignore(("initial_context_length",))  # original_max_position_embeddings of the rope is read instead
     clamp = Clamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
     experts = replace(experts, bias=True, clamp=clamp)
     full, sliding = LAYER_KINDS

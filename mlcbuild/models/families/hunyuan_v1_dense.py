@@ -14,7 +14,9 @@ NAMES: Names = {
 
 
 def read(fields: Fields, common: Common) -> ModelConfig:
-    """Returns the model whose feed-forwards are dense."""
+    """Returns the model that config.json describes, with dense feed-forwards. common: what the shared fields
+    mean.
+    """
     has_bias = fields.flag("attention_bias", False)
     layer = common.layer(qkv_bias=has_bias, output_bias=has_bias, qk_norm=common.norm, qk_norm_last=True)
     fields.ignore(

@@ -1,4 +1,6 @@
-"""Hunyuan with experts: attention of the dense model, and one more expert that every row uses."""
+"""The model family Hunyuan with experts: attention of the dense model, and one more expert that every row
+uses.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _ALONE = {
     "norm_type": ("rms",),
     "routed_scaling_factor": (1.0,),
 }
-"""Switches of blocks that the first code of these models had, and transformers has not."""
+"""Field that transformers does not implement for this family -> the values that switch it off."""
 
 
 def _read(fields: Fields, common: Common) -> ModelConfig:

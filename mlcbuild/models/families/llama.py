@@ -1,5 +1,6 @@
-"""The model family Llama 2, 3 and 3.x, and every model that took over their shape and name (TinyLlama,
-SmolLM, Yi ...)."""
+"""The model family Llama 2, 3 and 3.x, and all models with the same shape and model_type (TinyLlama, SmolLM,
+Yi ...).
+"""
 
 from __future__ import annotations
 

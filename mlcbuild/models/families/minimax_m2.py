@@ -30,7 +30,8 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
         },
         "family 'minimax_m2'",
     )
-    # For training, for layers that predict further tokens, and for shared experts, of which there are none.
+    # The fields configure training, layers that predict further tokens, and shared experts, which these
+    # models do not have.
     fields.ignore(("router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers"))
     fields.ignore(("shared_moe_mode",))
     router = Router("sigmoid", correction=True)

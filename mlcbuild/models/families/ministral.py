@@ -1,4 +1,4 @@
-"""The model family Ministral: Mistral whose layers may differ in having the window."""
+"""The model family Ministral: Mistral, with a window in some layers only."""
 
 from __future__ import annotations
 

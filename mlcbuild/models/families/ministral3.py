@@ -1,4 +1,4 @@
-"""The model family Ministral 3: Mistral with queries that grow with their position."""
+"""The model family Ministral 3: Mistral with a factor of queries that grows with their position."""
 
 from __future__ import annotations
 

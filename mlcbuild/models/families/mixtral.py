@@ -24,7 +24,7 @@ NAMES: Names = {
 
 def _read(fields: Fields, common: Common) -> ModelConfig:
     window = fields.maybe_integer("sliding_window", None)
-    fields.ignore(("router_jitter_noise",))  # for training
+    fields.ignore(("router_jitter_noise",))  # for training only
     experts = read_experts(fields, common, Router(), size="intermediate_size", defaults=(8, 2, None))
     layer = LayerSpec(common.attention, experts, Norms(common.norm))
     return replace(common.model, layers=windowed(layer, same_window(fields, common.count, window)))

@@ -18,7 +18,7 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
     has_bias = fields.flag("attention_bias", False)
     attention = replace(common.attention, qkv_bias=has_bias, output_bias=has_bias)
     router = Router("sparsemixer", jitter=fields.number("router_jitter_noise", 0.01))
-    fields.ignore(("input_jitter_noise",))  # for training
+    fields.ignore(("input_jitter_noise",))  # for training only
     experts = read_experts(fields, common, router, size="intermediate_size", defaults=(16, 2, None))
     window = fields.maybe_integer("sliding_window", None)
     layers = windowed(

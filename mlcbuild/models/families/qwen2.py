@@ -19,17 +19,17 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 def upper_windows(fields: Fields, count: int) -> tuple[int | None, ...]:
-    """Returns the window of each of `count` layers.
+    """Returns the attention window, in tokens, of each of `count` layers; None: no window.
 
-    With use_sliding_window, layers from max_window_layers on have a window; without it none does, and the
-    other two fields mean nothing.
+    With use_sliding_window, layers from max_window_layers on have a window. Without it no layer has one, and
+    the other two fields mean nothing.
     """
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):
         return layer_windows(fields, [full] * count, None)
     window = fields.integer("sliding_window")
-    # Where layer_types lists every layer, transformers does not look at max_window_layers.
+    # If layer_types lists every layer, transformers ignores max_window_layers.
     first = count if fields.has("layer_types") else fields.integer("max_window_layers", low=0)
     return layer_windows(fields, [sliding if i >= first else full for i in range(count)], window)
 

@@ -27,7 +27,9 @@ def _read(fields: Fields, common: Common) -> ModelConfig:
 
 
 def _windows(fields: Fields, count: int) -> tuple[int | None, ...]:
-    """Returns the window of each layer: of every other one below max_window_layers, where they are on."""
+    """Returns the attention window, in tokens, of each layer: if windows are switched on, every other layer
+    below max_window_layers has one.
+    """
     fields.ignore(("sliding_window", "max_window_layers"))
     full, sliding = LAYER_KINDS
     if not fields.flag("use_sliding_window", False):

@@ -1,5 +1,6 @@
-"""The model family Qwen3-VL: Qwen3 beside a vision tower. The three positions of its rope are equal in
-text."""
+"""The model family Qwen3-VL: Qwen3 beside a vision tower. In text, the three position numbers of its rotary
+embedding are equal.
+"""
 
 from __future__ import annotations
 
