@@ -99,6 +99,32 @@ define internal <{lanes} x i32> @NAME(<{lanes} x i32> %t, <{4 * lanes} x i8> %a,
 """
 
 
+def _matrix() -> str:
+    """Returns the sums of [row of a, row of b] plus eight products of signed bytes each, 2 x 2."""
+    cells = ""
+    for cell in range(4):
+        row, column = divmod(cell, 2)
+        steps = [f"  %c{cell}s0 = extractelement <4 x i32> %t, i32 {cell}\n"]
+        for k in range(8):
+            name = f"%c{cell}k{k}"
+            steps.append(
+                f"  {name}a = extractelement <16 x i32> %x, i32 {8 * row + k}\n"
+                f"  {name}b = extractelement <16 x i32> %y, i32 {8 * column + k}\n"
+                f"  {name}p = mul i32 {name}a, {name}b\n"
+                f"  %c{cell}s{k + 1} = add i32 %c{cell}s{k}, {name}p\n"
+            )
+        before = "poison" if cell == 0 else f"%r{cell - 1}"
+        steps.append(f"  %r{cell} = insertelement <4 x i32> {before}, i32 %c{cell}s8, i32 {cell}\n")
+        cells += "".join(steps)
+    return f"""
+define internal <4 x i32> @NAME(<4 x i32> %t, <16 x i8> %a, <16 x i8> %b) {{
+  %x = sext <16 x i8> %a to <16 x i32>
+  %y = sext <16 x i8> %b to <16 x i32>
+{cells}  ret <4 x i32> %r3
+}}
+"""
+
+
 def _pairs(first: str, narrow: str, end: Sequence[str], given: int) -> str:
     """Returns sums of two neighbouring products; `given` elements of type `narrow`."""
     wide, half = f"<{given} x i32>", given // 2
@@ -334,6 +360,7 @@ DEFINITIONS = {
     "llvm.x86.avx512.vpdpbusd.512": _dot(16, "zext"),
     "llvm.x86.avx512.vpdpbusd.256": _dot(8, "zext"),
     "llvm.aarch64.neon.sdot.v4i32.v16i8": _dot(4, "sext"),
+    "llvm.aarch64.neon.smmla.v4i32.v16i8": _matrix(),
     "llvm.x86.avx512.pmaddubs.w.512": _pairs("zext", "i8", _SATURATED, 64),
     "llvm.x86.avx512.pmaddw.d.512": _pairs("sext", "i16", ("ret <16 x i32> %sum",), 32),
     "llvm.x86.avx512.mask.vcvtph2ps.512": _HALVES,

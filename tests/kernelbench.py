@@ -32,12 +32,13 @@ TARGETS: Mapping[str, Target] = {
     "avx512": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v4"),
     "avxvnni": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v3", ("+avxvnni",)),
     "avx2": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v3"),
+    "i8mm": Target("t", "aarch64-unknown-linux-gnu", "neoverse-n1", ("+i8mm",)),
     "neon": Target("t", "aarch64-unknown-linux-gnu", "neoverse-n1"),
     "portable": Target("t", "x86_64-unknown-linux-gnu", "x86-64-v2"),
 }
 """A target for each instruction set."""
-DISTINCT = tuple(name for name in TARGETS if name != "avxvnni")
-"""Instruction sets without avxvnni, which is avx2 but for int8 products."""
+DISTINCT = tuple(name for name in TARGETS if name not in ("avxvnni", "i8mm"))
+"""Instruction sets without avxvnni and i8mm, which are avx2 and neon but for int8 products."""
 
 
 MEMORY = {"memcpy", "memset", "memmove", "memset_pattern16"}

@@ -21,6 +21,7 @@ TARGETS = {
     "avx512": Target("avx512", X86, "x86-64-v4"),
     "avx512vnni": Target("avx512vnni", X86, "cascadelake"),
     "avxvnni": Target("avxvnni", X86, "alderlake"),
+    "i8mm": Target("i8mm", "aarch64-unknown-linux-gnu", "neoverse-n2"),
     "neon": Target("neon", "aarch64-unknown-linux-gnu", "neoverse-n1"),
     "portable": Target("portable", X86, "x86-64-v2"),
 }
@@ -29,6 +30,7 @@ PRODUCT = {
     "avx512": r"vpmaddubsw\s+%zmm",
     "avx512vnni": r"vpdpbusd\s+%zmm",
     "avxvnni": r"vpdpbusd\s+.*%ymm",
+    "i8mm": r"smmla\s+v\d+\.4s",
     "neon": r"sdot\s+v\d+\.4s",
     "portable": r"pmullw\s+",
 }
@@ -38,6 +40,7 @@ FUSED = {
     "avx512": r"vfmadd\w+ps\s.*%zmm",
     "avx512vnni": r"vfmadd\w+ps\s.*%zmm",
     "avxvnni": r"vfmadd\w+ps\s.*%ymm",
+    "i8mm": r"fmla\s+v\d+\.4s",
     "neon": r"fmla\s+v\d+\.4s",
     "portable": r"mulps\s+",
 }

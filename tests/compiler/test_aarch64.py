@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(QEMU is None, reason="qemu-aarch64 is not there: apt-get install qemu-user"),
 ]
 
-CPUS = {"neon": "neoverse-n1", "portable": "cortex-a72"}
-"""The processor that is emulated for each target: one with 8-bit dot products, one without."""
+CPUS = {"i8mm": "max", "neon": "neoverse-n1", "portable": "cortex-a72"}
+"""The processor that is emulated for each target: with matrix products of bytes, dot products, neither."""
 TOLERANCES = {"q0f32": 2e-4, "q4f16_1": 1e-2, "q4a8_1": 0.15, "q5a8_1": 0.15, "q8a8_1": 0.15}
 """Scheme -> tolerance of logits, which go up to 10. Keys and values are float16 except for q0f32; activations
 of a8 fall to the other side of a rounding now and then."""
@@ -76,7 +76,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory, common_store: Path) -> Path:
     # With tile registers prompts are not rounded to 8 bits: those are left out.
     here = "x86-64-v3" if platform.machine() == "x86_64" else "host"
     plain = "{triple: aarch64-unknown-linux-gnu, cpu: cortex-a72}"
-    targets = f"{{here: {here}, neon: aarch64-linux, portable: {plain}}}"
+    targets = f"{{here: {here}, i8mm: aarch64-linux-i8mm, neon: aarch64-linux, portable: {plain}}}"
     text = QUICKSTART.replace("[q0f32, q4f16_1, q4a8_1]", f"[{', '.join(TOLERANCES)}]")
     recipe = project(directory, text.replace("[host]", targets).replace("verify:", "#"))
     path = os.pathsep.join([str(PLACE / "bin"), os.environ["PATH"]])
@@ -105,8 +105,13 @@ def test_logits_are_those_of_this_machine(target: str, dist: Path, native: Path,
         assert float(np.sqrt(((found - expected) ** 2).mean())) < tolerance / 8, scheme
 
 
-def test_a_processor_without_dot_products_is_told(dist: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "cpu", "missing"), [("neon", "portable", "dotprod"), ("i8mm", "neon", "i8mm")]
+)
+def test_missing_instructions_are_named(
+    target: str, cpu: str, missing: str, dist: Path, tmp_path: Path
+) -> None:
     """Instead of ending by an illegal instruction."""
-    done = emulated(CPUS["portable"], tmp_path, dist / "tiny-q4a8_1-neon")
+    done = emulated(CPUS[cpu], tmp_path, dist / f"tiny-q4a8_1-{target}")
     assert done.returncode == 1
-    assert "dotprod" in done.stderr
+    assert missing in done.stderr

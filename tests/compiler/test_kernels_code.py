@@ -43,9 +43,13 @@ LINUX, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
         (LINUX, "x86-64-v2", (), "portable"),
         (LINUX, "x86-64", (), "portable"),
         (ARM, "neoverse-n1", (), "neon"),
+        (ARM, "neoverse-v1", (), "i8mm"),
+        (ARM, "neoverse-n2", (), "i8mm"),
+        (ARM, "generic", ("+dotprod", "+i8mm"), "i8mm"),
         (ARM, "generic", ("+dotprod",), "neon"),
         (ARM, "cortex-a72", (), "portable"),
         ("arm64-apple-macosx14.0.0", "apple-m1", (), "neon"),
+        ("arm64-apple-macosx14.0.0", "apple-m2", (), "i8mm"),
         ("riscv64-unknown-linux-gnu", "generic-rv64", ("+d",), "portable"),
     ],
 )
@@ -76,6 +80,10 @@ def test_vectors_are_not_longer_than_the_target_has() -> None:
         ("avx512", "q4a8_1", r"vpmaddubsw\s.*%zmm"),
         ("avx2", "q4a8_1", r"vpmaddubsw\s.*%ymm"),
         ("portable", "q4a8_1", r"pmullw\s.*%xmm"),
+        ("i8mm", "q4a8_1", r"smmla\s+v\d+\.4s"),
+        ("i8mm", "q5a8_1", r"smmla\s+v\d+\.4s"),
+        ("i8mm", "q8a8_1", r"smmla\s+v\d+\.4s"),
+        ("i8mm", "q8a8_1", r"sdot\s+v\d+\.4s"),  # one row of x has no second one
         ("avxvnni", "q4a8_1", r"\{vex\}\s+vpdpbusd\s.*%ymm"),
         ("avxvnni", "q8a8_1", r"\{vex\}\s+vpdpbusd\s.*%ymm"),
         ("avx512vnni", "q8a8_1", r"vpdpbusd\s.*%zmm"),
@@ -98,7 +106,7 @@ def test_rows_are_ready_before_they_are_multiplied(isa: str) -> None:
     product = kernel(linear(isa_for(TARGETS[isa]), SCHEMES["q4a8_1"], *BIAS), Fusion(bias=True))
     assert "TVMBackendParallelBarrier" in module(isa).code(product)
     # What is left at the end is counted: see tests/compiler/test_cores.py.
-    added = r"\b(?:ldadd|ldxr|__aarch64_ldadd)" if isa == "neon" else r"\block\s+xadd"
+    added = r"\b(?:ldadd|ldxr|__aarch64_ldadd)" if isa in ("i8mm", "neon") else r"\block\s+xadd"
     assert re.search(added, module(isa).code(product))
 
 

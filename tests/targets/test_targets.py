@@ -77,7 +77,9 @@ def inline(text: str) -> tuple[Target | None, list[str]]:
 def test_presets_are_what_their_names_say() -> None:
     assert {name: (t.triple, t.cpu, t.features, t.output) for name, t in presets.presets().items()} == {
         "aarch64-linux": (ARM, "generic", ("+dotprod",), "shared"),
+        "aarch64-linux-i8mm": (ARM, "generic", ("+dotprod", "+i8mm"), "shared"),
         "macos-arm64": ("arm64-apple-macosx11.0.0", "apple-m1", (), "shared"),
+        "macos-arm64-m2": ("arm64-apple-macosx11.0.0", "apple-m2", (), "shared"),
         "x86-64-v2": (LINUX, "x86-64-v2", (), "shared"),
         "x86-64-v3": (LINUX, "x86-64-v3", (), "shared"),
         "x86-64-v3-vnni": (LINUX, "x86-64-v3", ("+avxvnni",), "shared"),
@@ -120,7 +122,7 @@ def test_unknown_names_are_refused_with_a_suggestion() -> None:
     with pytest.raises(UsageError, match=r"^target 'x86-64v3' is unknown; did you mean 'x86-64-v3'\?$"):
         presets.resolve("x86-64v3")
     with pytest.raises(
-        UsageError, match="target 'pdp11' is unknown; known: aarch64-linux, host, macos-arm64"
+        UsageError, match="target 'pdp11' is unknown; known: aarch64-linux, aarch64-linux-i8mm, host, macos"
     ):
         presets.resolve("pdp11")
 

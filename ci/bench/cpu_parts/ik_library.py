@@ -15,6 +15,7 @@ SETTINGS = (
     "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_BUILD_SERVER=OFF",
     "-DLLAMA_CURL=OFF",
+    "-DGGML_IQK_FA_ALL_QUANTS=OFF",  # for caches of other types than ours and its default, float16
 )
 
 

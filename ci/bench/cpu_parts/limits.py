@@ -12,6 +12,7 @@ What bounds each loop, by the tables of uops.info and Agner Fog (instructions pe
                 addition, which has ports to spare. 32 byte products twice a cycle at 3.5 GHz are
                 448 Gop/s.
     sdot        2 (Neoverse N1) to 4 (Neoverse V1, Apple), of 128 bits
+    smmla       2 (Neoverse N2) to 4 (Neoverse V1), with twice the products of sdot
     mul16       pmullw: 2 of 128 bits
 
 A loop that gave all of its products the same operands would let the compiler compute one product
@@ -36,6 +37,7 @@ import numpy as np
 import tvm
 from mlcbuild_runtime.devices import machine
 from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Expr
 
 from mlcbuild.compiler.cpu.isa import ISA, isa_for, tvm_target
 from mlcbuild.compiler.cpu.kernels import dot
@@ -49,6 +51,7 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
     prim_func,
     register,
     span,
+    splat,
     typed,
 )
 from mlcbuild.targets import presets
@@ -144,11 +147,19 @@ def dots(isa: ISA, parts: int) -> tvm.tirx.PrimFunc:
                 for column, totals in enumerate(sums):
                     left = T.bind(weights[turn % WEIGHT_ROWS, span(column * isa.lanes, isa.lanes)])
                     for total, operand in zip(totals, right, strict=True):
-                        total.set(form.step(total.value, left, operand))
+                        total.set(_step(form, total.value, left, operand))
             for c, total in enumerate(total for totals in sums for total in totals):
                 T.buffer_store(out, total.value, [part, span(c * count, count)])
 
     return prim_func("dots", body)
+
+
+def _step(form: dot.Products, total: Expr, weights: Expr, activations: Expr) -> Expr:
+    """Returns a sum and one product of int32 activations: by the instruction for several rows where there is
+    one."""
+    if form.row_pairs:
+        return form.pair_step(total, weights, splat(activations, form.isa.lanes))
+    return form.step(total, weights, activations)
 
 
 def _sums(form: dot.Products) -> tuple[str, int]:
@@ -210,7 +221,7 @@ def _int8_rate(isa: ISA, parts: int, run: Callable[..., None]) -> float:
     codes = rng.integers(0, 16, (WEIGHT_ROWS, 4 * tile.columns * isa.lanes), np.uint8)
     weights = tvm.runtime.tensor(codes.view(np.int32))
     activations = tvm.runtime.tensor(rng.integers(-127, 127, 4 * tile.rows, np.int8).view(np.int32))
-    macs = parts * TURNS * tile.products * 4 * isa.lanes // form.parts
+    macs = parts * TURNS * tile.products * 4 * isa.lanes * (2 if form.row_pairs else 1) // form.parts
     return 2 * macs / _best(lambda: run(out, weights, activations)) / 1e9
 
 

@@ -55,6 +55,8 @@ class ISA:
     """
     amx: bool = False
     """True if AMX tile registers multiply bfloat16 for many rows of x."""
+    smmla: bool = False
+    """True if an Arm instruction multiplies two rows of x with two rows of weights, eight bytes of each."""
 
 
 _X86_512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")
@@ -120,6 +122,21 @@ ISAS: tuple[ISA, ...] = (
         batch=4,
         dot_batch=4,
         dot_tile=(2, 2),
+    ),
+    ISA(
+        "i8mm",
+        ("neon", "dotprod", "i8mm"),
+        lanes=4,
+        half=True,
+        dot="sdot",
+        tile_rows=6,
+        stream_rows=4,
+        batch=4,
+        dot_batch=4,
+        # 8 sums, 8 results, 4 operands and 2 activations of the 32 registers: 8 independent smmla hide the
+        # latency of 3 to 4 cycles at 2 a cycle (Arm's optimization guides of Neoverse N2 and V1).
+        dot_tile=(4, 2),
+        smmla=True,
     ),
     ISA(
         "neon",

@@ -75,7 +75,7 @@ class AttentionKernel:
     @property
     def registers(self) -> int:
         """Returns the number of the processor's vector registers."""
-        return 32 if self.isa.lanes == 16 or self.isa.name == "neon" else 16
+        return 32 if self.isa.lanes == 16 or self.isa.dot == "sdot" else 16
 
     @property
     def scores(self) -> Floats:

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Expr
 
 from mlcbuild.compiler.cpu.isa import ISA, Dot
-from mlcbuild.compiler.cpu.kernels.vectors import i32, intrinsic, moved, splat, typed
+from mlcbuild.compiler.cpu.kernels.vectors import i32, intrinsic, moved, shuffle, splat, typed
 from mlcbuild.quant.groups import QUADS
 
 _PAIRS_OF_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
@@ -73,6 +73,11 @@ class Products:
         return 1 << (self.bits - 1)
 
     @property
+    def row_pairs(self) -> bool:
+        """Returns True if `pair_step` multiplies two rows of x at once; their sums are the same."""
+        return self.isa.smmla and self.way == "sdot"
+
+    @property
     def high_lines(self) -> int:
         """Returns the number of runs of 4 * lanes bytes, in a group of the x16 layout, that hold the bits of
         weights above the low four.
@@ -107,6 +112,23 @@ class Products:
             return T.bind(value)
 
         return [[operand(field, part) for part in range(self.parts)] for field in range(self.fields)]
+
+    def paired(self, operands: Sequence[list[Expr]]) -> list[list[Expr]]:
+        """Emits and returns operands of `pair_step`, from one operand for each quad of a group.
+
+        Two neighbouring quads of four rows of weights become eight k of rows 0 and 1, and of rows 2 and 3.
+        """
+        pairs = [(low[0], high[0]) for low, high in zip(operands[::2], operands[1::2], strict=True)]
+        orders = ([0, 4, 1, 5], [2, 6, 3, 7])
+        return [[T.bind(shuffle(pair, order))] for pair in pairs for order in orders]
+
+    def pair_step(self, total: Expr, weights: Expr, activations: Expr) -> Expr:
+        """Returns `total` plus the products of two rows of x and two rows of weights, int32 [2, 2].
+
+        weights: an operand of `paired`; activations: two neighbouring quads of two rows of x, int32 [2, 2].
+        """
+        bytes_of = [T.reinterpret("int8x16", operand) for operand in (activations, weights)]
+        return intrinsic("int32x4", "llvm.aarch64.neon.smmla", total, *bytes_of)
 
     def start(self, correction: Expr) -> Expr:
         """Returns the initial sum for a group of 32 weights: the correction, or 0 in int16 lanes, which have

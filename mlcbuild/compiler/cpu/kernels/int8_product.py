@@ -22,13 +22,13 @@ from mlcbuild.compiler.cpu.kernels.activation import activate
 from mlcbuild.compiler.cpu.kernels.bf16_math import Rough
 from mlcbuild.compiler.cpu.kernels.cores import FIXED, before_others, counter, one_launch, shared
 from mlcbuild.compiler.cpu.kernels.epilogue import Output, Stores, once
+from mlcbuild.compiler.cpu.kernels.int8_group import ActivationRows, Column, add_group, paired
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
 from mlcbuild.compiler.cpu.kernels.quantize_activations import quantize_row
 from mlcbuild.compiler.cpu.kernels.tiled_matrix import TiledMatrix
 from mlcbuild.compiler.cpu.kernels.vectors import (
     Register,
     argument,
-    fma,
     i64,
     prefetch,
     prim_func,
@@ -75,14 +75,15 @@ class Int8Call:
     def isa(self) -> ISA:
         return self.matrix.isa
 
-    def operands(self, tile: Expr, group: Expr, vector: int) -> list[list[Expr]]:
-        """Returns for each quad of a group the operands with the weights of one vector of rows. vector: index
-        of the vector in the tile."""
+    def operands(self, tile: Expr, group: Expr, vector: int, paired: bool) -> list[list[Expr]]:
+        """Returns for each quad of a group the operands with the weights of one vector of rows; with
+        `paired`, those of dot.Products.pair_step. vector: index of the vector in the tile."""
         form = self.matrix.dot
         count = QUADS // form.fields
         high = [T.bind(self.packed(tile, group, QUADS // 2 + i, vector)) for i in range(form.high_lines)]
         by_line = [form.operands(j, self.packed(tile, group, j, vector), high) for j in range(count)]
-        return [by_line[quad % count][quad // count] for quad in range(QUADS)]
+        quads = [by_line[quad % count][quad // count] for quad in range(QUADS)]
+        return form.paired(quads) if paired else quads
 
     def packed(self, tile: Expr, group: Expr, j: int, vector: int) -> Expr:
         """Returns one vector of int32 lanes of the j-th line of a group: a quad of each row of a tile."""
@@ -92,9 +93,9 @@ class Int8Call:
         ]
         return T.reinterpret(typed("int32", lanes), raw)
 
-    def column(self, tile: Expr, group: Expr, vector: int) -> Column:
-        """Returns the weights of one vector of rows in a group, with their scales and minima."""
-        return Column(self.operands(tile, group, vector), *self.numbers(tile, group, vector))
+    def column(self, tile: Expr, group: Expr, vector: int, paired: bool) -> Column:
+        """Returns the weights of one vector of rows in a group, with the operands of `operands`."""
+        return Column(self.operands(tile, group, vector, paired), *self.numbers(tile, group, vector))
 
     def numbers(self, tile: Expr, group: Expr, vector: int) -> tuple[list[Expr], list[Expr]]:
         """Returns (scales, minima) of one vector of rows in a group."""
@@ -107,18 +108,6 @@ class Int8Call:
     def stored(self, tile: Expr) -> Expr:
         """Returns the index of a tile of the matrix in `weights`, which may hold a stack of matrices."""
         return tile if self.first is None else self.first + tile
-
-
-@dataclass(frozen=True)
-class Column:
-    """The weights of one vector of rows in one group."""
-
-    operands: list[list[Expr]]
-    """For each quad of the group, the operands with the weights."""
-    scales: list[Expr]
-    """The scales: one vector for the whole group, or one for each half of the group."""
-    minima: list[Expr]
-    """The minima in the same form as `scales`; [] for weights without minima."""
 
 
 def product(matrix: TiledMatrix, fusion: Fusion) -> PrimFunc:
@@ -266,8 +255,10 @@ def stream_tile(
     with T.serial(0, i64(matrix.records.groups)) as group:
         _fetch(call, tile, group, len(rows) == 1)
         for vector in range(matrix.vectors):
-            columns = [call.column(tile, group, vector)]
-            _add_group(call, rows, group, columns, [[r[vector]] for r in acc])
+            columns = [call.column(tile, group, vector, paired(call.matrix, len(rows)))]
+            add_group(
+                ActivationRows(call.matrix, call.records, rows), group, columns, [[r[vector]] for r in acc]
+            )
     for i, cells in enumerate(acc):
         with once(places, i):
             for vector, cell in enumerate(cells):
@@ -280,37 +271,6 @@ def _sums(call: Int8Call, rows: Sequence[Expr], vectors: int) -> list[list[Regis
     lanes, records = call.isa.lanes, call.matrix.records
     starts = [T.bind(splat(records.start(call.records, row), lanes)) for row in rows]
     return [[register(start, lanes) for _ in range(vectors)] for start in starts]
-
-
-def _add_group(
-    call: Int8Call,
-    rows: Sequence[Expr],
-    group: Expr,
-    columns: Sequence[Column],
-    acc: Sequence[Sequence[Register]],
-) -> None:
-    """Emits acc[i][c] += one group of row i of x times the weights columns[c]."""
-    isa, form, records, products = call.isa, call.matrix.records, call.records, call.matrix.dot
-    kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
-    for half in range(form.halves):
-        corrections = [form.correction(records, row, group, half) for row in rows]
-        totals = [[register(products.start(c), count, kind) for _ in columns] for c in corrections]
-        for quad in range(half * QUADS // form.halves, (half + 1) * QUADS // form.halves):
-            for i, row in enumerate(rows):
-                activations = form.activations(records, row, group, quad)
-                for c, column in enumerate(columns):
-                    for operand, a in zip(column.operands[quad], activations, strict=True):
-                        total = totals[i][c]
-                        total.set(products.step(total.value, operand, a))
-        for i, row in enumerate(rows):
-            for c, column in enumerate(columns):
-                finished = products.finish(totals[i][c].value, corrections[i])
-                sums, factor = T.Cast(typed("float32", isa.lanes), finished), column.scales[half]
-                factor = form.scaled(records, row, group, factor)
-                acc[i][c].set(fma(sums, factor, acc[i][c].value, isa.lanes))
-                if form.sums:
-                    x = splat(form.sum(records, row, group, half), isa.lanes)
-                    acc[i][c].set(fma(column.minima[half], x, acc[i][c].value, isa.lanes))
 
 
 @dataclass(frozen=True)
@@ -336,9 +296,9 @@ def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
     with T.serial(0, i64(-(-groups // size))) as number:
         count = T.min(i64(size), groups - number * size)
         scratch = _Scratch(operands, scales, number * size, count)
-        with T.serial(0, count) as group:
-            _unpack(call, scratch, block, group)
         tall = shape[0]
+        with T.serial(0, count) as group:
+            _unpack(call, scratch, block, group, paired(call.matrix, tall))
         with T.serial(0, (m + (tall - 1)) // tall) as part:
             step = min(shape[1], matrix.block_tiles * matrix.vectors)
             for vector in range(0, matrix.block_tiles * matrix.vectors, step):
@@ -352,7 +312,7 @@ def _block_product(call: Int8Call, block: Expr, shape: tuple[int, int]) -> None:
                         _store_tile(call, part * tall, column, acc, False)
 
 
-def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr) -> None:
+def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr, paired: bool) -> None:
     matrix, isa = call.matrix, call.isa
     for t in range(matrix.block_tiles):
         tile = T.min(block * matrix.block_tiles + t, i64(matrix.tiles - 1))
@@ -361,7 +321,7 @@ def _unpack(call: Int8Call, scratch: _Scratch, block: Expr, group: Expr) -> None
             scales, minima = call.numbers(tile, scratch.first + group, vector)
             for number, value in enumerate([*scales, *minima]):
                 T.buffer_store(scratch.numbers, value, [group, number, lane])
-            for quad, values in enumerate(call.operands(tile, scratch.first + group, vector)):
+            for quad, values in enumerate(call.operands(tile, scratch.first + group, vector, paired)):
                 for part, value in enumerate(values):
                     place = quad * matrix.dot.parts + part
                     T.buffer_store(scratch.operands, value, [group, place, lane])
@@ -385,7 +345,7 @@ def _tile_product(
             halves = call.matrix.records.halves
             numbers = [scratch.numbers[group, i, lane] for i in range(int(scratch.numbers.shape[1]))]
             columns.append(Column(loaded, numbers[:halves], numbers[halves:]))
-        _add_group(call, rows, scratch.first + group, columns, acc)
+        add_group(ActivationRows(call.matrix, call.records, rows), scratch.first + group, columns, acc)
     return acc
 
 

@@ -102,6 +102,11 @@ class Records:
         count = self.dot.parts
         return [records[row, group * self.step + quad * count + part] for part in range(count)]
 
+    def pair(self, records: Buffer, rows: tuple[Expr, Expr], group: Expr, number: int) -> Expr:
+        """Returns the activations of two neighbouring quads, 2 * number and the next, of two rows."""
+        place = span(group * self.step + 2 * number, 2)
+        return shuffle([records[row, place] for row in rows], range(4))
+
     def start(self, records: Buffer, row: Expr) -> Expr:
         """Returns the initial sum of a row of results: 0, or NaN if the row of activations has a NaN, which
         power-of-two scales cannot represent.

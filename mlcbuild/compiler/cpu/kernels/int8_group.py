@@ -1,0 +1,111 @@
+"""The products of one group of 32 weights with some rows of x, added to a register tile of float32 sums.
+
+Sums over a group are integers and exact, so it does not matter which instruction computes them: rows of x
+that are multiplied two at a time get the same bits as a row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Buffer, Expr
+
+from mlcbuild.compiler.cpu.kernels.tiled_matrix import TiledMatrix
+from mlcbuild.compiler.cpu.kernels.vectors import Register, fma, register, shuffle, splat, typed
+from mlcbuild.quant.groups import QUADS
+
+
+@dataclass(frozen=True)
+class Column:
+    """One vector of rows of weights in one group."""
+
+    operands: list[list[Expr]]
+    """For each quad of a group, the operands with the weights; where rows of x are paired, those of
+    dot.Products.pair_step."""
+    scales: list[Expr]
+    """One vector for each half of the group that has scales of its own, or for the whole group."""
+    minima: list[Expr]
+    """The minima in the same form as `scales`; [] for weights without minima."""
+
+
+@dataclass(frozen=True)
+class ActivationRows:
+    """Quantized rows of x that are multiplied with a matrix."""
+
+    matrix: TiledMatrix
+    records: Buffer
+    """The rows in the layout matrix.records."""
+    rows: Sequence[Expr]
+    """Indices of the rows in `records`."""
+
+
+def paired(matrix: TiledMatrix, rows: int) -> bool:
+    """Returns True if so many rows of x are multiplied two at a time."""
+    return matrix.dot.row_pairs and rows % 2 == 0
+
+
+def add_group(
+    x: ActivationRows, group: Expr, columns: Sequence[Column], acc: Sequence[Sequence[Register]]
+) -> None:
+    """Emits acc[i][c] += one group of row i of x times the weights columns[c]."""
+    isa, form, records = x.matrix.isa, x.matrix.records, x.records
+    products = _pair_products if paired(x.matrix, len(x.rows)) else _quad_products
+    for half in range(form.halves):
+        totals = products(x, group, half, columns)
+        for i, row in enumerate(x.rows):
+            for c, column in enumerate(columns):
+                sums, factor = T.Cast(typed("float32", isa.lanes), totals[i][c]), column.scales[half]
+                factor = form.scaled(records, row, group, factor)
+                acc[i][c].set(fma(sums, factor, acc[i][c].value, isa.lanes))
+                if form.sums:
+                    weight = splat(form.sum(records, row, group, half), isa.lanes)
+                    acc[i][c].set(fma(column.minima[half], weight, acc[i][c].value, isa.lanes))
+
+
+def _quad_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
+    """Emits the products of a group, or of one half of it, and returns int32 sums of [row][column]."""
+    isa, form, products = x.matrix.isa, x.matrix.records, x.matrix.dot
+    kind, count = ("int16", 2 * isa.lanes) if products.narrow else ("int32", isa.lanes)
+    corrections = [form.correction(x.records, row, group, half) for row in x.rows]
+    totals = [[register(products.start(c), count, kind) for _ in columns] for c in corrections]
+    for quad in range(half * QUADS // form.halves, (half + 1) * QUADS // form.halves):
+        for i, row in enumerate(x.rows):
+            activations = form.activations(x.records, row, group, quad)
+            for c, column in enumerate(columns):
+                for operand, a in zip(column.operands[quad], activations, strict=True):
+                    total = totals[i][c]
+                    total.set(products.step(total.value, operand, a))
+    return [
+        [products.finish(total.value, correction) for total in line]
+        for line, correction in zip(totals, corrections, strict=True)
+    ]
+
+
+def _pair_products(x: ActivationRows, group: Expr, half: int, columns: Sequence[Column]) -> list[list[Expr]]:
+    """Emits the same products as _quad_products, for two rows of x at a time.
+
+    A register holds [row of x, row of weights], 2 x 2: weights' rows 0 and 1 in the first of two registers,
+    2 and 3 in the second one.
+    """
+    form, products, lanes = x.matrix.records, x.matrix.dot, x.matrix.isa.lanes
+    pairs = list(zip(x.rows[::2], x.rows[1::2], strict=True))
+    totals = []
+    for pair in pairs:
+        corrections = [splat(form.correction(x.records, row, group, half), lanes) for row in pair]
+        start = T.bind(shuffle(corrections, [0, 1, 4, 5]))
+        totals.append([[register(start, lanes, "int32") for _ in range(2)] for _ in columns])
+    count = QUADS // 2 // form.halves
+    for number in range(half * count, (half + 1) * count):
+        for pair, line in zip(pairs, totals, strict=True):
+            activations = T.bind(form.pair(x.records, pair, group, number))
+            for column, sums in zip(columns, line, strict=True):
+                operands = column.operands[2 * number : 2 * number + 2]
+                for (operand,), total in zip(operands, sums, strict=True):
+                    total.set(products.pair_step(total.value, operand, activations))
+    return [
+        [shuffle([total.value for total in sums], order) for sums in line]
+        for line in totals
+        for order in ([0, 1, 4, 5], [2, 3, 6, 7])
+    ]
