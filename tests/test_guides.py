@@ -89,7 +89,7 @@ BLOCKS = (
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_guide_lists_the_fields_of_each_block(block: Any) -> None:
-    required, optional = [], []
+    required, optional = list[str](), list[str]()
     for field in dataclasses.fields(block):
         is_required = field.default is field.default_factory is dataclasses.MISSING
         (required if is_required else optional).append(field.name)

@@ -10,19 +10,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
-
-from mlcbuild_format.limits import Limits
 
 import mlcbuild.errors
-from mlcbuild import models, quant
 from mlcbuild.canon import Json
 from mlcbuild.compiler import child
+from mlcbuild.compiler.compile_request import read_request
 from mlcbuild.errors import CompileError, MlcbuildError
-from mlcbuild.models import ModelConfig
-from mlcbuild.targets import target as targets
 from mlcbuild.targets.target import Target
 
 TIMEOUT = 3600
@@ -52,20 +47,15 @@ def compile_library(
     target or the compiler prevents it, CheckpointError for an invalid config, SetupError if this machine
     cannot link for the target.
     """
-    config = json.loads((inputs["config"] / "config.json").read_text())
-    target = targets.from_json(cast("Mapping[str, Json]", params["target"]))
-    model = models.from_json(config)
-    limits = _limits(model, cast("Mapping[str, int | None]", params["limits"]))
-    params = {**params, "limits": asdict(limits)}
-    _check(model, limits, params, target)
-    toolchain.check(target)  # A missing linker is reported before the part that takes long.
+    request = read_request(params, inputs)
+    toolchain.check(request.target)  # A missing linker is reported before the part that takes long.
     # The directory is below `out`, which the next run removes if this process is killed.
     with tempfile.TemporaryDirectory(prefix=".compile-", dir=out) as area:
         directory = Path(area)
-        (directory / "request.json").write_text(json.dumps({**params, "config": config}))
+        (directory / "request.json").write_text(json.dumps(request.to_json()))
         run_child(directory, TIMEOUT, toolchain.child)
         objects = [directory / name for name in json.loads((directory / child.OBJECTS).read_text())]
-        toolchain.link(objects, out / library_name(target), target)
+        toolchain.link(objects, out / library_name(request.target), request.target)
         shutil.copyfile(directory / child.METADATA, out / child.METADATA)
     for use, why in json.loads((out / child.METADATA).read_text())["fallbacks"].items():
         sys.stderr.write(f"slow: {use}: {why}\n")
@@ -76,33 +66,6 @@ def library_name(target: Target) -> str:
     if target.output == "object":
         return "model.o"
     return "model.dylib" if target.system == "macos" else "model.so"
-
-
-def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
-    """Returns the limits of a library. A null context window becomes the model's maximum."""
-    window = models.context_window(config, requested["context_window"])
-    chunk, max_batch = requested["prefill_chunk"] or 0, requested["max_batch"] or 0
-    return Limits(window, min(chunk, window), max_batch)
-
-
-def _check(config: ModelConfig, limits: Limits, params: Mapping[str, Json], target: Target) -> None:
-    """Raises CompileError with all problems of a request to compile a library, before compiling."""
-    faults = [
-        f"compile.{name} must be at least 1, found {value}"
-        for name in ("context_window", "prefill_chunk", "max_batch")
-        if (value := getattr(limits, name)) < 1
-    ]
-    if limits.context_window > config.max_position:
-        faults.append(
-            f"compile.context_window is {limits.context_window}, but the model was made for"
-            f" {config.max_position} positions: use at most that"
-        )
-    if target.output == "shared" and target.system not in ("linux", "macos"):
-        faults.append(f"a shared library for {target.triple} cannot be made: use `output: object`")
-    scheme = quant.from_json(cast("dict[str, Json]", params["scheme"]))
-    faults += quant.check_overrides(scheme, models.parameters(config))
-    if faults:
-        raise CompileError("\n".join(faults))
 
 
 def run_child(directory: Path, seconds: float, module: str) -> None:

@@ -15,51 +15,36 @@ import numpy as np
 from mlcbuild_format import abi
 from mlcbuild_format import versions as format_versions
 from mlcbuild_format.bundle import Manifest
-from mlcbuild_format.limits import Limits
-from mlcbuild_format.signature import signature
 from mlcbuild_runtime.executor.batch import ModelStep
 from mlcbuild_runtime.executor.executor import Executor
 
 from mlcbuild import models, quant
 from mlcbuild.bundles import reference
 from mlcbuild.checkpoints import conversion
+from mlcbuild.compiler.compile_request import read_request
+from mlcbuild.compiler.library_metadata import LibraryCode, LibraryMemory, describe
 from mlcbuild.targets.target import Target
 from tests.runtime.numpy_executor import NumpyExecutor
 
 LIBRARY = "model.json"
+PAGE_BYTES = 8 * abi.PAGE
+"""Bytes of a page of the KV cache, which holds tokens as int64."""
 
 
 def compile_library(params: Mapping[str, Any], inputs: Mapping[str, Path], out: Path) -> None:
     """Action: writes model.json, which holds config and scheme, and library.json, as bundles need it."""
-    config = json.loads((inputs["config"] / "config.json").read_text())
-    model, scheme = models.from_json(config), quant.from_json(params["scheme"])
-    stored = quant.stored_parameters(models.parameters(model), scheme)
-    limits = Limits(
-        models.context_window(model, params["limits"]["context_window"]),
-        params["limits"]["prefill_chunk"],
-        params["limits"]["max_batch"],
+    request = read_request(params, inputs)
+    stored = quant.stored_parameters(models.parameters(request.config), request.scheme)
+    (out / LIBRARY).write_text(json.dumps(request.to_json()))
+    code = LibraryCode(
+        format_versions.LIBRARY,
+        [(item.name, item.shape, item.dtype, item.layout) for item in stored],
+        tools(request.target),
+        LibraryMemory(sum(item.size for item in stored), PAGE_BYTES, PAGE_BYTES * request.limits.pages, 0),
+        kernels={},
+        fallbacks={},
     )
-    params_list = [[item.name, list(item.shape), item.dtype, item.layout] for item in stored]
-    (out / LIBRARY).write_text(json.dumps({"config": config, "scheme": params["scheme"]}))
-    metadata = {
-        "format": format_versions.LIBRARY,
-        "config": config,
-        "scheme": quant.describe(scheme),
-        "target": params["target"],
-        "limits": vars(limits),
-        "params": params_list,
-        "signature": signature((item.name, item.shape, item.dtype, item.layout) for item in stored),
-        "tools": {"numpy": np.__version__},
-        "kernels": {},
-        "fallbacks": {},
-        "memory": {
-            "weights": sum(item.size for item in stored),
-            "kv_page": 8 * abi.PAGE,
-            "kv_cache": 8 * abi.PAGE * limits.pages,
-            "workspace": 0,
-        },
-    }
-    (out / "library.json").write_text(json.dumps(metadata))
+    (out / "library.json").write_text(describe(request, code))
 
 
 def tools(target: Target) -> dict[str, str]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlcbuild_format import abi, program_json
 from mlcbuild_format.fields import parse_json
-from mlcbuild_runtime.devices import gpu_sampling
+from mlcbuild_runtime.devices import host_sampling
 from mlcbuild_runtime.devices.gpu import GpuExecutor
 from mlcbuild_runtime.executor.batch import FollowingSteps, ModelStep
 from mlcbuild_runtime.executor.executor import forward, score
@@ -150,7 +150,7 @@ def test_sampling_on_the_gpu_draws_what_the_whole_row_gives(model: GpuExecutor) 
             (1.0, -np.inf, 0.3, 0.0, number),
         ):
             result = model.step(ModelStep.of(parts), [row])
-            assert result.tokens == [gpu_sampling.draw(result.logits()[0], row)]
+            assert result.tokens == [host_sampling.draw(result.logits()[0], row)]
 
 
 def test_a_token_of_a_layer_takes_seven_launches_and_a_loop_uploads_nothing(model: GpuExecutor) -> None:

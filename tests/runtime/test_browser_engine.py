@@ -19,7 +19,7 @@ import pytest
 import sentencepiece
 import tokenizers
 from mlcbuild_format import abi
-from mlcbuild_runtime.devices import gpu_sampling
+from mlcbuild_runtime.devices import host_sampling
 from mlcbuild_runtime.executor.sampling_params import Sampling, adjusted, generator, logprobs
 from mlcbuild_runtime.text.chat_template import ChatTemplate
 from mlcbuild_runtime.text.tokenizer import Tokenizer
@@ -117,10 +117,10 @@ def test_tokens_are_drawn_as_the_runtime_draws_them(index: int) -> None:
     whole, top = calls(
         ("draws", {**asked, "logits": logits.tolist()}), ("top", {**asked, "words": top_of(logits)})
     )
-    assert whole["value"] == [gpu_sampling.draw(logits, row) for row in rows]
+    assert whole["value"] == [host_sampling.draw(logits, row) for row in rows]
     if sampling.temperature and not sampling.greedy:
         words = np.array(top_of(logits), np.int32)
-        assert top["value"] == [gpu_sampling.draw_from_top(words, row) for row in rows]
+        assert top["value"] == [host_sampling.draw_from_top(words, row) for row in rows]
 
 
 def test_logits_that_are_not_numbers_give_no_token() -> None:

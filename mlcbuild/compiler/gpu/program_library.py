@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 from mlcbuild_format import program_json
 from mlcbuild_format.fields import FieldError
 from mlcbuild_format.limits import Limits
 from mlcbuild_format.program import FORMAT, PROGRAM, Program, check
 
-from mlcbuild import models, quant
 from mlcbuild.canon import Json
 from mlcbuild.compiler import versions
 from mlcbuild.compiler.child import METADATA
+from mlcbuild.compiler.compile_request import CompileRequest
 from mlcbuild.compiler.gpu.launch_plan import GpuDecoder
 from mlcbuild.compiler.gpu.launches import LaunchBuilder
 from mlcbuild.compiler.gpu.support import unsupported
+from mlcbuild.compiler.library_metadata import LibraryCode, LibraryMemory, describe
 from mlcbuild.errors import CompileError
 
 
@@ -29,34 +27,22 @@ def build(data: Mapping[str, Json], directory: Path, mark: Callable[[str], None]
     CompileError.
     """
     versions.check()
-    config, scheme = models.from_json(data["config"]), quant.from_json(data["scheme"])
-    limits = Limits(**cast("Mapping[str, int]", data["limits"]))
-    faults = unsupported(config)
+    request = CompileRequest.from_json(data)
+    faults = unsupported(request.config)
     if faults:
         raise CompileError("\n".join(faults))
     mark("make kernels")
-    builder = LaunchBuilder(config, scheme, limits)
+    builder = LaunchBuilder(request.config, request.scheme, request.limits)
     program = GpuDecoder(builder).emit()
-    check_guaranteed(program, limits)
+    check_guaranteed(program, request.limits)
     (directory / "kernels").mkdir()
     for name, text in builder.emitter.texts.items():
         (directory / name).write_text(text)
     (directory / PROGRAM).write_bytes(program_json.to_bytes(program))
-    metadata: dict[str, Json] = {
-        "format": FORMAT,
-        "config": models.to_json(config),
-        "scheme": quant.describe(scheme),
-        "target": data["target"],
-        "limits": cast("dict[str, Json]", asdict(limits)),
-        "params": cast(Json, [list(param) for param in program.params]),
-        "signature": program.signature,
-        "tools": cast("dict[str, Json]", versions.compiler()),
-        "kernels": {name: shader.file for name, shader in sorted(program.kernels.items())},
-        "fallbacks": {},
-        "memory": cast("dict[str, Json]", memory(program, limits)),
-    }
-    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    (directory / METADATA).write_text(text + "\n")
+    kernels = {name: shader.file for name, shader in program.kernels.items()}
+    needed = memory(program, request.limits)
+    code = LibraryCode(FORMAT, program.params, versions.compiler(), needed, kernels, fallbacks={})
+    (directory / METADATA).write_text(describe(request, code) + "\n")
     return [directory / name for name in (PROGRAM, *sorted(builder.emitter.texts))]
 
 
@@ -73,15 +59,13 @@ def check_guaranteed(program: Program, limits: Limits) -> None:
         ) from None
 
 
-def memory(program: Program, limits: Limits) -> dict[str, int]:
-    """Returns purpose of a device's buffers -> bytes: weights, one page over all layers, the cache, and the
-    rest.
-    """
+def memory(program: Program, limits: Limits) -> LibraryMemory:
+    """Returns the memory of a device's buffers."""
     buffers = program.buffer_bytes(limits.pages)
     cache = sum(buffers[name] for name, own in program.buffers.items() if own.kind == "cache")
-    return {
-        "weights": sum(program.param_bytes().values()),
-        "kv_page": cache // limits.pages,
-        "kv_cache": cache,
-        "workspace": sum(buffers.values()) - cache,
-    }
+    return LibraryMemory(
+        weights=sum(program.param_bytes().values()),
+        kv_page=cache // limits.pages,
+        kv_cache=cache,
+        workspace=sum(buffers.values()) - cache,
+    )

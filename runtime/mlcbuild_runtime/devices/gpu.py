@@ -17,7 +17,7 @@ from mlcbuild_format.bundle import Limits, Manifest
 from mlcbuild_format.errors import BundleError
 from mlcbuild_format.program import Program
 
-from mlcbuild_runtime.devices import gpu_adapter, gpu_program, gpu_sampling
+from mlcbuild_runtime.devices import gpu_adapter, gpu_program, host_sampling
 from mlcbuild_runtime.devices.gpu_inputs import InputBlock, mask_words, tiles
 from mlcbuild_runtime.devices.gpu_program import DeviceProgram
 from mlcbuild_runtime.executor.batch import FollowingSteps, Masks, ModelStep
@@ -170,13 +170,13 @@ class GpuExecutor:
             elif row[0] < 0:
                 tokens.append(abi.NO_TOKEN)
             else:
-                token = None if top is None else gpu_sampling.draw_from_top(top[number], row)
+                token = None if top is None else host_sampling.draw_from_top(top[number], row)
                 tokens.append(self._drawn(number, row) if token is None else token)
         return tokens
 
     def _drawn(self, number: int, row: SamplingRow) -> int:
         """Samples a token on the host from the whole row of logits with index `number`."""
-        return gpu_sampling.draw(self._read_logits(1, number)[0], row)
+        return host_sampling.draw(self._read_logits(1, number)[0], row)
 
     def _masked(self, calls: list[tuple[str, dict[str, int]]], masks: Masks) -> None:
         self.device.run(calls)
@@ -243,8 +243,8 @@ class GpuExecutor:
         return np.concatenate(states)
 
     def sample(self, logits: Floats, sampling_params: Sequence[SamplingRow], masks: Masks = ()) -> list[int]:
-        gpu_sampling.apply_masks(logits, masks)
-        return [gpu_sampling.draw(row, own) for row, own in zip(logits, sampling_params, strict=True)]
+        host_sampling.apply_masks(logits, masks)
+        return [host_sampling.draw(row, own) for row, own in zip(logits, sampling_params, strict=True)]
 
     def interrupt(self) -> None:
         self.interrupted = True

@@ -1,0 +1,92 @@
+"""Everything that determines the bytes of a library: read from a step's parameters, and checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+from mlcbuild_format.limits import Limits
+
+from mlcbuild import models, quant
+from mlcbuild.canon import Json
+from mlcbuild.errors import CompileError
+from mlcbuild.models import ModelConfig
+from mlcbuild.quant import Storage
+from mlcbuild.targets import target as targets
+from mlcbuild.targets.target import Target
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """Everything that determines the bytes of a library."""
+
+    config: ModelConfig
+    scheme: Storage
+    target: Target
+    limits: Limits
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Json]) -> CompileRequest:
+        """Returns the request that `to_json` returned."""
+        return cls(
+            models.from_json(data["config"]),
+            quant.from_json(data["scheme"]),
+            targets.from_json(cast("Mapping[str, Json]", data["target"])),
+            Limits(**cast("Mapping[str, int]", data["limits"])),
+        )
+
+    def to_json(self) -> dict[str, Json]:
+        return {
+            "config": models.to_json(self.config),
+            "scheme": quant.to_json(self.scheme),
+            "target": targets.to_json(self.target),
+            "limits": cast("dict[str, Json]", asdict(self.limits)),
+        }
+
+
+def read_request(params: Mapping[str, Json], inputs: Mapping[str, Path]) -> CompileRequest:
+    """Returns the request of a step that compiles a library.
+
+    `params` has scheme, target and limits as JSON (a null context_window stands for the model's own), and
+    inputs["config"] is the directory with the converted config.json. Raises CompileError if a limit or the
+    target prevents the library, CheckpointError for an invalid config.
+    """
+    config = models.from_json(json.loads((inputs["config"] / "config.json").read_text()))
+    request = CompileRequest(
+        config,
+        quant.from_json(params["scheme"]),
+        targets.from_json(cast("Mapping[str, Json]", params["target"])),
+        _limits(config, cast("Mapping[str, int | None]", params["limits"])),
+    )
+    _check(request)
+    return request
+
+
+def _limits(config: ModelConfig, requested: Mapping[str, int | None]) -> Limits:
+    """Returns the limits of a library. A null context window becomes the model's maximum."""
+    window = models.context_window(config, requested["context_window"])
+    chunk, max_batch = requested["prefill_chunk"] or 0, requested["max_batch"] or 0
+    return Limits(window, min(chunk, window), max_batch)
+
+
+def _check(request: CompileRequest) -> None:
+    """Raises CompileError with all problems of a request to compile a library, before compiling."""
+    config, limits, target = request.config, request.limits, request.target
+    faults = [
+        f"compile.{name} must be at least 1, found {value}"
+        for name in ("context_window", "prefill_chunk", "max_batch")
+        if (value := getattr(limits, name)) < 1
+    ]
+    if limits.context_window > config.max_position:
+        faults.append(
+            f"compile.context_window is {limits.context_window}, but the model was made for"
+            f" {config.max_position} positions: use at most that"
+        )
+    if target.output == "shared" and target.system not in ("linux", "macos"):
+        faults.append(f"a shared library for {target.triple} cannot be made: use `output: object`")
+    faults += quant.check_overrides(request.scheme, models.parameters(config))
+    if faults:
+        raise CompileError("\n".join(faults))

@@ -1,0 +1,65 @@
+"""Writes the metadata of a library, library.json: its origin, the tensors that it takes, what it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import cast
+
+from mlcbuild_format.signature import Tensor, signature
+
+from mlcbuild import models, quant
+from mlcbuild.canon import Json
+from mlcbuild.compiler.compile_request import CompileRequest
+from mlcbuild.targets import target as targets
+
+
+@dataclass(frozen=True)
+class LibraryMemory:
+    """The memory, in bytes, that a library needs when it runs."""
+
+    weights: int
+    kv_page: int
+    """Bytes of one page of the KV cache over all layers."""
+    kv_cache: int
+    """Bytes of the KV cache for max_batch sequences of context_window tokens each."""
+    workspace: int
+    """Maximum bytes of the buffers between kernels, with the logits of max_batch rows, and of the scratch
+    buffers of a kernel on one thread. They are allocated once and kept.
+    """
+
+
+@dataclass(frozen=True)
+class LibraryCode:
+    """The properties of the code that a backend made for a request."""
+
+    format: str
+    """Format of the metadata: LIBRARY in mlcbuild_format/versions.py, or FORMAT of a GPU program."""
+    params: Sequence[Tensor]
+    """The tensors that the code takes, in its order."""
+    tools: Mapping[str, str]
+    """Name -> version of each program that made the code."""
+    memory: LibraryMemory
+    kernels: Mapping[str, str]
+    """Use of a kernel -> the kernel."""
+    fallbacks: Mapping[str, str]
+    """Use of a kernel -> the reason why a slower kernel was chosen."""
+
+
+def describe(request: CompileRequest, code: LibraryCode) -> str:
+    """Returns the text of library.json, without a line break at its end."""
+    metadata: dict[str, Json] = {
+        "format": code.format,
+        "config": models.to_json(request.config),
+        "scheme": quant.describe(request.scheme),
+        "target": targets.to_json(request.target),
+        "limits": cast("dict[str, Json]", asdict(request.limits)),
+        "params": [[name, [*shape], dtype, layout] for name, shape, dtype, layout in code.params],
+        "signature": signature(code.params),
+        "tools": {**code.tools},
+        "kernels": {**code.kernels},
+        "fallbacks": {**code.fallbacks},
+        "memory": cast("dict[str, Json]", asdict(code.memory)),
+    }
+    return json.dumps(metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
