@@ -32,7 +32,7 @@ from mlcbuild.locking import LockedSource, check, lock, moved, read_lock, read_r
 from mlcbuild.outcomes import Explanation, RecipePlan, Result, VariantResult
 from mlcbuild.pipeline import Pipeline, build
 from mlcbuild.recipe import Recipe
-from mlcbuild.remotes import Remote, fault
+from mlcbuild.remotes import Remote, fault, normal
 from mlcbuild.reports import runlog
 from mlcbuild.selection import EVERYTHING, Selection, durations, require_tools, select
 from mlcbuild.signals import Cancellation
@@ -104,7 +104,7 @@ def _resolved(listed: Iterable[str | Remote], recipe: Recipe) -> tuple[Remote, .
         if isinstance(item, str):
             if problem := fault(item):
                 raise UsageError(f"remotes: {problem}")
-            url = item.rstrip("/")
+            url = normal(item)
             item = Remote(url, trust=trust.get(url, ()))  # noqa: PLW2901
         remotes.append(item)
     return tuple(remotes)

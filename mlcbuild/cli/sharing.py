@@ -15,7 +15,7 @@ from mlcbuild.cli.listing import show
 from mlcbuild.cli.recipes import open_session
 from mlcbuild.cli.store import no_operands, open_store, status
 from mlcbuild.errors import StoreError, UsageError, safe_lines
-from mlcbuild.remotes import Remote, archive, fault
+from mlcbuild.remotes import Remote, archive, fault, normal
 from mlcbuild.selection import Selection
 from mlcbuild.session import Session
 from mlcbuild.store import upkeep
@@ -186,7 +186,7 @@ def _remotes(arguments: argparse.Namespace, urls: Sequence[str]) -> list[Remote]
         if problem := fault(url):
             raise UsageError(f"mlcbuild cache: {problem}")
     trust = _trusted(arguments)
-    return [Remote(url.rstrip("/"), trust=trust) for url in urls]
+    return [Remote(normal(url), trust=trust) for url in urls]
 
 
 def _over(arguments: argparse.Namespace, urls: Sequence[str]) -> Session:

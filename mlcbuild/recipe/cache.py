@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import cast
-from urllib.parse import urlsplit
 
 from mlcbuild.documents.document import Where
 from mlcbuild.recipe.reading import Reading
-from mlcbuild.remotes import Mode, Remote, fault
+from mlcbuild.remotes import Mode, Remote, fault, normal
 
 
 def read_remotes(reading: Reading) -> tuple[Remote, ...]:
@@ -36,4 +35,4 @@ def _read(reading: Reading, where: Where) -> Remote | None:
     if ci_only and mode == "read":
         reading.report((*where, "write"), "'write' says when results are sent, but 'mode: read' sends none")
     trust = [item for item in reading.items(*where, "trust") if isinstance(item, str)]
-    return Remote(urlsplit(url).geturl().rstrip("/"), mode, ci_only, tuple(trust))
+    return Remote(normal(url), mode, ci_only, tuple(trust))

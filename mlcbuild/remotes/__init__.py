@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from mlcbuild.remotes.kinds import fault as fault
+from mlcbuild.remotes.kinds import normal as normal
 
 Mode: TypeAlias = Literal["read", "write", "readwrite"]
 

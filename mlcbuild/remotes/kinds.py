@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -140,7 +140,7 @@ def _hub_pinned(url: str) -> bool:
 
 _ARTIFACT = Destination("a registry", _artifact_fault, _artifact_pinned, "mlcbuild.bundles.publish.artifact")
 _REPOSITORY = Destination("a model hub", _hub_fault, _hub_pinned, "mlcbuild.bundles.publish.repository")
-KINDS: Mapping[str, Kind] = {
+KINDS: dict[str, Kind] = {
     "https": Kind("https://", _host_fault, _http),
     "http": Kind("http://", _host_fault, _http),
     "s3": Kind("s3://", _bucket_fault, _s3, takes_query=True),
@@ -152,6 +152,13 @@ KINDS: Mapping[str, Kind] = {
 
 def scheme(url: str) -> str:
     return url.partition("://")[0]
+
+
+def normal(url: str) -> str:
+    """Returns a URL that `fault` accepts in the form in which equal addresses are equal: with its scheme in
+    small letters, without slashes at its end."""
+    kind, separator, rest = url.partition("://")
+    return f"{kind.lower()}{separator}{rest.rstrip('/')}"
 
 
 def fault(url: str) -> str:

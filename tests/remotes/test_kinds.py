@@ -4,76 +4,62 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from mlcbuild.bundles import publish
 from mlcbuild.bundles.publish import transfer_bundle
 from mlcbuild.errors import PublishError
-from mlcbuild.remotes import fault, kinds
-from mlcbuild.remotes.kinds import Destination, Kind, connect
-from mlcbuild.remotes.transport import Transport
+from mlcbuild.remotes import fault, kinds, normal
+from mlcbuild.remotes.kinds import Destination, connect
 from tests.conftest import project
 from tests.guide import example
 from tests.remotes.test_remotes import BUILT, REUSED, User, statuses
 
-SHELVES: dict[str, dict[str, bytes]] = {}
-"""Host name -> contents of the toy remote with this name."""
-
-
-_GUIDE: dict[str, Any] = {"__name__": __name__}
-exec(example("Extend: a kind of remote"), _GUIDE)
-Toy: Callable[[dict[str, bytes]], Transport] = _GUIDE["Toy"]
-"""The transport of mlcbuild/README.md, a dictionary: all that a new kind of remote has to define."""
-
-
-def toy_fault(url: str) -> str:
-    return "" if urlsplit(url).hostname == "shelf" else f"'{url}' is no shelf"
+Shelves = dict[str, dict[str, bytes]]
+"""URL of a remote -> name -> content."""
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy(monkeypatch: pytest.MonkeyPatch) -> Shelves:
+    """Adds the kind of mlcbuild/README.md, and returns URL -> contents of each of its remotes."""
+    monkeypatch.setitem(kinds.KINDS, "toy", kinds.KINDS["file"])  # the end of the test removes what is added
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(example("Extend: a kind of remote"), names)
+    shelves: Shelves = names["SHELVES"]
     module = types.ModuleType("toy_publisher")
 
     def push(
         bundle: Path, manifest: object, files: Mapping[str, int], to: str, seen: object
     ) -> tuple[str, int]:
-        SHELVES[to] = {name: (bundle / name).read_bytes() for name in files}
+        shelves[to] = {name: (bundle / name).read_bytes() for name in files}
         return f"{to}#1", sum(files.values())
 
     def fetch(source: str, directory: Path) -> tuple[str, frozenset[str]]:
-        for name, data in SHELVES[source].items():
+        for name, data in shelves[source].items():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_bytes(data)
-        return f"{source}#1", frozenset(SHELVES[source])
+        return f"{source}#1", frozenset(shelves[source])
 
     module.push, module.fetch = push, fetch  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "toy_publisher", module)
-    place = Destination("a shelf", lambda url, writing: toy_fault(url), lambda url: False, "toy_publisher")
-    kind = Kind(
-        "toy://",
-        toy_fault,
-        lambda url, timeout: Toy(SHELVES.setdefault(url, {})),
-        takes_query=True,
-        publishes=place,
+    place = Destination(
+        "a shelf", lambda url, writing: names["fault"](url), lambda url: False, "toy_publisher"
     )
-    monkeypatch.setattr(kinds, "KINDS", {**kinds.KINDS, "toy": kind})
-    monkeypatch.setattr(publish, "KINDS", kinds.KINDS)
-    yield
-    SHELVES.clear()
+    kinds.KINDS["toy"] = replace(kinds.KINDS["toy"], takes_query=True, publishes=place)
+    return shelves
 
 
-@pytest.mark.usefixtures("toy")
-def test_a_build_shares_its_results_through_a_kind_from_outside(tmp_path: Path) -> None:
+def test_a_build_shares_its_results_through_a_kind_from_outside(toy: Shelves, tmp_path: Path) -> None:
     url = "toy://shelf/x?colour=red"
     assert fault(url) == "" and fault("toy://other") == "'toy://other' is no shelf"
     first = User(tmp_path / "one", url)
     assert statuses(first.run()) == BUILT and first.warnings() == []
-    assert sum(name.startswith("ac/") for name in SHELVES[url]) == 3
+    assert sum(name.startswith("ac/") for name in toy[url]) == 3
     second = User(tmp_path / "two", url)
     result = second.run()
     assert statuses(result) == REUSED and second.text(result, "c") == "C\nB\nA" and second.warnings() == []
@@ -104,6 +90,11 @@ def test_a_bundle_is_published_to_a_kind_from_outside(tiny_bundles: Path, tmp_pa
     address, manifest = transfer_bundle.pull(url, tmp_path / "out")
     assert address == f"{url}#1" and manifest.name == bundle.name
     assert (tmp_path / "out" / "bundle.json").read_bytes() == (bundle / "bundle.json").read_bytes()
+
+
+def test_equal_addresses_have_one_form() -> None:
+    assert normal("HTTPS://cache.example/mlc//") == "https://cache.example/mlc"
+    assert normal("toy:///a/b/") == "toy:///a/b", "also of a kind that urllib does not know"
 
 
 @pytest.mark.usefixtures("toy")
@@ -139,11 +130,11 @@ def test_every_kind_connects_or_publishes(tmp_path: Path) -> None:
 
 
 def test_a_bundle_with_a_file_that_its_manifest_does_not_list_is_refused(
-    toy: None, tiny_bundles: Path, tmp_path: Path
+    toy: Shelves, tiny_bundles: Path, tmp_path: Path
 ) -> None:
     url = "toy://shelf/bundle"
     transfer_bundle.publish(tiny_bundles / "dist" / "tiny-q4f16_1-host", url)
-    SHELVES[url][".git/config"] = b"[core]"
+    toy[url][".git/config"] = b"[core]"
     with pytest.raises(PublishError, match=r"refused: .*manifest does not list"):
         transfer_bundle.pull(url, tmp_path / "out")
     assert not (tmp_path / "out").exists()
