@@ -73,6 +73,7 @@ def test_no_backend_is_in_the_keys_of_another() -> None:
         return {name.split("/")[2] for name in known[kind] if name.startswith("mlcbuild/compiler/")}
 
     shared = {"__init__.py", "action.py", "child.py", "versions.py"}
+    shared |= {"compile_request.py", "library_metadata.py"}
     assert rooms(f"library/{GPU}") == shared | {"gpu"}
     assert rooms("library") == shared | {"cpu", "library.py", "passes", "phases.py", "program"}
 
