@@ -10,6 +10,7 @@ opening a FIFO would wait for a writer, and a device may have no end.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from mlcbuild.remotes.transport import CHUNK, TIMEOUT, Body, DamagedError, SlowE
 
 _ABANDONED = 86_400
 """Seconds after which an unfinished upload is removed."""
+_NAME_BYTES = 16
+"""Random bytes in the name of an upload."""
+_is_upload = re.compile(f"[0-9a-f]{{{2 * _NAME_BYTES}}}").fullmatch
 
 
 class Directory:
@@ -56,7 +60,7 @@ class Directory:
         return None if status is None else _regular(status).st_size
 
     def put(self, name: str, source: BinaryIO, size: int, *, new: bool = False) -> None:
-        part = self._root / "tmp" / secrets.token_hex(16)
+        part = self._root / "tmp" / secrets.token_hex(_NAME_BYTES)
         self._in_time(lambda: _prepare(self._root, part.parent, (self._root / name).parent), "written")
         try:
             _write(part, source, size)
@@ -83,8 +87,10 @@ class Directory:
             raise self._explain(error, what) from None
 
     def _sweep(self, part: Path) -> None:
-        """Removes, once, the unfinished uploads of killed processes beside `part`. Their age is measured by
-        the file server's clock.
+        """Removes, once, the unfinished uploads of killed processes beside `part`.
+
+        Their age is measured by the file server's clock. Files with other names are left alone: whoever may
+        write to the remote could have put a link to a directory of this user in place of `tmp`.
         """
         if self._swept:
             return
@@ -92,7 +98,7 @@ class Directory:
         now = part.stat().st_mtime
         for path in part.parent.iterdir():
             with suppress(OSError):
-                if now - path.stat().st_mtime > _ABANDONED:
+                if _is_upload(path.name) and now - path.lstat().st_mtime > _ABANDONED:
                     path.unlink()
 
     @staticmethod

@@ -367,6 +367,19 @@ def test_a_writer_replaces_what_is_no_file(tmp_path: Path) -> None:
     assert statuses(User(tmp_path / "three", root.as_uri()).run()) == REUSED
 
 
+def test_only_unfinished_uploads_are_swept(tmp_path: Path) -> None:
+    """Somebody with write access to the remote may have put a link in place of its `tmp`."""
+    root, mine = tmp_path / "shared", tmp_path / "mine"
+    root.mkdir()
+    mine.mkdir()
+    (root / "tmp").symlink_to(mine)
+    for name in ("letter.txt", "0" * 31, "0" * 32):
+        (mine / name).write_text("of yesterday's yesterday")
+        os.utime(mine / name, (1e9, 1e9))
+    assert User(tmp_path / "one", root.as_uri()).run().ok
+    assert sorted(path.name for path in mine.iterdir()) == ["0" * 31, "letter.txt"]
+
+
 @contextmanager
 def dead_mount(place: Path) -> Iterator[None]:
     """Yields a file system whose server never answers: FUSE, of which nobody reads the requests."""
@@ -405,12 +418,12 @@ STALLS = ("silence", "header", "fast continue", "one byte")
 
 def interrupted(store: Path, url: str, until: Callable[[], object], note: Path) -> float:
     """Returns seconds from Ctrl-C to the end of a run that waits for a remote."""
-    return ended(until, "tests.builder", store, "chain", note, "pool", url)
+    return ended(until, "-m", "tests.builder", store, "chain", note, "pool", url)
 
 
 def ended(until: Callable[[], object], *arguments: str | Path) -> float:
-    """Returns seconds from Ctrl-C, soon after `until` is true, to the end of a Python module as a program."""
-    command = [sys.executable, "-m", *map(str, arguments)]
+    """Returns seconds from Ctrl-C, soon after `until` is true, to the end of Python with these arguments."""
+    command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MLCBUILD_TEST_TIMEOUT": "900"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -429,9 +442,11 @@ def ended(until: Callable[[], object], *arguments: str | Path) -> float:
         process.wait()
 
 
-WAITED = 28
-"""Seconds that no interrupt of a pull takes: who does not hear of it waits for the remote's 30 seconds. The
-remotes of runs have 900 seconds here, and `ended` fails after LONG."""
+PULL = (
+    "import sys; from mlcbuild.remotes import transport; transport.TIMEOUT = 900.0;"
+    "from mlcbuild.cli import main; sys.exit(main(['pull', *sys.argv[1:]]))"
+)
+"""A program that pulls with a timeout of 900 seconds, so that only an interrupt ends it within LONG."""
 
 
 @pytest.mark.parametrize("name", STALLS)
@@ -499,7 +514,7 @@ def test_ctrl_c_ends_a_pull(name: str, tmp_path: Path) -> None:
     with serving(fault) as cache:
         try:
             url, out = f"oci://{cache.url[7:]}/r:v1", tmp_path / "out"
-            assert ended(lambda: len(cache.requests) > 4, "mlcbuild", "pull", url, out) < WAITED
+            assert ended(lambda: len(cache.requests) > 4, "-c", PULL, url, out) < LONG
         finally:
             drip.over.set()
 

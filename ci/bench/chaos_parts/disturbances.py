@@ -104,7 +104,7 @@ def _damage_remote(change: str) -> Disturbance:
 
 
 def delay_remote(site: Site, _: Service) -> str:
-    """Returns each answer comes late; a run still ends, and rightly."""
+    """Delays each answer of the shared cache; a run must still end, and give out the right bundles."""
     site.delay = site.random.choice((0.05, 0.3))
     site.forget_store()
     site.forget_bundles()
@@ -136,7 +136,7 @@ def kill_run(site: Site, _: Service) -> str:
 
 
 def fill_disk(site: Site, _: Service) -> str:
-    """Returns a store on a disk that is too small for what is built, and then is larger."""
+    """Puts the store on a disk that is too small for what is built, and then makes the disk larger."""
     site.forget_store()
     site.forget_bundles()
     site.cache.content.clear()
@@ -153,7 +153,7 @@ def fill_disk(site: Site, _: Service) -> str:
 
 
 def other_years(site: Site, _: Service) -> str:
-    """Returns files of the store, the sources and the bundles come from other years."""
+    """Gives half of the files of the store, the sources and the bundles times of other years."""
     places = [*_files(site, "ac"), *_files(site, "cas"), *(site.place / "tiny").iterdir()]
     places += [path for path in site.dist.rglob("*") if path.is_file()]
     for path in site.random.sample(places, len(places) // 2):
@@ -163,7 +163,7 @@ def other_years(site: Site, _: Service) -> str:
 
 
 def wrong_clock(site: Site, _: Service) -> str:
-    """Returns a run whose clock is a year off builds everything; the next has the right time."""
+    """Builds everything with a clock that is a year off; the next run has the right time."""
     shutil.rmtree(site.store / "ac", ignore_errors=True)
     site.cache.content.clear()
     shift = site.random.choice(("-400d", "+400d"))
@@ -174,8 +174,8 @@ def wrong_clock(site: Site, _: Service) -> str:
 
 
 def swap_bundles(site: Site, _: Service) -> str:
-    """Returns two bundles, or one file of them, trade places where runs give them out. A run restores them,
-    or says that somebody changed them and touches nothing; then they are moved away, as it says."""
+    """Exchanges two bundles, or one file of them, in the output directory. A run must restore them, or say
+    that somebody changed them and touch nothing; then they are moved away, as it says."""
     first, second = (site.dist / name for name in NAMES)
     if site.random.random() < 0.5:
         file = site.random.choice(sorted(path.name for path in first.iterdir() if path.is_file()))
