@@ -64,8 +64,11 @@ def write(store: Store, records: Iterable[Record], path: Path, signer: Signer | 
     """Writes an archive of records with their blobs, and returns their numbers. `path` appears once the
     archive is complete.
 
-    Raises StoreError when a record's files are damaged, MlcbuildError when the archive cannot be written.
+    Raises StoreError when a record's files are damaged, UsageError when something else than a file has that
+    name, MlcbuildError when the archive cannot be written.
     """
+    if path.exists() and not path.is_file():  # a directory, or a device, which a rename would replace
+        raise UsageError(f"{path}: is not a regular file, which an archive replaces: name another one")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     sizes: dict[str, int] = {}
     count = 0

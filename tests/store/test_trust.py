@@ -332,6 +332,8 @@ def test_what_is_no_file_is_no_archive(make: Callable[[Path], object], tmp_path:
     make(tmp_path / "x.tar")
     with pytest.raises(UsageError, match=r"x\.tar: (an archive is a regular file|cannot be read: Is a dir)"):
         archive.read(Store(tmp_path / "there"), tmp_path / "x.tar")
+    with pytest.raises(UsageError, match=r"x\.tar: is not a regular file, which an archive replaces"):
+        archive.write(Store(tmp_path / "here"), (), tmp_path / "x.tar")
 
 
 def test_a_damaged_store_is_not_exported(tmp_path: Path) -> None:
