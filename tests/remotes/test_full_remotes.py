@@ -17,7 +17,7 @@ from mlcbuild.store.upkeep import verify
 from tests import builder, kills, registries
 from tests.buckets import Server
 from tests.registries import registry
-from tests.remotes.test_remotes import BUILT, CHAIN, REUSED, User, statuses, step
+from tests.remotes.users import BUILT, CHAIN, REUSED, User, statuses, step
 
 LARGE = Graph([step(name, "big", bytes=size) for name, size in (("a", 1_000_000), ("b", 3_000_000))])
 

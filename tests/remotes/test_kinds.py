@@ -18,7 +18,7 @@ from mlcbuild.remotes import fault, kinds, normal
 from mlcbuild.remotes.kinds import Destination, connect
 from tests.conftest import project
 from tests.guide import example
-from tests.remotes.test_remotes import BUILT, REUSED, User, statuses
+from tests.remotes.users import BUILT, REUSED, User, statuses
 
 Shelves = dict[str, dict[str, bytes]]
 """URL of a remote -> name -> content."""

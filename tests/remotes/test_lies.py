@@ -25,7 +25,7 @@ from mlcbuild.remotes import client, s3
 from mlcbuild.store.upkeep import verify
 from tests import buckets
 from tests.caches import Handler, serving
-from tests.remotes.test_remotes import REUSED, User, statuses
+from tests.remotes.users import REUSED, User, statuses
 
 ENDLESS = 300 << 20
 """Size, in bytes, of an answer far larger than any part of a cache here."""

@@ -21,7 +21,7 @@ from mlcbuild.remotes.oci_reference import parse
 from mlcbuild.remotes.registry import Registry
 from mlcbuild.remotes.transport import Body, Bordered
 from tests.caches import Cache, Fault, Handler, serving
-from tests.remotes.test_remotes import CHAIN, User, statuses, step
+from tests.remotes.users import CHAIN, User, statuses, step
 
 pytestmark = pytest.mark.usefixtures("plain")
 EVERY = "MLCBUILD_TEST_EVERY" in os.environ

@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 from mlcbuild.errors import RemoteError
 from mlcbuild.remotes.kinds import connect
 from tests.caches import NGINX, WITHOUT_NGINX, nginx, serving
-from tests.remotes.test_remotes import BUILT, REUSED, User, statuses
+from tests.remotes.users import BUILT, REUSED, User, statuses
 
 needs_nginx = pytest.mark.skipif(NGINX is None, reason=WITHOUT_NGINX)
 

@@ -20,7 +20,7 @@ from mlcbuild.remotes.registry import Registry
 from tests import registries
 from tests.caches import Handler, serving
 from tests.registries import LOGIN, Server
-from tests.remotes.test_remotes import BUILT, User, statuses
+from tests.remotes.users import BUILT, User, statuses
 
 needs_registry = pytest.mark.skipif(registries.REGISTRY is None, reason=registries.WITHOUT_REGISTRY)
 

@@ -27,7 +27,7 @@ from mlcbuild.remotes.background import within
 from mlcbuild.remotes.kinds import connect
 from mlcbuild.remotes.transport import SLOWEST, Attempts, Pace, SlowError
 from tests.caches import Cache, Handler, serving
-from tests.remotes.test_remotes import BIG, BUILT, REUSED, User, statuses
+from tests.remotes.users import BIG, BUILT, REUSED, User, statuses
 
 TIMEOUT = 0.6
 """Timeout of the remotes in seconds: the drops below come more often, so that no single read takes so

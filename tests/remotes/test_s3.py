@@ -29,7 +29,7 @@ from mlcbuild.store.upkeep import verify
 from tests.buckets import Server
 from tests.caches import Handler, serving
 from tests.conftest import checked, mlcbuild
-from tests.remotes.test_remotes import BUILT, CHAIN, User, statuses, step
+from tests.remotes.users import BUILT, CHAIN, User, statuses, step
 
 NAME = "cas/" + "5" * 64
 

@@ -31,7 +31,7 @@ from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
 from tests.caches import NGINX, WITHOUT_NGINX, Handler, nginx, serving
 from tests.conftest import checked, mlcbuild
-from tests.remotes.test_remotes import CHAIN, User, statuses, step
+from tests.remotes.users import CHAIN, User, statuses, step
 
 
 def states(recipe: Path, store: Path) -> set[str]:

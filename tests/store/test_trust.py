@@ -25,7 +25,7 @@ from mlcbuild.store.store import Store
 from mlcbuild.store.upkeep import verify
 from tests.caches import serving
 from tests.conftest import checked, mlcbuild
-from tests.remotes.test_remotes import BUILT, REUSED, User, by_name, statuses, step
+from tests.remotes.users import BUILT, REUSED, User, by_name, statuses, step
 
 
 @pytest.fixture

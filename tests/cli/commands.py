@@ -1,0 +1,21 @@
+"""The command line in this process, and its output."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlcbuild.cli import main
+
+Out = pytest.CaptureFixture[str]
+
+
+BUNDLE = "dist/tiny-q4f16_1-host"
+
+
+def said(out: Out, code: int, *argv: str) -> tuple[str, str]:
+    """Returns stdout and stderr of a command, after asserting that it ends with this exit code."""
+    found = main(argv)
+    stdout, stderr = out.readouterr()
+    assert found == code, stdout + stderr
+    assert "Traceback" not in stdout + stderr
+    return stdout, stderr

@@ -1,0 +1,35 @@
+"""Recipes to run commands on: one that is not built, and one that is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import QUICKSTART, ROOT, project
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a directory with `recipe.yaml` and its model; nothing is built. Read only."""
+    directory = tmp_path_factory.mktemp("place")
+    project(directory, QUICKSTART)
+    shutil.copy(ROOT / "recipes" / "prompts" / "tiny.txt", directory / "prompts.txt")
+    return directory
+
+
+@pytest.fixture
+def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes `place` the current directory, with an empty store of this test's own, and returns it."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("MLCBUILD_STORE", str(tmp_path / "store"))
+    return place
+
+
+@pytest.fixture
+def built(tiny_bundles: Path, common_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the built quickstart as the current directory."""
+    monkeypatch.chdir(tiny_bundles)
+    monkeypatch.setenv("MLCBUILD_STORE", str(common_store))
+    return tiny_bundles

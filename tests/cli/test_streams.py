@@ -1,0 +1,180 @@
+"""Runs that are interrupted, closed streams, full disks and terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import checked, mlcbuild
+
+UNSET = ("CI", "NO_COLOR", "COLUMNS", "PYTHONUNBUFFERED", "MLCBUILD_DEBUG")
+
+
+def environment(store: Path, **variables: str) -> dict[str, str]:
+    """Returns the environment variables for a process of its own with this store."""
+    outer = {name: value for name, value in os.environ.items() if name not in UNSET}
+    ours = {"MLCBUILD_STORE": str(store), "PYTHONPATH": os.pathsep.join(sys.path[1:])}
+    return {**outer, **ours, **variables}
+
+
+@contextmanager
+def started(place: Path, store: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """Yields `mlcbuild run` as a process of its own, which is ended afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlcbuild", "run", "recipe.yaml", *more],
+        cwd=place,
+        env=environment(store),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        with process:
+            yield process
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("executor", ["processes", "inline"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_keeps_what_it_built(
+    place: Path, tmp_path: Path, executor: str, number: signal.Signals
+) -> None:
+    store = tmp_path / "store"
+    with started(place, store, "--only", "library/*/q0f32/host", "--executor", executor) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("start   library/"):
+                break
+        process.send_signal(number)
+        rest, errors = process.stdout.read(), process.stderr.read() if process.stderr else ""
+        assert process.wait() == 130, rest + errors
+    last = rest.splitlines()[-1]
+    assert last.startswith(f"interrupted by {number.name}: 1 built, 0 reused, ")
+    assert "stopped: library/" in last
+    assert last.endswith("What was built is kept; run again to go on")
+    assert "Traceback" not in rest + errors
+    plan = json.loads(checked(mlcbuild("plan", "recipe.yaml", "--json", store=store, cwd=place)))
+    assert {item["name"] for item in plan["steps"] if item["status"] == "hit"} == {"config/tiny"}
+    checked(mlcbuild("cache", "verify", store=store))
+
+
+def test_a_reader_that_leaves_early_is_no_error_but_ends_a_run(place: Path, tmp_path: Path) -> None:
+    def without_reader(*command: str) -> tuple[int, str]:
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run(
+            [sys.executable, "-m", "mlcbuild", *command],
+            cwd=place,
+            env=environment(tmp_path),
+            stdin=subprocess.DEVNULL,
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        os.close(writing)
+        return done.returncode, done.stderr
+
+    assert without_reader("schema") == (0, "")
+    assert without_reader("models") == (0, "")
+    assert without_reader("run", "recipe.yaml", "--only", "config/tiny") == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "stderr"),
+    [
+        ("models >&-", 0, ""),
+        ("nope >&-", 2, "mlcbuild: 'nope' is not a verb; "),
+        ("nope 2>&-", 2, ""),
+        ("models <&-", 0, ""),
+        ("run recipe.yaml --only config/tiny >&- <&-", 0, ""),
+    ],
+)
+def test_closed_streams(place: Path, tmp_path: Path, command: str, code: int, stderr: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.quote(sys.executable)} -m mlcbuild {command}"],
+        cwd=place,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert done.stderr.startswith(stderr)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("command", ["models", "schema"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_below_stdout(tmp_path: Path, command: str, unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mlcbuild", command],
+            env=environment(tmp_path, PYTHONUNBUFFERED=unbuffered),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.endswith(" written: No space left on device\n")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def on_a_terminal(columns: int, place: Path, store: Path, **variables: str) -> tuple[int, str]:
+    """Returns what a person sees of a short run on a terminal of this width."""
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 10, columns, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlcbuild", "run", "recipe.yaml", "--only", "config/tiny"],
+        cwd=place,
+        env=environment(store, TERM="xterm-256color", **variables),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            part = os.read(ours, 4096)
+        except OSError:  # EIO: the other end is closed
+            break
+        if not part:
+            break
+        seen += part
+    os.close(ours)
+    return process.wait(), seen.decode()
+
+
+@pytest.mark.parametrize("columns", [0, 10, 200])
+def test_a_terminal_of_any_width(place: Path, tmp_path: Path, columns: int) -> None:
+    code, seen = on_a_terminal(columns, place, tmp_path)
+    assert code == 0, seen
+    assert "\x1b[" in seen, "the live view moves the cursor"
+    flat = seen.replace("\r", "").replace("\n", "")
+    assert "config/tiny in" in flat
+    assert "1 built, 0 reused in" in flat
+
+
+def test_lines_on_a_terminal_in_ci(place: Path, tmp_path: Path) -> None:
+    code, seen = on_a_terminal(80, place, tmp_path, CI="true")
+    assert code == 0
+    assert "\x1b[" not in seen
+    assert seen.startswith("start   config/tiny (never built)")

@@ -1,0 +1,47 @@
+"""A store that is filled with work of a few bytes, and copies of it to damage."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import product
+from tests.damage.places import (
+    Place,
+)
+
+
+@pytest.fixture(scope="session")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    found = Place(tmp_path_factory.mktemp("sound"))
+    product.make(found.root, 1, ("q4f16_1", "q4a8_1"), ("x86-64-v2",))
+    done = found.run()
+    assert done.returncode == 0, done.stderr
+    return found
+
+
+@pytest.fixture
+def place(sound: Place, tmp_path: Path) -> Iterator[Place]:
+    """Yields a copy with its hard links, in which the run after damage is the first."""
+    subprocess.run(["cp", "-a", f"{sound.root}/.", tmp_path / "there"], check=True)
+    found = Place(tmp_path / "there")
+    shutil.rmtree(found.store / "receipts", ignore_errors=True)
+    yield found
+    for path in found.root.rglob("*"):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+
+
+@pytest.fixture
+def reader() -> tuple[str, ...]:
+    """Returns what starts a process that may do no more than modes say."""
+    if os.geteuid() != 0:
+        return ()
+    if shutil.which("setpriv") is None:
+        pytest.skip("root can write everything, and there is no setpriv")
+    return ("setpriv", "--bounding-set", "-all", "--inh-caps", "-all")

@@ -1,0 +1,178 @@
+"""A recipe of two variants with its store, and ways to damage files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.conftest import COMMANDS, ROOT
+
+PATIENCE = 100
+"""Seconds after which a command waits for something that never comes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A recipe of two variants, its store and its bundles."""
+
+    root: Path
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+    def command(
+        self, module: str, *words: str | Path, before: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "MLCBUILD_STORE": str(self.store), "PYTHONPATH": str(ROOT)}
+        environment |= {"MLCBUILD_KEY": str(self.root / "no-key.pem"), "HOME": str(self.root)}
+        arguments = [str(word) for word in words]
+        done = COMMANDS.run(module, arguments, self.root, environment, PATIENCE, before)
+        assert "Traceback" not in done.stderr and "a defect of" not in done.stderr, done.stderr
+        return done
+
+    def mlcbuild(self, *words: str | Path, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        return self.command("mlcbuild", *words, before=before)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Runs `mlcbuild run` with steps that cost nothing, and returns the ended process."""
+        return self.command("tests.product", "fill", "recipe.yaml", *words)
+
+    def records(self, step: str) -> list[Path]:
+        found = []
+        for path in sorted(self.store.glob("ac/*/*")):
+            if json.loads(path.read_bytes().splitlines()[1])["step"].startswith(step):
+                found.append(path)
+        return found
+
+    def blob(self, step: str) -> Path:
+        """Returns the first file that a step made."""
+        head = json.loads(self.records(step)[0].read_bytes().splitlines()[0])
+        digest = str(head["files"][0][1])
+        return self.store / "cas" / digest[:2] / digest
+
+    def bundles(self) -> dict[str, bytes]:
+        """Returns every file of every bundle; that of provenance says when it was made."""
+        dist = self.root / "dist"
+        return {
+            path.relative_to(dist).as_posix(): path.read_bytes()
+            for path in dist.rglob("*")
+            if path.is_file() and path.parent != dist
+        }
+
+
+def write(path: Path, data: bytes) -> None:
+    """Writes to a file in place, whatever its mode says, as damage does."""
+    path.chmod(0o644)
+    path.write_bytes(data)
+    path.chmod(0o444)
+
+
+def healed(place: Place, sound: Place) -> None:
+    """Asserts that nothing is left of the damage: the bundles are right, and so is the store."""
+    assert place.bundles() == sound.bundles()
+    done = place.mlcbuild("cache", "verify")
+    assert done.returncode == 0, done.stdout
+    again = place.mlcbuild("run", "recipe.yaml")
+    assert again.returncode == 0 and "0 built, 11 reused" in again.stdout and "warning" not in again.stdout
+
+
+def lines(path: Path) -> list[bytes]:
+    return path.read_bytes().split(b"\n")
+
+
+def brackets(path: Path) -> None:
+    write(path, b"[" * 100_000 + b"\n" + b"[" * 100_000 + b"}\n")
+
+
+def other_kind(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return replace
+
+
+def bound(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"/tmp/{os.getpid()}.socket")  # names of sockets are short
+    shutil.move(f"/tmp/{os.getpid()}.socket", path)
+
+
+def full_directory(path: Path) -> None:
+    (path / "deep").mkdir(parents=True)
+    (path / "deep" / "file").write_text("x")
+
+
+def field(line: int, name: str, value: object) -> Callable[[Path], None]:
+    """Returns one field of a record becomes another, as `json.dumps` writes it."""
+
+    def change(path: Path) -> None:
+        parts = [json.loads(text) for text in lines(path)[:2]]
+        parts[line][name] = value
+        write(path, b"".join(json.dumps(part).encode() + b"\n" for part in parts))
+
+    return change
+
+
+def replaced(old: bytes, new: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = path.read_bytes()
+        assert old in data
+        write(path, data.replace(old, new, 1))
+
+    return change
+
+
+def enlarge(path: Path) -> None:
+    path.chmod(0o644)
+    os.truncate(path, 1 << 40)
+
+
+RECORDS: dict[str, Callable[[Path], object]] = {
+    "a flipped bit in a name": replaced(b"weights-0", b"veights-0"),
+    "empty": lambda path: write(path, b""),
+    "cut in the first line": lambda path: write(path, path.read_bytes()[:40]),
+    "cut in the second line": lambda path: write(path, path.read_bytes()[:-5]),
+    "one line": lambda path: write(path, lines(path)[0] + b"\n"),
+    "a third line": lambda path: write(path, path.read_bytes() + b'{"x":1}\n'),
+    "text behind it": lambda path: write(path, path.read_bytes() + b"x"),
+    "a duplicate key": replaced(b'{"action"', b'{"action":"x:y","action"'),
+    "a flipped bit in what no key covers": replaced(b'"shared":true', b'"sharee":true'),
+    "a cost of 1e999": replaced(b'"measured":[', b'"measured":[1e999,'),
+    "zeros": lambda path: write(path, bytes(path.stat().st_size)),
+    "not UTF-8": replaced(b'"step":"', b'"step":"\xff'),
+    "brackets": brackets,
+    "a size of 1e999": replaced(b'","', b'",1e999,"'),
+    "a huge number": replaced(b'"measured":[', b'"measured":[' + b"9" * 5000),
+    "measured of another shape": field(1, "measured", ["x", {}, []]),
+    "measured is true": field(1, "measured", [True, 1, 2]),
+    "measured is negative": field(1, "measured", [-1, 1, 2]),
+    "a step that is an object": field(1, "step", {"a": [1]}),
+    "a step with a line break": field(1, "step", "weights/\x1b[31m\n"),
+    "a lone surrogate": field(1, "step", "\ud800"),
+    "shared is a word": field(1, "shared", "yes"),
+    "inputs are a list": field(1, "inputs", [1]),
+    "deep params": field(1, "params", json.loads('{"a":' * 300 + "1" + "}" * 300)),
+    "one field more": field(1, "more", 1),
+    "files out of the tree": field(0, "files", [["../x", "00" * 32, 1]]),
+    "files twice": field(0, "files", [["x", "00" * 32, 1]] * 2),
+    "a name of 300 letters": field(0, "files", [["x" * 300, "00" * 32, 1]]),
+    "a file below a file": field(0, "files", [["x", "00" * 32, 1], ["x/y", "00" * 32, 1]]),
+    "a negative size": field(0, "files", [["x", "00" * 32, -1]]),
+    "a tree that is a list": field(0, "tree", [1]),
+    "another format": field(0, "format", "record/9"),
+    "a directory": other_kind(Path.mkdir),
+    "a full directory": other_kind(full_directory),
+    "a pipe": other_kind(os.mkfifo),
+    "a socket": other_kind(bound),
+    "a link to itself": other_kind(lambda path: path.symlink_to(path)),
+    "a link to a device": other_kind(lambda path: path.symlink_to("/dev/zero")),
+    "larger than any record": enlarge,
+}

@@ -1,0 +1,77 @@
+"""Fields and types that are known: ignored ones, and those that need what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.errors import CheckpointError
+from mlcbuild.models import (
+    parsing,
+    refusals,
+)
+from mlcbuild.models.known import IRRELEVANT
+from mlcbuild.models.parsing import parse
+from tests.models.cases import golden
+
+
+def test_bookkeeping_may_hold_anything() -> None:
+    odd = {name: {"odd": [1.5]} for name in IRRELEVANT}
+    assert parse(golden("llama-yarn") | odd) == parse(golden("llama-yarn"))
+
+
+DEFAULTS = json.loads(Path(__file__).with_name("transformers_defaults.json").read_text())
+"""The files that the named versions of transformers write: its PretrainedConfig, its GenerationConfig, and
+the fields that a family's config adds or changes."""
+
+
+NO_MODEL = {"deepseek_v2", "dots1", "glm4_moe"}
+"""Their defaults describe no model: experts without a number, and a head size that is no integer."""
+
+
+@pytest.mark.parametrize("version", DEFAULTS)
+@pytest.mark.parametrize("family", parsing.family_names())
+def test_what_transformers_writes_for_every_model_refuses_none(version: str, family: str) -> None:
+    if version != max(DEFAULTS) and family not in DEFAULTS[version]:
+        return  # no release of that time had it
+    if family in NO_MODEL:
+        return
+    written = DEFAULTS[version]["base"] | DEFAULTS[version][family]
+    config = parse(written)
+    assert config.family == family
+    # Old versions wrote generation settings beside the model's; any program may add notes of its own.
+    notes = {"_model_name_or_path": "x", "_sdpa": {"deep": [1]}, "_moe_implementation": None}
+    assert parse(DEFAULTS[version]["generation"] | notes | written) == config
+    attributes = {"base_model_tp_plan": {"layers.*.mlp": "x"}, "sub_configs": {}, "use_return_dict": True}
+    assert parse(attributes | {"auto_map": {}, "transformers_weights": None} | written) == config
+
+
+@pytest.mark.parametrize("name", ["sdpa_scale", "name_or_path_", "residual_multiplier", "logits_scaling"])
+def test_what_nobody_knows_still_refuses_a_model(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name}: unknown to family 'llama'"):
+        parse(DEFAULTS["4.51.3"]["base"] | DEFAULTS["4.51.3"]["llama"] | {name: 1.5})
+
+
+def test_many_unknown_fields_are_counted() -> None:
+    fields = {f"field{i:06}": i for i in range(100_000)}
+    with pytest.raises(CheckpointError) as caught:
+        parse(DEFAULTS["4.51.3"]["base"] | DEFAULTS["4.51.3"]["llama"] | fields)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 51
+    assert lines[-1] == "config.json: field000050: unknown, like 99949 more fields"
+
+
+def test_types_that_need_another_block_are_refused_by_its_name() -> None:
+    assert not set(refusals.NEEDED) & set(parsing.family_names())
+    for name, block in refusals.NEEDED.items():
+        with pytest.raises(CheckpointError) as caught:
+            parse({"model_type": name})
+        assert f"it needs {block}, which" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_types_that_only_code_in_checkpoints_defines_are_refused() -> None:
+    for name in refusals.CODE_ALONE:
+        with pytest.raises(CheckpointError, match=r"transformers ships no model of this name$"):
+            parse({"model_type": name})

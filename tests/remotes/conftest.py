@@ -1,0 +1,41 @@
+"""Remotes of every kind, and addresses that belong to no host."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.caches import Cache, nginx, serving
+from tests.remotes.users import needs_nginx
+
+
+@pytest.fixture(params=["directory", "server", pytest.param("nginx", marks=needs_nginx), "s3", "oci"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Yields an empty cache of each kind."""
+    if request.param == "directory":
+        (tmp_path / "shared").mkdir()
+        yield (tmp_path / "shared").as_uri()
+    elif request.param == "s3":
+        request.getfixturevalue("s3_login")
+        yield request.getfixturevalue("s3_server").bucket(f"b{secrets.token_hex(8)}")
+    elif request.param == "oci":
+        yield request.getfixturevalue("registry_server").url(f"team/b{secrets.token_hex(8)}")
+    elif request.param == "server":
+        with serving() as cache:
+            yield cache.url
+    else:
+        with nginx(tmp_path / "nginx") as server:
+            yield server.url
+
+
+@pytest.fixture(params=["http", "s3"])
+def address(request: pytest.FixtureRequest) -> Callable[[Cache], str]:
+    """Returns the URL of a cache of ours, which can fail and lie, in each protocol that it speaks."""
+    if request.param == "http":
+        return lambda cache: cache.url
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'mlcbuild[s3]'")
+    request.getfixturevalue("s3_login")
+    return lambda cache: cache.bucket

@@ -1,0 +1,30 @@
+"""Bundles that are damaged, and the sentences that refuse them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlcbuild_format import bundle
+from mlcbuild_format.errors import BundleError
+
+from . import shared
+
+Damage = Callable[[Path], None]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(BundleError) as caught:
+        bundle.check(path)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def started(path: Path) -> str:
+    """Returns what a server says that cannot start."""
+    done = shared.run("-m", "mlcbuild_runtime", str(path), "--port", "0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(r"mlcbuild-serve: [^\n]+\n", done.stderr), done.stderr
+    return done.stderr
