@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from mlcbuild.quant import row_packing
 from mlcbuild.quant.blocks import BLOCK_WEIGHTS, BlockRows, Blocks
 from mlcbuild.quant.floats import Array, not_finite
 from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS
@@ -19,17 +20,25 @@ comes near."""
 
 def pack(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
     """Packs consecutive rows, which may be of several types that the format holds, and returns the tensors
-    that store them.
+    that store them in tiles.
 
     Raises CheckpointError, naming `name`, when a scale or a minimum is infinite or NaN.
     """
-    parts = [_conformed(blocks, part, name) for part in rows]
-    codes, *numbers = (
-        np.concatenate(fields) if len(parts) > 1 else fields[0] for fields in zip(*parts, strict=True)
-    )
+    codes, *numbers = _joined(blocks, rows, name)
     dtypes = _number_dtypes(blocks)
     scales = [_in_tiles(field, dtype) for field, dtype in zip(numbers, dtypes, strict=True)]
     return _packed_codes(blocks, codes), *scales
+
+
+def pack_rows(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
+    """Does what `pack` does for the layout row."""
+    return row_packing.pack_blocks(blocks, _joined(blocks, rows, name))
+
+
+def _joined(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> list[NDArray[Any]]:
+    """Returns what `_conformed` returns, for all rows."""
+    parts = [_conformed(blocks, part, name) for part in rows]
+    return [np.concatenate(fields) if len(parts) > 1 else fields[0] for fields in zip(*parts, strict=True)]
 
 
 def _number_dtypes(blocks: Blocks) -> list[DTypeLike]:

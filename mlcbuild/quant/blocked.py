@@ -1,4 +1,4 @@
-"""Defines formats that keep the values of quantized checkpoints unchanged, in tiles of 16 rows.
+"""Defines formats that keep the values of quantized checkpoints unchanged, in rows or tiles of 16 rows.
 
 Planning a build loads this module, so only the functions that pack import NumPy; they are in
 block_packing.py.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mlcbuild.quant.blocks import BLOCK_WEIGHTS, BlockRows, Blocks
 from mlcbuild.quant.format import ITEM_BYTES, Format, FormatTensor
-from mlcbuild.quant.groups import GROUP, TILE_ROWS
+from mlcbuild.quant.groups import GROUP, TILE_ROWS, row_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,18 +30,49 @@ def tiles(blocks: Blocks) -> Format:
     q_scale [tiles, groups, 16], and with levels uint8 [tiles, groups, 16 * halves], the bits of int8, and
     q_block float16 [tiles, blocks, 16]. q_min and q_block_min are shaped like them.
     """
+    return _format(blocks, tuple(_tensors(blocks)), TILE_ROWS, _bits_per_weight(blocks))
+
+
+def rows(blocks: Blocks) -> Format:
+    """Returns the format that stores these blocks in the layout row. The number of columns is as for `tiles`.
+
+    q_weight uint32 [N, row_words(K)]. q_scale is the type of a scale [N, groups]; with a minimum uint32, the
+    scale's float16 in the low half and the minimum's in the high one. With levels it is uint32 [N, blocks *
+    words]: the block's float16 numbers in one word, then a byte for each scale, then one for each minimum.
+    """
+    words = 1 + BLOCK_WEIGHTS // blocks.group // 4 * (1 + blocks.minimum)
+    dtype = "uint32" if blocks.minimum or blocks.scale == "levels" else blocks.scale
+    levels = blocks.scale == "levels"
+    tensors = (
+        FormatTensor("q_weight", "uint32", lambda n, k: (n, row_words(blocks.bits, k))),
+        FormatTensor(
+            "q_scale", dtype, lambda n, k: (n, -(-k // BLOCK_WEIGHTS) * words if levels else -(-k // GROUP))
+        ),
+    )
+    bits = 32 * words / BLOCK_WEIGHTS if levels else 8 * ITEM_BYTES[dtype] / GROUP
+    return _format(blocks, tensors, 1, blocks.bits + bits)
+
+
+def _format(
+    blocks: Blocks, tensors: tuple[FormatTensor, ...], rows_per_index: int, bits_per_weight: float
+) -> Format:
     return Format(
-        tuple(_tensors(blocks)),
+        tensors,
         _refuse,
-        partial(_unpack, blocks),
-        _bits_per_weight(blocks),
+        partial(_unpack, blocks, rows_per_index),
+        bits_per_weight,
         blocks.bits,
         blocks.group,
         "float16",
-        TILE_ROWS,
+        rows_per_index,
         blocks,
-        partial(_pack_blocks, blocks),
+        partial(_pack_blocks, blocks, rows_per_index),
     )
+
+
+def both(blocks: Blocks) -> dict[str, Format]:
+    """Returns the format in both layouts: layout -> format."""
+    return {"x16": tiles(blocks), "row": rows(blocks)}
 
 
 def _tensors(blocks: Blocks) -> Iterator[FormatTensor]:
@@ -82,13 +113,19 @@ def _refuse(weight: Array, scratch: Scratch, name: str) -> Sequence[Array]:
     )
 
 
-def _pack_blocks(blocks: Blocks, rows: Sequence[BlockRows], name: str) -> Sequence[Array]:
+def _pack_blocks(
+    blocks: Blocks, rows_per_index: int, rows: Sequence[BlockRows], name: str
+) -> Sequence[Array]:
     from mlcbuild.quant import block_packing
 
-    return block_packing.pack(blocks, rows, name)
+    pack = block_packing.pack_rows if rows_per_index == 1 else block_packing.pack
+    return pack(blocks, rows, name)
 
 
-def _unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    from mlcbuild.quant import block_packing
+def _unpack(
+    blocks: Blocks, rows_per_index: int, tensors: Sequence[Array], shape: tuple[int, int]
+) -> NDArray[np.float32]:
+    from mlcbuild.quant import block_packing, row_packing
 
-    return block_packing.unpack(blocks, tensors, shape)
+    unpack = row_packing.unpack_blocks if rows_per_index == 1 else block_packing.unpack
+    return unpack(blocks, tensors, shape)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mlcbuild.quant.format import ITEM_BYTES, Format, FormatTensor
-from mlcbuild.quant.groups import GROUP, TILE_ROWS, Groups
+from mlcbuild.quant.groups import GROUP, TILE_ROWS, Groups, row_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,15 +25,11 @@ def _group_count(columns: int) -> int:
 
 
 def rows(groups: Groups) -> Format:
-    """Returns the format for the layout `row`, where the codes of one row fill uint32 words from their low
-    ends.
-
-    q_weight is uint32 [N, ceil(K/32) * bits], q_scale [N, ceil(K/32)]. It has 4 or 8 bits; K is padded with
-    zeros.
-    """
+    """Returns the format in the layout row: q_weight uint32 [N, row_words(K)], q_scale [N, ceil(K/32)]. K is
+    padded with zeros."""
     return _format(
         groups,
-        FormatTensor("q_weight", "uint32", lambda n, k: (n, _group_count(k) * groups.bits)),
+        FormatTensor("q_weight", "uint32", lambda n, k: (n, row_words(groups.bits, k))),
         FormatTensor("q_scale", groups.dtype, lambda n, k: (n, _group_count(k))),
         1,
     )

@@ -15,6 +15,16 @@ TILE_ROWS = 16
 """Number of rows in a tile of the layout x16: as many as int32 lanes in the widest vectors of CPUs."""
 
 
+def row_words(bits: int, columns: int) -> int:
+    """Returns the number of uint32 words that hold the codes of a row in the layout row.
+
+    4 or 8 bits fill words from their low ends. Of 5 and 6 bits, the low four come first for the whole row,
+    and then the high ones, 32 or 16 in a word; rows are padded to whole vectors of four words.
+    """
+    count = -(-columns // GROUP) * bits
+    return -(-count // 4) * 4
+
+
 @dataclass(frozen=True)
 class Groups:
     """The integers and rounding of a format with one scale per group; all arithmetic is float32, each step

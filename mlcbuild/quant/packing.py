@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mlcbuild.quant import row_packing
 from mlcbuild.quant.floats import BLOCK, OVERFLOW, Array, Scratch, largest, not_finite, overflow, widen
 from mlcbuild.quant.groups import GROUP, QUAD, QUADS, TILE_ROWS, Groups
 from mlcbuild.quant.search import SEARCHES, fit
@@ -77,14 +78,16 @@ class Packer:
         return out
 
     def _lines(self, block: Array, q_weight: Array, q_scale: Array) -> None:
-        """Writes the codes and scales of a block of rows in the layout `row`: a uint32 holds eight
-        consecutive weights of 4 bits, or four of 8 bits.
-        """
+        """Writes codes and scales of a block in the layout row: see groups.row_words."""
         groups = q_scale.size
         planes = self._planes(block, (groups, QUADS), (1, 0))
         q = self._quantize(planes, q_scale.reshape(groups))
         if self._format.bits == 8:
             q_weight.reshape(groups, QUADS)[...] = q.view(np.uint32).T
+            return
+        if self._format.bits == 5:
+            codes = np.ascontiguousarray(q.view(np.uint32).T).view(np.uint8).reshape(len(block), -1)
+            q_weight[...] = row_packing.pack_codes(codes, 5)
             return
         # Two bytes b0, b1 become b0 | b1 << 4: in a little-endian uint16 that is the low byte of x | x >> 4.
         pairs = q.view(np.uint16)
@@ -181,8 +184,7 @@ def unpack_rows(groups: Groups, tensors: Sequence[Array], shape: tuple[int, int]
     """
     q_weight, q_scale = tensors
     rows, columns = shape
-    shifts = np.arange(0, 32, groups.bits, dtype=np.uint32)
-    q = (q_weight.view(np.uint32)[..., None] >> shifts) & np.uint32(2**groups.bits - 1)
+    q = row_packing.unpack_codes(q_weight.view(np.uint32), groups.bits, -(-columns // GROUP))
     centred = q.reshape(rows, -1, GROUP).astype(np.float32) - groups.zero
     whole = (centred * q_scale.astype(np.float32)[..., None]).reshape(rows, -1)
     return np.ascontiguousarray(whole[:, :columns])

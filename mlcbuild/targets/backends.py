@@ -116,11 +116,10 @@ def _cpu_layout(scheme: Scheme) -> str:
 
 
 GPU_LAYOUTS: Mapping[str, str] = {
-    name: layout for name, layout in CPU_LAYOUTS.items() if layout in ("plain", "row")
+    name: "plain" if layout == "plain" else "row" for name, layout in CPU_LAYOUTS.items()
 }
-"""Name of a format -> the physical layout that GPU kernels read. It is the same that CPU kernels read, so
-that both share weights.
-"""
+"""Name of a format -> the physical layout that the kernels of GPUs read. Where CPUs read the same, both share
+weights."""
 
 
 def _gpu_layout(scheme: Scheme) -> str:

@@ -37,9 +37,9 @@ def expected(raw: NDArray[np.uint8], kind: BlockType) -> NDArray[np.float32]:
     return values
 
 
-def stored(types: tuple[str, ...], rows: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def stored(types: tuple[str, ...], rows: int, layout: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Returns what is stored of matrices [rows, 768] of these types below each other, and what they hold."""
-    form = load_format(format_for(types), "x16")
+    form = load_format(format_for(types), layout)
     assert form.pack_blocks is not None
     parts = [(finite_rows(name, rows, 768, seed), kind_of(name)) for seed, name in enumerate(types)]
     arrays = form.pack_blocks([gguf_blocks.unpack(*part) for part in parts], "matrix")
@@ -54,9 +54,12 @@ def stored(types: tuple[str, ...], rows: int) -> tuple[NDArray[np.float32], NDAr
 
 @pytest.mark.parametrize("types", [*((name,) for name in QUANTIZED), *MIXED], ids="+".join)
 @pytest.mark.parametrize("rows", [1, 37])
-def test_stored_values_have_the_bits_of_the_gguf_package(types: tuple[str, ...], rows: int) -> None:
+@pytest.mark.parametrize("layout", ["x16", "row"])
+def test_stored_values_have_the_bits_of_the_gguf_package(
+    types: tuple[str, ...], rows: int, layout: str
+) -> None:
     """Every byte of a block is random; scales are ordinary, zero, negative and the smallest float16."""
-    actual, matrix = stored(types, rows)
+    actual, matrix = stored(types, rows, layout)
     assert (actual.view(np.uint32) == matrix.view(np.uint32)).all()
 
 

@@ -63,10 +63,10 @@ def test_formats_that_are_not_there() -> None:
         layouts("q4f61")
     with pytest.raises(
         UsageError,
-        match="format 'q5s' cannot be stored in layout 'row', which the backend of the target reads; it has: "
-        "x16; choose a scheme that the device supports",
+        match="format 'q4f16' cannot be stored in layout 'x16', which the backend of the target reads; it "
+        "has: row; choose a scheme that the device supports",
     ):
-        load_format("q5s", "row")
+        load_format("q4f16", "x16")
 
 
 def test_loading_a_built_in_format_loads_no_numpy() -> None:

@@ -16,13 +16,13 @@ from mlcbuild.compiler.gpu.emitter import Emitter, Make
 from mlcbuild.compiler.gpu.kernels import norm_rows, product, tile_product
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
-from mlcbuild.compiler.gpu.kernels.storage import FORMATS
+from mlcbuild.compiler.gpu.kernels.storage import stored_as
 from mlcbuild.models import LayerSpec, ModelConfig, Param, parameters
 from mlcbuild.models.layers import Norm
 from mlcbuild.quant import Storage
 
 Buffers = Mapping[str, str | BoundBuffer]
-PLAIN = {"float32": FORMATS["f32"], "float16": FORMATS["f16"]}
+PLAIN = {"float32": stored_as("f32"), "float16": stored_as("f16")}
 """Type of a matrix without quantization -> how kernels read it."""
 
 
@@ -112,7 +112,7 @@ class LaunchBuilder:
         """
         own, param = quant.scheme_for(self.scheme, name), self.params[name]
         rows, columns = param.shape[-2:]
-        form = FORMATS[own.format] if param.matrix else PLAIN[quant.plain_dtype(param, own)]
+        form = stored_as(own.format) if param.matrix else PLAIN[quant.plain_dtype(param, own)]
         spec = ProductSpec(rows, columns, form)
         bias = bias or bias_of(name)
         if bias in self.params:

@@ -1,6 +1,6 @@
 """Stores 8-bit weights with scales of two levels for each group of 32: the values of GGUF's IQ4_XS."""
 
-from mlcbuild.quant.blocked import tiles
+from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks
 
-FORMATS = {"x16": tiles(Blocks(8, scale="levels"))}
+FORMATS = both(Blocks(8, scale="levels"))

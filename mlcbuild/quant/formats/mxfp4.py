@@ -3,7 +3,7 @@
 float16 cannot hold its scales.
 """
 
-from mlcbuild.quant.blocked import tiles
+from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks
 
-FORMATS = {"x16": tiles(Blocks(8, scale="float32"))}
+FORMATS = both(Blocks(8, scale="float32"))

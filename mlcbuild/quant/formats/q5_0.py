@@ -1,6 +1,6 @@
 """Stores 5-bit weights with a float16 scale for each group of 32: the values of GGUF's Q5_0."""
 
-from mlcbuild.quant.blocked import tiles
+from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks
 
-FORMATS = {"x16": tiles(Blocks(5))}
+FORMATS = both(Blocks(5))

@@ -3,8 +3,8 @@
 q = clip(rint(w / scale + 16), 0, 31), scale = -fit(w): see `Groups`.
 """
 
-from mlcbuild.quant.grouped import tiles
+from mlcbuild.quant.grouped import rows, tiles
 from mlcbuild.quant.groups import Groups
 
 _GROUPS = Groups(5, 16, 31, "float16", signed=True)
-FORMATS = {"x16": tiles(_GROUPS)}
+FORMATS = {"x16": tiles(_GROUPS), "row": rows(_GROUPS)}

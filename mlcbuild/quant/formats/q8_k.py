@@ -3,7 +3,7 @@
 It holds rows of several types with scales of two levels in one parameter.
 """
 
-from mlcbuild.quant.blocked import tiles
+from mlcbuild.quant.blocked import both
 from mlcbuild.quant.blocks import Blocks
 
-FORMATS = {"x16": tiles(Blocks(8, 16, "levels", minimum=True))}
+FORMATS = both(Blocks(8, 16, "levels", minimum=True))

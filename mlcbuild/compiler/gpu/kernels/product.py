@@ -225,33 +225,45 @@ def _group_sums(
     first array is scratch memory of the same size. group: index of the 32 columns.
     """
     part, sums = out
-    count, width = factors.block.count, len(matrix_rows)
+    count, width, runs = factors.block.count, len(matrix_rows), matrix.runs
     words = [matrix.group(row, group) for row in matrix_rows]
-    scales = [matrix.scale(row, group) for row in matrix_rows]
-    with T.serial(count * width) as index:
-        put(part, number(0), index)
-    for index in range(GROUP // CHUNK):
-        column = bind(group * (GROUP // CHUNK) + index)
-        norm = factors.of_norm(column)
-        codes = [
-            [bind(code) for code in matrix.chunk(words[place], row, group, index)]
-            for place, row in enumerate(matrix_rows)
-        ]
+    scales = [matrix.scales(row, group) for row in matrix_rows]
+    # A minimum is multiplied by the sum of the x of its run, which all rows of W share.
+    totals: Value = local(count) if matrix.form.minimum else None
+    for run in range(runs):
+        _clear(part, count * width)
+        if totals is not None:
+            _clear(totals, count)
+        for index in range(run * (GROUP // CHUNK) // runs, (run + 1) * (GROUP // CHUNK) // runs):
+            column = bind(group * (GROUP // CHUNK) + index)
+            norm = factors.of_norm(column)
+            codes = [
+                [bind(code) for code in matrix.chunk(words[place], row, group, index)]
+                for place, row in enumerate(matrix_rows)
+            ]
+            with T.serial(count) as own:
+                values = factors.chunk(own, column, norm)
+                for place in range(width):
+                    total = part[own * width + place]
+                    for code, value in zip(codes[place], values, strict=True):
+                        total = code * value + total
+                    put(part, total, own * width + place)
+                if totals is not None:
+                    put(totals, totals[own] + (values[0] + values[1] + values[2] + values[3]), own)
         with T.serial(count) as own:
-            values = factors.chunk(own, column, norm)
-            for place in range(width):
-                total = part[own * width + place]
-                for code, value in zip(codes[place], values, strict=True):
-                    total = code * value + total
-                put(part, total, own * width + place)
-    with T.serial(count) as own:
-        for place, scale in enumerate(scales):
-            value = part[own * width + place]
-            put(
-                sums,
-                sums[own * width + place] + (value if scale is None else value * scale),
-                own * width + place,
-            )
+            for place, of_row in enumerate(scales):
+                at = own * width + place
+                value = part[at]
+                if of_row:
+                    scale, minimum = of_row[run]
+                    value = value * scale
+                    value = value if minimum is None else value + totals[own] * minimum
+                put(sums, sums[at] + value, at)
+
+
+def _clear(array: Value, count: int) -> None:
+    with T.serial(count) as index:
+        put(array, number(0), index)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from tvm.script.ir_builder import tirx as T
 from tvm.tirx import Var
 
 from mlcbuild.compiler.gpu.tensorir import KernelBuilder, Value, bind, floating, half, lane, number, unsigned
-from mlcbuild.quant.groups import GROUP
+from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
+from mlcbuild.quant.format import load_format
+from mlcbuild.quant.groups import GROUP, row_words
 
 CHUNK = 4
 """Number of columns in a chunk: a vector of four values, the widest load that all targets have."""
@@ -29,17 +32,55 @@ class StoredAs:
     """The code that stands for the weight 0."""
     half: bool
     """True if scales, or floating point weights, are float16."""
+    group: int = GROUP
+    """Number of weights that share a scale."""
+    minimum: bool = False
+    """True if a float16 minimum is added to the weights of a group."""
+    levels: bool = False
+    """True if scales are integers, times a float16 of BLOCK_WEIGHTS weights."""
+
+    @classmethod
+    def of(cls, blocks: Blocks) -> StoredAs:
+        """Returns the description of a format that keeps the values of quantized checkpoints."""
+        levels = blocks.scale == "levels"
+        half = blocks.scale == "float16"
+        return cls(blocks.bits, blocks.zero, half, blocks.group, blocks.minimum, levels)
+
+    @property
+    def block_words(self) -> int:
+        """Returns the number of words of the scales and minima of BLOCK_WEIGHTS weights with levels."""
+        return 1 + self.minimum_word * (1 + self.minimum)
+
+    @property
+    def minimum_word(self) -> int:
+        """Returns the number of words of a block's scales."""
+        return BLOCK_WEIGHTS // self.group // 4
 
 
-FORMATS: Mapping[str, StoredAs] = {
+_PLAIN: Mapping[str, StoredAs] = {
     "f32": StoredAs(0, 0, half=False),
     "f16": StoredAs(0, 0, half=True),
     "q4f32": StoredAs(4, 7, half=False),
     "q4f16": StoredAs(4, 7, half=True),
     "q8f32": StoredAs(8, 127, half=False),
     "q8f16": StoredAs(8, 127, half=True),
+    "q4s": StoredAs(4, 8, half=True),
+    "q5s": StoredAs(5, 16, half=True),
+    "q8s": StoredAs(8, 128, half=True),
 }
-"""Name of a format -> how GPU kernels read its tensors. The targets' table of layouts has the same names."""
+
+
+def stored_as(name: str) -> StoredAs:
+    """Returns the description by which GPU kernels read tensors of the format `name`."""
+    if name in _PLAIN:
+        return _PLAIN[name]
+    blocks = load_format(name, "row").blocks
+    assert blocks is not None, "the targets' table of layouts has no other formats"
+    return StoredAs.of(blocks)
+
+
+Scale: TypeAlias = tuple[Value, Value | None]
+"""A scale, and the minimum of its weights; None: nothing is added."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +91,20 @@ class StoredMatrix:
     rows: int
     columns: int
     words: Value
-    scales: Value | None
+    numbers: Value | None
+    """The tensor of scales and minima; None: there are none."""
 
     @classmethod
     def declare(cls, k: KernelBuilder, form: StoredAs, rows: int, columns: int) -> StoredMatrix:
         groups = -(-columns // GROUP)
         if form.bits:
-            vectors = groups * form.bits // CHUNK
-            words = k.buffer("w", (rows, vectors), "uint32x4")
+            words = k.buffer("w", (rows, row_words(form.bits, columns) // CHUNK), "uint32x4")
+            if form.levels:
+                count = rows * -(-columns // BLOCK_WEIGHTS) * form.block_words
+                return cls(form, rows, columns, words, k.buffer("s", (count,), "uint32"))
             count = rows * groups
+            if form.minimum:
+                return cls(form, rows, columns, words, k.buffer("s", (count,), "uint32"))
             shape, dtype = ((-(-count // 2),), "uint32") if form.half else ((count,), "float32")
             return cls(form, rows, columns, words, k.buffer("s", shape, dtype))
         if columns % CHUNK == 0:
@@ -72,61 +118,147 @@ class StoredMatrix:
     def groups(self) -> int:
         return -(-self.columns // GROUP)
 
-    def scale(self, row: Value, group: Value) -> Value | None:
-        """Returns the scale of a group of 32 weights; None for a format without scales."""
-        if self.scales is None:
-            return None
+    @property
+    def runs(self) -> int:
+        """Returns the number of runs of a group of 32 weights that have a scale of their own: 1 or 2."""
+        return GROUP // self.form.group
+
+    def scales(self, row: Value, group: Value) -> list[Scale]:
+        """Returns the scale of each run of a group of 32 weights; [] if there are none."""
+        if self.numbers is None:
+            return []
+        if self.form.levels:
+            return self._levels(self.numbers, row, group)
         flat = bind(row * self.groups + group)
+        if self.form.minimum:
+            word = bind(self.numbers[flat])
+            return [(bind(half(word, False)), bind(half(word, True)))]
         if not self.form.half:
-            return bind(self.scales[flat])
-        word = bind(self.scales[flat // 2])
-        return bind(half(word, flat % 2 == 1))
+            return [(bind(self.numbers[flat]), None)]
+        word = bind(self.numbers[flat // 2])
+        return [(bind(half(word, flat % 2 == 1)), None)]
+
+    def _levels(self, numbers: Value, row: Value, group: Value) -> list[Scale]:
+        form, each = self.form, BLOCK_WEIGHTS // GROUP
+        blocks = -(-self.columns // BLOCK_WEIGHTS)
+        base = bind((row * blocks + group // each) * form.block_words)
+        first, inside = bind(numbers[base]), group % each * self.runs
+        steps = [bind(numbers[base + 1 + inside // 4])]
+        if form.minimum:
+            steps.append(bind(numbers[base + 1 + form.minimum_word + inside // 4]))
+        scales = []
+        for run in range(self.runs):
+            shift = unsigned(inside % 4 * 8 + run * 8)
+            codes = [T.bitwise_and(T.shift_right(word, shift), T.uint32(255)) for word in steps]
+            signed = T.Cast("int32", T.bitwise_xor(codes[0], T.uint32(128))) - 128
+            scale = bind(half(first, False) * floating(signed))
+            minimum = bind(half(first, True) * floating(codes[1])) if form.minimum else None
+            scales.append((scale, minimum))
+        return scales
 
     def group(self, row: Value, group: Value) -> list[Value]:
-        """Returns the words that hold a group's codes, which `chunk` requires; [] for floating
-        point numbers.
-        """
-        if not self.form.bits:
+        """Returns the words of a group's codes, which `chunk` requires; [] for floating point numbers."""
+        bits = self.form.bits
+        if not bits:
             return []
-        vectors = self.form.bits // CHUNK
+        vectors = 2 if bits == 8 else 1
         loads = [bind(self.words[row, group * vectors + index]) for index in range(vectors)]
-        return [bind(lane(vector, index)) for vector in loads for index in range(4)]
+        words = [bind(lane(vector, index)) for vector in loads for index in range(4)]
+        return words + [self._high(row, group * (bits - 4) + index) for index in range(bits % 4)]
+
+    def _high(self, row: Value, index: Value) -> Value:
+        """Returns a word of a row's high bits, which follow the low bits of all groups."""
+        vector = bind(self.words[row, self.groups + index // 4])
+        return bind(select_lane(vector, index % 4))
 
     def chunk(self, words: Sequence[Value], row: Value, group: Value, index: int) -> list[Value]:
         """Returns four weights without their scale: chunk `index` of a group whose words `group` returned.
         Values beyond the matrix's columns are arbitrary.
         """
-        if self.form.bits:
-            first = CHUNK * index * self.form.bits
-            mask = T.uint32((1 << self.form.bits) - 1)
-            codes = []
-            for place in range(CHUNK):
-                word, shift = divmod(first + place * self.form.bits, 32)
-                code = T.bitwise_and(T.shift_right(words[word], T.uint32(shift)), mask)
-                codes.append(floating(T.Cast("int32", code) - self.form.zero))
-            return codes
+        bits = self.form.bits
+        if bits:
+            low = 8 if bits == 8 else 4
+            word, shift = divmod(CHUNK * index * low, 32)
+            if bits == low:
+                return self._codes(words[word], shift)
+            above, place = divmod(CHUNK * index * (bits - 4), 32)
+            return self._codes(words[word], shift, words[4 + above], place)
         column = bind(group * (GROUP // CHUNK) + index)
         if self.columns % CHUNK == 0:
             vector = bind(self.words[row, T.min(column, self.columns // CHUNK - 1)])
             return unpacked(vector, self.form.half)
         return [self.number(row, T.min(column * CHUNK + place, self.columns - 1)) for place in range(CHUNK)]
 
+    def chunk_at(self, row: Value, group: Value, chunk: Value) -> list[Value]:
+        """Returns four scaled numbers of a group of 32: those of the chunk with an index that is no
+        constant."""
+        if not self.form.bits:
+            column = bind(group * (GROUP // CHUNK) + chunk)
+            if self.columns % CHUNK == 0:
+                vector = bind(self.words[row, T.min(column, self.columns // CHUNK - 1)])
+                return unpacked(vector, self.form.half)
+            last = self.columns - 1
+            return [self.number(row, bind(T.min(column * CHUNK + place, last))) for place in range(CHUNK)]
+        return self._scaled(self._codes_at(row, group, chunk, CHUNK), row, group, chunk * CHUNK)
+
+    def _scaled(self, codes: list[Value], row: Value, group: Value, inside: Value) -> list[Value]:
+        """Returns weights of a run of a group, of which `inside` is the place of one."""
+        scales = self.scales(row, group)
+        scale, minimum = scales[0]
+        if len(scales) > 1:
+            upper = bind(inside >= self.form.group)
+            scale = bind(T.Select(upper, scales[1][0], scale))
+            minimum = minimum if minimum is None else bind(T.Select(upper, scales[1][1], minimum))
+        return [code * scale if minimum is None else code * scale + minimum for code in codes]
+
+    def _codes_at(self, row: Value, group: Value, index: Value, width: int) -> list[Value]:
+        """Returns `width` codes of a group from number index * width on; width: 1 or CHUNK."""
+        bits = self.form.bits
+        low = 8 if bits == 8 else 4
+        place = bind(group * low + index * (width * low) // 32)
+        word = bind(select_lane(bind(self.words[row, place // 4]), place % 4))
+        shift = bind(unsigned(index * (width * low) % 32))
+        if bits == low:
+            return self._codes(word, shift, count=width)
+        high = self._high(row, bind(group * (bits - 4) + index * (width * (bits - 4)) // 32))
+        above = bind(unsigned(index * (width * (bits - 4)) % 32))
+        return self._codes(word, shift, high, above, count=width)
+
+    def _codes(
+        self,
+        word: Value,
+        shift: Value | int,
+        high: Value | None = None,
+        high_shift: Value | int = 0,
+        count: int = CHUNK,
+    ) -> list[Value]:
+        """Returns codes, less the one that stands for 0, from a bit of a word on. high: the word that holds
+        the bits above the low four."""
+        low, codes = 8 if self.form.bits == 8 else 4, []
+        for place in range(count):
+            code = _bits(word, shift, place, low)
+            if high is not None:
+                above = _bits(high, high_shift, place, self.form.bits - low)
+                code = T.bitwise_or(code, T.shift_left(above, T.uint32(4)))
+            codes.append(floating(T.Cast("int32", code) - self.form.zero))
+        return codes
+
     def number(self, row: Value, column: Value) -> Value:
         """Returns one weight of the matrix, scaled."""
         if self.form.bits:
-            place = 32 // self.form.bits
-            index = bind(column // place)
-            vector = bind(self.words[row, index // 4])
-            word = bind(select_lane(vector, index % 4))
-            shift = unsigned(column % place * self.form.bits)
-            code = T.bitwise_and(T.shift_right(word, shift), T.uint32((1 << self.form.bits) - 1))
-            scale = self.scale(row, column // GROUP)
-            return floating(T.Cast("int32", code) - self.form.zero) * scale
+            group, inside = bind(column // GROUP), bind(column % GROUP)
+            return self._scaled(self._codes_at(row, group, inside, 1), row, group, inside)[0]
         if self.columns % CHUNK == 0:
             vector = bind(self.words[row, column // CHUNK])
             values = unpacked(vector, self.form.half)
             return select(values, column % CHUNK)
         return flat_number(self.words, bind(row * self.columns + column), self.form.half)
+
+
+def _bits(word: Value, shift: Value | int, place: int, width: int) -> Value:
+    """Returns the bits of the code with number `place` behind a shift."""
+    first = T.uint32(shift + place * width) if isinstance(shift, int) else shift + T.uint32(place * width)
+    return T.bitwise_and(T.shift_right(word, first), T.uint32((1 << width) - 1))
 
 
 def unpacked(vector: Value, is_half: bool) -> list[Value]:

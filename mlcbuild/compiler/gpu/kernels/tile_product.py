@@ -11,7 +11,7 @@ from functools import partial
 from tvm.script.ir_builder import tirx as T
 
 from mlcbuild.compiler.gpu.kernels.product import ProductBuffers, ProductSpec
-from mlcbuild.compiler.gpu.kernels.storage import CHUNK, StoredMatrix, select_lane, unpacked
+from mlcbuild.compiler.gpu.kernels.storage import CHUNK, StoredMatrix
 from mlcbuild.compiler.gpu.tensorir import (
     KernelBuilder,
     Value,
@@ -23,7 +23,6 @@ from mlcbuild.compiler.gpu.tensorir import (
     put,
     when,
 )
-from mlcbuild.quant.groups import GROUP
 
 TILE, DEPTH = 64, 32
 """Number of rows and columns of a tile, and number of columns of its factors that are read at a time: 16 KB
@@ -124,31 +123,5 @@ def _load_weights(
         flat = bind(index * THREADS + tx)
         output, chunk = flat // chunks, bind(flat % chunks)
         row = bind(base + T.min(first + output, count - 1))
-        for place, value in enumerate(_chunk_at(matrix, row, step, chunk)):
+        for place, value in enumerate(matrix.chunk_at(row, step, chunk)):
             put(tile, value, (chunk * CHUNK + place) * TILE + output)
-
-
-def _chunk_at(matrix: StoredMatrix, row: Value, group: Value, chunk: Value) -> list[Value]:
-    """Returns four scaled weights of a group of 32. chunk: index of the chunk, which is not a constant."""
-    form = matrix.form
-    if not form.bits:
-        column = bind(group * (GROUP // CHUNK) + chunk)
-        if matrix.columns % CHUNK == 0:
-            return unpacked(bind(matrix.words[row, T.min(column, matrix.columns // CHUNK - 1)]), form.half)
-        last = matrix.columns - 1
-        return [matrix.number(row, bind(T.min(column * CHUNK + place, last))) for place in range(CHUNK)]
-    bits = form.bits
-    place = bind(group * bits + chunk * (CHUNK * bits) // 32)
-    word = bind(select_lane(bind(matrix.words[row, place // 4]), place % 4))
-    scale = matrix.scale(row, group)
-    shift = bind(chunk * (CHUNK * bits) % 32)
-    mask = T.uint32((1 << bits) - 1)
-    return [
-        T.Cast(
-            "float32",
-            T.Cast("int32", T.bitwise_and(T.shift_right(word, T.Cast("uint32", shift + at * bits)), mask))
-            - form.zero,
-        )
-        * scale
-        for at in range(CHUNK)
-    ]

@@ -1,0 +1,110 @@
+"""Packs and unpacks the layout row: codes of a row in uint32 words, and the numbers of blocked.rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlcbuild.quant.blocks import BLOCK_WEIGHTS, Blocks
+from mlcbuild.quant.floats import Array
+from mlcbuild.quant.groups import GROUP, row_words
+
+_EIGHT = np.arange(8, dtype=np.uint32)
+
+
+def pack_codes(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    """Returns codes [rows, whole groups], a byte each, as words: see groups.row_words."""
+    if bits == 8:
+        return np.ascontiguousarray(codes).view(np.uint32)
+    rows, columns = codes.shape
+    wide = codes.astype(np.uint32).reshape(rows, -1, 8)
+    parts = [np.bitwise_or.reduce((wide & 15) << _EIGHT * 4, axis=2)]
+    if bits > 4:
+        width = bits - 4
+        high = (wide >> 4).reshape(rows, -1, 32 // width)
+        places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
+        parts.append(np.bitwise_or.reduce(high << places, axis=2))
+    words = np.concatenate(parts, axis=1)
+    return np.pad(words, ((0, 0), (0, row_words(bits, columns) - words.shape[1])))
+
+
+def unpack_codes(words: NDArray[np.uint32], bits: int, groups: int) -> NDArray[np.uint8]:
+    """Returns the codes [rows, groups * GROUP] of words."""
+    rows, columns = len(words), groups * GROUP
+    if bits == 8:
+        return np.ascontiguousarray(words).view(np.uint8)
+    low = words[:, : columns // 8, None] >> _EIGHT * 4 & 15
+    codes: NDArray[np.uint8] = low.astype(np.uint8).reshape(rows, columns)
+    if bits > 4:
+        width = bits - 4
+        places = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
+        high = words[:, columns // 8 : columns // 8 + columns * width // 32, None] >> places
+        codes |= ((high & ((1 << width) - 1)) << 4).astype(np.uint8).reshape(rows, columns)
+    return codes
+
+
+def pack_blocks(blocks: Blocks, conformed: Sequence[NDArray[np.generic]]) -> tuple[Array, Array]:
+    """Returns q_weight and q_scale of rows. conformed: codes, scales and minima as block_packing makes them
+    conform to the format."""
+    codes, *numbers = conformed
+    words = pack_codes(codes.astype(np.uint8, copy=False), blocks.bits)
+    if blocks.scale == "levels":
+        return words, _levels(numbers)
+    if not blocks.minimum:
+        return words, numbers[0].astype(blocks.scale, copy=False)
+    pair = [number.astype(np.float16).view(np.uint16).astype(np.uint32) for number in numbers]
+    return words, pair[0] | pair[1] << np.uint32(16)
+
+
+def _levels(numbers: Sequence[NDArray[np.generic]]) -> Array:
+    """Returns the words of scales with two levels, for each block: its float16 numbers, then the steps of
+    scales, then those of minima."""
+    rows, count = numbers[1].shape
+    halves = [block.astype(np.float16).view(np.uint16).astype(np.uint32) for block in numbers[1::2]]
+    first = halves[0] if len(halves) == 1 else halves[0] | halves[1] << np.uint32(16)
+    steps = [
+        np.ascontiguousarray(step).view(np.uint8).reshape(rows, count, -1).view(np.uint32)
+        for step in numbers[::2]
+    ]
+    return np.concatenate([first[:, :, None], *steps], axis=2).reshape(rows, -1)
+
+
+def unpack_blocks(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Returns the matrix [N, K] in float32: code * scale + minimum, each operation rounded."""
+    rows, columns = shape
+    words, numbers = tensors
+    codes = unpack_codes(words.view(np.uint32), blocks.bits, columns // GROUP) - np.uint8(blocks.zero)
+    value = codes.view(np.int8 if blocks.signed else np.uint8).astype(np.float32)
+    value = value.reshape(rows, -1, blocks.group)
+    scale, minimum = _scales(blocks, numbers.reshape(rows, -1))
+    value *= scale[:, :, None]
+    if minimum is not None:
+        value += minimum[:, :, None]
+    return value.reshape(rows, -1)
+
+
+def _scales(blocks: Blocks, numbers: Array) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+    """Returns scales and minima of each row and group: [rows, columns / group]."""
+    if blocks.scale != "levels":
+        if not blocks.minimum:
+            return numbers.astype(np.float32), None
+        scale, minimum = (_halves(numbers, upper) for upper in (False, True))
+        return scale, minimum
+    rows, steps = len(numbers), BLOCK_WEIGHTS // blocks.group
+    by_block = numbers.reshape(rows, -1, 1 + steps // 4 * (1 + blocks.minimum))
+    wide = []
+    for index, dtype in enumerate((np.int8, np.uint8)[: 1 + blocks.minimum]):
+        words = np.ascontiguousarray(by_block[:, :, 1 + index * steps // 4 : 1 + (index + 1) * steps // 4])
+        block = _halves(by_block[:, :, :1], bool(index))
+        own = words.view(dtype).reshape(rows, -1, steps).astype(np.float32)
+        wide.append((own * block).reshape(rows, -1))
+    return wide[0], wide[1] if blocks.minimum else None
+
+
+def _halves(words: NDArray[Any], upper: bool) -> NDArray[np.float32]:
+    """Returns one of the two float16 numbers of each word."""
+    half: NDArray[np.uint16] = (words >> np.uint32(16 * upper) & np.uint32(0xFFFF)).astype(np.uint16)
+    return half.view(np.float16).astype(np.float32)

@@ -1,0 +1,118 @@
+"""Kernels of GPUs that read the values of quantized checkpoints, against float64 products of these values."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from mlcbuild_format.limits import Limits
+from numpy.typing import NDArray
+
+from mlcbuild.checkpoints import gguf_blocks
+from mlcbuild.compiler.gpu.call_sizes import CallSizes
+from mlcbuild.compiler.gpu.kernels import expert_rows, logits, product, tile_product
+from mlcbuild.compiler.gpu.kernels.expert_rows import ExpertsSpec
+from mlcbuild.compiler.gpu.kernels.product import ProductSpec
+from mlcbuild.compiler.gpu.kernels.storage import stored_as
+from mlcbuild.quant.floats import Scratch
+from mlcbuild.quant.format import load_format
+from mlcbuild.targets.backends import GPU_LAYOUTS
+from tests import gpu_kernels
+from tests.blocks import finite_rows, kind_of
+from tests.compiler.test_block_kernels import TYPES
+from tests.libharness import EVERY
+
+pytestmark = [pytest.mark.xdist_group("gpu"), pytest.mark.timeout(600)]
+ROWS, COLUMNS = 50, 512
+FORMS = [name for name, layout in GPU_LAYOUTS.items() if layout == "row"]
+SAMPLE = FORMS if EVERY else ["q4_k", "q6_k"]
+HOSTS = pytest.mark.parametrize("host", ["adapter", "opencl"])
+CASES = pytest.mark.parametrize("form", SAMPLE)
+LIMIT = 2e-6
+"""Largest difference as a share of the sum of magnitudes: float32 sums of 512 products."""
+PLACES = CallSizes(ROWS, Limits(context_window=64, prefill_chunk=64, max_batch=4)).places
+
+
+@cache
+def matrix(form: str) -> tuple[dict[str, NDArray[Any]], NDArray[np.float64]]:
+    """Returns the stored tensors of a matrix [ROWS, COLUMNS] by their names in kernels, and its values."""
+    definition = load_format(form, "row")
+    if definition.blocks is None:
+        weights = np.random.default_rng(1).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+        tensors = definition.pack(weights, Scratch(), "matrix")
+    else:
+        types = TYPES[form]
+        rows = [
+            gguf_blocks.unpack(finite_rows(name, ROWS // len(types), COLUMNS, index), kind_of(name))
+            for index, name in enumerate(types)
+        ]
+        assert definition.pack_blocks is not None
+        tensors = definition.pack_blocks(rows, "matrix")
+    values = definition.unpack(tensors, (ROWS, COLUMNS)).astype(np.float64)
+    return dict(zip("ws", tensors, strict=True)), values
+
+
+def activations(count: int) -> NDArray[np.float32]:
+    return np.random.default_rng(count).standard_normal((count, COLUMNS)).astype(np.float32)
+
+
+def check(found: NDArray[Any], x: NDArray[np.float32], values: NDArray[np.float64]) -> None:
+    wide = x.astype(np.float64)
+    limit = LIMIT * (np.abs(wide) @ np.abs(values.T)).max()
+    assert np.abs(found.reshape(len(x), -1) - wide @ values.T).max() < limit
+
+
+@HOSTS
+@CASES
+def test_products_of_few_and_of_many_rows(form: str, host: str) -> None:
+    tensors, values = matrix(form)
+    spec = ProductSpec(ROWS, COLUMNS, stored_as(form))
+    run = gpu_kernels.HOSTS[host]
+    for make, arguments, count in (
+        (product.gemv, (spec, 1), 1),
+        (product.gemv, (spec, 4), 6),
+        (tile_product.gemm, (spec,), 70),
+    ):
+        x = activations(count)
+        buffers = {**tensors, "x": x, "y": np.zeros((count, ROWS), np.float32)}
+        check(run(make, arguments, {"n": count}, buffers)["y"], x, values)
+
+
+@HOSTS
+@CASES
+def test_an_embedding_reads_exact_numbers(form: str, host: str) -> None:
+    tensors, values = matrix(form)
+    inputs = np.zeros(PLACES.words, np.int32)
+    inputs[PLACES.tokens : PLACES.tokens + 5] = [49, 0, 3, 17, 30]
+    buffers = {**tensors, "inputs": inputs, "x": np.zeros((5, COLUMNS), np.float32)}
+    arguments = (stored_as(form), (ROWS, COLUMNS), 1.0, PLACES)
+    found = gpu_kernels.HOSTS[host](logits.embed, arguments, {"n": 5, "first": 0}, buffers)["x"]
+    expected = values[[49, 0, 3, 17, 30]].ravel()
+    assert np.abs(found - expected).max() <= 2.0**-22 * np.abs(expected).max()
+
+
+@HOSTS
+@CASES
+def test_products_with_the_matrices_of_experts(form: str, host: str) -> None:
+    """The rows are five matrices of ten rows; each of two rows of x chooses two of them."""
+    tensors, values = matrix(form)
+    experts, spec = ExpertsSpec(5, 5, 2), ProductSpec(10, COLUMNS, stored_as(form))
+    routes, x = np.array([4, 1, 0, 4], np.int32), activations(2)
+    y = np.zeros((4, 10), np.float32)
+    buffers = {**tensors, "x": x, "y": y, "routes": routes}
+    scalars = {"n": 2, "choices": 4, "first": 0}
+    run = gpu_kernels.HOSTS[host]
+    found = run(expert_rows.expert_gemv, (spec, experts), scalars, buffers)["y"].reshape(4, 10)
+    for choice, expert in enumerate(routes):
+        own = values[10 * expert : 10 * expert + 10]
+        check(found[choice], x[choice // 2 : choice // 2 + 1], own)
+    # Tiles: (expert, first place in the order, number of choices).
+    tiles = np.array([[0, 0, 1], [1, 1, 1], [4, 2, 2], [0, 0, 0]], np.int32)
+    order = np.array([2, 1, 0, 3], np.int32)
+    buffers |= {"order": order, "tiles": tiles}
+    del buffers["routes"]
+    scalars["tile_count"] = 4
+    again = run(expert_rows.expert_gemm, (spec, experts, 2), scalars, buffers)["y"].reshape(4, 10)
+    assert np.abs(again - found).max() < 1e-5 * np.abs(found).max()

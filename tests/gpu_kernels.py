@@ -1,0 +1,123 @@
+"""Runs single GPU kernels: through wgpu on this machine's adapter, and through OpenCL on pocl."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from mlcbuild_format.program import Shader, evaluate
+from mlcbuild_runtime.devices import gpu_adapter
+from numpy.typing import NDArray
+
+from mlcbuild.compiler.gpu.shader_text import OPENCL, WGSL, lower
+from mlcbuild.compiler.gpu.tensorir import KernelBuilder
+from tests import gpu_harness
+
+Arrays = Mapping[str, NDArray[Any]]
+Make = Callable[..., KernelBuilder]
+
+
+def sizes(shader: Shader, scalars: Mapping[str, int]) -> list[int]:
+    """Returns the bytes of each binding of a kernel, padded to whole words."""
+    return [-(-evaluate(binding.size, scalars) // 4) * 4 for binding in shader.bindings]
+
+
+def padded(array: NDArray[Any], size: int) -> bytes:
+    data = np.ascontiguousarray(array).tobytes()
+    assert size - 4 < len(data) <= size, "an array is as large as its binding"
+    return data.ljust(size, b"\0")
+
+
+@cache
+def device() -> Any:
+    """Returns a device of the adapter. Skips where there is none."""
+    gpu_harness.needs_adapter()
+    return gpu_adapter.open_device(gpu_adapter.choose())
+
+
+def on_adapter(
+    make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
+) -> dict[str, NDArray[Any]]:
+    """Returns name -> contents of every buffer that a kernel writes, as words. arrays: by the kernel's
+    names."""
+    import wgpu
+
+    own = device()
+    shader, text = lower(make("kernel", *arguments), WGSL)
+    usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC
+    buffers = [
+        own.create_buffer_with_data(data=padded(arrays[binding.name], size), usage=usage)
+        for binding, size in zip(shader.bindings, sizes(shader, scalars), strict=True)
+    ]
+    x, y = (evaluate(extent, scalars) for extent in shader.grid)
+    values = [scalars[name] for name in shader.scalars[: shader.uniforms]] + [max(0, x - 1)]
+    uniforms = own.create_buffer_with_data(
+        data=np.array(values, np.int32).tobytes(), usage=wgpu.BufferUsage.UNIFORM
+    )
+    pipeline = own.create_compute_pipeline(
+        layout="auto", compute={"module": own.create_shader_module(code=text), "entry_point": shader.entry}
+    )
+    bound = [
+        {"binding": index, "resource": {"buffer": buffer, "offset": 0, "size": buffer.size}}
+        for index, buffer in enumerate([*buffers, uniforms])
+    ]
+    encoder = own.create_command_encoder()
+    work = encoder.begin_compute_pass()
+    work.set_pipeline(pipeline)
+    work.set_bind_group(0, own.create_bind_group(layout=pipeline.get_bind_group_layout(0), entries=bound))
+    work.dispatch_workgroups(x, y, 1)
+    work.end()
+    own.queue.submit([encoder.finish()])
+    return {
+        binding.name: np.frombuffer(own.queue.read_buffer(buffer), arrays[binding.name].dtype)
+        for binding, buffer in zip(shader.bindings, buffers, strict=True)
+        if binding.written
+    }
+
+
+@cache
+def opencl() -> Any:
+    """Returns a context of pocl. Skips where OpenCL is missing."""
+    cl = pytest.importorskip("pyopencl", reason="OpenCL runs with the package pyopencl")
+    os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
+    try:
+        devices = [own for platform in cl.get_platforms() for own in platform.get_devices()]
+    except cl.LogicError:
+        devices = []
+    if not devices:
+        pytest.skip("OpenCL has no device here: apt-get install pocl-opencl-icd")
+    return cl.Context(devices[:1])
+
+
+def on_opencl(
+    make: Make, arguments: tuple[object, ...], scalars: Mapping[str, int], arrays: Arrays
+) -> dict[str, NDArray[Any]]:
+    """Does what on_adapter does, through OpenCL."""
+    context = opencl()
+    import pyopencl as cl
+
+    queue = cl.CommandQueue(context)
+    shader, text = lower(make("kernel", *arguments), OPENCL)
+    flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
+    buffers = [
+        cl.Buffer(context, flags, hostbuf=np.frombuffer(padded(arrays[binding.name], size), np.uint8))
+        for binding, size in zip(shader.bindings, sizes(shader, scalars), strict=True)
+    ]
+    x, y = (evaluate(extent, scalars) for extent in shader.grid)
+    values = [np.int32(scalars[name]) for name in shader.scalars[: shader.uniforms]]
+    function = cl.Kernel(cl.Program(context, text).build(), shader.entry)
+    function(queue, (x * shader.threads, y), (shader.threads, 1), *buffers, *values)
+    results = {}
+    for binding, buffer in zip(shader.bindings, buffers, strict=True):
+        out = np.empty(buffer.size // 4, np.uint32).view(arrays[binding.name].dtype)
+        cl.enqueue_copy(queue, out, buffer)
+        results[binding.name] = out
+    return results
+
+
+HOSTS = {"adapter": on_adapter, "opencl": on_opencl}
+"""Way to execute a kernel -> the function that does it."""
