@@ -1,12 +1,12 @@
-"""The interface of a compiled library: what the builder emits and every runtime calls.
+"""Defines the interface of a compiled library: the functions that the builder emits and every runtime calls.
 
-It defines the functions with their argument order, the columns of the tables among the arguments, and the
+It lists the functions with their argument order, the columns of the tables among the arguments, and the
 special values. Builder and runtime refer to all of it by name; neither counts arguments or columns itself.
 
 Sizes in shapes: n new tokens, q rows whose logits are computed, b sequences, p entries of the page table, f
 forks, m masks of w columns, k steps of a decode loop, e end-of-sequence tokens, v columns of logits; `hidden`
 and `vocab` are the model's. A tensor without a dtype here has the dtype that the model uses: the KV cache,
-whose layout is the library's own, and `params`, the tuple of all weights in the signature's order.
+whose layout the library defines, and `params`, the tuple of all weights in the signature's order.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ PAGE = 16
 
 
 class SamplingParams(NamedTuple):
-    """How one token is sampled from one row of logits: one row of the argument `sampling_params`, float64."""
+    """The values by which one token is sampled from one row of logits: one row of the argument
+    `sampling_params`, float64.
+    """
 
     inverse_temperature: float
     """1 / temperature. 0 takes the most likely token; a negative value samples no token (NO_TOKEN)."""
     logit_drop: float
-    """How far a token's logit may lie below the largest one, as a number <= 0 (the logarithm of min_p)."""
+    """Maximum distance of a token's logit below the largest one, as a number <= 0 (the logarithm of
+    min_p).
+    """
     top_p: float
     """Nucleus sampling: the probability mass that is kept, from 0 to 1; 1 keeps every token."""
     top_k: float
     """The number of most likely tokens that are kept; 0 keeps every token."""
     random: float
     """The random number in [0, 1) that selects the token. It is the last column because a request fixes the
-    other columns, and each of its tokens appends its own random number."""
+    other columns, while each of its tokens has a different random number.
+    """
 
 
 SAMPLING_DTYPE = "float64"
@@ -73,7 +78,7 @@ class Argument:
     dtype: str | None
     """The argument's element type; None means the dtype that the model uses."""
     shape: tuple[str | int, ...] = ()
-    """Sizes by letter, also sums such as "b+1"; () for a scalar, and where the library decides the shape."""
+    """Sizes by letter, also sums such as "b+1"; () for a scalar, or if the library decides the shape."""
     in_place: bool = False
     """True if the function writes into this argument."""
 
@@ -141,11 +146,11 @@ _LOOP = (
     Argument("state", "int32", (len(STATE_COLUMNS),), in_place=True),
     Argument("continues", "bool", in_place=True),
 )
-"""The arguments of a decode loop beside a batch with one token per sequence.
+"""The arguments of a decode loop, except for a batch with one token per sequence.
 
-Each step replaces `tokens` by the tokens it samples; step i reads row i of `random_numbers` and writes row i
-of `sampled_tokens`. The loop stops when a sequence with `stops_at_eos` samples one of `eos_tokens`, or when
-any thread sets `interrupt`. `continues` is true if another step must follow at once.
+Each step replaces `tokens` by the tokens that it samples; step i reads row i of `random_numbers` and writes
+row i of `sampled_tokens`. The loop stops when a sequence with `stops_at_eos` samples one of `eos_tokens`, or
+when any thread sets `interrupt`. `continues` is true if another step must follow at once.
 """
 
 CREATE_CACHE = Function("create_paged_kv_cache", (Argument("num_pages", "int64"),))

@@ -44,8 +44,8 @@ def _check(path: Path, model: bool) -> tuple[str, str]:
             platform, exports = ("macos", _macho(data)), lambda: frozenset({MODEL_SYMBOL})
         else:
             raise ImageError(f"begins with {data[:4]!r}")
-        # Checked first: most other libraries also break a rule for model libraries, whose message would
-        # mislead.
+        # This is checked first: most other libraries also break a rule for model libraries, and that message
+        # would mislead.
         if model and (MODEL_SYMBOL not in data or MODEL_SYMBOL not in exports()):
             raise BundleError(
                 f"{path}: a shared library, but not one of a model: it exports no {MODEL_SYMBOL.decode()};"

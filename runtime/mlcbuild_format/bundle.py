@@ -65,8 +65,9 @@ def read(path: Path) -> Manifest:
 
 
 def check(path: Path, full: bool = True) -> Manifest:
-    """Returns the manifest of a bundle after checking its files as `read` does. `full` also computes the
-    digests of the weights, at about 2 GB per CPU-second. Raises BundleError."""
+    """Returns the manifest of a bundle after checking its files as `read` does. full: True to compute also
+    the digests of the weights, at about 2 GB per CPU-second. Raises BundleError.
+    """
     described = manifest(path)
     files.check_listing(path, described.everything)
     for name, file in sorted(described.files.items()):

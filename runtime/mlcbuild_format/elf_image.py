@@ -42,7 +42,7 @@ _TOGETHER = (
     (_RELR, 35, 37),
     (0x6FFFFFFE, 0x6FFFFFFF, 0x6FFFFFF0),
 )
-"""Groups of dynamic-section tags: a library has all tags of a group or none."""
+"""Groups of dynamic-section tags. A library must have all tags of a group or none."""
 _KNOWN = {tag for tags in _TOGETHER for tag in tags} | {_STRTAB, _SYMTAB, _STRSZ, _SYMENT, _GNU_HASH, _HASH}
 _KNOWN |= {12, 13, 14, 15, 24, 29, 30, _RELACOUNT, 0x6FFFFFFB, *range(0x70000000, 0x70000010)}
 _KINDS: Mapping[str, tuple[int, frozenset[int], int]] = {
@@ -51,7 +51,8 @@ _KINDS: Mapping[str, tuple[int, frozenset[int], int]] = {
     "riscv64": (3, frozenset({2}), 5),
 }
 """Architecture -> (type of relocations that point into the library itself, types of those that point to
-symbols, type of those for imported functions, whose slots begin three words behind _PLTGOT)."""
+symbols, type of those for imported functions, whose slots begin three words after _PLTGOT).
+"""
 _FUNCTION, _ABSOLUTE, _THREAD_LOCAL = 2, 0xFFF1, 6
 _BINDINGS = (1, 2)
 """Symbol bindings that are accepted: global and weak."""
@@ -125,7 +126,7 @@ class Image:
                 raise ImageError("has a program header that points outside of what is loaded")
 
     def _maps(self, segment: _Segment) -> bool:
-        if segment.kind == _RELRO:  # may end with the page, behind what the file holds
+        if segment.kind == _RELRO:  # The section may end with the page, after the bytes of the file.
             return any(
                 load.flags & _WRITE
                 and load.address <= segment.address
@@ -167,8 +168,9 @@ class Image:
                 raise ImageError(f"has a dynamic section whose entry {tag:#x} is wrong")
 
     def _size(self, tag: int) -> int:
-        """Returns the size in bytes of the table whose address a tag of the dynamic section states; where the
-        size is missing, more than any file has."""
+        """Returns the size in bytes of the table whose address a tag of the dynamic section states; if the
+        size is missing, a number larger than any file.
+        """
         return self._values.get(_SIZED[tag], 1 << 62)
 
     def _is_loaded(self, address: int, size: int, flags: int, in_file: bool = True) -> bool:
@@ -182,7 +184,9 @@ class Image:
         raise ImageError("points outside of what is loaded")
 
     def exports(self) -> frozenset[bytes]:
-        """Returns the names of all symbols that are defined after checking its symbols and relocations."""
+        """Returns the names of all symbols that the library defines, after checking its symbols and
+        relocations.
+        """
         self._check_model()
         names = self._names()
         table = self._at(self._values[_SYMTAB], _SYMBOL * len(names))
@@ -201,7 +205,7 @@ class Image:
         return frozenset(exported)
 
     def _check_model(self) -> None:
-        """Raises ImageError for what system libraries may contain and a model's library never does."""
+        """Raises ImageError for contents that system libraries may have and a model's library never has."""
         tags = [tag for tag, _ in self._dynamic if tag != _NEEDED]
         strange = set(tags) - _KNOWN
         if strange or len(set(tags)) < len(tags):

@@ -23,7 +23,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class FieldError(ValueError):
-    """A field that is missing or has a wrong value; the message names the field and its value."""
+    """A field is missing or has a wrong value. The message names the field and its value."""
 
 
 def parse_json(data: bytes) -> Json:
@@ -63,7 +63,9 @@ _decode = strict_json.decoder(parse_int=_integer, parse_float=_float)
 
 
 def _check_values(document: Json, strings: bool) -> None:
-    """Raises ValueError if `document` is nested too deeply or, with `strings`, holds unpaired surrogates."""
+    """Raises ValueError if `document` is nested too deeply or holds unpaired surrogates. strings: True if
+    strings are checked.
+    """
     level: Sequence[Json] = [document]
     for _ in range(MAX_DEPTH + 1):
         inside: list[Json] = []
@@ -97,7 +99,7 @@ class Fields:
         self.value, self.name = value, name
 
     def only(self, *names: str) -> Fields:
-        """Raises FieldError for a key that is not among `names`; returns the object itself."""
+        """Raises FieldError for a key that is not among `names`; returns the object itself otherwise."""
         unknown = sorted(set(self.value) - set(names))
         if unknown:
             raise FieldError(f"unknown field {self._path(unknown[0])}")
@@ -158,7 +160,7 @@ class Fields:
         return self.value[key]
 
     def _path(self, key: str) -> str:
-        shown = printable(key)  # keys are untrusted text, and a message is one line
+        shown = printable(key)  # Keys are untrusted text, and a message is one line.
         return f"'{self.name.strip(chr(39))}.{shown}'" if self.name else f"'{shown}'"
 
     def _wrong(self, key: str, rule: str, value: Json) -> FieldError:
@@ -194,8 +196,7 @@ def printable(text: object, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def describe(value: object) -> str:
-    """Returns a rendering of any value in about 60 characters, for an error message; large values cost no
-    more."""
+    """Returns any value as text of about 60 characters, for an error message. Large values take no longer."""
     text = ""
     for piece in _pieces(value):
         text += piece

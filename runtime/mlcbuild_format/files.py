@@ -42,7 +42,9 @@ def read_bytes(path: Path, largest: int) -> bytes:
 
 
 def read_error(path: Path, error: OSError) -> BundleError:
-    """Returns the BundleError that describes why the system cannot read a file of a bundle."""
+    """Returns a BundleError with the reason why the system cannot read a file of a bundle. error: the
+    system's exception.
+    """
     if error.errno == errno.ENOENT:
         return BundleError(f"{path}: missing; copy the bundle again")
     if error.errno == errno.EINVAL:
@@ -109,7 +111,7 @@ def _entries(root: Path, folders: Collection[str]) -> Iterator[tuple[str, int]]:
         place = root / folder
         try:
             if folder and not stat.S_ISDIR(place.lstat().st_mode):
-                continue  # its parent's listing has reported it, or it is missing
+                continue  # The listing of its parent has reported it, or it is missing.
             with os.scandir(place) as entries:
                 for entry in sorted(entries, key=lambda entry: entry.name):
                     mode = entry.stat(follow_symlinks=False).st_mode

@@ -31,7 +31,7 @@ RUNTIME_VARIABLE = "MLCBUILD_TVM_RUNTIME"
 class Metadata:
     signature: str
     params: tuple[Tensor, ...]
-    """Name, shape, dtype and layout of every parameter tensor that the library takes, in order."""
+    """(name, shape, dtype, layout) of every parameter tensor that the library takes, in order."""
 
 
 def read_metadata(text: str, manifest: Manifest) -> Metadata:
@@ -73,8 +73,9 @@ def _param(row: Json) -> Tensor:
 
 
 def _agree(top: Fields, manifest: Manifest) -> None:
-    """Raises BundleError where the manifest of a bundle and the metadata of its library disagree on what the
-    library was compiled for."""
+    """Raises BundleError if the manifest of a bundle and the metadata of its library disagree on the model,
+    scheme, target or limits.
+    """
     sides = {
         "config": plain(manifest.model.config),
         "scheme": plain(manifest.scheme),

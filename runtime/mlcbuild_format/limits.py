@@ -1,4 +1,4 @@
-"""The sizes that a library is compiled for; the runtime stays within them."""
+"""Defines the limits for which a library is compiled; the runtime stays within them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from mlcbuild_format.abi import PAGE
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest sizes that a library's functions accept; fields as in bundle.json and library.json."""
+    """The largest sizes that a library's functions accept. Fields are named as in bundle.json and
+    library.json.
+    """
 
     context_window: int
     """Maximum number of tokens in one sequence, prompt and answer together."""

@@ -60,12 +60,12 @@ class Serving:
     top_p: float | None = None
     top_k: int | None = None
     pooling: Pooling = "last"
-    """The way in which hidden states become embeddings, from the checkpoint's 1_Pooling/config.json."""
+    """How hidden states are combined into an embedding, from the checkpoint's 1_Pooling/config.json."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a library is compiled for, as its target describes it."""
+    """The machine for which a library is compiled, as its target describes it."""
 
     triple: str
     cpu: str
@@ -187,7 +187,7 @@ _FIGURES: Mapping[str, float] = {
     "reference_perplexity": 1e308,
     "decode_error": 1e308,
 }
-"""Name of a figure of `verification` -> its largest valid value; the smallest is 0."""
+"""Name of a figure of `verification` -> its maximum valid value; the minimum is 0."""
 
 
 def parse(document: Json) -> Manifest:
@@ -332,7 +332,7 @@ def is_plain_path(path: str) -> bool:
 
 
 def _cross_check(manifest: Manifest) -> None:
-    """Raises FieldError where fields of a manifest contradict each other."""
+    """Raises FieldError if fields of a manifest contradict each other."""
     needed = (manifest.library, *manifest.weights)
     for path in needed:
         if path not in manifest.files:

@@ -1,4 +1,4 @@
-"""The memory that this process may use."""
+"""Determines the memory that this process may use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _UNKNOWN = 8 << 30
-"""Bytes of memory assumed where the system reports none: 8 GiB."""
+"""Bytes of memory that are assumed if the system reports none: 8 GiB."""
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -17,6 +17,6 @@ def available() -> int:
     with suppress(ValueError, OSError, AttributeError):
         counts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in _LIMITS:
-        with suppress(OSError, ValueError):  # "max" is no number
+        with suppress(OSError, ValueError):  # the text "max" is not a number
             counts.append(int(Path(limit).read_text()))
     return min(counts)

@@ -1,8 +1,8 @@
-"""Processors and their instruction-set extensions, named as in LLVM: one table for builder and runtime.
+"""Lists processors and their instruction-set extensions, named as in LLVM, for builder and runtime.
 
-The tables list the *checkable* extensions: those that code compiled by mlcbuild can use. An instruction that
-the processor lacks ends the process with a signal, so builder and runtime compare a target's extensions with
-the machine's before they load a library.
+The tables contain the *checkable* extensions: those that code compiled by mlcbuild can use. An instruction
+that the processor lacks ends the process with a signal, so builder and runtime compare a target's extensions
+with the machine's before they load a library.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A GPU program: what a bundle for a GPU has in place of compiled host code. See runtime/README.md.
+"""Defines GPU programs, which bundles for GPUs have instead of compiled host code. See runtime/README.md.
 
 A program lists, for each function, launches of kernels over named buffers. Byte sizes, scalars and grids are
 expressions over the sizes of a call, such as its rows. Every operation of an expression is monotone in every
 size, and buffers are allocated for the largest sizes, so a check at the largest sizes holds for all calls.
 
-A program is written by a stranger: program_json.py checks types and ranges, and `check` here that no launch
+A program may come from a stranger: program_json.py checks types and ranges, and `check` here that no launch
 reaches beyond its buffers or a device's limits.
 """
 
@@ -72,7 +72,7 @@ GUARANTEED = DeviceLimits()
 
 @dataclass(frozen=True)
 class Binding:
-    """A storage buffer that a kernel takes."""
+    """A storage buffer that a kernel binds."""
 
     name: str
     written: bool
@@ -94,16 +94,16 @@ class Shader:
     bindings: tuple[Binding, ...]
     scalars: tuple[str, ...]
     uniforms: int
-    """Number of scalars that the shader's code reads; the others stand in expressions only."""
+    """Number of scalars that the shader's code reads; the other scalars occur only in expressions."""
     grid: tuple[Expression, Expression]
-    """Number of workgroups in x and y, over the scalars. Where one is 0, nothing is launched."""
+    """Number of workgroups in x and y, as expressions over the scalars. If one is 0, nothing is launched."""
 
 
 @dataclass(frozen=True)
 class Buffer:
     kind: Kind
     size: Expression
-    """Size of the buffer in bytes, over the sizes of the program."""
+    """Size of the buffer in bytes, as an expression over the sizes of the program."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,9 @@ class Launch:
     uses: tuple[BoundBuffer, ...]
     """The buffers that the launch binds, in the order of the kernel's bindings."""
     scalars: tuple[Expression, ...]
-    """The scalars of the launch, in the order of the kernel's scalars, over the sizes of the function."""
+    """The scalars of the launch, in the order of the kernel's scalars, as expressions over the sizes of the
+    function.
+    """
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class CallVariant:
     """The launches of a function of a GPU program, for calls up to some sizes."""
 
     sizes: Sizes
-    """Name of a size -> its largest value in calls of this variant."""
+    """Name of a size -> its maximum in calls of this variant."""
     launches: tuple[Launch, ...]
 
 
@@ -161,14 +163,16 @@ class Program:
     params: tuple[Tensor, ...]
     """(name, shape, dtype, layout) of every tensor of the weights, in order."""
     sizes: Sizes
-    """Name of a size -> its largest value in any call; `pages` may be chosen smaller on loading."""
+    """Name of a size -> its maximum in any call; a smaller number of `pages` may be chosen when the program
+    is loaded.
+    """
     kernels: Mapping[str, Shader]
     buffers: Mapping[str, Buffer]
     inputs: Mapping[str, Section]
     ropes: Mapping[str, RopeTable]
     """Name of a buffer of kind rope -> the cosines and sines that it holds."""
     functions: Mapping[str, tuple[CallVariant, ...]]
-    """Name of a function -> its variants; a call takes the first one whose sizes suffice."""
+    """Name of a function -> its variants. A call uses the first variant whose sizes suffice."""
 
     def variant(self, function: str, sizes: Sizes) -> CallVariant:
         """Returns the first variant of a function for a call of these sizes. Raises ValueError if none is
@@ -204,8 +208,9 @@ def evaluate(expression: Expression, sizes: Sizes) -> int:
 
 
 def check(program: Program, pages: int, device: DeviceLimits = GUARANTEED) -> None:
-    """Raises FieldError unless every launch keeps within its buffers and the device's limits, with a cache of
-    `pages` pages."""
+    """Raises FieldError unless every launch stays within its buffers and the device's limits. pages: number
+    of pages of the KV cache.
+    """
     present = {**program.param_bytes(), **program.buffer_bytes(pages)}
     for name, size in present.items():
         if size > device.buffer_bytes:
@@ -242,8 +247,9 @@ def _check_kernel(name: str, kernel: Shader, device: DeviceLimits) -> None:
 def _check_launch(
     program: Program, launch: Launch, sizes: Sizes, present: Sizes, device: DeviceLimits
 ) -> None:
-    """Raises FieldError unless a launch keeps within its buffers and the device's limits. present: name ->
-    bytes of each buffer and parameter."""
+    """Raises FieldError unless a launch stays within its buffers and the device's limits. sizes: maximum
+    sizes of the call; present: name -> bytes of each buffer and parameter.
+    """
     kernel = program.kernels[launch.kernel]
     scalars = scalar_values(kernel, launch, sizes)
     if max(scalars.values(), default=0) > MAX_INT32:

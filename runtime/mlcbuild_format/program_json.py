@@ -190,8 +190,9 @@ def _use(entry: Json, where: str) -> BoundBuffer:
 
 
 def _expression(value: Json, allowed: Sizes, where: str, depth: int = 0) -> Expression:
-    """Parses an expression over sizes. allowed: names of sizes that it may contain; where: place for
-    messages. Raises FieldError."""
+    """Parses an expression over sizes. allowed: names of sizes that it may contain; where: its place, for
+    messages; depth: number of enclosing expressions. Raises FieldError.
+    """
     if is_integer(value) and 0 <= value <= MAX_BYTES:
         return value
     if isinstance(value, str) and value in allowed:
@@ -272,7 +273,7 @@ def to_json(program: Program) -> dict[str, Json]:
 
 
 def _fields(value: object) -> Json:
-    """Returns a dataclass, or containers of such, as JSON."""
+    """Returns a dataclass, or a container of dataclasses, as JSON."""
     if isinstance(value, Mapping):
         return {str(key): _fields(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):

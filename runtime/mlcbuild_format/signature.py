@@ -1,4 +1,6 @@
-"""The digest that ties a library to its weights, in a module of its own to keep build steps' keys small."""
+"""Computes the digest that ties a library to its weights. It is a separate module to keep the keys of build
+steps small.
+"""
 
 from __future__ import annotations
 

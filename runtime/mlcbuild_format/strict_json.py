@@ -1,4 +1,6 @@
-"""A JSON decoder that refuses what readers interpret differently: duplicate keys, NaN, a byte order mark."""
+"""Decodes JSON strictly: it refuses whatever readers interpret differently, such as duplicate keys, NaN and a
+byte order mark.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ _decode = decoder()
 
 
 def parse(data: bytes | str) -> Any:
-    """Decodes a JSON document in UTF-8. Raises ValueError, and JsonError where readers differ or give up."""
+    """Decodes a JSON document in UTF-8. Raises ValueError for invalid JSON, and JsonError for a document that
+    JSON readers interpret differently.
+    """
     try:
         return _decode(data if isinstance(data, str) else data.decode())
     except RecursionError:

@@ -1,4 +1,4 @@
-"""The names and versions of the file formats that the builder writes and the runtime reads.
+"""Lists the names and versions of the file formats that the builder writes and the runtime reads.
 
 A step that writes weights depends on this file instead of the whole ABI, so that an edit of the ABI converts
 no checkpoint again.
@@ -7,6 +7,6 @@ no checkpoint again.
 from __future__ import annotations
 
 LIBRARY = "mlcbuild-library/2"
-"""The value of `format` in a library's metadata: its functions are those of abi.py."""
+"""The value of `format` in a library's metadata. It stands for the functions of abi.py."""
 WEIGHTS = "mlcbuild-weights/1"
 """The value of `format` in the metadata of a weights file."""

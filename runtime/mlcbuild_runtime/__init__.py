@@ -17,6 +17,6 @@ __all__ = ["AsyncEngine", "Engine"]
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'mlcbuild_runtime' has no attribute '{name}'")
-    # By name: an import statement in this function would put the whole engine into the import closure, and so
+    # Imported by name: an import statement here would put the whole engine into the import closure, and so
     # into the cache key, of every step whose action imports anything below this package.
     return getattr(import_module("mlcbuild_runtime.local"), name)

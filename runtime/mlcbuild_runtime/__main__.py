@@ -12,7 +12,9 @@ from mlcbuild_runtime.http.serve import serve
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command line `mlcbuild-serve`; returns the exit code."""
+    """Runs the command line `mlcbuild-serve` and returns the exit code. words: its arguments; None: those of
+    the process.
+    """
     parser = argparse.ArgumentParser(
         prog="mlcbuild-serve",
         description="Serves bundles over an OpenAI-compatible HTTP API, until Ctrl-C.",

@@ -31,7 +31,7 @@ _Prepare = Callable[[engine.Engine, Mapping[str, Json]], CompletionJob]
 
 
 class JsonDocument(dict[str, Json]):
-    """A JSON object whose fields are attributes, too: `reply.choices[0].message.content`."""
+    """A JSON object whose fields are also attributes: `reply.choices[0].message.content`."""
 
     def __getattr__(self, name: str) -> Json:
         if name in self:
@@ -176,14 +176,15 @@ class Response(JsonDocument):
 
 
 class _Responses:
-    """The common part of Responses and AsyncResponses; responses are stored in memory, as by the server."""
+    """The common part of Responses and AsyncResponses. Responses are stored in memory, as in the server."""
 
     def __init__(self, running: engine.Engine) -> None:
         self._running, self._history, self._lock = running, History(), threading.Lock()
 
     def _begun(self, stream: bool, body: Mapping[str, object]) -> tuple[CompletionJob, ResponseOutput, Kept]:
-        """Checks a request body and returns the work to do, the response to fill, and the record of it to
-        store. Raises RequestError."""
+        """Checks a request body, and returns (the requests for the engine, the response to fill, the record
+        of it to store). Raises RequestError.
+        """
         call = responses_request.call(_body(self._running, {**body, "stream": stream}))
         with self._lock:
             before = self._history.before(call.previous)
@@ -355,8 +356,9 @@ async def _collected(answers: AsyncAnswers, count: int) -> list[list[Event]]:
 
 
 def _body(running: engine.Engine, fields: Mapping[str, object]) -> dict[str, Json]:
-    """Returns keyword arguments as a request body: tuples become lists, Documents plain objects. Raises
-    RequestError for another model's name."""
+    """Returns keyword arguments as a request body, in which tuples are lists and JsonDocuments plain objects.
+    Raises RequestError for another model's name.
+    """
     body = plain(fields)
     assert isinstance(body, dict)
     service.check_model(running, body.get("model"))

@@ -1,4 +1,5 @@
-"""Loads the library and the tokenizer of a bundle, new contents in a child process first.
+"""Loads the library and the tokenizer of a bundle; contents that are new to this machine are loaded in a
+child process first.
 
 The system's loader, TVM and the tokenizer libraries expect valid files: a damaged one can make them panic,
 abort, fault, or allocate more memory than there is. So this process loads only what a child process has
@@ -55,8 +56,9 @@ def load(
 
 
 def check(path: Path, manifest: Manifest) -> None:
-    """Loads in a child process those parts of a bundle that have never passed. Raises BundleError if that
-    fails."""
+    """Loads those parts of a bundle that have never passed in a child process. Raises BundleError if that
+    fails.
+    """
     notes = {part: _note(part, manifest) for part in _parts(manifest)}
     new = [part for part, note in notes.items() if note is None or not note.exists()]
     if not new:
@@ -64,7 +66,7 @@ def check(path: Path, manifest: Manifest) -> None:
     passed, fault = _try(path, new)
     for part in passed:
         note = notes[part]
-        with suppress(OSError):  # without a note the next start tries again
+        with suppress(OSError):  # Without a note, the next start tries again.
             if note is not None:
                 note.parent.mkdir(parents=True, exist_ok=True)
                 note.touch()
@@ -91,7 +93,7 @@ def _note(part: str, manifest: Manifest) -> Path | None:
             base = Path("~/Library/Caches").expanduser()
         else:
             base = chosen if chosen.is_absolute() else Path("~/.cache").expanduser()
-    except RuntimeError:  # no home directory
+    except RuntimeError:  # The account has no home directory.
         return None
     files = {name: manifest.files[name].blake3 for name in _parts(manifest)[part]}
     key = json.dumps([part, _version(part, manifest), files], sort_keys=True)
@@ -108,15 +110,16 @@ def _version(part: str, manifest: Manifest) -> list[str]:
 
 
 def _try(path: Path, parts: Sequence[str]) -> tuple[list[str], str]:
-    """Loads parts of a bundle in a child process. Returns those that have passed, and an error message for
-    the next one, "" if there is none. Raises SetupError."""
+    """Loads parts of a bundle in a child process, and returns (parts that have passed, error message for the
+    next one or ""). Raises SetupError.
+    """
     how, code = f"takes more than {SECONDS:g} s", None
     try:
         done = subprocess.run(
             [sys.executable, "-c", _START, str(path), *parts],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a panic prints there the message that it then raises
+            stderr=subprocess.DEVNULL,  # A panic prints the message that it then raises.
             env={**os.environ, **_FEW_THREADS, "PYTHONPATH": os.pathsep.join(sys.path)},
             timeout=SECONDS,
             check=False,

@@ -25,7 +25,9 @@ URLS = ("http://", "https://")
 
 
 def run(arguments: argparse.Namespace, resolve: Callable[[str], Path]) -> int:
-    """Chats as parsed arguments say; returns the exit code. `resolve` returns the bundle of a name."""
+    """Chats with the options of parsed arguments, and returns the exit code. resolve: returns the directory
+    of the bundle that a name means.
+    """
     name: str = arguments.bundle
     path = name if name.startswith(URLS) else resolve(name)
     return chat(path, arguments.threads, chat_options.options(arguments))
@@ -56,6 +58,6 @@ def chat(path: Path | str, threads: int | None = None, options: ChatOptions | No
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader is gone; what is left in the buffer must go somewhere when the interpreter ends.
+        # The reader of the output has gone; buffered text must go somewhere when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -13,7 +13,9 @@ from mlcbuild_runtime.locations import directories
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command line `mlcbuild-chat`; returns the exit code."""
+    """Runs the command line `mlcbuild-chat` and returns the exit code. words: its arguments; None: those of
+    the process.
+    """
     parser = argparse.ArgumentParser(
         prog="mlcbuild-chat",
         description="Talks to a model in the terminal.",

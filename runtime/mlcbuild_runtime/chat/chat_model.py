@@ -9,12 +9,14 @@ from typing import Protocol
 from mlcbuild_format.fields import Json
 
 FEWEST = 16
-"""Minimum number of tokens of an answer whose rate is shown: tokens of one burst are too few for a figure."""
+"""Minimum number of tokens of an answer whose rate is shown. The tokens of one burst are too few to measure a
+rate.
+"""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of one answer. Times are seconds of the engine's steps, not of the delivery of tokens."""
+    """The speed of one answer. Times are seconds of the engine's steps, without the delivery of tokens."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -55,14 +57,18 @@ class ChatModel(Protocol):
 
     @property
     def greeting(self) -> str:
-        """Returns what a user must know of the model before the first message; "" for nothing."""
+        """Returns a remark on the model that a user should read before the first message; "" if there is
+        none.
+        """
 
     @property
     def speed(self) -> Speed:
         """Returns the speed of the last answer that ended."""
 
     def check(self, messages: list[Json], settings: Mapping[str, Json]) -> None:
-        """Raises RequestError for settings that the model refuses, as far as that can be told at once."""
+        """Raises RequestError for settings that the model refuses, as far as this can be checked without
+        computing.
+        """
 
     def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
         """Yields the pieces of an answer; closing the generator ends the answer. Raises ServingError."""

@@ -14,16 +14,18 @@ class ChatOptions:
     """The settings with which a chat begins."""
 
     prompt: str | None = None
-    """The only message of the chat; "-" reads it from standard input. None for a conversation."""
+    """The only message of the chat; "-" means that it is read from standard input. None: the chat is a
+    conversation.
+    """
     system: str = ""
     temperature: float | None = None
     max_tokens: int | None = None
     api_key: str | None = None
-    """The key that a server requires; None for none."""
+    """The API key that a server requires; None: it requires none."""
     model: str | None = None
     """Name of the model of a server; None for the first that it lists."""
     plain: bool = False
-    """True if answers are written as they are, not rendered as Markdown."""
+    """True if answers are written as plain text, not rendered as Markdown."""
 
 
 def add(parser: argparse.ArgumentParser, names: str) -> None:

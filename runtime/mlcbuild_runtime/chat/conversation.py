@@ -77,7 +77,9 @@ class Conversation:
         self.history = [*asked, {"role": "assistant", "content": "".join(texts)}]
 
     def command(self, line: str) -> bool:
-        """Executes a line that begins with a slash. Returns false to leave the chat. Raises ServingError."""
+        """Executes a line that begins with a slash. Returns False if the chat should end. Raises
+        ServingError.
+        """
         word, _, rest = line.partition(" ")
         actions: dict[str, Callable[[], str]] = {
             "/help": lambda: HELP,
@@ -108,7 +110,7 @@ class Conversation:
         return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items())
 
     def _regen(self) -> str:
-        """Answers the last message again; returns a text to print. Raises ServingError."""
+        """Answers the last message again, and returns a text to print. Raises ServingError."""
         match self.history[-2:]:
             case [{"role": "user", "content": str(text)}, answer]:
                 del self.history[-2:]
@@ -156,7 +158,9 @@ class Conversation:
 
 
 def _assignment(text: str) -> tuple[str, str | None]:
-    """Returns name and value of `name=value` or `name value`; the value is None where there is neither."""
+    """Returns (name, value) of `name=value` or `name value`; the value is None if the text has only
+    a name.
+    """
     name, equals, value = (part.strip() for part in text.partition("="))
     if equals and name and " " not in name:
         return name, value
@@ -165,8 +169,9 @@ def _assignment(text: str) -> tuple[str, str | None]:
 
 
 def _value(text: str) -> Json:
-    """Returns a setting's value: JSON where it is JSON, text otherwise, and None, which removes the setting,
-    for ""."""
+    """Returns a setting's value: decoded JSON if the text is JSON, the text otherwise. "" gives None, which
+    removes the setting.
+    """
     try:
         setting: Json = json.loads(text) if text else None
     except ValueError:
@@ -175,7 +180,9 @@ def _value(text: str) -> Json:
 
 
 def converse(model: ChatModel, options: ChatOptions) -> int:
-    """Chats with a model as options say; returns the exit code."""
+    """Chats with a model until the input ends, and returns the exit code. options: settings with which the
+    chat begins.
+    """
     show = sys.stdout.isatty()
     terminal = show and sys.stdin.isatty() and options.prompt is None
     rendered = printer(sys.stdout) if show and not options.plain else plain_printer(sys.stdout, show)

@@ -54,9 +54,9 @@ def messages(read: ReadLine) -> Iterator[str]:
 
 @contextlib.contextmanager
 def typed(words: Mapping[str, Sequence[str]]) -> Iterator[ReadLine]:
-    """Yields a function that reads lines from a terminal; Ctrl-C drops what was begun.
+    """Yields a function that reads lines from a terminal. Ctrl-C discards the message that was begun.
 
-    words: what Tab completes: "" -> first words of a line, first word -> words that may follow it.
+    words: completions for Tab: "" -> first words of a line, first word -> words that may follow it.
     """
     with contextlib.suppress(ImportError):
         _prepare_readline(words)
@@ -97,7 +97,7 @@ def _prepare_readline(words: Mapping[str, Sequence[str]]) -> None:
 
 
 def _save_history() -> None:
-    """Writes the history for later chats; a chat does not fail where that is impossible."""
+    """Writes the input history for later chats. A chat continues if that is impossible."""
     path = history_path()
     readline = sys.modules.get("readline")
     if path is None or readline is None:

@@ -1,4 +1,4 @@
-"""A bundle in this process, as the model of a chat."""
+"""Lets a chat use a bundle in this process as its model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASE_TOKENS = 256
 
 
 class LocalModel:
-    """A bundle in this process with an engine of its own, as the model of a chat."""
+    """A bundle with an engine in this process, as the model of a chat."""
 
     def __init__(self, path: Path | str, threads: int | None = None) -> None:
         """Loads the bundle in directory `path`. Raises BundleError or SetupError."""
@@ -69,8 +69,9 @@ class LocalModel:
         return self._engine.tokenizer.encode(text, self._engine.longest_text)
 
     def _base_tokens(self, size: int) -> int:
-        """Returns the length of a continuation whose length nobody chose, after a prompt of `size` tokens:
-        base models rarely end a text."""
+        """Returns the maximum length of a continuation, in tokens, if the user has set none. size: tokens of
+        the prompt. Base models rarely end a text.
+        """
         return max(1, min(BASE_TOKENS, self._engine.manifest.limits.context_window - size))
 
     def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:

@@ -1,4 +1,4 @@
-"""Shows an answer while it arrives: as it is, or on a terminal as Markdown, where rich is installed."""
+"""Shows an answer while it arrives: as plain text, or on a terminal as Markdown if rich is installed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def plain_printer(out: TextIO, escape: bool) -> Printer:
-    """Returns a printer that writes answers as they are. `escape`: with control characters escaped."""
+    """Returns a printer that writes answers as plain text. escape: True if control characters are escaped."""
 
     @contextmanager
     def show_answer() -> Iterator[Show]:
@@ -52,7 +52,7 @@ def plain_printer(out: TextIO, escape: bool) -> Printer:
 
 
 def printer(out: TextIO) -> Printer:
-    """Returns a printer for a terminal: Markdown where rich is installed."""
+    """Returns a printer for a terminal, which renders Markdown if rich is installed."""
     try:
         from rich.console import Console
     except ImportError:
@@ -69,7 +69,8 @@ def printer(out: TextIO) -> Printer:
 
 @contextmanager
 def _markdown(console: Console) -> Iterator[Show]:
-    """Prints each block of Markdown when it is complete; the block that still grows is redrawn below.
+    """Yields a function that prints each block of Markdown when it is complete, and redraws the growing block
+    below.
 
     Only what fits the terminal can be redrawn, so a complete block is printed once and scrolls away.
     """

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible HTTP server, as the model of a chat."""
+"""Lets a chat use a model behind an OpenAI-compatible HTTP server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mlcbuild_format.fields import Json
 from mlcbuild_runtime.chat.chat_model import Speed
 
 TIMEOUT = 600.0
-"""Seconds without a byte after which a server is given up: a long prompt can take minutes."""
+"""Seconds without a byte after which a request to a server fails. A long prompt can take minutes."""
 _LARGEST = 16 << 20
-"""Largest answer of a server that is read at once, in bytes."""
+"""Maximum size in bytes of an answer of a server that is read as a whole."""
 
 
 class ServerModel:
-    """The model of a server, for a chat. Every request has a connection of its own."""
+    """The model of a server, for a chat. Every request uses a new connection."""
 
     def __init__(self, url: str, key: str | None, name: str) -> None:
         self.url, self.name = url, name
@@ -56,7 +56,7 @@ class ServerModel:
         return ""
 
     def check(self, messages: list[Json], settings: Mapping[str, Json]) -> None:
-        """Accepts all settings: the server itself checks them with each request."""
+        """Accepts all settings, because the server checks them with each request."""
 
     def answer(self, messages: list[Json], settings: Mapping[str, Json]) -> Generator[str, None, None]:
         body: dict[str, Json] = {**settings, "model": self.name, "messages": messages, "stream": True}
@@ -183,5 +183,5 @@ def _whole(value: Json | None) -> int:
 
 
 def _seconds(value: Json | None) -> float | None:
-    """Returns milliseconds as seconds; None for anything but a number."""
+    """Returns milliseconds converted to seconds; None for anything but a number."""
     return value / 1000 if isinstance(value, int | float) else None

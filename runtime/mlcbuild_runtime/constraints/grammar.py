@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 Key = tuple[Kind, str, bool]
 KEPT_BYTES = 320 << 20
-"""Estimated bytes of compiled constraints that are cached, because clients send the same ones repeatedly."""
+"""Maximum estimated bytes of compiled constraints in the cache. They are cached because clients send the same
+ones repeatedly.
+"""
 MAX_SOURCE = 1 << 18
 """Maximum length of a constraint in characters."""
 _WORTH = 2
@@ -61,7 +63,7 @@ class Matcher:
         self.finished = bool(matcher.is_stopped())
         """True if only an end-of-sequence token may follow."""
         self._time, self._count = MaskTime(), 0
-        """Time spent on masks, and number of tokens taken."""
+        """Time spent on masks, and number of tokens appended to the answer."""
 
     def mask(self) -> Mask:
         """Returns the mask of allowed next tokens; it includes end-of-sequence tokens only where the text is
@@ -83,8 +85,9 @@ class Matcher:
 
     @property
     def free(self) -> bool:
-        """Returns True if the constraint allows more than one next byte. Where it does not, the mask allows
-        only the tokenizer's own way to spell the text."""
+        """Returns True if the constraint allows more than one next byte. If it does not, the mask allows only
+        the tokens by which the tokenizer itself would spell the text.
+        """
         return self._bytes_ahead == 0
 
     @property
@@ -94,9 +97,10 @@ class Matcher:
         return self._spelled
 
     def tries(self, token: int) -> bool:
-        """Consumes a token and returns true if the constraint allows it; must be called only where `free`.
-        End-of-sequence tokens are never allowed here. `take` must follow with the same token. This is much
-        cheaper than a mask."""
+        """Consumes a token and returns True if the constraint allows it. Must be called only if `free` is
+        True. End-of-sequence tokens are never allowed here, and `take` must follow with the same token. It is
+        much cheaper than a mask.
+        """
         if token in self._of.ends:
             return False
         if self._matcher.try_consume_tokens([token]) != 1:
@@ -135,19 +139,22 @@ class Matcher:
         return self._bytes_ahead >= _WORTH
 
     def forced(self, count: int) -> list[int]:
-        """Returns up to `count` tokens that spell the bytes forced next; none where there is a choice, or
-        where the tokenizer would add a space that the constraint does not allow."""
+        """Returns up to `count` tokens that spell the bytes which the constraint forces next; none if there
+        is a choice, or if the tokenizer would add a space that the constraint does not allow.
+        """
         if not self.forces:
             return []
         tokens = [int(token) for token in self._matcher.compute_ff_tokens()[:count]]
         return tokens[: self.accepted(tokens)]
 
     def accepted(self, tokens: Sequence[int]) -> int:
-        """Returns how many of the first `tokens` the constraint allows, one after the other."""
+        """Returns how many tokens from the beginning of `tokens` the constraint allows, one after
+        the other.
+        """
         return int(self._matcher.validate_tokens(list(tokens)))
 
     def after(self, tokens: Sequence[int]) -> Matcher:
-        """Returns a copy of this matcher that has taken `tokens`."""
+        """Returns a copy of this matcher after it has taken `tokens`."""
         other = Matcher(self._of, self._matcher.deep_copy())
         other._time, other._count = replace(self._time), self._count
         for token in tokens:
@@ -286,8 +293,9 @@ class Grammars:
             ) from None
 
     def _made(self, grammar: str, key: Key, outcome: TrialOutcome) -> Compiled | str:
-        """Compiles a constraint that has passed its trial; returns it, or an error message if it cannot be
-        used."""
+        """Compiles a constraint that has passed its trial, and returns it, or an error message if it cannot
+        be used. key: its name in the cache.
+        """
         with self._first:
             tokenizer = self._tokenizer
         matcher = guidance.matcher(tokenizer, grammar)
@@ -311,7 +319,7 @@ class Grammars:
 
 
 class _Tokens(Tokens):
-    """A vocabulary in llguidance's form, which cuts texts with the model's own tokenizer."""
+    """A vocabulary in llguidance's form, which tokenizes texts with the model's tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary, size: int, ends: Collection[int]) -> None:
         texts = [vocabulary.token_bytes(token) for token in range(size)]
@@ -324,5 +332,5 @@ class _Tokens(Tokens):
 
     def __call__(self, text: str) -> list[int]:
         tokens = self._vocabulary.encode(text, special=False)
-        # A text that spells the name of a special token does not mean that token.
+        # A text that spells the name of a special token does not stand for that token.
         return tokens if self._special.isdisjoint(tokens) else super().__call__(text)

@@ -1,4 +1,4 @@
-"""llguidance with this server's settings: limits, the vocabulary in its form, and its errors in plain words.
+"""Configures llguidance for this server: limits, the vocabulary in its form, and its errors in plain words.
 
 The server and the child process that tries constraints both use this module, so that they agree.
 """
@@ -63,7 +63,7 @@ class Tokens:
             sizes = range(min(self.longest, len(data) - place), 0, -1)
             size = next((size for size in sizes if data[place : place + size] in self._numbers), 0)
             if not size:
-                break  # llguidance spells the rest byte by byte
+                break  # llguidance spells the rest byte by byte.
             cut.append(self._numbers[data[place : place + size]])
             place += size
         return cut
@@ -107,8 +107,8 @@ def beginning(matcher: LLMatcher) -> str:
 class MaskTime:
     """The CPU seconds that the masks of one answer took.
 
-    The slowest mask does not count: on a loaded machine a thread may be charged with time that was not its
-    own. A second slow mask is the constraint's own.
+    The slowest mask does not count, because on a loaded machine a thread may be charged with other work. A
+    second slow mask is the constraint's fault.
     """
 
     slowest: float = 0.0
@@ -116,7 +116,9 @@ class MaskTime:
     """Sum of all other masks."""
 
     def add(self, seconds: float, tokens: int) -> str:
-        """Adds a mask of an answer of `tokens` tokens. Returns why the answer must end, or ""."""
+        """Adds the seconds of a mask, for an answer of `tokens` tokens so far. Returns the reason why the
+        answer must end, or "".
+        """
         counted, self.slowest = sorted((seconds, self.slowest))
         self.others += counted
         if counted > STEP_SECONDS:

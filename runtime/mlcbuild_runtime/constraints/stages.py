@@ -1,9 +1,10 @@
-"""The trials of constraints: short ones first, then longer ones, each in a process and a queue of its own.
+"""Tries constraints in stages: short trials first, then longer ones, each stage with a separate process and
+queue.
 
-What a constraint costs is known only after it was tried. One that does not fit into a stage's time goes on to
-the next, so a constraint waits only for others that cost as little as itself or less, and for the first part
+The cost of a constraint is known only after a trial. One that does not fit into a stage's time goes on to the
+next stage. So a constraint waits only for others that cost at most as much as itself, and for the first part
 of those that cost more: forty clients whose constraints take seconds wait in the last queue, and a schema of
-a tenth of a second passes them.
+a tenth of a second overtakes them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Stage:
     seconds: float
     """CPU seconds that a constraint may take."""
     places: int
-    """Maximum constraints that may wait."""
+    """Maximum number of constraints that may wait."""
     patience: float
     """Maximum seconds that a constraint waits."""
     niceness: int = 0
@@ -45,10 +46,11 @@ STAGES = (
     Stage(0.25, places=64, patience=10),
     Stage(2.0, places=64, patience=20, niceness=10, compile_niceness=5),
 )
-"""With a vocabulary of 150,000 tokens, ordinary schemas take 1 to 12 ms on a quiet machine, and some times
-that where many processes share the caches. With few places in the last queue, clients whose constraints are
-slow would be refused at once and return to the first: 40 of them kept an ordinary schema waiting for 1.7 s
-there; waiting in the last, they keep it for 0.2 s (simulated). They return the later, the longer they wait.
+"""The stages, shortest first. With a vocabulary of 150,000 tokens, ordinary schemas take 1 to 12 ms on a
+quiet machine, and several times that if many processes share the caches. With a short last queue, clients
+with slow constraints would be refused at once and return to the first stage: 40 of them delayed an ordinary
+schema by 1.7 s there; waiting in the last queue, they delay it by 0.2 s (simulated). The longer they wait,
+the later they return.
 """
 KEPT = 256
 """Number of short constraints whose trial outcome is cached."""
@@ -57,7 +59,7 @@ SHORT = 1 << 12
 
 
 class _Try:
-    """One stage, with its process and its queue."""
+    """One stage, with its child process and its queue."""
 
     def __init__(self, stage: Stage, tokens: Tokens) -> None:
         self.stage, self.turns = stage, FairLock(stage.places)
@@ -74,10 +76,11 @@ class Trials(Generic[T]):
         """Constraint -> number of the stage that decided, and its outcome."""
 
     def passed(self, key: Hashable, grammar: str, use: Callable[[TrialOutcome], T | str]) -> T | str:
-        """Returns what `use` makes of a constraint that passes, or why the constraint cannot be used.
+        """Tries a constraint, and returns the result of `use` for one that passes, or the reason why it
+        cannot be used.
 
-        What took more than the first stage is made one at a time, in a nice thread. Raises CrowdedError if
-        too many constraints wait, and SetupError.
+        use: function from the trial's outcome to a result or a reason; after the first stage only one runs at
+        a time, in a nice thread. Raises CrowdedError if too many constraints wait, and SetupError.
         """
         decided, outcome = self._cached(key)
         for number, each in enumerate(self.tries):
@@ -89,7 +92,7 @@ class Trials(Generic[T]):
                     return in_nice_thread(each.stage.compile_niceness, partial(use, outcome))
             if outcome is not None and not number and not outcome.error:
                 return use(outcome)
-        assert outcome is not None  # the last stage always has one
+        assert outcome is not None  # The last stage always has an error.
         return outcome.error
 
     def forget(self, key: Hashable) -> None:

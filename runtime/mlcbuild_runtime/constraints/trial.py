@@ -84,14 +84,14 @@ class Trial:
 
 
 def work() -> None:
-    """Runs the child process: reads a vocabulary, then one grammar per line, to the end of its input."""
+    """Runs the child process: reads a vocabulary, then one grammar per line, until its input ends."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     vocabulary = json.loads(source.readline())
     tokens = Tokens(
         [text.encode("latin-1") for text in vocabulary["tokens"]], vocabulary["special"], vocabulary["ends"]
     )
     tokenizer = tokens.tokenizer()
-    _tried(tokens, tokenizer, 'start: "a"')  # loads modules once instead of in every fork
+    _tried(tokens, tokenizer, 'start: "a"')  # This loads modules once instead of in every fork.
     os.nice(vocabulary["niceness"])
     rest = _forked(tokens, tokenizer, 'start: "a"', PATIENCE) or {}
     out.write(b"true\n")
@@ -122,7 +122,7 @@ def _forked(tokens: Tokens, tokenizer: LLTokenizer, grammar: str, seconds: float
 
 
 def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, Any] | None:
-    """Compiles a grammar and follows it; returns None if that took too much memory."""
+    """Compiles a grammar and follows it; returns None if this took too much memory."""
     before = _peak()
     grammar_matcher = matcher(tokenizer, grammar)
     error = beginning(grammar_matcher) or _followed(tokens, grammar_matcher)
@@ -131,9 +131,10 @@ def _tried(tokens: Tokens, tokenizer: LLTokenizer, grammar: str) -> dict[str, An
 
 
 def _followed(tokens: Tokens, matcher: LLMatcher) -> str:
-    """Follows a constraint with random tokens, plain letters where possible. Returns the error that occurs,
-    or "". An error of llguidance, which counts its work, comes before slow masks: CPU time varies, since it
-    includes page faults and waits for memory, and a constraint should get the same answer each time."""
+    """Follows a constraint with random tokens, plain letters if possible. Returns the error that occurs, or
+    "". An error of llguidance, which counts its work, takes precedence over slow masks: CPU time varies,
+    since it includes page faults and waits for memory, and a constraint should get the same answer each time.
+    """
     draws, size, time_taken, slow = np.random.default_rng(1), len(tokens.tokens), MaskTime(), ""
     for count in range(STEPS):
         begun = time.thread_time()
@@ -164,5 +165,5 @@ def _limit(seconds: float) -> None:
     """Limits the CPU seconds and the memory of a forked process. A fork that reaches a limit ends without
     writing anything."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # Its signal ends the process.
     limit_memory(MEMORY + (32 << 20))

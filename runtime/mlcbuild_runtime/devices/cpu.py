@@ -50,8 +50,9 @@ def load(path: Path, manifest: Manifest, threads: int | None, pages: int | None)
 
 
 class CpuExecutor:
-    """A bundle loaded on a CPU. It implements executor.Executor, which documents the methods without a
-    docstring."""
+    """A bundle loaded on a CPU. It implements executor.Executor, where methods without a docstring are
+    documented.
+    """
 
     burst, exact_rows = BURST, EXACT_ROWS
 
@@ -94,7 +95,9 @@ class CpuExecutor:
         return cache
 
     def prepare_pages(self, used: int) -> Iterator[None]:
-        """Allocates memory for the KV cache while the engine is idle, each time as much again as there is."""
+        """Allocates memory for the KV cache while the engine is idle. Each part doubles the memory allocated
+        so far. used: pages that were ever in use.
+        """
         first, last = max(used, self._prepared), min(2 * used, self.pages)
         for ready in tensors.back(np.from_dlpack(self._cache), first, last):
             self._prepared = ready
@@ -116,8 +119,9 @@ class CpuExecutor:
     def steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], following: FollowingSteps
     ) -> list[list[int]]:
-        """Executes a decode step and those that follow it; only one step while the number of threads is on
-        trial."""
+        """Executes a decode step and the steps that follow it; only one step while the number of threads is
+        on trial.
+        """
         count = 1 + len(following.random_numbers) if self._workers().settled else 1
         loop, arguments = self._inputs.loop(step, sampling_params, following, count)
         ordered = abi.STEPS.ordered(self._with_model(arguments))
@@ -204,7 +208,9 @@ class CpuExecutor:
         return workers
 
     def score(self, tokens: Sequence[int], chunk: int | None = None) -> Floats:
-        """Returns the logits of every position of one sequence; see executor.score."""
+        """Returns the logits of every position of one sequence, float32 [len(tokens), vocab]; see
+        executor.score.
+        """
         return executor.score(self, tokens, chunk)
 
 

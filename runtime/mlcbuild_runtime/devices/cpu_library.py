@@ -22,8 +22,10 @@ import tvm_ffi
 
 VERSION: str = tvm_ffi.__version__
 SPINS = 2000
-"""Rounds in which an idle worker of TVM's pool looks for work before it sleeps: about a millisecond, which
-spans the gaps within a step. TVM's default of 300,000 takes CPU time from other processes on shared cores."""
+"""Number of rounds in which an idle worker of TVM's pool looks for work before it sleeps: about a
+millisecond, which spans the gaps within a step. TVM's default of 300,000 takes CPU time from other processes
+on shared cores.
+"""
 _CPU, _POOLED = 1, 2
 """DLPack's number for CPU memory (kDLCPU) and TVM's for a pooled allocator (AllocatorType::kPooled)."""
 
@@ -70,7 +72,7 @@ def _open(path: Path) -> tvm_ffi.Module:
     try:
         vm: tvm_ffi.Module = tvm_ffi.load_module(str(path))["vm_load_executable"]()
         vm["vm_initialization"](_CPU, 0, _POOLED)
-    except Exception as error:  # whatever the library's own code raises
+    except Exception as error:  # Whatever the library's code raises
         reason = str(error).strip().splitlines()[-1:]
         raise BundleError(f"{path}: the library cannot be loaded: {' '.join(reason)}") from None
     return vm

@@ -1,4 +1,4 @@
-"""Argument tensors for the calls of a CPU library, created once and refilled for each call.
+"""Creates argument tensors for the calls of a CPU library once, and refills them for each call.
 
 A decode step has just streamed the model through every cache, so each Python statement before a call costs
 measurable time: the tensors are views of NumPy's memory, filled by few statements.
@@ -192,6 +192,7 @@ def rows_of(logits: tvm_ffi.Tensor) -> Floats:
 
 
 def rows_tensor(rows: Sequence[object], one: object) -> tvm_ffi.Tensor:
-    """Returns `rows`, lists of equal shape, as an int32 tensor. `one` is an example of a row, which gives the
-    shape when there are none."""
+    """Returns lists of equal length as an int32 tensor. one: an example of such a list, which determines the
+    shape if `rows` is empty.
+    """
     return tvm_ffi.from_dlpack(tensors.aligned(np.array(rows or [one], np.int32))[: len(rows)])

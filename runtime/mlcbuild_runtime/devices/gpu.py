@@ -1,6 +1,7 @@
-"""The executor of GPUs: a bundle's program through wgpu. Tokens are chosen on the GPU where that is exact.
+"""The executor of GPUs: it runs a bundle's program through wgpu. Tokens are sampled on the GPU if that is
+exact.
 
-Rows of a decoding step are computed with kernels that give each row the bits it has alone; prompts with
+Rows of a decoding step are computed with kernels that give each row the bits that it has alone, prompts with
 kernels on tiles. Greedy decoding runs several steps in one submit, with tokens and positions on the GPU.
 """
 
@@ -26,7 +27,9 @@ from mlcbuild_runtime.executor.loading import Loader
 from mlcbuild_runtime.executor.sampling_params import Floats, SamplingRow
 
 BURST = 16
-"""Maximum number of decode steps in one call: the rows of the program's history of tokens."""
+"""Maximum number of decode steps in one call, which is the number of rows in the program's history
+of tokens.
+"""
 _SUBMIT = 4
 """Number of decode steps in one submit to the GPU; an interrupt is noticed between submits."""
 _TOP_WORDS = 2 + 2 * 64
@@ -71,8 +74,9 @@ def _check_interface(file: Path, program: Program) -> None:
 
 
 class GpuExecutor:
-    """A bundle loaded on a GPU. It implements executor.Executor, which documents the methods without a
-    docstring."""
+    """A bundle loaded on a GPU. It implements executor.Executor, where methods without a docstring are
+    documented.
+    """
 
     burst = BURST
     capabilities = frozenset(abi.CAPABILITIES)
@@ -117,8 +121,9 @@ class GpuExecutor:
         return StepOutput(tokens, lambda: self._read_logits(len(step.rows)))
 
     def _passes(self, step: ModelStep) -> list[tuple[int, int]]:
-        """Returns the parts, as ranges of tokens, in which a step is computed: kernels for decoding have room
-        for `exact_rows` rows."""
+        """Returns the parts, as (first token, token after the last), in which a step is computed: kernels for
+        decoding can compute `exact_rows` rows.
+        """
         count = len(step.tokens)
         if step.prompt or count <= self.exact_rows:
             return [(0, count)]
@@ -128,7 +133,8 @@ class GpuExecutor:
         self, step: ModelStep, part: tuple[int, int], rows: Sequence[int], again: bool
     ) -> list[tuple[str, dict[str, int]]]:
         """Uploads the inputs of a part of a step, and returns the calls that compute the logits of `rows`.
-        again: the part's tokens were computed for other rows before."""
+        again: True if the part's tokens were computed for other rows before.
+        """
         head = [("head", {"q": len(rows)})] if rows else []
         if again:
             self.device.write("inputs", self._inputs.rows(rows))

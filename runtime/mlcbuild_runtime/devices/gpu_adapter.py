@@ -79,5 +79,5 @@ def open_device(adapter: Any) -> wgpu.GPUDevice:
     required = {name: adapter.limits[name] for name in _LIMITS if name in adapter.limits}
     try:
         return adapter.request_device_sync(required_limits=required)
-    except Exception as error:  # whatever the driver reports
+    except Exception as error:  # Whatever the driver reports
         raise SetupError(f"{describe(adapter)}: the GPU cannot be opened: {error}") from None

@@ -67,8 +67,9 @@ def tiles(step: ModelStep) -> list[tuple[int, int]]:
 
 
 def mask_words(masks: Masks, vocab: int) -> NDArray[np.int32]:
-    """Returns logit masks in the form that a GPU program takes: the row of each, then a bit for each
-    token."""
+    """Returns logit masks in the form that a GPU program requires: for each mask the index of its row, then
+    one bit per token.
+    """
     words = -(-vocab // abi.MASK_WORD)
     block = np.empty((len(masks), 1 + words), np.int32)
     for index, (row, mask) in enumerate(masks):

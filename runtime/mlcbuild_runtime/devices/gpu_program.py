@@ -41,7 +41,7 @@ minUniformBufferOffsetAlignment."""
 
 
 def read(path: Path, manifest: Manifest) -> Program:
-    """Returns the program of a bundle. Raises BundleError in one sentence."""
+    """Returns the program of a bundle. Raises BundleError."""
     file = path / manifest.library
     data = files.read_bytes(file, MAX_PROGRAM)
     try:
@@ -205,8 +205,9 @@ class DeviceProgram:
         own.sizes, own.grids = sizes, grids
 
     def _guarded(self, action: Any) -> Any:
-        """Runs `action` and returns its result. Raises EngineError with one sentence where the device fails,
-        as when it is lost."""
+        """Runs `action` and returns its result. Raises EngineError if the device fails, for example because
+        it is lost.
+        """
         try:
             return action()
         except (self._wgpu.GPUError, RuntimeError) as error:
@@ -221,7 +222,7 @@ class DeviceProgram:
 
 
 def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: str) -> None:
-    """Raises BundleError, in one sentence, for a program that a device cannot hold."""
+    """Raises BundleError for a program that a device cannot hold. name: the device, for the message."""
     try:
         check(program, pages, device)
     except FieldError as error:
@@ -229,7 +230,7 @@ def fits(path: Path, program: Program, pages: int, device: DeviceLimits, name: s
 
 
 def cache_pages(program: Program, most: int, device: DeviceLimits) -> int:
-    """Returns the number of pages, `most` at most, that a layer's KV cache can have on a device."""
+    """Returns the number of pages, at most `most`, that a layer's KV cache can have on a device."""
     each = [
         evaluate(buffer.size, {**program.sizes, "pages": 1})
         for buffer in program.buffers.values()

@@ -38,8 +38,9 @@ def draw(logits: Floats, row: SamplingRow) -> int:
 
 
 def _drawn(below: NDArray[np.float64], params: abi.SamplingParams, total: float | None) -> int:
-    """Returns the index of a token sampled from logits minus the largest one. total: the sum of all weights,
-    where some tokens are left out."""
+    """Returns the index of a token sampled from logits minus the largest one. below: those differences;
+    total: the sum of all weights, if some tokens are left out, else None.
+    """
     allowed = below >= params.logit_drop
     if 0 < params.top_k < len(below):
         allowed &= below >= np.partition(below, -int(params.top_k))[-int(params.top_k)]

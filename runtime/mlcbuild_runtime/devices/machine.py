@@ -1,4 +1,4 @@
-"""Compares this machine's processor with a bundle's target, and counts the processors that are free.
+"""Compares this machine's processor with a bundle's target, and counts idle processors.
 
 mlcbuild_format/processors.py has the table of processors. `refusal` is called before anything of the library
 is loaded. Source of the system call for tile registers: Linux's Documentation/arch/x86/xstate.rst.
@@ -57,8 +57,8 @@ def missing_features(target: Machine, present: frozenset[str]) -> list[str]:
 def prepare(target: Machine) -> str | None:
     """Requests from the system the registers that a bundle for `target` uses.
 
-    Returns why the bundle cannot run, as a complete message; None if it can. Must be called before any of the
-    bundle's code runs, on a machine whose processor `refusal` has accepted.
+    Returns the reason why the bundle cannot run, as a complete message; None if it can. Must be called before
+    any code of the bundle runs, on a machine whose processor `refusal` has accepted.
     """
     if "amx-tile" not in _needed(target) or allow_tiles():
         return None
@@ -70,7 +70,7 @@ def prepare(target: Machine) -> str | None:
 
 
 def allow_tiles() -> bool:
-    """Requests AMX tile registers for all threads of this process; returns true if they are granted."""
+    """Requests AMX tile registers for all threads of this process; returns True if they are granted."""
     if sys.platform != "linux" or processors.family(platform.machine()) != "x86_64":
         return False
     try:

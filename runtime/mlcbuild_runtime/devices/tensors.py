@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 ALIGNMENT = 64
 """Required alignment of tensors in bytes: kernels use aligned vector loads, which fault elsewhere."""
 BACKED = 64
-"""Number of KV cache pages for which memory is allocated together."""
+"""Number of KV cache pages for which memory is allocated at a time."""
 
 Array = NDArray[np.generic]
 Scalar = TypeVar("Scalar", bound=np.generic)

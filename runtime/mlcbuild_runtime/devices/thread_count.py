@@ -1,9 +1,9 @@
-"""Computes on which processors and with how many threads a process computes: as many as the cores that
-together compute fastest.
+"""Chooses the processors and the number of threads for computing: as many as the cores that together compute
+fastest.
 
 The cores of one machine may differ in speed, some run two threads each, and a control group may grant less
-than a core. What `/sys` and `/proc` hold is read below `root`, so that other machines can be simulated.
-Source of the files: Linux's Documentation/ABI/testing/sysfs-devices-system-cpu and
+than a core. The contents of `/sys` and `/proc` are read below `root`, so that other machines can be
+simulated. Source of the files: Linux's Documentation/ABI/testing/sysfs-devices-system-cpu and
 Documentation/admin-guide/cgroup-v2.rst; of NUMA distances: include/linux/topology.h; of the names of sysctl:
 `man 3 sysctl` of macOS.
 """
@@ -20,7 +20,8 @@ from mlcbuild_format.processors import sysctl
 
 STATIC = 0.92
 """The part of a decoding step's work that is assigned to threads in equal parts before it begins; threads
-that are done early take from the rest. The largest such part of the CPU kernels."""
+that finish early continue with the rest. It is the largest such part of the CPU kernels.
+"""
 _INTEL_EFFICIENCY, _APPLE_EFFICIENCY = 0.4, 0.35
 """Vector throughput of an efficiency core divided by that of a performance core of the same chip: half as
 many vector pipes at 0.7 to 0.8 of the clock.
@@ -63,7 +64,7 @@ def default_processors(root: Path = Path("/")) -> frozenset[int]:
 def stay_on_socket() -> None:
     """Restricts the calling thread, and the threads it starts, to `default_processors`; only on Linux."""
     if sys.platform == "linux":
-        with suppress(OSError):  # a sandbox may forbid it; the threads then move between sockets
+        with suppress(OSError):  # A sandbox may forbid it; the threads then move between sockets.
             os.sched_setaffinity(0, default_processors())
 
 

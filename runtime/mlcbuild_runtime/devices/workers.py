@@ -1,4 +1,4 @@
-"""Adapts the number of computing threads to a machine that may be busy with other processes."""
+"""Adapts the number of computing threads to a machine that other processes may use, too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ WINDOW, SHORTEST, LONGEST = 0.1, 0.5, 16.0
 """Seconds of computing between two measurements; seconds of the first and of the longest pause before more
 threads are tried again. A failed trial costs one step, which may take a second."""
 SHARE = 0.7
-"""Minimum share of the CPU time that its threads could have had; a process that gets less competes for
-cores."""
+"""Minimum ratio of the CPU time that the threads got to the time that they could have had. A process below it
+competes for cores.
+"""
 REST = 8.0
-"""Ratio of the pause after a failed trial of more threads to the trial's duration, at least."""
+"""Minimum ratio of the pause after a failed trial of more threads to the trial's duration."""
 IDLE = 0.5
 """Seconds without a step after which earlier measurements are discarded."""
 DOUBT = 60.0
@@ -25,7 +26,9 @@ class Meter:
     """Measures the wall time and the CPU time of steps."""
 
     def __init__(self, now: Clock, spent: Clock) -> None:
-        """`now` returns the time, and `spent` the CPU time of this process, both in seconds."""
+        """Prepares the measurement. now: returns the time; spent: returns the CPU time of this process; both
+        in seconds.
+        """
         self.now, self._spent = now, spent
         self._began, self._before = 0.0, 0.0
         self.wall, self.cpu = 0.0, 0.0
@@ -66,9 +69,10 @@ class Workers:
         spent: Clock,
         free: Callable[[int], int | None] = lambda _: None,
     ) -> None:
-        """`most` is the maximum number of threads and `use` sets it. `now` returns the time and `spent` the
-        CPU time of this process, in seconds. `free` returns the number of idle cores, counted up to its
-        argument, or None."""
+        """Prepares the choice. most: maximum number of threads; use: sets their number; now: returns the
+        time, and spent: the CPU time of this process, in seconds; free: returns the number of idle cores,
+        counted up to its argument, or None.
+        """
         self.count, self._most, self._use, self._free = most, most, use, free
         self._meter = Meter(now, spent)
         self._pause, self._until, self._trying = SHORTEST, 0.0, False
@@ -80,7 +84,9 @@ class Workers:
 
     @property
     def settled(self) -> bool:
-        """Returns True if no number of threads is on trial: the current one is known to have free cores."""
+        """Returns True if no number of threads is on trial, so that the current threads are known to have
+        free cores.
+        """
         return not self._trying and self._meter.now() - self._ended <= IDLE
 
     def __enter__(self) -> None:
@@ -98,7 +104,7 @@ class Workers:
             meter.reset()
 
     def _judge(self, slow: bool, wall: float) -> None:
-        if slow:  # possibly because weights were read from a disk: then the next trial succeeds
+        if slow:  # Weights may have been read from a disk: then the next trial succeeds.
             if self._trying:
                 self._pause = min(LONGEST, max(4 * self._pause, REST * wall))
             self._set(self.count // 2, trying=False)

@@ -11,7 +11,9 @@ from mlcbuild_runtime.text.tokenizer import Tokenizer
 
 
 def answer_limit(request: Request, executor: Executor) -> int:
-    """Returns the maximum tokens of the answer. Raises RequestError for a request that does not fit."""
+    """Returns the maximum number of tokens of the answer. Raises RequestError for a request that does not fit
+    the model.
+    """
     size, limits = len(request.prompt), executor.manifest.limits
     context = min(limits.context_window, executor.pages * limits.page_size)
     if not size:

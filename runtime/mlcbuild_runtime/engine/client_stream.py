@@ -39,7 +39,9 @@ class ClientStream:
     def __init__(
         self, request: Request, sink: Sink, ticket: Ticket, tokenizer: Tokenizer, ignore_eos: bool
     ) -> None:
-        """`ignore_eos`: end-of-sequence tokens do not end the answer."""
+        """Prepares the text of an answer. sink: receives its events; ignore_eos: True if end-of-sequence
+        tokens do not end the answer.
+        """
         self.ticket, self.eos = ticket, tokenizer.eos
         self._ends = (frozenset[int]() if ignore_eos else tokenizer.eos) | set(request.stop_tokens)
         self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
@@ -57,8 +59,7 @@ class ClientStream:
     def text(self, token: int, position: int, done: bool) -> tuple[str, Finish | None]:
         """Returns the text that a token adds to the answer, and the finish reason if the answer ends with it.
 
-        `position` is the token's index in the answer. `done` is true if the constraint allows nothing after
-        it.
+        position: the token's index in the answer. done: True if the constraint allows nothing after it.
         """
         if self.is_end(token):
             return self._text.finish(), "stop"

@@ -1,4 +1,4 @@
-"""Counters of all work that one engine has done since its start."""
+"""Counts all work that one engine has done since its start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Counters:
     numbers."""
 
     prompt_tokens: int = 0
-    """Prompt tokens that were computed; those read from the prefix cache do not count."""
+    """Number of prompt tokens that were computed; those read from the prefix cache do not count."""
     answer_tokens: int = 0
     decode_steps: int = 0
     drafted_tokens: int = 0

@@ -49,7 +49,7 @@ class Delivery:
         sequence.client.deliver(event)
 
     def fail(self, sequences: List[Sequence], error: Exception) -> None:
-        """Ends the requests of a step that raised `error`."""
+        """Ends the requests of a step that failed with `error`."""
         log.exception("a step has failed", exc_info=error)
         for sequence in sequences:
             self.end(sequence, sequence.failure(EngineError(f"the model has failed: {error}")))
@@ -60,7 +60,9 @@ class Delivery:
         self._trace_end(sequence, "cancelled")
 
     def trace_step(self, kind: str, parts: List[Part], moments: tuple[float, float, float]) -> None:
-        """Records a step in the trace. `moments` are the three times of Trace.step, in seconds."""
+        """Records a step in the trace. kind: of the step; parts: its sequences; moments: the three times of
+        Trace.step, in seconds.
+        """
         if self.trace is not None and parts:
             self.trace.step(kind, {sequence.order: count for sequence, count in parts}, moments)
             schedule = self._schedule

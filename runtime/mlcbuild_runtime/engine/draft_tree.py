@@ -1,9 +1,9 @@
-"""Draft trees: alternatives to a draft, verified in the same step.
+"""Defines draft trees: alternatives to a draft, verified in the same step.
 
-A draft is one path of tokens on the sequence's own pages. A branch leaves the draft, or an earlier branch. In
-a step it is a part of its own, like another sequence: it attends to the same full pages up to the place where
-it leaves, and then to pages of its own, the first of which begins with a copy of the partly filled page that
-it left. So no attention mask is needed, and a branch's rows have the same bits as without a tree. The idea is
+A draft is one path of tokens on the sequence's pages. A branch leaves the draft, or an earlier branch. In a
+step it is a separate part, like another sequence: it attends to the same full pages up to the point where it
+leaves, and then to separate pages, the first of which begins with a copy of the partly filled page that it
+left. So no attention mask is needed, and a branch's rows have the same bits as without a tree. The idea is
 from SpecInfer (Miao et al., 2024, arXiv:2305.09781), which separates paths with a mask.
 
 The rows of a tree, in order: the token before the draft, the draft's tokens, the tokens of each branch.
@@ -26,16 +26,17 @@ class Branch:
     branch."""
 
     start: int
-    """Number of draft tokens in front of the branch, on the path that it leaves."""
+    """Number of draft tokens before the branch, on the path that it leaves."""
     tokens: list[int]
     """The tokens of the branch, at least one."""
     parent: int = 0
     """Index of the path that the branch leaves: 0 is the draft, 1 the first branch. The branch leaves it at
-    one of the path's own tokens or behind the last of them."""
+    or after one of the path's tokens.
+    """
     shared: int = 0
-    """Number of full pages that the branch shares with the path it leaves."""
+    """Number of full pages that the branch shares with the path that it leaves."""
     pages: list[int] = field(default_factory=list)
-    """The branch's own pages, which follow the shared ones."""
+    """The pages that only the branch uses, which follow the shared ones."""
 
 
 def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[int]:
@@ -47,7 +48,7 @@ def path_tokens(draft: list[int], branches: List[Branch], index: int) -> list[in
 
 
 def path_pages(trunk: list[int], branches: List[Branch], index: int) -> list[int]:
-    """Returns the pages of path `index` in order, for a sequence whose own pages are `trunk`."""
+    """Returns the pages of path `index` in order. trunk: the pages of the sequence."""
     if not index:
         return trunk
     branch = branches[index - 1]

@@ -1,4 +1,6 @@
-"""Drafts without a model (prompt lookup, clients' predictions), and estimates of whether drafts pay off."""
+"""Drafts tokens without a model (prompt lookup, clients' predictions), and estimates whether drafts
+pay off.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,13 @@ class Speculate:
     """The settings of speculative decoding."""
 
     draft: Path | None = None
-    """Directory of a draft bundle with the same vocabulary; None looks up the sequence's own earlier
-    tokens."""
+    """Directory of a draft bundle with the same vocabulary; None: earlier tokens of the sequence are looked
+    up.
+    """
     tokens: int = TOKENS
     """Maximum number of tokens in a draft."""
     branches: bool = True
-    """True if alternatives to a draft are verified, too, where that pays off."""
+    """True if alternatives to a draft are also verified when that pays off."""
 
     @classmethod
     def of(cls, how: str | Path, tokens: int | None = None) -> Speculate:
@@ -49,7 +52,7 @@ class Lookup:
         self._others: dict[tuple[int, ...], int] = {}
         """N-gram -> latest index of a different token that followed it."""
         self._learned = 0
-        """Number of tokens of the text that both tables cover."""
+        """Number of tokens of the text that both tables include."""
 
     def _learn(self, tokens: Sequence[int]) -> None:
         places, others = self._places, self._others
@@ -84,7 +87,7 @@ class Lookup:
             place = self._places.get(tuple(tokens[-size:]))
             if place is not None:
                 draft = list(tokens[place : place + count])
-                while len(draft) < count:  # at the end of the text, a repetition continues
+                while len(draft) < count:  # At the end of the text, the draft continues the repetition.
                     draft.append(draft[place - len(tokens)])
                 return draft
         return []
@@ -158,10 +161,10 @@ class Odds:
         """Average number of tokens that a step adds to the answer."""
 
     def worthwhile(self, pace: float, shares: Sequence[float]) -> int:
-        """Returns how many tokens to draft on branches; 0 if none pay off.
+        """Returns the number of tokens to draft on branches; 0 if none pay off.
 
-        `pace` is the number of tokens that the step adds for all sequences; `shares` lists the fraction of
-        the step's time that 1, 2, ... more tokens add.
+        pace: number of tokens that the step adds for all sequences; shares: the fraction of the step's time
+        that 1, 2, ... more tokens add.
         """
         gains = [(self.rate * count - pace * share, count) for count, share in enumerate(shares, 1)]
         gain, count = max(gains, default=(0.0, 0))
@@ -194,10 +197,10 @@ class Prices:
         self._tried: Counter[tuple[int, int, int]] = Counter()
 
     def observe(self, batch: int, drafted: int, seconds: float, branched: int = 0) -> None:
-        """Adds a measured time: of a step of `batch` rows with `drafted` more tokens, and `branched` on
-        branches.
+        """Adds the measured time of a step of `batch` rows with `drafted` draft tokens, and `branched` more
+        on branches.
 
-        `seconds` is the device time of the step and its drafts.
+        seconds: device time of the step and of its drafts.
         """
         kind = batch, drafted, branched
         self._best[kind] = min(seconds, self._best.get(kind, math.inf) * self._FORGET)
@@ -229,7 +232,8 @@ class Prices:
 
     def share(self, batch: int, drafted: int, branched: int) -> float:
         """Returns the fraction of a step's time that tokens on branches add; infinite without measurements.
-        It is at least what as many tokens in the draft would add."""
+        It is at least the fraction that as many tokens in the draft would add.
+        """
         plain, longer = self._time(batch, drafted), self._time(batch, drafted + branched)
         if plain is None or longer is None:
             return math.inf

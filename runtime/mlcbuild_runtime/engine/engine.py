@@ -1,4 +1,4 @@
-"""The engine: runs a model for any number of clients; requests go in, events come out."""
+"""The engine: runs a model for any number of clients. It receives requests and returns events."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Engine:
 
     def state(self) -> State:
         schedule, counters = self._schedule, self._runner.counters
-        waiting = self._waiting()  # read before `running`: requests go from one to the other
+        waiting = self._waiting()  # This is read before `running`, since requests go from one to the other.
         return State(
             running=len(schedule.active),
             waiting=waiting,

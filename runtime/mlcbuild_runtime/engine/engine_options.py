@@ -15,7 +15,7 @@ MAX_WAITING = 1024
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The settings of one engine. None stands for the bundle's own value."""
+    """The settings of one engine. None stands for the value of the bundle."""
 
     name: str | None = None
     max_batch: int | None = None
@@ -25,8 +25,8 @@ class EngineOptions:
     prefill_chunk: int | None = None
     """Maximum number of prompt tokens computed between two decode steps."""
     pooling: Pooling | None = None
-    """The way in which hidden states are combined into an embedding."""
+    """How hidden states are combined into an embedding."""
     speculate: Speculate | None = None
-    """Speculative decoding; None drafts only the predictions that clients send."""
+    """Settings of speculative decoding; None: only predictions that clients send are drafted."""
     turns: Turns = field(default_factory=Turns)
     """The lock that lets one engine compute at a time; all engines of a process share it."""

@@ -13,7 +13,8 @@ from mlcbuild_runtime.engine.sequence import Sequence
 
 class Intake:
     """A queue of requests that can be closed. Any thread may call its methods, except `get` and `received`,
-    which are the engine's."""
+    which only the engine calls.
+    """
 
     def __init__(self, max_waiting: int, interrupt: Callable[[], None]) -> None:
         """Prepares an empty queue. `max_waiting` is the number of requests that may wait for admission.

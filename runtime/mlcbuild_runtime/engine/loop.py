@@ -103,8 +103,9 @@ class Loop:
         self._runner.step(self._schedule.scored(room), prompt=True)
 
     def _decode(self, parts: List[Part]) -> None:
-        """Computes the next token of each sequence plus accepted draft tokens; or several tokens of each,
-        where nothing is drafted and no client waits."""
+        """Computes the next token of each sequence and its draft tokens; or several tokens of each sequence,
+        if nothing is drafted and no client waits.
+        """
         speculation = self._runner.speculation
         ready = [sequence for sequence, _ in parts if sequence.length + 1 == len(sequence.tokens)]
         if not any(map(speculation.concerns, ready)):
@@ -143,7 +144,7 @@ class Loop:
         pace = self._pace.get(len(sequences), BURST_SECONDS)
         count = min(count, self._executor.burst, int(BURST_SECONDS / pace))
         if count > 1:
-            self._executor.resume()  # before the check: a later arrival interrupts again
+            self._executor.resume()  # This precedes the check: a later arrival interrupts again.
             count = count if self._intake.empty else 1
         for sequence in sequences if count > 1 else ():
             count = min(count, 1 + self._schedule.stretch(sequence, count - 1))

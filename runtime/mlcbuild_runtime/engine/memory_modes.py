@@ -1,5 +1,6 @@
-"""Decides how much of a machine's memory a bundle uses: three modes, and explicit numbers that
-override them."""
+"""Decides how much of a machine's memory a bundle uses, by one of three modes and by numbers that override
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ MODES: Mapping[Mode, Share] = {
 
 @dataclass(frozen=True)
 class LimitOverrides:
-    """The limits given on the command line; None leaves a value to the mode."""
+    """The limits that the command line states; None: the mode decides."""
 
     mode: Mode = "server"
     memory: int | None = None
-    """Bytes for all bundles together."""
+    """Maximum bytes of memory for all bundles together."""
     max_batch: int | None = None
     max_pages: int | None = None
     prefill_chunk: int | None = None
@@ -67,9 +68,10 @@ class ChosenLimits:
 
 
 def choose(requested: LimitOverrides, manifest: Manifest) -> ChosenLimits:
-    """Returns the limits for `manifest`'s bundle. The KV cache gets the memory that is left, at most a full
-    context for each request of a batch and at least one. Raises SetupError if the bundle does not fit an
-    explicit memory limit."""
+    """Returns the limits for a bundle. The KV cache gets the remaining memory, at most a full context for
+    each request of a batch and at least one. Raises SetupError if the bundle does not fit an explicit memory
+    limit.
+    """
     share, limits, needs = MODES[requested.mode], manifest.limits, manifest.memory
     each = limits.sequence_pages
     max_batch = min(requested.max_batch or share.max_batch or limits.max_batch, limits.max_batch)

@@ -1,8 +1,8 @@
 """Executes several decode steps before any client receives a token.
 
-Reading all weights evicts everything else from the caches, so all work between two steps runs with cold
-caches and should be small. Where the device can sample all tokens by itself, the steps are one call; where
-sequences have constraints, each token decides the input of the next step.
+Reading all weights evicts everything else from the caches, so work between two steps runs with cold caches
+and should be small. If the device can sample all tokens by itself, the steps are one call; if sequences have
+constraints, each token decides the input of the next step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def guided(executor: Executor, sequences: List[Sequence], count: int, until: flo
         if not continues or executor.interrupted or time.perf_counter() > until:
             return
         inputs = [own for sequence in sequences if (own := sequence.next_input()) is not None]
-        if len(inputs) < len(sequences):  # a separate step reports the error
+        if len(inputs) < len(sequences):  # A separate step then reports the error.
             return
         result = steps.send(inputs)
     _advance(sequences, result)
@@ -62,4 +62,4 @@ def _params(sequences: List[Sequence]) -> list[SamplingRow]:
 def _advance(sequences: List[Sequence], result: StepOutput) -> bool:
     """Appends the token of a decode step to each sequence. Returns False if no step may follow."""
     continuing = [s.advance(SequenceRows(result, row, row + 1)) for row, s in enumerate(sequences)]
-    return all(continuing)  # only after each sequence has its token
+    return all(continuing)  # This follows only once each sequence has its token.

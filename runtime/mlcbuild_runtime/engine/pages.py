@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 GONE = -1
-"""Stands in a sequence's list for a page that it has released because it is outside the attention window."""
+"""Replaces, in a sequence's list, a page that was released because it is outside the attention window."""
 Key = tuple[int, ...]
 """Identifies the content of one page: its tokens, with a prefix where equal tokens must not be shared."""
 
@@ -22,8 +22,9 @@ class _Node:
     page: int
     key: Key
     parent: _Node | None
-    """The node of the page before; None once that page was reassigned, so that no new request can reach this
-    node."""
+    """The node of the previous page; None once that page was reassigned, so that no new request can reach
+    this node.
+    """
     children: dict[Key, _Node] = field(default_factory=dict)
     users: int = 1
 
@@ -101,8 +102,9 @@ class Pages:
             node = child
 
     def release(self, pages: Sequence[int], forget: bool = False) -> None:
-        """Removes one user from each page of a sequence, except GONE ones. With `forget`, their contents are
-        not shared again."""
+        """Removes one user from each page of a sequence, except entries GONE. forget: True if other sequences
+        must not share their contents any more.
+        """
         for page in reversed(pages):
             if page == GONE:
                 continue
@@ -162,8 +164,9 @@ class PageKeys:
         self._prompt, self._made = prompt, list[Key]()
 
     def of(self, tokens: Sequence[int], length: int, page_size: int, own: int) -> Sequence[Key]:
-        """Returns the keys of the pages that the first `length` tokens fill; earlier keys never change. `own`
-        is a negative number that no other sequence has."""
+        """Returns the keys of the pages that the first `length` tokens fill. Earlier keys never change. own:
+        a negative number that no other sequence has.
+        """
         for end in range((len(self._made) + 1) * page_size, length + 1, page_size):
             block = tuple(tokens[end - page_size : end])
             self._made.append((own, *block) if end > self._prompt else block)

@@ -50,10 +50,11 @@ class TurnLength:
 
 
 def allot(prompts: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Returns how many tokens of each prompt the coming turn computes, at most `room` together.
+    """Returns for each prompt how many of its tokens the coming turn computes, at most `room` together.
 
-    `prompts` has the priority (the lowest goes first) and the tokens left of each prompt, sorted by priority
-    and then by age, the oldest first."""
+    prompts: (priority, remaining tokens) of each prompt, sorted by priority (the lowest goes first) and then
+    by age, the oldest first.
+    """
     counts = [0] * len(prompts)
     if prompts:
         counts[0] = min(prompts[0][1], -(-room // 2))

@@ -20,8 +20,9 @@ Finish = Literal["stop", "length"]
 class Request:
     prompt: tuple[int, ...]
     max_tokens: int | None = None
-    """Maximum number of tokens of the answer. None: as many as fit the context. 0: the prompt is computed and
-    nothing is answered."""
+    """Maximum number of tokens of the answer. None: as many as fit the context; 0: the prompt is computed and
+    nothing is answered.
+    """
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] = ()
@@ -29,19 +30,20 @@ class Request:
     message: bool = False
     """True if the answer is a whole message, false if it continues a text."""
     logprobs: int | None = None
-    """Number of alternatives to report for each token; None reports no log-probabilities."""
+    """Number of alternatives to report for each token; None: no log-probabilities are reported."""
     prompt_logprobs: bool = False
     """True if log-probabilities of the prompt's tokens are reported, too. The prompt's pages are then not
     shared."""
     constraint: Compiled | None = None
-    """The grammar that the answer must match; None for any answer."""
+    """The grammar that the answer must match; None: any answer is allowed."""
     shown: tuple[tuple[int, str], ...] = ()
     """Special tokens that appear in the answer's text, as pairs (token, text)."""
     ignore_eos: bool = False
     """True if end-of-sequence tokens do not end the answer; only `max_tokens`, the context and `stop` do."""
     speculate: bool = True
-    """True if speculative decoding may be used for this request, where the engine has it; the answer is the
-    same."""
+    """True if speculative decoding may be used for this request, if the engine has it. The answer is the
+    same.
+    """
     prediction: tuple[int, ...] = ()
     """Tokens that the client expects in the answer. They are drafted whatever the engine's settings are."""
     priority: int = 0
@@ -54,7 +56,7 @@ class Request:
 
 
 class EngineTimes(NamedTuple):
-    """Seconds that the engine spent on a request, whenever its client received the tokens."""
+    """Seconds that the engine spent on a request, independent of when its client received the tokens."""
 
     prompt: float
     """Seconds from the start of the request's first step to the first token of the answer."""
@@ -100,8 +102,9 @@ class Ticket:
     """The client's handle of a submitted request. Any thread may call its methods."""
 
     def __init__(self, wake: Callable[[], None], window: int | None) -> None:
-        """Prepares the handle of a request. `wake` makes the engine look at it; `window`: number of events
-        that may be delivered and not yet read; at this number the request pauses."""
+        """Prepares the handle of a request. wake: makes the engine check it. window: number of delivered
+        events that the client may leave unread; at this number the request pauses.
+        """
         self.cancelled = False
         self.delivered = 0
         """Number of events that were delivered for the request; the engine counts them."""
@@ -119,7 +122,7 @@ class Ticket:
         self.delivered += 1
         try:
             sink(event)
-        except Exception:  # the receiver is gone, for example an event loop that has ended
+        except Exception:  # The receiver has gone, for example an event loop that has ended.
             self.cancel()
 
     def read(self) -> None:
@@ -131,8 +134,9 @@ class Ticket:
 
     @property
     def room(self) -> int | None:
-        """Returns the number of events that may be delivered before the client reads on; None means any
-        number."""
+        """Returns the number of events that may be delivered before the client must read one; None: any
+        number.
+        """
         return None if self._window is None else self._window - (self.delivered - self._read)
 
     @property

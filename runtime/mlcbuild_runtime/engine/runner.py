@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class StepInput(NamedTuple):
-    """The new tokens of one sequence in a step, its length after them, and its pages up to there."""
+    """The new tokens of one sequence in a step, its length after them, and the pages that hold it."""
 
     tokens: list[int]
     length: int
@@ -42,8 +42,10 @@ class Runner:
         self.delivery = Delivery(schedule, self.counters)
 
     def step(self, parts: List[Part], prompt: bool = False) -> list[DraftOutcome]:
-        """Computes the next `count` tokens of each sequence, draft tokens last, and samples the next token of
-        each sequence that is complete then. Returns the draft outcome of each of these."""
+        """Computes the next tokens of each sequence, draft tokens last, and samples a token from each
+        sequence that is then complete. parts: (sequence, number of tokens). Returns the draft outcome of each
+        of these.
+        """
         if not parts:
             return []
         begun = time.perf_counter()
@@ -89,7 +91,9 @@ class Runner:
         return DraftOutcome(sequence, drafted, accepted - gained, branched, gained)
 
     def pool(self, parts: List[Part]) -> None:
-        """Computes the next `count` prompt tokens of each sequence, and pools their hidden states."""
+        """Computes the next prompt tokens of each sequence, and pools their hidden states. parts: (sequence,
+        number of tokens).
+        """
         if not parts:
             return
         step, inputs = self._step_of(parts, None, prompt=True)
@@ -113,7 +117,7 @@ class Runner:
                     multi_step.guided(self.executor, sequences, count, begun + seconds)
                 else:
                     multi_step.unguided(self.executor, sequences, count)
-        except Exception as error:  # whatever the device raises
+        except Exception as error:  # Whatever the device raises
             failure = error
         computed = time.perf_counter()
         executed = max(len(s.tokens) - old for s, old in zip(sequences, before, strict=True))
@@ -143,12 +147,13 @@ class Runner:
         return ModelStep.of(inputs, counts, prompt), inputs
 
     def _execute(self, parts: List[Part], compute: Callable[[], Result]) -> Result | None:
-        """Runs `compute` while holding the turn. Returns None, after ending the requests of `parts`, if it
-        raises."""
+        """Runs `compute` while this engine holds the lock of `Turns`, and returns the result. If it raises,
+        ends the requests of `parts` and returns None.
+        """
         try:
             with self._turns:
                 return compute()
-        except Exception as error:  # whatever the device raises
+        except Exception as error:  # Whatever the device raises
             self.delivery.fail([sequence for sequence, _ in parts], error)
             return None
 

@@ -67,7 +67,7 @@ class Sampler:
 
     @property
     def finished(self) -> bool:
-        """Returns True if the constraint allows nothing but the end of the answer."""
+        """Returns True if the constraint allows only the end of the answer."""
         return self._matcher is not None and self._matcher.finished
 
     def params(self, position: int) -> SamplingRow:
@@ -89,7 +89,7 @@ class Sampler:
         matcher, self.mask = self._matcher, None
         if matcher is None or self._tries(self._backoff, position):
             return self._numbers.at(position)
-        if self._request.logprobs is not None:  # log-probabilities cover the whole vocabulary
+        if self._request.logprobs is not None:  # Log-probabilities cover the whole vocabulary.
             return None
         try:
             self.mask = matcher.mask()
@@ -121,8 +121,9 @@ class Sampler:
         return drawn
 
     def propose(self, logits: Floats, position: int, draft: list[int]) -> int:
-        """Returns the token that follows a draft from `position` on, sampled from a draft model's logits.
-        Raises ServingError."""
+        """Returns the token that follows a draft, sampled from a draft model's logits. position: index in the
+        answer at which the draft begins. Raises ServingError.
+        """
         matcher = None if self._matcher is None else self._matcher.after(draft)
         return self._choose(logits.copy, NO_TOKEN, matcher, (position, draft), copy(self._backoff))
 
@@ -145,7 +146,7 @@ class Sampler:
         """Returns up to `count` tokens that are the only ones the constraint allows."""
         if (
             self._matcher is None or self._request.logprobs is not None
-        ):  # only the model has log-probabilities
+        ):  # Only the model has log-probabilities.
             return []
         return self._matcher.forced(count)
 
@@ -199,7 +200,7 @@ class Sampler:
 
 
 def runner_up(logits: Floats, token: int) -> tuple[float, int]:
-    """Returns how far a token's logit is ahead of the largest other one, and which token has that."""
+    """Returns (distance of a token's logit above the largest other one, the token with that other logit)."""
     # Slices avoid a copy of all logits.
     sides = (0, logits[:token]), (token + 1, logits[token + 1 :])
     height, other = max((float(side.max()), first + int(side.argmax())) for first, side in sides if len(side))

@@ -24,8 +24,9 @@ class Schedule:
     """
 
     def __init__(self, pages: Pages, page_size: int, max_batch: int, window: int | None = None) -> None:
-        """Prepares an empty schedule. `page_size`: tokens in a page; `window`: the longest attention window
-        of the model in tokens; None if it is unlimited."""
+        """Prepares an empty schedule. page_size: tokens in a page; window: the longest attention window of
+        the model in tokens, None if it is unlimited.
+        """
         self.waiting: list[Sequence] = []
         self.active: list[Sequence] = []
         self.pages, self.preemptions, self.cached_tokens = pages, 0, 0
@@ -65,9 +66,9 @@ class Schedule:
             self.waiting.remove(sequence)
 
     def prefills(self, room: int) -> list[tuple[Sequence, int]]:
-        """Returns the sequences whose prompt is not computed yet, and how many of its tokens to compute now.
+        """Returns (sequence, number of tokens to compute now) for sequences whose prompt is not computed yet.
 
-        `room` is the maximum number of tokens in the step.
+        room: maximum number of tokens in the step.
         """
         prompts = [s for s in self.active if s.prefilling and not s.request.prompt_logprobs]
         left = [(s.request.priority, len(s.request.prompt) - s.length) for s in prompts]
@@ -75,16 +76,17 @@ class Schedule:
         return [(sequence, count) for sequence, count in zip(prompts, counts, strict=True) if count]
 
     def scored(self, room: int) -> list[tuple[Sequence, int]]:
-        """Returns the first sequence whose prompt needs log-probabilities, and how many tokens to compute; or
-        nothing. It has a step of its own: kernels may round many rows' logits differently, which must not
-        change other answers."""
+        """Returns the first sequence whose prompt needs log-probabilities with the number of tokens to
+        compute, or an empty list. It gets a separate step: kernels may round many rows' logits differently,
+        which must not change other answers.
+        """
         for sequence in self.active:
             if sequence.prefilling and sequence.request.prompt_logprobs:
                 return [(sequence, min(room, SCORED, len(sequence.request.prompt) - sequence.length))]
         return []
 
     def decodes(self, rows: int) -> list[tuple[Sequence, int]]:
-        """Returns the sequences of the coming decode step, and how many tokens of each the step computes.
+        """Returns (sequence, number of tokens to compute) for the coming decode step.
 
         A sequence that was preempted computes several of its old tokens again, as long as the step has at
         most `rows` rows. Pages for all these tokens are allocated.
@@ -103,8 +105,9 @@ class Schedule:
         return parts
 
     def stretch(self, sequence: Sequence, count: int) -> int:
-        """Allocates pages for `count` more tokens without preempting a request; returns how many
-        tokens fit."""
+        """Allocates pages for up to `count` more tokens without preempting a request, and returns for how
+        many tokens there are pages.
+        """
         while len(sequence.pages) * self._page_size <= sequence.length + count:
             more = self.pages.take(1)
             if more is None:
@@ -156,7 +159,7 @@ class Schedule:
             self._leave_window(sequence, max(0, sequence.length - self._window + 1) // self._page_size)
 
     def _leave_window(self, sequence: Sequence, count: int) -> None:
-        """Frees the first `count` pages, which are outside the attention window of all tokens to come."""
+        """Frees the first `count` pages, which are outside the attention window of all future tokens."""
         first = count
         while first and sequence.pages[first - 1] != GONE:
             first -= 1
@@ -164,7 +167,7 @@ class Schedule:
         sequence.pages[first:count] = [GONE] * (count - first)
 
     def _place(self, sequence: Sequence) -> bool:
-        """Allocates pages for all tokens of a sequence. Returns false if there are too few."""
+        """Allocates pages for all tokens of a sequence. Returns False if there are too few."""
         if len(self.active) >= self._max_batch:
             return False
         # At least one token must be computed, because the next one is sampled from its logits.
@@ -197,8 +200,9 @@ class Schedule:
         return False
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Allocates a page for the next token, preempting others if necessary. Returns false if the sequence
-        itself was preempted."""
+        """Allocates a page for the next token, preempting other requests if necessary. Returns False if the
+        sequence itself was preempted.
+        """
         while len(sequence.pages) * self._page_size <= sequence.length:
             more = self.pages.take(1)
             if more is not None:

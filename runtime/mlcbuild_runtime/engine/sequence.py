@@ -149,7 +149,7 @@ class Sequence:
     def keys(self, page_size: int, length: int) -> List[Key]:
         """Returns the keys of the pages that the first `length` tokens fill; see pages.PageKeys."""
         if self.request.prompt_logprobs or (self.pool is not None and self.pool.kind == "mean"):
-            return []  # cached pages lack the logits, or hidden states, of the tokens that they cover
+            return []  # Cached pages lack the logits, or hidden states, of their tokens.
         return self._keys.of(self.tokens, length, page_size, -1 - self.order)
 
     def sampling_params(self, count: int) -> list[SamplingRow]:
@@ -182,8 +182,9 @@ class Sequence:
         return None if number is None else NextInput(self.tokens[-1], number, self.sampler.mask)
 
     def advance(self, rows: SequenceRows) -> bool:
-        """Appends the token of a decode step; `take_events` returns its event later. Returns false if events
-        must be taken before the next step."""
+        """Appends the token of a decode step. `take_events` returns its event later. Returns False if the
+        events must be taken before the next step.
+        """
         self.length += 1
         try:
             self._append(token := self.sampler.token(lambda: rows.logits()[0], rows.token(0), self.answered))
@@ -206,8 +207,9 @@ class Sequence:
         return self._with_forced(events)
 
     def consume(self, rows: SequenceRows) -> list[Event]:
-        """Appends the tokens that follow from the rows [1 + draft.size] of a step: one, and one more for each
-        accepted draft token. Returns their events; an error is an event, too."""
+        """Appends the tokens that the rows [1 + draft.size] of a step determine: one, and one more for each
+        accepted draft token. Returns their events; an error is an event, too.
+        """
         if not self.draft.tokens and self.request.max_tokens and self._plain:
             return self._verify(rows)
         if self.request.max_tokens:
@@ -293,8 +295,9 @@ class Sequence:
         return self.sampler.allowed(draft)
 
     def propose(self, logits: Floats) -> bool:
-        """Adds a token to the draft, sampled from a draft model's logits. Returns false if nothing can follow
-        it."""
+        """Adds a token to the draft, sampled from a draft model's logits. Returns False if no token can
+        follow it.
+        """
         draft = self.draft
         if not draft.tokens:
             draft.doubts = []
@@ -321,7 +324,7 @@ class Sequence:
         return self._event(error=error)
 
     def _event_at(self, position: int) -> Event:
-        """Returns the event of a token of the answer; all tokens before it have theirs."""
+        """Returns the event of the answer's token at `position`. Earlier tokens must have events already."""
         token = self.tokens[len(self.request.prompt) + position]
         done = position + 1 == self.answered and self.sampler.finished
         text, finish = self.client.text(token, position, done)

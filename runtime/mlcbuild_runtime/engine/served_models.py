@@ -1,4 +1,6 @@
-"""Bundles by name: loaded on the first request, unloaded when others need their memory."""
+"""Manages bundles by name: loads them on the first request, and unloads them when others need their
+memory.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,9 @@ class ModelSource:
         return cls(Path(text))
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns the bundles in a directory of bundles as sources; otherwise this source, which may be no
-        bundle."""
+        """Returns the bundles in a directory of bundles as sources; for any other path a list of this source
+        alone.
+        """
         if self.name is not None:
             return [self]
         return [ModelSource(path) for path in directories(self.path)] or [self]
@@ -89,7 +92,8 @@ class Models:
         options: EngineOptions | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`options` are the settings that all engines share.
+        """Prepares the bundles of a server. requested: limits that override those of a mode; options:
+        settings that all engines share; trace: receives every step.
 
         Raises SetupError if two bundles have one name, and BundleError if the only bundle cannot be read. Of
         several bundles, one that cannot be read becomes an entry that answers with its error.
@@ -105,7 +109,7 @@ class Models:
 
     @classmethod
     def of(cls, engine: Engine) -> Models:
-        """Returns the models of a server with one engine, which is running already."""
+        """Returns the models of a server with one engine that is already running."""
         models = cls([], LimitOverrides())
         entry = ServedModel(engine.executor.path, [engine.name], engine.manifest, engine)
         entry.chosen = ChosenLimits(

@@ -64,8 +64,9 @@ class Speculation:
 
     @classmethod
     def load(cls, how: Speculate | None, executor: Executor, tokenizer: Tokenizer) -> Speculation:
-        """Returns the drafts of an engine with the settings `how`; None drafts only what clients predict.
-        Raises BundleError if the draft bundle does not fit the model."""
+        """Returns the drafts of an engine with the settings `how`; None: only clients' predictions are
+        drafted. Raises BundleError if the draft bundle does not fit the model.
+        """
         limits = executor.manifest.limits
         rows = min(executor.exact_rows, limits.prefill_chunk)
         if how is None:
@@ -99,7 +100,9 @@ class Speculation:
         return allotted
 
     def propose(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Sets the drafts of sequences, which have pages for that many more tokens."""
+        """Drafts tokens for sequences. parts: (sequence, maximum number of draft tokens); the pages for these
+        tokens are allocated.
+        """
         unpredicted = []
         for sequence, count in parts:
             sequence.draft.tokens = sequence.allowed(_predicted(sequence, count))
@@ -114,10 +117,10 @@ class Speculation:
             sequence.draft.tokens = sequence.allowed(sequence.draft.tokens)
 
     def spread(self, sequences: List[Sequence], rows: int, batch: int) -> None:
-        """Sets the branches of the drafts of `sequences`, as many as are worth their share of the step's
-        time.
+        """Adds branches to the drafts of `sequences`, as many as pay off for the time that they add to the
+        step.
 
-        `rows` and `batch` are the numbers of rows and sequences of the step without drafts.
+        rows, batch: number of rows and of sequences of the step without drafts.
         """
         drafts = [sequence.draft for sequence in sequences]
         drafted, branched = sum(len(draft.tokens) for draft in drafts), 0
@@ -162,19 +165,19 @@ class Speculation:
         if self._drafter is not None:
             try:
                 self._drafter.follow(parts)
-            except Exception:  # whatever the library raises
+            except Exception:  # Whatever the library raises
                 self._give_up()
 
     def _draft(self, drafter: Drafter, parts: List[tuple[Sequence, int]]) -> None:
         try:
             drafter.draft(parts)
-        except Exception:  # whatever the library raises
+        except Exception:  # Whatever the library raises
             for sequence, _ in parts:
                 sequence.draft.tokens = []
             self._give_up()
 
     def _give_up(self) -> None:
-        """Continues without the draft model, which answers do not need."""
+        """Stops using the draft model, which answers do not need."""
         log.exception("the draft bundle has failed and is not used any more")
         self._drafter = None
 
@@ -207,8 +210,9 @@ def _doubtful(sequence: Sequence, count: int) -> list[Branch]:
 
 
 class Drafter:
-    """A second, smaller model that drafts. A token's keys and values are in the same page of both KV
-    caches."""
+    """A second, smaller model that drafts tokens. A token's keys and values are in the same page of both KV
+    caches.
+    """
 
     def __init__(self, executor: Executor, vocab_size: int) -> None:
         """Prepares drafting with a loaded bundle. `vocab_size`: vocabulary size of the model that
@@ -234,7 +238,9 @@ class Drafter:
             sequence.draft.cached = end
 
     def draft(self, parts: List[tuple[Sequence, int]]) -> None:
-        """Sets the drafts of sequences, one token after the other for all of them together."""
+        """Drafts tokens for sequences, one token after the other for all of them together. parts: (sequence,
+        number of draft tokens).
+        """
         going = self._caught_up([part for part in parts if self._fits(len(part[0].tokens) + part[1])])
         while going:
             rows = self._forward([self._part(sequence) for sequence, _ in going])
@@ -255,8 +261,9 @@ class Drafter:
         return tokens, size + len(draft.tokens), sequence.pages
 
     def _caught_up(self, parts: List[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-        """Returns the sequences whose missing tokens fit one step of the draft model. Of the others, the
-        first one computes a chunk."""
+        """Returns the parts whose missing tokens fit one step of the draft model. Of the others, the first
+        one computes a chunk.
+        """
         chunk = room = self._executor.manifest.limits.prefill_chunk
         ready = []
         for sequence, count in parts:
@@ -283,8 +290,9 @@ class Drafter:
 
 
 def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelStep:
-    """Returns a step with the branches of drafts, each as a part of its own behind its sequence's part in
-    `inputs`. `size` is the number of tokens in a page."""
+    """Returns a step with the branches of drafts, each as a separate part after its sequence's part in
+    `inputs`. size: tokens in a page.
+    """
     parts, counts, forks = list[Part](), list[int](), list[Fork]()
     for sequence, part in zip(sequences, inputs, strict=True):
         draft = sequence.draft
@@ -296,7 +304,7 @@ def fanned(sequences: List[Sequence], inputs: List[Part], size: int) -> ModelSte
 
 
 def refusal(model: Executor, draft: Executor) -> str | None:
-    """Returns why the limits of a draft bundle do not fit a model; None if they do."""
+    """Returns the reason why the limits of a draft bundle do not fit a model; None if they do."""
     ours, theirs = model.manifest.limits, draft.manifest.limits
     if ours.page_size != theirs.page_size:
         return f"its pages hold {theirs.page_size} tokens, not {ours.page_size}"

@@ -1,4 +1,4 @@
-"""Threads that engines run on, and the lock that lets one engine compute at a time."""
+"""Runs engines on reusable threads, and provides the lock that lets one engine compute at a time."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Turns:
         gate.acquire()
 
     def on_wait(self, callback: Callable[[], None]) -> None:
-        """Registers `callback` for the current turn: it is called, possibly from another thread, as soon as
-        another engine waits for the lock, or at once if one waits already."""
+        """Registers a callback for the current turn. It is called, possibly from another thread, as soon as
+        another engine waits for the lock, or at once if one waits already.
+        """
         with self._lock:
             self._on_wait = callback
             if self._waiting:
@@ -94,9 +95,9 @@ def _work_for_ever(inbox: SimpleQueue[Task]) -> None:
         assert task.work is not None
         try:
             task.work()
-        except Exception:  # the thread must stay alive for the next task
+        except Exception:  # The thread must survive for the next task.
             log.exception("the work of a thread has failed")
-        task.work = None  # a reference here would keep a model in memory
+        task.work = None  # A reference here would keep a model in memory.
         with _lock:
             _idle.append(inbox)
         task.ended.set()

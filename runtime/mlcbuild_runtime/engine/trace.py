@@ -38,9 +38,10 @@ class Trace:
         self._event("M", "thread_name", args={"name": "engine"})
 
     def step(self, kind: str, tokens: Mapping[int, int], moments: tuple[float, float, float]) -> None:
-        """Adds one step of the engine to the trace. `tokens` maps request number -> tokens in the step;
-        `moments` are three times of time.perf_counter: the beginning, the model's result, the end of
-        delivery."""
+        """Adds one step of the engine to the trace. kind: of the step; tokens: request number -> tokens in
+        the step; moments: times of time.perf_counter at the beginning, at the model's result, and at the end
+        of delivery.
+        """
         begun, computed, ended = moments
         args = {"batch": len(tokens), "requests": list(tokens), "tokens": list(tokens.values())}
         self._slice(f"{kind} {sum(tokens.values())}", begun, ended, args)
@@ -77,7 +78,7 @@ class Trace:
                 return
             try:
                 self._out.write(("[\n" if self._empty else ",\n") + line)
-            except OSError as error:  # a full disk ends the trace only
+            except OSError as error:  # If the disk is full, only the trace ends.
                 log.warning("the trace cannot be written any more: %s", error)
                 with suppress(OSError):
                     self._out.close()

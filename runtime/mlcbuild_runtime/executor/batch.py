@@ -47,9 +47,9 @@ class ModelStep(NamedTuple):
     ) -> ModelStep:
         """Returns the step for `parts`: (new tokens, length after them, pages) of each sequence.
 
-        A negative page is one that no layer reads any more. `counts` says for each sequence how many of its
-        last tokens need logits (default: 1). `prompt` defaults to true if any sequence has more than one new
-        token.
+        A negative page is one that no layer reads any more. counts: for each sequence the number of its last
+        tokens that need logits (default: 1). prompt: True if the tokens belong to prompts; by default if any
+        sequence has more than one new token.
         """
         tokens, lengths, rows, table = list[int](), list[int](), list[int](), list[int]()
         indptr, page_indptr = [0], [0]
@@ -86,7 +86,7 @@ class FollowingSteps(NamedTuple):
     random_numbers: Sequence[Sequence[float]]
     """For each following step, the random number of each sequence."""
     stops_at_eos: Sequence[bool]
-    """For each sequence, whether it ends once it has sampled one of `eos_tokens`, so that no step follows."""
+    """For each sequence, True if it ends once it has sampled one of `eos_tokens`, so that no step follows."""
     eos_tokens: Collection[int]
 
 

@@ -22,12 +22,14 @@ class StepOutput(NamedTuple):
     """The sampled tokens and the logits of one step of the model."""
 
     tokens: list[int]
-    """The token sampled from each row of `ModelStep.rows`; negative where there is none, see abi.NO_TOKEN and
-    abi.INVALID_TOKEN."""
+    """The token sampled from each row of `ModelStep.rows`; negative if no token was sampled, see abi.NO_TOKEN
+    and abi.INVALID_TOKEN.
+    """
     logits: Callable[[], Floats]
-    """Returns the masked logits, float32 [rows, vocabulary]. It must be called before the executor's next
-    step; a device copies logits to the host only for this call. Later steps do not change the array; a second
-    call may return the same one."""
+    """Function that returns the masked logits, float32 [rows, vocabulary]. It must be called before the
+    executor's next step; a device copies logits to the host only for this call. Later steps do not change the
+    array; a second call may return the same one.
+    """
 
 
 GuidedSteps = Generator[StepOutput, Sequence[NextInput], None]
@@ -49,7 +51,7 @@ class Executor(Protocol):
 
     @property
     def description(self) -> str:
-        """Returns a description of the device in a few words for log lines, such as "threads 4"."""
+        """Returns the device in a few words for log lines, such as "threads 4"."""
 
     @property
     def pages(self) -> int:
@@ -90,10 +92,11 @@ class Executor(Protocol):
     def guided_steps(
         self, step: ModelStep, sampling_params: Sequence[SamplingRow], masks: Masks, count: int
     ) -> GuidedSteps:
-        """Yields the results of up to `count` decode steps whose inputs the caller chooses after each step.
+        """Yields the results of up to `count` decode steps. The caller chooses the inputs of each step after
+        the previous one.
 
-        The caller sends the next input of each sequence, or closes the generator. All sampling parameters but
-        the random number stay the same.
+        The caller sends the next input of each sequence, or closes the generator. All sampling parameters
+        except the random number stay the same.
         """
 
     def hidden_states(self, step: ModelStep) -> Floats:
@@ -105,11 +108,12 @@ class Executor(Protocol):
         row's token depends only on the row, its parameters and its mask."""
 
     def interrupt(self) -> None:
-        """Ends a running `steps` after its current step, and later calls likewise until `resume`. Any thread
-        may call it."""
+        """Ends a running call of `steps` after its current step, and later calls likewise until `resume`. Any
+        thread may call it.
+        """
 
     def resume(self) -> None:
-        """Reverts `interrupt`, so that steps run again."""
+        """Undoes `interrupt`, so that steps run again."""
 
     @property
     def interrupted(self) -> bool: ...

@@ -1,6 +1,6 @@
-"""A request's sampling parameters, random numbers, penalties and log-probabilities.
+"""Implements a request's sampling parameters, random numbers, penalties and log-probabilities.
 
-The tokens sampled for a request depend on its own logits and seed only, not on the other requests in a batch.
+The tokens sampled for a request depend only on its logits and seed, not on the other requests in a batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sampling:
     """Fraction of the most likely token's probability that a kept token must have; 0 keeps all."""
     seed: int | None = None
     choice: int = 0
-    """Index of the answer among several to one request: each has its own random numbers."""
+    """Index of the answer, if a request has several. Each answer gets different random numbers."""
     frequency_penalty: float = 0.0
     """Number subtracted from a token's logit once for each time that the token is in the answer."""
     presence_penalty: float = 0.0
@@ -58,7 +58,7 @@ class Sampling:
     bias: tuple[tuple[int, float], ...] = ()
     """Pairs (token, number that is added to its logit)."""
     min_tokens: int = 0
-    """Tokens of the answer before which none of `ends` is sampled."""
+    """Number of tokens of the answer before which none of `ends` is sampled."""
     ends: tuple[int, ...] = ()
     """The tokens that end the answer; needed only with `min_tokens`."""
 

@@ -1,6 +1,6 @@
 """Accepts connections on a listening socket, up to the limit of file descriptors.
 
-asyncio's own server keeps retrying when a process has no file descriptor left, and logs a traceback for each
+asyncio's server keeps retrying when a process has no file descriptor left, and logs a traceback for each
 attempt (CPython 3.11: thousands a second).
 """
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4096
 RETRY = 0.05
-"""Seconds between attempts to accept a connection while the limit is reached."""
+"""Seconds between two attempts to accept a connection while the limit is reached."""
 QUIET = 60.0
 """Minimum seconds between two log lines about the limit."""
 _FULL = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
@@ -35,10 +35,10 @@ def room() -> int:
 async def accept(
     listener: socket.socket, make: Callable[[], Connection], connections: Collection[object]
 ) -> None:
-    """Accepts connections until it is cancelled.
+    """Accepts connections until the task is cancelled.
 
-    `make` creates the protocol of a connection, and `connections` holds the open ones. At the limit, the
-    connection that has been idle for longest is closed; while none is idle, new ones wait.
+    make: creates the protocol of a connection. connections: the open ones. At the limit, the connection that
+    has been idle for longest is closed; while none is idle, new ones wait.
     """
     loop = asyncio.get_running_loop()
     opening: set[asyncio.Task[object]] = set()
@@ -73,12 +73,14 @@ async def accept(
 async def _open(make: Callable[[], Connection], accepted: socket.socket) -> None:
     try:
         await asyncio.get_running_loop().connect_accepted_socket(make, accepted)
-    except OSError:  # the client has disconnected already
+    except OSError:  # The client has disconnected already.
         accepted.close()
 
 
 def _drop_idle(connections: Collection[object]) -> bool:
-    """Closes the connection that has been idle for longest; returns false if all are serving a request."""
+    """Closes the connection that has been idle for longest; returns False if all connections are serving a
+    request.
+    """
     idle = [(c.idle_since, id(c), c) for c in connections if isinstance(c, Connection) and c.is_idle]
     if not idle:
         return False

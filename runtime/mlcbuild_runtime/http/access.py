@@ -1,4 +1,4 @@
-"""The rules for access to a server. It imports nothing, because the command line loads it early."""
+"""Defines the rules for access to a server. It imports nothing, because the command line loads it early."""
 
 from __future__ import annotations
 
@@ -23,4 +23,6 @@ class Access:
     max_tokens: int | None = None
     """Maximum tokens of an answer; None means as many as fit the context."""
     lenient: bool = False
-    """Drop fields of a body that are unknown or cannot be honoured, with a line in the log."""
+    """True if fields of a body that are unknown or not supported are dropped, with a line in the log, instead
+    of refused.
+    """

@@ -1,4 +1,4 @@
-"""The access log: one JSON object per line for each request, written when its answer has ended.
+"""Writes the access log: one JSON object per line for each request, when its answer has ended.
 
     time            arrival of the request, UTC, ISO 8601
     id              the request's X-Request-ID, or a new one; the answer carries it, too
@@ -35,7 +35,7 @@ _ID = re.compile(r"[!-~]{1,128}")
 
 
 class AccessRecord:
-    """The part of a log line that describes the model's work."""
+    """The fields of a log line that describe the model's work."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -45,8 +45,9 @@ class AccessRecord:
         self._first: float | None = None
 
     def model(self, name: str, requests: Sequence[Request], stream: bool) -> None:
-        """Notes, for the log line, the model and its requests: one for each answer, those of one prompt
-        consecutively."""
+        """Stores the model and its requests for the log line. requests: one for each answer, those of one
+        prompt consecutively; stream: True if the answer is streamed.
+        """
         self._model, self._stream = name, stream
         self._prompt_tokens += sum(len(r.prompt) for r in requests if r.sampling.choice == 0)
 
@@ -96,7 +97,7 @@ def record(scope: Scope) -> AccessRecord:
 Form = Literal["json", "text"]
 """The form of lines: JSON for programs, or text for people."""
 _QUIET = ("/health", "/metrics")
-"""Paths of which text has no lines: monitors request them all the time."""
+"""Paths that have no lines in text form, because monitors request them all the time."""
 
 
 def _json(fields: Mapping[str, object]) -> str:
@@ -105,7 +106,7 @@ def _json(fields: Mapping[str, object]) -> str:
 
 
 def _text(fields: Mapping[str, object]) -> str:
-    """Returns a line for a terminal; "" for a path that has none."""
+    """Returns a log line for a terminal; "" for a path without lines."""
     path = str(fields["path"])
     if path.startswith(_QUIET):
         return ""

@@ -19,7 +19,9 @@ NAMES = "a bundle, or a directory of bundles"
 
 
 def add(parser: argparse.ArgumentParser, names: str = NAMES) -> None:
-    """Adds the bundles and all options of a server to a parser. `names` describes the accepted bundles."""
+    """Adds the arguments for bundles and all options of a server to a parser. names: describes the accepted
+    bundles.
+    """
     defaults = ServerOptions()
     parser.add_argument(
         "bundles",
@@ -104,7 +106,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that admit and limit requests."""
+    """Adds the options that restrict and limit requests."""
     parser.add_argument(
         "--api-key",
         action="append",
@@ -166,7 +168,8 @@ def options(arguments: argparse.Namespace) -> ServerOptions:
     """Returns the options of parsed arguments. Raises ArgumentTypeError for conflicting options."""
     _refuse_conflicts(arguments)
     if arguments.device is not None:
-        os.environ[DEVICE_VARIABLE] = arguments.device  # also for the processes that this one starts
+        # This also applies to the processes that this one starts.
+        os.environ[DEVICE_VARIABLE] = arguments.device
     return ServerOptions(
         host=arguments.host,
         port=arguments.port,

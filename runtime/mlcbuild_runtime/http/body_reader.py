@@ -1,4 +1,4 @@
-"""Reads the bodies of requests: bounded before they are stored, and parsed where no other request waits."""
+"""Reads the bodies of requests: within limits, and large ones on a thread so that no other request waits."""
 
 from __future__ import annotations
 

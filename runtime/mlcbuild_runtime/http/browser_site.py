@@ -1,6 +1,8 @@
-"""The web site that runs a bundle in its visitors' browsers: chat page, engine in JavaScript, bundle.
+"""Serves or writes the web site that runs a bundle in its visitors' browsers: chat page, engine in
+JavaScript, bundle.
 
-It consists of files only, so any web server can serve it; `create_app` is the one of `serve --browser`.
+It consists of files only, so any web server can serve it; `create_app` returns the server of `serve
+--browser`.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def write(bundle: Path, directory: Path) -> str:
             target.parent.mkdir(parents=True, exist_ok=True)
             if name.startswith(f"{BUNDLE}/"):
                 _link(source.resolve(), target)
-            else:  # somebody may edit the page, and must not edit the installed package
+            else:  # Somebody may edit the page, which must not change the installed package.
                 shutil.copyfile(source, target)
     except OSError as error:
         raise SetupError(f"{directory}: the site cannot be written: {error.strerror}") from None
@@ -132,7 +134,7 @@ def run(app: Starlette, listener: socket.socket, ready: str) -> None:
             print(printable(ready), flush=True)  # noqa: T201
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """Ends the server in order: uvicorn would raise the signal again afterwards."""
+            """Ends the server in an orderly way: uvicorn would raise the signal again afterwards."""
             self.should_exit = True
 
     config = uvicorn.Config(

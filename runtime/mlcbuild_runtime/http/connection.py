@@ -1,9 +1,9 @@
-"""HTTP over one connection: limits what a client may send, how fast, and how much of it is stored.
+"""Handles HTTP over one connection: limits what a client may send, how fast, and how much of it is stored.
 
-The parser is fed only up to the end of one request: what follows waits unparsed, at most a buffer of it, and
-nothing more is read until that request is answered. All connections receive into one buffer: asyncio would
-allocate a new block of 256 KiB each time, which fragments the heap (the process grew by a tenth over some
-50,000 requests).
+The parser receives bytes only up to the end of one request. Later bytes, at most a buffer of them, wait
+unparsed, and nothing more is read until that request is answered. All connections receive into one buffer:
+asyncio would allocate a new block of 256 KiB each time, which fragments the heap (the process grew by a tenth
+over some 50,000 requests).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ LINGER_BYTES, LINGER_SECONDS = 1 << 20, 2.0
 """Bytes and seconds for which input is still received and discarded after the last answer: closing at once
 would reset the connection, and the client might lose the answer."""
 SENDING_SECONDS = 0.05
-"""Seconds between two looks whether the last answer is sent, where the client reads slowly."""
+"""Seconds between two checks whether the last answer is sent, while the client reads slowly."""
 
 _BUFFER = memoryview(bytearray(1 << 14))
-"""The receive buffer of all connections: what one client may have parsed before the next has its turn. With
+"""The receive buffer of all connections, which limits what is parsed for one client before the next one. With
 chunks of one byte, 16 KB take 1 to 2 ms. It is in use only between a call of `get_buffer` and the following
-`buffer_updated`, which an event loop never interleaves, and a process has one server."""
+`buffer_updated`, which an event loop never interleaves, and a process has one server.
+"""
 _END = re.compile(rb"\n\r?\n")
 """Matches the end of a request's head or of a chunked body; the data of a chunk may match, too."""
 _BEGINNING = b"HTTP/1.1 "
@@ -47,7 +48,7 @@ _BEGINNING = b"HTTP/1.1 "
 
 
 class _Outlet(asyncio.Transport):
-    """The transport that uvicorn sees: closing is left to the connection."""
+    """The transport that uvicorn uses. Closing it is left to the connection."""
 
     def __init__(self, wire: asyncio.Transport, connection: Connection) -> None:
         super().__init__()
@@ -81,8 +82,9 @@ class _Outlet(asyncio.Transport):
 
 
 class _Flow(FlowControl):
-    """Flow control that ignores requests to read while it is held, from code that waits for a body or a
-    disconnect."""
+    """Flow control that, while `held`, ignores requests to read from code that waits for a body or a
+    disconnect.
+    """
 
     held = False
 
@@ -101,7 +103,7 @@ class _Flow(FlowControl):
 
 class Connection(HttpToolsProtocol, BufferedProtocol):
     ended = False
-    """True after the last answer on a connection, from which on further input is discarded."""
+    """True after the last answer on a connection; further input is then discarded."""
     idle_since = 0.0
     """The event loop's time at which the last request ended, or the connection began, in seconds."""
     _wire: asyncio.Transport
@@ -111,7 +113,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _ahead = b""
     _at = 0
-    """Index in `_ahead` from which on received bytes are not parsed yet."""
+    """Index in `_ahead` of the first received byte that has not been parsed."""
     _tail = b""
     """The last two bytes that were parsed outside of a body with a length."""
     _framing = _payload = _fields = 0
@@ -239,7 +241,7 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         if self._fields > HEAD_FIELDS:
             self._refusal = _too_large()
             raise ValueError
-        if not self._in_body:  # else it is a trailer, which nobody reads
+        if not self._in_body:  # Otherwise it is a trailer, which is ignored.
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -250,7 +252,8 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self._framing, self._fields = 0, 0
         self._set_timer(None)
         super().on_headers_complete()
-        # An answer before the end of the body is the connection's last one: nobody reads the rest.
+        # If the answer precedes the end of the body, it is the connection's last: nobody reads the rest of
+        # the body.
         self._keeps_alive, self.cycle.keep_alive = self.cycle.keep_alive, False
         self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
 
@@ -289,8 +292,9 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         return self._running is None and not self._wire.is_closing()
 
     def _refuse(self, error: RequestError) -> None:
-        """Sends a last answer and ends the connection, whose further input cannot be understood or is
-        unwanted."""
+        """Sends a last answer and ends the connection, because its further input cannot be understood or is
+        not wanted.
+        """
         if self.is_over:
             return
         cycle = self._running
@@ -306,8 +310,9 @@ class Connection(HttpToolsProtocol, BufferedProtocol):
         self.end(unread=True)
 
     def end(self, unread: bool = False) -> None:
-        """Closes the connection once everything is written. `unread` is true if the client may still be
-        sending."""
+        """Closes the connection once everything is written. unread: True if the client may still be
+        sending.
+        """
         if self.is_over:
             return
         self.ended = True

@@ -1,4 +1,4 @@
-"""The loop of a server: it accepts connections until a signal, and lets running requests finish."""
+"""Runs a server: accepts connections until a signal, and lets running requests finish."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlcbuild_runtime.engine.served_models import Models
 
 GRACE = 1
-"""Seconds that open connections have to finish when the server stops."""
+"""Seconds after which open connections are closed when the server stops."""
 BACKLOG = 2048
 """Maximum number of connections that the system queues until they are accepted."""
 
@@ -94,8 +94,9 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Runs ten times a second; stops the server when draining ends. A draining server still answers, as
-        not ready."""
+        """Runs ten times per second, and stops the server when draining ends. A draining server still
+        answers, and reports that it is not ready.
+        """
         state = self._models.state()
         if not (state.running or state.waiting) or time.monotonic() > self._last_moment:
             self.should_exit |= self._last_moment < math.inf

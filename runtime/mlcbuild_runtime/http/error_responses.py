@@ -1,4 +1,6 @@
-"""Responses to requests that end outside of an endpoint: unknown paths, clients that are gone, defects."""
+"""Responds to requests that end outside of an endpoint: unknown paths, clients that have disconnected,
+defects.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ async def http_error(_request: Request, error: Exception) -> Response:
 
 
 async def gone(_request: Request, _error: Exception) -> Response:
-    """Ends a request whose client has disconnected; nobody reads the response."""
+    """Ends a request whose client has disconnected. Nobody reads the response."""
     return Response(status_code=400)
 
 

@@ -47,7 +47,9 @@ class EventStream(StreamingResponse):
 
 
 async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterator[str]:
-    """Yields the server-sent events of a job, several at a time where several answers go on at once."""
+    """Yields the server-sent events of a job. Events of several answers that arrive together are yielded as
+    one text.
+    """
     async for batch in answers.batches():
         documents = (
             document
@@ -60,8 +62,9 @@ async def event_lines(answers: AsyncAnswers, job: CompletionJob) -> AsyncIterato
 
 
 async def unless_gone(request: Request, answers: AsyncAnswers, work: Coroutine[None, None, T]) -> T:
-    """Returns the result of `work` on the answers. If the client disconnects first, ends the request and
-    raises ClientDisconnect."""
+    """Returns the result of `work`. If the client disconnects first, cancels the answers and raises
+    ClientDisconnect.
+    """
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnect(request))
     try:

@@ -41,7 +41,7 @@ has 64 places."""
 
 
 class RequestHandling:
-    """The path from a request to its answers, which all endpoints of a server share."""
+    """The common steps of all endpoints, from a request to its answers."""
 
     def __init__(self, models: Models, access: Access, metrics: Metrics) -> None:
         self.models = models

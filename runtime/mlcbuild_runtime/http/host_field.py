@@ -9,7 +9,9 @@ _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[\w:.%~-]+\])(?::[0-9]{0,5})?", 
 
 
 def host_fault(headers: Sequence[tuple[bytes, bytes]], version: str) -> str:
-    """Returns why the Host fields of a request must be refused (RFC 9112, 3.2); "" if they are right."""
+    """Returns the reason why the Host fields of a request must be refused (RFC 9112, 3.2); "" if they are
+    valid.
+    """
     hosts = [value for name, value in headers if name == b"host"]
     if not hosts and version != "1.0":
         return "the request has no Host: name the server, as in 'Host: localhost'"

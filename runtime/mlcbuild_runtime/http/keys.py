@@ -35,8 +35,8 @@ class Keys:
     def _opened_by(self, scope: Scope) -> bool:
         headers = dict(scope["headers"])
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-        if b"x-api-key" in headers and not key:  # as Anthropic's clients send it
+        if b"x-api-key" in headers and not key:  # Anthropic's clients send the key in this form.
             kind, key = b"bearer", headers[b"x-api-key"]
-        # Every key is compared, each in constant time, so that the time reveals nothing about them.
+        # Every key is compared, each in constant time, so that the time reveals nothing about the keys.
         same = [hmac.compare_digest(key.strip(), own_key) for own_key in self._keys]
         return kind.lower() == b"bearer" and any(same)

@@ -30,7 +30,7 @@ class LlamaEndpoints:
         self._requests = requests
 
     def routes(self) -> list[Route]:
-        """Returns the endpoints with their paths."""
+        """Returns llama.cpp's endpoints with their paths."""
         return [
             Route("/completion", self.completion, methods=["POST"]),
             Route("/apply-template", self.template, methods=["POST"]),
@@ -44,7 +44,7 @@ class LlamaEndpoints:
                 own = llama_completion.completion_body(body)
                 engine = await self._requests.engine(own, use)
                 job = await self._requests.prepared(request, service.completion, engine, own)
-                if "max_tokens" not in own:  # OpenAI's default is short
+                if "max_tokens" not in own:  # OpenAI's default length is short.
                     requests = tuple(replace(each, max_tokens=None) for each in job.requests)
                     job = replace(job, requests=requests)
                 output = LlamaOutput(job, engine.name, own)

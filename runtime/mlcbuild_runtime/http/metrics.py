@@ -33,7 +33,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """The measurements of a server, and the state of its engines at the time of the query, both by model."""
+    """The measurements of a server and the current state of its engines, both by model."""
 
     def __init__(self, states: Callable[[], Mapping[str, State]]) -> None:
         self._registry = CollectorRegistry()

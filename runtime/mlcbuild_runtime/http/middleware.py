@@ -20,7 +20,7 @@ def stack(access: Access, access_logs: Sequence[tuple[TextIO, Form]]) -> list[Mi
     if access.hosts is not None:
         layers.append(Middleware(Sites, hosts=access.hosts, origins=access.origins))
     if access.origins:
-        # CORS comes before the keys, since a browser's preflight request carries no key.
+        # CORS comes before the keys, since a browser's preflight request has no key.
         every = ["*"]
         layers.append(
             Middleware(CORSMiddleware, allow_origins=access.origins, allow_methods=every, allow_headers=every)

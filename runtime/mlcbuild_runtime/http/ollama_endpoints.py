@@ -38,7 +38,7 @@ class OllamaEndpoints:
         self._requests = requests
 
     def routes(self) -> list[Route]:
-        """Returns the endpoints with their paths."""
+        """Returns Ollama's endpoints with their paths."""
         return [
             Route("/api/version", self.version),
             Route("/api/tags", self.tags),
@@ -96,7 +96,7 @@ class OllamaEndpoints:
                     return JSONResponse(_loaded(engine, body, {"response": ""}))
                 prepare = service.chat if "messages" in own else service.completion
                 job = await self._requests.prepared(request, prepare, engine, own)
-                if "max_tokens" not in own:  # texts have OpenAI's short default
+                if "max_tokens" not in own:  # Text completions have OpenAI's short default.
                     job = replace(
                         job, requests=tuple(replace(each, max_tokens=None) for each in job.requests)
                     )
@@ -119,7 +119,7 @@ class OllamaEndpoints:
         return JSONResponse({"model": name, "embeddings": vectors, **times})
 
     async def embedding(self, request: Request) -> Response:
-        """Serves the older path for one text."""
+        """Serves /api/embeddings, the older path for one text."""
         async with self._requests.body(request) as body:
             fields = RequestBody(body, ollama_request.EMBEDDING)
             vectors, _, _ = await self._vectors(request, body, fields.text("prompt"), True, None)

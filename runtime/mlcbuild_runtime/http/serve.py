@@ -38,22 +38,24 @@ class ServerOptions:
     limits: LimitOverrides = field(default_factory=LimitOverrides)
     max_waiting: int | None = None
     pooling: Pooling | None = None
-    """The way in which hidden states are combined into embeddings; None: as the bundle states."""
+    """How hidden states are combined into embeddings; None: as the bundle states."""
     speculate: Speculate | None = None
     drain: float = DRAIN
     access: Access = field(default_factory=Access)
     access_log: str | None = None
     """File to which a line of JSON is appended for each request; "-" is standard output."""
     log: str = "auto"
-    """Lines about requests on standard error: "text", "json", "none"; "auto" is text on a terminal."""
+    """Form of the lines about requests on standard error: "text", "json", "none", or "auto", which is text on
+    a terminal.
+    """
     browser: bool = False
-    """True to serve a page that runs the bundle in its visitors' browsers, and nothing else."""
+    """True if the server only serves a page that runs the bundle in its visitors' browsers."""
     site: str | None = None
-    """Directory to which the files of the page for browsers are written, instead of serving them; None serves
-    them."""
+    """Directory to which the files of the page for browsers are written; None: they are served instead."""
     trace: str | None = None
-    """Path of a file for a trace of the engine's steps, in Chrome's trace format; it is overwritten. None for
-    no trace."""
+    """Path of the file for a trace of the engine's steps, in Chrome's trace format, which is overwritten;
+    None: no trace is written.
+    """
 
 
 def serve(bundles: str | Path | Sequence[str | Path], options: ServerOptions | None = None) -> int:
@@ -103,8 +105,9 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _for_listener(access: Access, listener: socket.socket) -> Access:
-    """Returns the rules for a listener: only a server without keys on the loopback interface checks hosts and
-    origins."""
+    """Returns the access rules for a listener. Hosts and origins are checked only by a server without keys on
+    the loopback interface.
+    """
     from mlcbuild_runtime.http.sites import is_loopback
 
     is_local = not access.keys and is_loopback(listener.getsockname()[0])
@@ -112,7 +115,7 @@ def _for_listener(access: Access, listener: socket.socket) -> Access:
 
 
 def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
-    """Returns the access log, open for appending; None without one. Raises SetupError."""
+    """Returns the access log, opened for appending; None if there is none. Raises SetupError."""
     if name is None or name == "-":
         return nullcontext(None if name is None else sys.stdout)
     try:
@@ -122,7 +125,7 @@ def _opened(name: str | None) -> AbstractContextManager[TextIO | None]:
 
 
 def _log(form: str) -> list[tuple[TextIO, Form]]:
-    """Returns standard error with the form of its lines about requests; [] for none."""
+    """Returns standard error and the form of its lines about requests; [] if there are none."""
     if form == "json":
         return [(sys.stderr, "json")]
     is_shown = form == "text" or (form == "auto" and sys.stderr.isatty())

@@ -80,7 +80,7 @@ def create_app(
         exception_handlers=handlers,
         middleware=middleware.stack(access, access_logs),
     )
-    # A redirect would repeat the host name that the client has sent.
+    # A redirect would repeat the host name that the client sent.
     app.router.redirect_slashes = False
     return app
 
@@ -220,7 +220,7 @@ class _Server:
             async with self.requests.body(request) as body:
                 engine = await self.requests.engine(body, use)
                 job = await self.requests.prepared(request, prepare, engine, body)
-            del body  # it may be large, and the answer may take long
+            del body  # The body may be large, and the answer may take long.
             answers = self.requests.submit(request, engine, job.requests, job.stream)
             if job.stream:
                 return EventStream(answers, event_lines(answers, job), use.pop_all())
@@ -286,8 +286,9 @@ class _Server:
     async def _making(
         self, answers: AsyncAnswers, output: ResponseOutput, kept: Kept, stream: bool
     ) -> AsyncIterator[dict[str, Json]]:
-        """Yields the events of a response, and stores it at its end if the request says so. Without a stream,
-        which would report an error, the error is raised."""
+        """Yields the events of a response, and stores the response at its end if the request requires it.
+        Without a stream, which would report an error, the error is raised.
+        """
         cancelled = RequestError("the response was cancelled", code=CANCELLED)
         self._history.start(output, lambda: answers.interrupt(cancelled))
         try:
@@ -315,6 +316,6 @@ class _Server:
         return JSONResponse(listed(self._history.find(request.path_params["id"]).items))
 
     async def cancel(self, request: Request) -> Response:
-        """Cancels a running response; one that has ended stays as it is."""
+        """Cancels a running response; a response that has ended is not changed."""
         name = request.path_params["id"]
         return JSONResponse(self._history.cancel(name) or self._history.find(name).document)

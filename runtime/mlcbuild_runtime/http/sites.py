@@ -1,5 +1,6 @@
-"""Protects a server without keys from web pages: a browser sends requests for any page that it shows, also to
-this machine."""
+"""Protects a server without keys from web pages: a browser sends requests for any page that it shows, even to
+this machine.
+"""
 
 from __future__ import annotations
 

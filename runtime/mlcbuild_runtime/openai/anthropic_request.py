@@ -56,7 +56,9 @@ _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
 
 
 def chat_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the chat request that a body of /v1/messages means. Raises RequestError, naming the field."""
+    """Returns the chat request that means the same as a body of /v1/messages. Raises RequestError, naming the
+    field.
+    """
     fields = RequestBody(body, TABLE)
     if fields.integer("max_tokens") is None:
         raise wrong("max_tokens", "an integer of at least 1", None)
@@ -64,13 +66,14 @@ def chat_body(body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def counted_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the chat request whose prompt a body of /v1/messages/count_tokens means. Raises
-    RequestError."""
+    """Returns the chat request whose prompt is counted for a body of /v1/messages/count_tokens. Raises
+    RequestError.
+    """
     return _chat(RequestBody(body, COUNT))
 
 
 def _chat(fields: RequestBody) -> dict[str, Json]:
-    """Returns the messages, the tools and the thinking of a chat request."""
+    """Returns the fields of a chat request for messages, tools and thinking."""
     messages: list[Json] = []
     if (system := fields.get("system")) is not None:
         messages.append({"role": "system", "content": _text("system", system)})
@@ -101,7 +104,9 @@ def _chat(fields: RequestBody) -> dict[str, Json]:
 
 
 def _messages(where: str, message: Json) -> list[Json]:
-    """Returns a message as one message of a chat, after one for each result of a tool in it."""
+    """Returns a message as one chat message, preceded by one for each tool result in it. where: place for
+    errors.
+    """
     match message:
         case {"role": "user" | "assistant" as role, "content": str() | list() as content}:
             blocks: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -139,7 +144,9 @@ def _messages(where: str, message: Json) -> list[Json]:
 
 
 def _text(where: str, content: Json) -> str:
-    """Returns the text of a content: a text, or blocks of text. Raises RequestError."""
+    """Returns the text of a content, which is a string or text blocks. where: place for errors. Raises
+    RequestError.
+    """
     if isinstance(content, str):
         return content
     blocks = content if isinstance(content, list) else [content]

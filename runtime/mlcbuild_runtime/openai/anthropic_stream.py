@@ -23,7 +23,7 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""HTTP status -> Anthropic's type of the error."""
+"""HTTP status -> type of the error in Anthropic's API."""
 _DELTAS = {
     "text": ("text", "text_delta", "text"),
     "reasoning": ("thinking", "thinking_delta", "thinking"),
@@ -40,8 +40,9 @@ def error_document(error: ServingError) -> Document:
 
 
 class MessageOutput:
-    """One message while it is generated: `events` converts the engine's events, and `document` is the present
-    state."""
+    """One message while it is generated. `events` converts the engine's events, and `document` is the current
+    state.
+    """
 
     def __init__(self, model: str, prompt: Prompt) -> None:
         self._reader = prompt.reader() if prompt.reader is not None else None
@@ -63,7 +64,7 @@ class MessageOutput:
         return {"type": "message_start", "message": dict(self.document)}
 
     def events(self, event: Event) -> Iterator[Document]:
-        """Yields the stream events to which one event of the engine leads."""
+        """Yields the stream events that one event of the engine causes."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -118,7 +119,7 @@ class MessageOutput:
 
 
 def _arguments(text: str) -> Json:
-    """Returns the arguments of a call; {} for a call that its limit has cut off."""
+    """Returns the arguments of a tool call; {} for a call that the limit of tokens has cut off."""
     try:
         value: Json = json.loads(text)
     except ValueError:

@@ -146,7 +146,7 @@ class GenerationOptions:
     stop_tokens: tuple[int, ...]
     max_tokens: int | None
     logprobs: int | None
-    """Number of alternatives to report for each token; None reports no log-probabilities."""
+    """Number of alternatives to report for each token; None: no log-probabilities are reported."""
     constraint: Constraint | None
     n: int
     ignore_eos: bool
@@ -164,7 +164,7 @@ class ChatCall:
     effort: str | None
     enable_thinking: bool | None
     splits_reasoning: bool
-    """True if reasoning is a field of its own, false if it stays in the content."""
+    """True if reasoning is a separate field, False if it is part of the content."""
     prediction: str
     """Text that the client expects as the answer; "" if it expects none."""
     options: GenerationOptions

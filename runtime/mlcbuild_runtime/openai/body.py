@@ -86,7 +86,7 @@ def _without_texts(data: bytes) -> Iterator[bytes]:
     start = 0
     while start < len(data):
         match = _WHOLE_TEXTS.match(data, start, start + _WINDOW)
-        if match is None or match.end() == start:  # a text that is longer than a window, or has no end
+        if match is None or match.end() == start:  # The text is longer than a window, or has no end.
             match = _TEXT.match(data, start)
         assert match is not None
         yield _TEXT.sub(b"", match[0])
@@ -141,7 +141,7 @@ class Field:
     are checked here, the rest by the code that reads the field."""
     about: str = ""
     neutral: bool = False
-    """True for a feature that this server lacks: the schema lists the values that do not request it."""
+    """True for a feature that this server lacks; the schema then lists the values that do not request it."""
 
 
 Table = Mapping[str, Field]
@@ -185,8 +185,9 @@ def neutral(**values: tuple[Json, ...]) -> dict[str, Field]:
 
 
 def suggestion(key: str, table: Table) -> str:
-    """Returns the field that an unknown one is probably meant to be; "" if there is none. A field of the
-    opposite meaning is none."""
+    """Returns the known field that an unknown one resembles; "" if there is none. A field of the opposite
+    meaning does not count.
+    """
     words = set(key.split("_"))
     for close in get_close_matches(key, table, n=3, cutoff=0.7):
         other = set(close.split("_"))
@@ -210,7 +211,7 @@ class RequestBody:
             _check(key, value, field)
 
     def get(self, key: str) -> Json:
-        """Returns the value of a field of the body as it is; None where it is absent."""
+        """Returns the unchanged value of a field of the body; None if it is absent."""
         return self._values.get(key)
 
     def integer(self, key: str) -> int | None:
@@ -234,8 +235,9 @@ class RequestBody:
         return None if value is None else checked_text(key, value)
 
     def object(self, key: str) -> dict[str, Json]:
-        """Returns the object in a field of the body; {} where it is absent. Raises RequestError for another
-        type."""
+        """Returns the object in a field of the body; {} if it is absent. Raises RequestError for another
+        type.
+        """
         value = self._values.get(key, {})
         assert isinstance(value, dict)
         return value

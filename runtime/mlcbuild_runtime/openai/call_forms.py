@@ -1,4 +1,6 @@
-"""The syntaxes of tool calls: a table by chat template, from which the reader and the constraint follow."""
+"""Lists the syntaxes of tool calls by chat template. The reader and the constraint both follow from this
+table.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from mlcbuild_runtime.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Tags:
-    """Texts around the key and the value of each argument, where arguments are not one JSON object. Texts are
-    written as they are, other values as JSON."""
+    """Texts around the key and the value of each argument, if arguments are not one JSON object. Strings are
+    written unquoted, other values as JSON.
+    """
 
     before: str
     middle: str
@@ -25,13 +28,13 @@ class Tags:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """How a call is written that begins with the tool's name: NAME AFTER, and the arguments."""
+    """The syntax of a call that begins with the tool's name: NAME AFTER, and the arguments."""
 
     after: str = ""
     numbered: bool = False
     """True if NAME is followed by a colon and the number of the call."""
     tags: Tags | None = None
-    """Texts around each argument; None for arguments as a JSON object."""
+    """Texts around each argument; None: arguments are a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,13 @@ class Form:
     between: str = "\n"
     last: str = ""
     by_name: NamedCall | None = None
-    """How a call with its name in front is written; None for calls as JSON objects."""
+    """The syntax of calls that begin with the tool's name; None: calls are JSON objects."""
     optional: bool = False
-    """True if the text FIRST may be left out in front of the calls, and is if it is no special token."""
+    """True if the text FIRST may be absent before the calls. It is left out if it is not a special token."""
     tokens: Mapping[str, int] = field(default_factory=dict)
     """Text -> token, for the special tokens in the texts of this syntax."""
     short_ids: bool = False
-    """True if the template accepts call ids of nine letters and digits only."""
+    """True if the template accepts only call ids of nine letters and digits."""
 
     @classmethod
     def of(cls, template: str, vocabulary: Vocabulary | None = None) -> Form:
@@ -128,7 +131,7 @@ class CallSyntax:
     """A row of SYNTAXES."""
 
     texts: tuple[str, ...]
-    """Texts that are all in a chat template of this syntax."""
+    """Texts that a chat template must all contain to have this syntax."""
     form: Form
     special: tuple[str, ...] = ()
     """Texts of the syntax that are special tokens in some vocabularies."""
@@ -223,7 +226,9 @@ SYNTAXES = (
         ('"parameters"',), Form(key="parameters", first="<|python_tag|>", optional=True), ("<|python_tag|>",)
     ),
 )
-"""The syntaxes of tool calls; the first row whose texts are in a chat template is its syntax."""
+"""The syntaxes of tool calls. The first row whose texts are all in a chat template is the
+template's syntax.
+"""
 
 
 def special_tokens(vocabulary: Vocabulary | None, *names: str) -> dict[str, int]:

@@ -30,7 +30,7 @@ class AnswerReader(Protocol):
 
     @property
     def is_thinking(self) -> bool:
-        """True while the text is reasoning."""
+        """Returns True while the text is reasoning."""
         ...
 
     def call_id(self) -> str:
@@ -38,7 +38,7 @@ class AnswerReader(Protocol):
         ...
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text and yields the pieces that are complete. With `last`, no more text will follow."""
+        """Adds text and yields the complete pieces. last: True if no more text will follow."""
         ...
 
 
@@ -54,8 +54,10 @@ class Reader:
         formatted: bool = False,
         texts: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """`formatted`: an answer without calls follows a JSON format, so that it may begin as a call does.
-        `texts`: name of a tool -> its parameters that are written as they are where there are tags."""
+        """Prepares a reader. form: the syntax of calls; formatted: True if an answer without calls follows a
+        JSON format, so that it may begin like a call; texts: tool name -> parameters that are written
+        unquoted if there are tags.
+        """
         self._form, self._held, self._formatted = form, "", formatted and choice == "auto"
         self._state: Literal["start", "text", "head", "arguments", "tail"]
         self._state = "head" if choice == "required" else "start"
@@ -74,7 +76,7 @@ class Reader:
         return self._form.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text and yields the pieces that are complete. With `last`, no more text will follow."""
+        """Adds text and yields the complete pieces. last: True if no more text will follow."""
         self._held += text
         step = {
             "start": self._read_start,
@@ -145,7 +147,7 @@ class Reader:
         self._held = self._held[end:]
 
     def _read_tags(self, tags: Tags) -> Iterator[CallPiece]:
-        """Yields each complete argument between tags as part of a JSON object, and the end of the object."""
+        """Yields each complete argument between tags as part of a JSON object, then the end of the object."""
         begin = tags.before
         while self._held.startswith(begin):
             key, middle, rest = self._held[len(begin) :].partition(tags.middle)

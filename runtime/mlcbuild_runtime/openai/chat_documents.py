@@ -57,7 +57,7 @@ class _Choice:
         return "tool_calls" if event.finish == "stop" and self.calls else event.finish
 
     def deltas(self, event: Event) -> Iterator[dict[str, Json]]:
-        """Yields the changes of a chat message to which an event leads."""
+        """Yields the changes of a chat message that an event causes."""
         if self.reader is None:
             yield {"content": event.text}
             return
@@ -81,16 +81,18 @@ class Reply:
     """Converts the events of one request's answers to documents."""
 
     def __init__(self, chat: bool, model: str, vocabulary: Vocabulary, prompts: Sequence[Prompt]) -> None:
-        """`prompts` has one entry for each answer; `chat` selects the format of chats instead of text
-        completions."""
+        """Prepares the documents. chat: True for chat completions, False for text completions; prompts: one
+        entry for each answer.
+        """
         self._chat, self._vocabulary, self._model, self._created = chat, vocabulary, model, int(time.time())
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.prompts = prompts
         self._choices = [_Choice(prompt) for prompt in prompts]
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> dict[str, Json]:
-        """Returns the document of complete answers, given the events of each. No last event may be an
-        error."""
+        """Returns the document of complete answers. answers: the events of each; the last event must not be
+        an error.
+        """
         choices: list[Json] = []
         for index, events in enumerate(answers):
             choice, last = self._choices[index], events[-1]
@@ -106,7 +108,7 @@ class Reply:
         return self._document(kind, choices) | {"usage": self._usage(), **self._timings()}
 
     def chunks(self, index: int, event: Event, include_usage: bool) -> Iterator[dict[str, Json]]:
-        """Yields the stream documents for one event of the answer `index`; there may be none."""
+        """Yields the stream documents, possibly none, for one event of the answer `index`."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -130,7 +132,7 @@ class Reply:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
     def _deltas(self, choice: _Choice, event: Event) -> Iterator[tuple[dict[str, Json], Json, str | None]]:
-        """Yields (delta, logprobs, finish_reason) for each stream chunk that an event leads to."""
+        """Yields (delta, logprobs, finish_reason) for each stream chunk that an event causes."""
         if not choice.begun:
             choice.begun = True
             if self._chat:
@@ -208,8 +210,9 @@ class Reply:
         }
 
     def _timings(self) -> dict[str, Json]:
-        """Returns the engine's times of the answer as llama.cpp's server names them; {} for several answers,
-        which share steps."""
+        """Returns the engine's times for the answer, named as in llama.cpp's server; {} for several answers,
+        which share steps.
+        """
         last = self._choices[0].last
         if len(self._choices) > 1 or last is None or last.times is None:
             return {}
@@ -261,8 +264,9 @@ class Reply:
         }
 
     def _top(self, score: Score) -> dict[str, Json]:
-        """Returns name -> log-probability of a token and its alternatives; of equal names the likelier is
-        kept."""
+        """Returns name -> log-probability of a token and its alternatives. Of two tokens with equal names the
+        likelier is kept.
+        """
         own, others = score
         by_name: dict[str, Json] = {}
         for item in (*others, own):

@@ -1,7 +1,8 @@
-"""Closes the objects of a JSON schema for generating text: a model writes no keys that nobody named.
+"""Closes the objects of a JSON schema for generating text: a model then writes no keys that the schema does
+not name.
 
-A schema that does not speak of `additionalProperties` allows any. As a description of accepted texts that is
-right. As a grammar it lets a model go on with keys of its own until its limit.
+A schema without `additionalProperties` allows any further keys. For validating texts that is right. As a
+grammar it lets a model continue with invented keys until the limit of tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _OPEN = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames", "minProperties"}
     | {"allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "$ref", "$dynamicRef"}
 )
-"""Keywords that speak of further keys, or that may add keys in another schema."""
+"""Keywords that concern further keys, or that may add keys in another schema."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value is an object of schemas."""
 _LISTS = ("anyOf", "oneOf", "prefixItems")
@@ -23,9 +24,10 @@ _SINGLE = ("items", "additionalProperties", "contains", "unevaluatedItems")
 
 
 def closed(schema: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns a schema in which objects with `properties` have no others, unless the schema speaks of them.
+    """Returns a schema in which objects with `properties` have no other keys, unless the schema mentions such
+    keys.
 
-    Objects that are composed of several schemas (`allOf`, or `anyOf` beside `properties`) stay as they are,
+    Objects that are composed of several schemas (`allOf`, or `anyOf` beside `properties`) are not changed,
     because each of their parts names only some of the keys.
     """
     return _closed(schema, frozenset(_composed(dict(schema))), "#", True)
@@ -48,7 +50,9 @@ def _composed(schema: Json, part: bool = False) -> Iterator[str]:
 
 
 def _closed(schema: Mapping[str, Json], composed: frozenset[str], path: str, whole: bool) -> dict[str, Json]:
-    """Returns the schema at `path`, a JSON pointer. whole: it alone describes its value."""
+    """Returns the closed form of the schema at `path`, a JSON pointer. composed: targets of references in
+    parts; whole: True if the schema alone describes its value.
+    """
     new = dict(schema)
     for key, value in schema.items():
         inner = whole and "properties" not in schema

@@ -85,9 +85,9 @@ class EmbeddingsJob:
 
 
 def job(running: Engine, body: Mapping[str, Json], truncate: bool = False) -> EmbeddingsJob:
-    """Checks the body of a request to /v1/embeddings and returns the work to do. Raises RequestError.
+    """Checks the body of a request to /v1/embeddings, and returns the job. Raises RequestError.
 
-    truncate: texts longer than the model's context are cut instead of refused.
+    truncate: True if texts longer than the model's context are cut instead of refused.
     """
     fields = RequestBody(body, TABLE)
     manifest = running.manifest

@@ -1,7 +1,7 @@
-"""Fields that vLLM, llama.cpp and others add to OpenAI's bodies, translated to this server's own.
+"""Translates fields that vLLM, llama.cpp and others add to OpenAI's bodies to the fields of this server.
 
-A field that has an equal here becomes it. One that asks for nothing at its value is dropped. The others stay,
-and the body's check refuses them by name.
+A field with an equivalent here becomes that field. One whose value requests nothing is dropped. All others
+stay, and the body's check refuses them by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RENAMED: Mapping[str, str] = {
 }
 """Field of another server -> this server's field of the same meaning."""
 UNSET: Mapping[str, int] = {"top_k": -1, "seed": -1, "max_tokens": -1}
-"""Field -> the number by which other servers mean all, any or no limit."""
+"""Field name -> number by which other servers mean all, any or no limit."""
 NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "add_generation_prompt": (True,),
     "cache_prompt": (True, False),
@@ -54,17 +54,18 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "verbosity": ("medium",),
     "xtc_probability": (0,),
 }
-"""Field -> the values at which it changes nothing here."""
+"""Field name -> values with which the field changes nothing here."""
 CHOICES = 1024
 """Maximum texts of `guided_choice`."""
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 FORMATS = (*_GUIDED, "json_schema", "structured_outputs")
-"""Fields of other servers that state a format."""
+"""Fields of other servers that state a response format."""
 
 
 def translated(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns a body with this server's own fields. Raises RequestError for fields that contradict each
-    other."""
+    """Returns a body with only this server's fields. Raises RequestError for fields that contradict each
+    other.
+    """
     own: dict[str, Json] = {key: value for key, value in body.items() if value is not None}
     for key, allowed in NEUTRAL.items():
         if key in own and _is_among(own[key], allowed):
@@ -79,7 +80,7 @@ def translated(body: Mapping[str, Json]) -> dict[str, Json]:
         if _is_among(own.get(key), (number,)):
             del own[key]
             if key == "top_k":
-                own[key] = 0  # which is all, whatever the bundle's default is
+                own[key] = 0  # Any value means the same as the bundle's only mode of thinking.
     match own.get("thinking"):
         case {"type": "enabled" | "disabled" as kind}:
             own.setdefault("enable_thinking", kind == "enabled")
@@ -92,7 +93,9 @@ def _is_among(value: Json, allowed: tuple[Json, ...]) -> bool:
 
 
 def _with_format(own: dict[str, Json]) -> dict[str, Json]:
-    """Returns the fields with every other server's field of a format as `response_format`."""
+    """Returns the fields with any other server's field for a format replaced by `response_format`. own: the
+    translated fields.
+    """
     stated = {key: own.pop(key) for key in (*_GUIDED, "json_schema") if key in own}
     match own.get("structured_outputs"):
         case dict() as outputs:
@@ -143,7 +146,7 @@ def _schema(key: str, value: Json) -> Json:
 
 
 def without_unknown(body: Mapping[str, Json], table: Table) -> tuple[dict[str, Json], list[str]]:
-    """Returns a body without the fields that the table does not have or cannot honour, and their names."""
+    """Returns (body without the fields that the table lacks or does not support, names of these fields)."""
     kept, dropped = dict[str, Json](), list[str]()
     for key, value in body.items():
         field = table.get(key)

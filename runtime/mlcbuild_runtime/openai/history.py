@@ -43,7 +43,9 @@ class Kept:
 def begun(
     model: str, job: CompletionJob, call: ResponsesCall, before: Sequence[Item]
 ) -> tuple[ResponseOutput, Kept]:
-    """Returns the response that a job will fill, and the record of it that is stored at its end."""
+    """Returns (response that a job will fill, record of it that is stored at its end). before: items of the
+    conversation so far.
+    """
     sampling = job.requests[0].sampling
     shown = {**call.shown, "temperature": sampling.temperature, "top_p": sampling.top_p}
     output = ResponseOutput(model, job.reply.prompts[0], shown)

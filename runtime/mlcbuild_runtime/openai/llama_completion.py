@@ -1,4 +1,6 @@
-"""The form of llama.cpp's server: completions of /completion, and descriptions of the model and its slots."""
+"""Implements the API of llama.cpp's server: completions of /completion, and descriptions of the model and its
+slots.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from mlcbuild_runtime.openai.service import CompletionJob
 
 Document = dict[str, Json]
 _OWN = ("echo", "logprobs", "max_tokens", "n", "stream_options")
-"""Fields of OpenAI's completions that llama.cpp has otherwise or lacks."""
+"""Fields of OpenAI's completions that llama.cpp's API defines differently or lacks."""
 TABLE: Table = {
     **{name: field for name, field in api.COMPLETION.items() if name not in _OWN},
     "n_predict": api.COMMON["max_tokens"],
@@ -25,7 +27,9 @@ TABLE: Table = {
     "cache_prompt": boolean("Ignored: prompts are always cached."),
     "json_schema": api.CHAT["chat_template_kwargs"],
 }
-"""Fields of /completion that the API document lists; others are accepted at values that change nothing."""
+"""Fields of /completion that the API document lists. Other fields are accepted only with values that change
+nothing.
+"""
 TEMPLATE: Table = {
     "model": api.COMMON["model"],
     "messages": api.CHAT["messages"],
@@ -34,7 +38,9 @@ TEMPLATE: Table = {
 
 
 def completion_body(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns the body of /v1/completions that a body of /completion means. Raises RequestError."""
+    """Returns the body of /v1/completions that means the same as a body of /completion. Raises
+    RequestError.
+    """
     own = translated(body)
     unknown = {key: value for key, value in own.items() if key not in api.COMPLETION or key in _OWN[:2]}
     RequestBody(unknown, {**TABLE, "max_tokens": api.COMMON["max_tokens"]})
@@ -45,21 +51,21 @@ class LlamaOutput:
     """The answers of one request to /completion while they are generated."""
 
     def __init__(self, job: CompletionJob, model: str, body: Mapping[str, Json]) -> None:
-        """body: that of /v1/completions, which holds the prompts."""
+        """Prepares the answers of a job. body: that of /v1/completions, which contains the prompts."""
         self._model, self._prompts = model, job.reply.prompts
         prompt = body.get("prompt")
         self._is_list = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
         self._stated: list[Json] = prompt if self._is_list and isinstance(prompt, list) else [prompt]
 
     def documents(self, index: int, event: Event) -> Iterator[Document]:
-        """Yields the documents of a stream to which one event of the answer `index` leads."""
+        """Yields the documents of a stream that one event of the answer `index` causes."""
         if event.error is not None:
             yield error_document(event.error)
         elif event.text or event.last:
             yield self._document(index, event.text, event)
 
     def whole(self, answers: Sequence[Sequence[Event]]) -> Json:
-        """Returns the document of complete answers: a list where the prompts were one."""
+        """Returns the document of complete answers; a list if the request had a list of prompts."""
         listed: list[Json] = [
             self._document(index, "".join(event.text for event in events), events[-1])
             for index, events in enumerate(answers)
@@ -92,7 +98,7 @@ class LlamaOutput:
 
 
 def _timings(event: Event, size: int) -> Document:
-    """Returns the engine's times as llama.cpp names them."""
+    """Returns the engine's times, named as in llama.cpp. size: tokens of the prompt."""
     computed = size - event.cached
     times: Document = {"cache_n": event.cached, "prompt_n": computed, "predicted_n": event.tokens}
     if event.times is None:

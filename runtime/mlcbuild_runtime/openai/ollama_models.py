@@ -1,4 +1,4 @@
-"""Descriptions of models in the form of Ollama's /api/tags and /api/show."""
+"""Describes models in the form of Ollama's /api/tags and /api/show."""
 
 from __future__ import annotations
 

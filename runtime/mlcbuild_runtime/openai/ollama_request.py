@@ -96,9 +96,10 @@ def model_name(body: Mapping[str, Json]) -> Json:
 
 
 def chat_body(body: Mapping[str, Json], context: int) -> dict[str, Json]:
-    """Returns the chat request that a body of /api/chat means. Raises RequestError, naming the field.
+    """Returns the chat request that means the same as a body of /api/chat. Raises RequestError, naming the
+    field.
 
-    context: tokens of the model's context, which `num_ctx` must not exceed.
+    context: number of tokens of the model's context, which `num_ctx` must not exceed.
     """
     fields = RequestBody(body, CHAT)
     listed = fields.get("messages")
@@ -110,8 +111,10 @@ def chat_body(body: Mapping[str, Json], context: int) -> dict[str, Json]:
 
 
 def generate_body(body: Mapping[str, Json], context: int, has_template: bool) -> dict[str, Json]:
-    """Returns the request that a body of /api/generate means: a chat with `messages`, or with `raw`, or
-    without a chat template, a completion with `prompt`. Raises RequestError, naming the field."""
+    """Returns the request that means the same as a body of /api/generate: a chat with `messages`, or a
+    completion with `prompt` if the body has `raw` or the model has no chat template. Raises RequestError,
+    naming the field.
+    """
     fields = RequestBody(body, GENERATE)
     prompt, system = fields.text("prompt") or "", fields.text("system")
     common = _common(fields, context)
@@ -122,7 +125,9 @@ def generate_body(body: Mapping[str, Json], context: int, has_template: bool) ->
 
 
 def _common(fields: RequestBody, context: int) -> dict[str, Json]:
-    """Returns the fields of a completion that chats and texts have in common."""
+    """Returns the fields that chat requests and text requests have in common. context: tokens of the model's
+    context.
+    """
     own: dict[str, Json] = {"stream": fields.boolean("stream", default=True)}
     options = RequestBody(_named(fields.object("options")), OPTIONS)
     window = options.integer("num_ctx")
@@ -154,8 +159,9 @@ def _common(fields: RequestBody, context: int) -> dict[str, Json]:
 
 
 def _named(options: Mapping[str, Json]) -> dict[str, Json]:
-    """Returns options that RequestBody may check. Raises RequestError for one that is unknown, by its whole
-    name."""
+    """Returns the options in a form that RequestBody can check. Raises RequestError for an unknown option,
+    with its full name.
+    """
     for name in options:
         if name not in OPTIONS:
             raise RequestError(
@@ -179,8 +185,9 @@ def _think(fields: RequestBody) -> dict[str, Json]:
 
 
 class _OpenCalls:
-    """The calls of a chat that have no result yet. Each method takes the same time however many there are:
-    one body may hold a hundred thousand calls and results."""
+    """The calls of a chat that have no result yet. The time of each method does not depend on their number:
+    one body may hold a hundred thousand calls and results.
+    """
 
     def __init__(self) -> None:
         self._names: OrderedDict[str, str] = OrderedDict()
@@ -191,7 +198,7 @@ class _OpenCalls:
         """Number of calls that were added."""
 
     def add(self, name: str, id: str | None) -> str:
-        """Adds a call and returns its id, which is made up if it has none."""
+        """Adds a call and returns its id; without an id, it gets a new one."""
         id = id or f"call_{self._count}_{name}"
         self._count += 1
         self._names[id] = name
@@ -216,7 +223,9 @@ class _OpenCalls:
 
 
 def _message(where: str, message: Json, calls: _OpenCalls) -> Json:
-    """Returns a message of a chat. Its calls are added to `calls`, and the one that it answers is removed."""
+    """Returns a chat message for a message of Ollama's API. Its calls are added to `calls`, and the call that
+    it answers is removed. where: place for errors.
+    """
     fields = message if isinstance(message, dict) else {}
     role = fields.get("role")
     if role not in ("system", "user", "assistant", "tool"):
@@ -253,8 +262,9 @@ def _call(where: str, call: Json, calls: _OpenCalls) -> Json:
 
 
 def _answered(fields: Mapping[str, Json], calls: _OpenCalls) -> Json:
-    """Returns the id of the call whose result a message of a tool is: by its id, its tool's name, or the
-    first one without a result."""
+    """Returns the id of the call to which a tool's message is the result: by its id, by its tool's name, or
+    the first call without a result.
+    """
     for key, take in (
         ("tool_call_id", calls.take),
         ("tool_name", calls.take_name),

@@ -17,7 +17,7 @@ from mlcbuild_runtime.openai.chat_documents import Prompt
 
 Document = dict[str, Json]
 _SECOND = 1_000_000_000
-"""Nanoseconds of a second, in which Ollama counts."""
+"""Number of nanoseconds in a second; Ollama's API counts nanoseconds."""
 
 
 def error_document(error: ServingError) -> Document:
@@ -26,23 +26,23 @@ def error_document(error: ServingError) -> Document:
 
 
 def moment(seconds: float | None = None) -> str:
-    """Returns a time, by default the present one, as Ollama writes it."""
+    """Returns a time as Ollama writes it. seconds: since 1970; None: the current time."""
     return datetime.fromtimestamp(time.time() if seconds is None else seconds, UTC).isoformat()
 
 
 class OllamaOutput:
-    """One answer while it is generated. `kind` says whether pieces are messages of a chat or responses."""
+    """One answer while it is generated. kind: whether its pieces are chat messages or responses."""
 
     def __init__(self, model: str, prompt: Prompt, kind: Literal["message", "response"]) -> None:
         self._model, self._kind, self._size = model, kind, prompt.size
         self._reader = prompt.reader() if prompt.reader is not None else None
         self._calls: list[Document] = []
         self._name = self._arguments = self._id = ""
-        """The call whose arguments arrive now."""
+        """Name, arguments so far, and id of the tool call that is arriving."""
         self._began = time.monotonic()
 
     def documents(self, event: Event) -> Iterator[Document]:
-        """Yields the documents of a stream to which one event of the engine leads."""
+        """Yields the documents of a stream that one event of the engine causes."""
         if event.error is not None:
             yield error_document(event.error)
             return
@@ -83,11 +83,11 @@ class OllamaOutput:
         return {**shared, "message": {"role": "assistant", "content": content, **more}, "done": False}
 
     def _called(self) -> Iterator[Document]:
-        """Yields the call whose arguments are complete, if there is one."""
+        """Yields the tool call whose arguments are complete, if there is one."""
         if self._name:
             try:
                 arguments: Json = json.loads(self._arguments)
-            except ValueError:  # the answer's limit has cut it off
+            except ValueError:  # The limit of tokens has cut the call off.
                 arguments = {}
             function: Json = {"name": self._name, "arguments": arguments}
             self._name = self._arguments = ""

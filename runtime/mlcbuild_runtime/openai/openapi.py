@@ -125,7 +125,7 @@ _OLLAMA_ERROR: dict[str, Json] = {
 
 
 def _error_schema(path: str) -> str:
-    """Returns the name of the schema of a path's errors."""
+    """Returns the name of the schema that describes a path's errors."""
     return {"/v1/m": "MessagesError", "/api/": "OllamaError"}.get(path[:5], "Error")
 
 

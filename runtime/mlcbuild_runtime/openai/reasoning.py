@@ -1,4 +1,4 @@
-"""Reasoning: separates what a model thinks from what it answers, and constrains only the answer."""
+"""Separates a model's reasoning from its answer, and constrains only the answer."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Thinking:
 
     @classmethod
     def of(cls, template: str, prompt: str, vocabulary: Vocabulary) -> Thinking | None:
-        """Returns the reasoning that a chat template implies for an answer to a rendered prompt; None if
-        there is none, or if the prompt has ended it already."""
+        """Returns the reasoning that may precede an answer to a rendered prompt, according to a chat
+        template; None if there is none, or if the prompt already ends it.
+        """
         marks = next((pair for pair in MARKS if pair[0] in template or pair[1] in template), None)
         if marks is None:
             return None
@@ -55,12 +56,13 @@ class Thinking:
 
     @property
     def prose(self) -> str:
-        """A Lark terminal that matches any answer which does not begin with reasoning."""
+        """Returns a Lark terminal that matches any answer which does not begin with reasoning."""
         return rf"/(.|\n)*/ & ~/[ \n]*{re.escape(self.begin)}(.|\n)*/"
 
     def before(self, constraint: Constraint, space: bool, ended: bool) -> Constraint:
-        """Returns a constraint that lets the model think first. With `space`, the text may begin with a
-        space. With `ended`, an answer may consist of reasoning that has no end."""
+        """Returns a constraint that allows reasoning before the constrained answer. space: True if the text
+        may begin with a space; ended: True if the answer may consist of unfinished reasoning.
+        """
         answer = as_rule(constraint)
         if constraint.kind == "lark":
             answer = f"%lark {{\n{constraint.source}\n}}"
@@ -90,8 +92,9 @@ class Thinking:
 
 
 class ThinkingReader:
-    """Splits an answer into its reasoning and the rest, which another reader splits, as its text arrives.
-    White space around the reasoning belongs to neither."""
+    """Splits an answer into its reasoning and the rest as its text arrives; another reader splits the rest.
+    White space around the reasoning belongs to neither.
+    """
 
     def __init__(self, thinking: Thinking, inner: AnswerReader | None) -> None:
         self._marks, self._inner, self._held = thinking, inner, ""
@@ -100,7 +103,7 @@ class ThinkingReader:
 
     @property
     def is_thinking(self) -> bool:
-        """True while the text is reasoning."""
+        """Returns True while the text is reasoning."""
         return self._state == "thought"
 
     def call_id(self) -> str:
@@ -109,7 +112,7 @@ class ThinkingReader:
         return self._inner.call_id()
 
     def read(self, text: str, last: bool = False) -> Iterator[CallPiece]:
-        """Adds text and yields the pieces that are complete. With `last`, no more text will follow."""
+        """Adds text and yields the complete pieces. last: True if no more text will follow."""
         self._held += text
         if self._state == "start":
             self._begin(last)

@@ -70,12 +70,14 @@ def response_format(value: Json) -> Constraint | None:
 
 
 def schema_constraint(schema: Mapping[str, Json] | bool, param: str) -> Constraint:
-    """Returns a constraint to JSON that `schema` accepts; `param` is the request's field with the schema."""
+    """Returns the constraint that an answer is JSON which `schema` accepts. param: name of the request's
+    field with the schema.
+    """
     return Constraint("json_schema", schema_text(schema), param)
 
 
 def schema_text(schema: Mapping[str, Json] | bool) -> str:
-    """Returns a JSON schema as text in the form that llguidance takes."""
+    """Returns a JSON schema as text, in the form that llguidance requires."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return json.dumps({**closed(schema), "x-guidance": SPACES})

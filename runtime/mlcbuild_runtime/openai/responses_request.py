@@ -150,7 +150,7 @@ class ResponsesCall:
     previous: str | None
     store: bool
     shown: Mapping[str, Json]
-    """The fields of the request that the response repeats."""
+    """The fields of the request that the response document repeats."""
 
     def body(self, before: Sequence[Item]) -> dict[str, Json]:
         """Returns the body of a chat that continues after the items `before`. Raises RequestError."""
@@ -161,7 +161,9 @@ class ResponsesCall:
 
 
 def call(body: Mapping[str, Json]) -> ResponsesCall:
-    """Returns a checked body of /v1/responses. Raises RequestError, naming the field."""
+    """Checks a body of /v1/responses and returns it as a ResponsesCall. Raises RequestError, naming the
+    field.
+    """
     fields = RequestBody(body, TABLE)
     passed = (*_PASSED, "chat_template_kwargs", "enable_thinking")
     chat: dict[str, Json] = {key: fields.get(key) for key in passed}
@@ -263,7 +265,7 @@ def _messages(items: Sequence[Item]) -> list[dict[str, Json]]:
 
 
 def _thought(item: Item, reasoning: str) -> Item:
-    """Returns the reasoning that came before an assistant's item, as a field of its message."""
+    """Returns an assistant's item with the preceding reasoning as a field of its message."""
     is_own = reasoning and item.get("role", "assistant") == "assistant"
     return {"reasoning_content": reasoning} if is_own else {}
 

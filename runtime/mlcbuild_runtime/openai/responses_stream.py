@@ -19,11 +19,14 @@ CANCELLED = "cancelled"
 
 
 class ResponseOutput:
-    """One response of /v1/responses while it is generated: `events` converts the engine's events, and
-    `document` is the present state."""
+    """One response of /v1/responses while it is generated. `events` converts the engine's events, and
+    `document` is the current state.
+    """
 
     def __init__(self, model: str, prompt: Prompt, shown: Mapping[str, Json]) -> None:
-        """Begins a response to a prompt. `shown`: the fields of the request that the response repeats."""
+        """Begins a response to a prompt. shown: the fields of the request that the response
+        document repeats.
+        """
         self.items: list[Document] = []
         self._prompt, self._reader = prompt, prompt.reader() if prompt.reader is not None else None
         self._open: Document | None = None
@@ -54,7 +57,7 @@ class ResponseOutput:
             yield self._event(f"response.{kind}", response=dict(self.document))
 
     def events(self, event: Event) -> Iterator[Document]:
-        """Yields the stream events of a response to which one event of the engine leads."""
+        """Yields the stream events of a response that one event of the engine causes."""
         self._tokens = max(self._tokens, event.tokens)
         if event.text or event.last:
             pieces = [CallPiece("text", event.text)] if event.text else []
@@ -91,7 +94,7 @@ class ResponseOutput:
         return self._event("response.output_item.added", output_index=len(self.items) - 1, item=dict(item))
 
     def _begin_text(self, kind: str) -> Iterator[Document]:
-        """Begins a message, or an item of reasoning."""
+        """Yields the stream events that begin a message or an item of reasoning."""
         item: Document = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": []}
         if kind == "message":
             item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
@@ -114,8 +117,9 @@ class ResponseOutput:
         yield self._about_item(f"response.{kind}.delta", delta=text, **more)
 
     def _close(self, status: str) -> Iterator[Document]:
-        """Yields the stream events that end the open item of a response, if there is one. status: of the
-        item."""
+        """Yields the stream events that end the open item of a response, if there is one. status: of that
+        item.
+        """
         item = self._open
         if item is None:
             return

@@ -1,5 +1,6 @@
-"""Turns a checked body into requests for the engine and their reply, for the HTTP server and the
-Python API."""
+"""Turns a checked request body into requests for the engine and a reply, for the HTTP server and the Python
+API.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +76,9 @@ def check_model(running: Engine, name: Json) -> None:
 
 
 def serve_in_turn(address: str) -> None:
-    """Records the address of the client that the present context works for: addresses take turns where
-    constraints are compiled and chat templates are rendered."""
+    """Stores the address of the client for which the current context works. Compiling constraints and
+    rendering chat templates alternate between addresses.
+    """
     turns.client.set(address)
 
 
@@ -87,7 +89,9 @@ def constrained(body: Mapping[str, Json]) -> bool:
 
 
 def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
-    """Returns the work that the body of a request to /v1/chat/completions asks for. Raises RequestError."""
+    """Returns the requests for the engine, and the reply, for a body of /v1/chat/completions. Raises
+    RequestError.
+    """
     call = api.chat_call(body, running.manifest.serving)
     form, box, options = (
         Form.of(running.tokenizer.template.source, running.tokenizer.vocabulary),
@@ -127,7 +131,7 @@ def _answer_constraint(
 
 
 def _reader(call: api.ChatCall, form: Form, thinking: Thinking | None) -> Callable[[], AnswerReader] | None:
-    """Returns what makes the parser of an answer; None if an answer is all text."""
+    """Returns a function that creates the parser of an answer; None if an answer is only text."""
     box, formatted = call.toolbox, call.options.constraint is not None
     texts = {} if box is None else {tool.name: tools.text_parameters(tool) for tool in box.tools}
     inner = None if box is None else partial(Reader, form, box.choice, formatted, texts)
@@ -137,7 +141,9 @@ def _reader(call: api.ChatCall, form: Form, thinking: Thinking | None) -> Callab
 
 
 def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
-    """Returns the work that the body of a request to /v1/completions asks for. Raises RequestError."""
+    """Returns the requests for the engine, and the reply, for a body of /v1/completions. Raises
+    RequestError.
+    """
     call = api.completion_call(body, running.manifest.serving)
     requests, prompts, total = [], [], 0
     for number, prompt in enumerate(call.prompts):
@@ -216,7 +222,7 @@ def tokenize(running: Engine, body: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _piece(running: Engine, token: int) -> Json:
-    """Returns a token's text, or its bytes where they are part of a character."""
+    """Returns a token's text, or its bytes if they are part of a character."""
     data = running.tokenizer.vocabulary.token_bytes(token)
     try:
         return data.decode() or running.tokenizer.vocabulary.token_name(token)
@@ -265,8 +271,9 @@ def _request(
 
 
 def _with_ends(running: Engine, options: api.GenerationOptions) -> Sampling:
-    """Returns the sampling of a request, with the tokens that `min_tokens` holds back. Raises
-    RequestError."""
+    """Returns the sampling parameters of a request, with the tokens that `min_tokens` excludes at first.
+    Raises RequestError.
+    """
     if not options.sampling.min_tokens:
         return options.sampling
     if options.constraint is not None:
@@ -287,7 +294,7 @@ def _job(
     prompts: Sequence[Prompt],
     chat: bool,
 ) -> CompletionJob:
-    """Returns the work for a request that asks for `n` answers to each prompt."""
+    """Returns the job for a request with `n` answers to each prompt. chat: True for chat completions."""
     each = [(request, choice) for request in requests for choice in range(options.n)]
     answers = tuple(
         replace(request, sampling=replace(request.sampling, choice=choice)) for request, choice in each

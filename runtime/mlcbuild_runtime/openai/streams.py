@@ -72,7 +72,8 @@ class _Post:
                 raise
 
     def _deliver(self) -> None:
-        self._waking = False  # set before the loop below, so that a later event wakes the loop again
+        # The flag is reset before the loop below, so that a later event wakes the loop again.
+        self._waking = False
         while self._carried:
             queue, index, event = self._carried.popleft()
             queue.put_nowait((index, event))
@@ -88,8 +89,9 @@ class AsyncAnswers:
     def __init__(
         self, running: Engine, requests: Sequence[Request], watch: Callable[[Sink], Sink] = _same
     ) -> None:
-        """Submits requests to an engine. `watch` wraps each sink to observe its events. Raises RequestError
-        or EngineError."""
+        """Submits requests to an engine. watch: returns a sink that also observes the events of the sink that
+        it receives. Raises RequestError or EngineError.
+        """
         self._events: _Queue = asyncio.Queue()
         loop = asyncio.get_running_loop()
         post = _posts.setdefault(loop, _Post())
@@ -121,11 +123,11 @@ class AsyncAnswers:
             failed = batch[-1][1].error is not None
 
     def cancel(self) -> None:
-        """Cancels all requests; nobody reads their events any more."""
+        """Cancels all requests, because nobody reads their events any more."""
         for ticket in self._tickets:
             ticket.cancel()
 
     def interrupt(self, error: ServingError) -> None:
-        """Ends all answers; the reader gets `error`."""
+        """Ends all answers; the reader receives `error`."""
         self.cancel()
         self._events.put_nowait((0, Event(error=error)))

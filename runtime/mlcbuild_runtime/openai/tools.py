@@ -91,8 +91,9 @@ class Toolbox:
     tools: tuple[Tool, ...]
     """The tools that the model may call."""
     choice: Literal["auto", "required"]
-    """The rule for calls: optional (auto) or required. A tool that `tool_choice` names is the only one and
-    required."""
+    """"auto" if calls are optional, "required" if not. A tool that `tool_choice` names is the only one and
+    required.
+    """
     parallel: bool
     """True if an answer may contain several calls."""
     described: tuple[Tool, ...] = ()
@@ -136,7 +137,9 @@ def toolbox(body: RequestBody) -> Toolbox | None:
 
 
 def _allowed(listed: Sequence[Json], tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Returns those of `tools` that the request lists as allowed. Raises RequestError for others."""
+    """Returns those of `tools` that the request lists as allowed. listed: entries of the request. Raises
+    RequestError for unknown tools.
+    """
     by_name, allowed = {tool.name: tool for tool in tools}, dict[str, Tool]()
     for i, item in enumerate(listed):
         match item:
@@ -181,7 +184,7 @@ def constraint(
     again = f"({form.literal(form.between)} {lead} call)*" if box.parallel else ""
     rules = [f"call: ({calls}) {form.literal(form.tail)}", f"calls: {lead} call {again} {last}"]
     mark, space_first = form.literal(form.mark), '" "? ' if space else ""
-    if form.opening:  # with a space in Mistral's older models
+    if form.opening:  # Mistral's older models write a space.
         rules[1] = f'calls: " "? {form.literal(form.opening)} call {again} {last}'
     if form.tags is not None:
         after = form.literal(form.tags.after)
@@ -211,7 +214,8 @@ def constraint(
 
 def _arguments(form: Form, tool: Tool) -> str:
     """Returns the arguments of a call to a tool as a Lark expression: JSON, or tags in the order of the
-    schema's properties. `value` is the rule of a text and what comes after it."""
+    schema's properties.
+    """
     if form.tags is None:
         return f"%json {schema_text(tool.parameters)}"
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -252,7 +256,7 @@ def _is_text(schema: Json) -> bool:
 
 
 def documents(box: Toolbox) -> list[Json]:
-    """Returns the tools as JSON in the format that chat templates take."""
+    """Returns the tools as JSON, in the format that chat templates read."""
     return [
         {
             "type": "function",
@@ -267,7 +271,7 @@ def documents(box: Toolbox) -> list[Json]:
 
 
 def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> list[Message]:
-    """Returns messages for a template without support for tools: tool calls and their results become text."""
+    """Returns messages for a template without support for tools: the tools, calls and results become text."""
     plain: list[Message] = []
     names: dict[Json, str] = {}
     for message in messages:

@@ -1,4 +1,4 @@
-"""Chat templates of checkpoints: finds them, and renders prompts with them."""
+"""Reads the chat templates of checkpoints, and renders prompts with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlcbuild_runtime.text.child import Child, EndedError, as_line
 from mlcbuild_runtime.text.turns import CrowdedError, FairLock
 
 BUSY = 2.5
-"""Wall-clock seconds that rendering a prompt may take for each CPU second that it may."""
+"""Wall-clock seconds that rendering a prompt may take for each permitted CPU second."""
 SHORT = 64 << 10
 """Maximum bytes of messages that count as short: they are rendered in milliseconds, and do not wait for long
 ones, which may take tenths of a second."""
@@ -54,9 +54,10 @@ def find_template(path: Path, config: Mapping[str, Json], present: Collection[st
 
 
 class ChatTemplate:
-    """A chat template and the special tokens (`bos_token`, ...) that it may write. It is rendered in child
-    processes of its own, one for short messages and one for long ones, so that neither an endless template
-    nor a long conversation blocks other work. Any thread may use it."""
+    """A chat template and the special tokens (`bos_token`, ...) that it may write. It is rendered in separate
+    child processes, one for short messages and one for long ones, so that neither an endless template nor a
+    long conversation blocks other work. Any thread may use it.
+    """
 
     def __init__(self, source: str | None, special: Mapping[str, str]) -> None:
         self._source, self._special = source, special

@@ -1,4 +1,4 @@
-"""Child processes for work that may never end and must be killable: one document in, one answer out, per
+"""Runs child processes for work that may never end and must be killable: one document in, one answer out, per
 line.
 
 A child starts when it is first needed, and again after it had to be killed.
@@ -53,7 +53,7 @@ class Child:
         process = self._running()
         try:
             answer: Json = json.loads(self._exchange(process, line, patience))
-        except BaseException as error:  # an answer that nobody read would be taken for the next one
+        except BaseException as error:  # The next request would receive an answer that nobody has read.
             self.end()
             if isinstance(error, EndedError) and error.code == 1:
                 raise SetupError(
@@ -68,8 +68,9 @@ class Child:
         self.process = None
 
     def close(self) -> None:
-        """Kills the process for good: a thread that waits for an answer gets EndedError. Any thread may call
-        it."""
+        """Kills the process and starts no other one. A thread that waits for an answer gets EndedError. Any
+        thread may call it.
+        """
         self._closed, process = True, self.process
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -83,7 +84,7 @@ class Child:
             self.process = self._started()
             # Runs when this object is garbage collected, and when the interpreter ends.
             self._kill = weakref.finalize(self, _kill, self.process)
-            if self._closed:  # meanwhile
+            if self._closed:  # It was closed meanwhile.
                 self._kill()
             if self._hello is not None:
                 self.ask(self._hello(), STARTING)
@@ -96,7 +97,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-                start_new_session=True,  # Ctrl-C reaches the server only
+                start_new_session=True,  # Ctrl-C reaches only the server.
             )
         except OSError as error:
             raise SetupError(f"the process that {self._purpose} cannot start: {error}") from None

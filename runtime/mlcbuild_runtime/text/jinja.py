@@ -46,7 +46,8 @@ def work() -> None:
 
     limit_memory(MEMORY)
     templates: dict[str, Template] = {}
-    _answer({"source": "", "variables": {}}, templates, 0)  # keeps what is imported late out of that time
+    # Modules that are imported late must not count in that time.
+    _answer({"source": "", "variables": {}}, templates, 0)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         if isinstance(request, int):
@@ -59,21 +60,22 @@ def work() -> None:
 
 
 def _answer(request: Mapping[str, Json], templates: dict[str, Template], size: int) -> dict[str, Json]:
-    """Renders a template and returns {"text": the prompt}, {"refused": the template's own message} or
-    {"failed": the reason}.
+    """Renders a template, and returns {"text": the prompt}, {"refused": the template's message} or {"failed":
+    the reason}.
 
-    Only the template's work is timed: reading and writing texts is bounded by their size.
+    templates: cache, source -> compiled template; size: bytes of the request. Only the template's work is
+    timed: reading and writing texts is bounded by their size.
     """
     source, variables = str(request["source"]), request["variables"]
     assert isinstance(variables, dict)
-    signal.setitimer(signal.ITIMER_PROF, seconds(size))  # its signal ends the process
+    signal.setitimer(signal.ITIMER_PROF, seconds(size))  # Its signal ends the process.
     try:
         if source not in templates:
             templates[source] = compiled(source)
         return {"text": _written(templates[source], variables)}
     except _RefusedError as error:
         return {"refused": str(error)[:ERROR]}
-    except Exception as error:  # whatever a template may do
+    except Exception as error:  # Whatever a template may do
         return {"failed": _reason(error)[:ERROR]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -112,8 +112,9 @@ class Tokenizer:
     def stream(
         self, stop: Sequence[str] = (), message: bool = False, shown: Mapping[int, str] | None = None
     ) -> TextStream:
-        """Returns a converter from tokens to text. `message` is true for a whole message, false for the
-        continuation of a text. `shown` maps special token -> the text that stands for it."""
+        """Returns a converter from tokens to text. message: True for a whole message, False for the
+        continuation of a text; shown: special token -> text that stands for it.
+        """
         return TextStream(self.vocabulary, stop, message and self.vocabulary.leading_space, shown)
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -122,7 +123,9 @@ class Tokenizer:
         return "".join([*(stream.push(token) for token in tokens), stream.finish()])
 
     def offsets(self, tokens: Iterable[int]) -> list[int]:
-        """Returns, for each token, the character at which it begins in the text that `decode` returns."""
+        """Returns for each token the index of the character at which it begins in the text that `decode`
+        returns.
+        """
         stream, sizes = self.stream(message=True), [0]
         for token in tokens:
             sizes.append(len(stream.push(token)))
@@ -153,16 +156,16 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stopped = False
-        """True after a stop string has appeared: no more text will come."""
+        """True after a stop string has appeared, after which no more text follows."""
 
     def push(self, token: int) -> str:
-        """Adds a token of the answer; returns the text that is certain now."""
+        """Adds a token of the answer, and returns the text that later tokens cannot change."""
         shown = self._shown.get(token)
         data = self._vocabulary.token_bytes(token) if shown is None else shown.encode()
         return self._take(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """Returns the remaining text when no more tokens come; an unfinished character becomes U+FFFD."""
+        """Returns the remaining text after the last token. An unfinished character becomes U+FFFD."""
         text = self._take(self._decoder.decode(b"", final=True))
         if not self.stopped:
             text, self._held = text + self._held, ""

@@ -1,9 +1,8 @@
-"""A lock for work that only one thread may do at a time, which serves clients in turn.
+"""Defines a lock for work that only one thread may do at a time, which serves clients in turn.
 
-The threads of one client are served in order of arrival, so nobody is passed over: a thread waits for at most
-one thread of each other client at a time. How long that takes depends on the queue of work that costs much:
-if it is short, clients who are refused come back at once, and fill the queue of the quick work in front of
-it. So it has room for many, who wait there.
+The threads of one client are served in order of arrival, and a thread waits for at most one thread of each
+other client at a time. If the queue of expensive work were short, clients that are refused would come back at
+once and fill the queue of cheap work before it. So it is long.
 """
 
 from __future__ import annotations
@@ -85,8 +84,9 @@ class FairLock:
         return sum(map(len, self._waiting.values()))
 
     def _displace(self, name: str) -> None:
-        """Refuses the newest thread of the client that has the most; raises CrowdedError if that would only
-        exchange one client's disadvantage for another's."""
+        """Refuses the newest waiting thread of the client that has the most. Raises CrowdedError if that
+        would only shift the disadvantage from one client to another.
+        """
         largest = max(self._waiting.values(), key=len, default=deque[Future[None]]())
         if len(largest) < len(self._waiting.get(name, ())) + 2:
             raise CrowdedError
@@ -99,9 +99,9 @@ class FairLock:
                 name, queue = self._waiting.popitem(last=False)
                 following = queue.popleft()
                 if queue:
-                    self._waiting[name] = queue  # as the last one
+                    self._waiting[name] = queue  # The client becomes the last one.
                 if not following.set_running_or_notify_cancel():
-                    following = None  # its time limit has passed
+                    following = None  # The thread's time limit has passed.
             self._taken = following is not None
         if following is not None:
             following.set_result(None)
@@ -112,7 +112,7 @@ def in_nice_thread(niceness: int, work: Callable[[], T]) -> T:
     result = Future[T]()
 
     def run() -> None:
-        if sys.platform == "linux":  # elsewhere the whole process would be nice
+        if sys.platform == "linux":  # On other systems this would change the whole process.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         try:
             result.set_result(work())

@@ -35,8 +35,7 @@ class Vocabulary(Protocol):
     carries one."""
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Returns the tokens of a text. With `special`, the BOS and other tokens that a prompt gets are
-        added."""
+        """Returns the tokens of a text. special: True if BOS and other tokens of prompts are added."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -55,7 +54,7 @@ class JsonVocabulary:
 
     def __init__(self, path: Path) -> None:
         """Reads a tokenizer.json. Raises BundleError."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores belong to the model
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # The cores are needed for the model.
         from tokenizers import Tokenizer
 
         data = files.read_bytes(path, MAX_TOKENIZER)
@@ -144,7 +143,7 @@ _ALPHABET = _byte_alphabet()
 def _byte_level(piece: str) -> bytes:
     try:
         return bytes(_ALPHABET[letter] for letter in piece)
-    except KeyError:  # as the decoder of the tokenizers library does
+    except KeyError:  # The decoder of the tokenizers library does the same.
         return piece.encode()
 
 
@@ -183,8 +182,9 @@ class PieceVocabulary:
 
     @cached_property
     def _names(self) -> dict[str, int]:
-        """Returns text -> token, for tokens that are cut out of a text before SentencePiece encodes the
-        rest."""
+        """Returns text -> token, for tokens that are split off before SentencePiece encodes the rest of a
+        text.
+        """
         own = {self.token_name(token): token for token in self._special}
         return own | {content: token for token, (content, _) in self._added.items()}
 
@@ -236,7 +236,7 @@ def _names(listed: Json) -> list[str]:
 
 
 def _added_tokens(config: Mapping[str, Json]) -> dict[int, tuple[str, bool]]:
-    """Returns token -> (text, whether it is special), from `added_tokens_decoder` of a tokenizer's config."""
+    """Returns token -> (text, True if it is special), from `added_tokens_decoder` of a tokenizer's config."""
     listed = config.get("added_tokens_decoder")
     added = {}
     for token, entry in listed.items() if isinstance(listed, dict) else ():
