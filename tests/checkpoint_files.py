@@ -68,13 +68,15 @@ def tensors(code: str = "BF16", config: models.ModelConfig = CONFIG) -> Tensors:
 
 def save(path: Path, content: Mapping[str, Entry]) -> None:
     """Writes a safetensors file, by the description of the format."""
-    header, data = {}, b""
+    header, end = {}, 0
     for name, (code, array) in content.items():
-        offsets = [len(data), len(data) + array.nbytes]
-        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": offsets}
-        data += array.tobytes()
+        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, array in content.values():
+            file.write(array.tobytes())
 
 
 def single(root: Path, content: Tensors) -> Path:

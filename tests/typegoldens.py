@@ -309,18 +309,20 @@ class TypeGolden:
     logits: Values
 
 
-def load(name: str, area: Path) -> TypeGolden:
-    """Reads a golden; its checkpoint is written to the directory `area`."""
+def stored(name: str) -> tuple[dict[str, Values], Values]:
+    """Returns the tensors of a golden's checkpoint, and its logits."""
     data = (HERE / f"{name}.safetensors").read_bytes()
     base = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:base])
-    shapes = json.loads(header["__metadata__"]["shapes"])
     start, stop = (base + offset for offset in header["logits"]["data_offsets"])
     logits = np.frombuffer(data[start:stop], "<f4").reshape(header["logits"]["shape"])
-    save(
-        area / "model.safetensors",
-        {tensor: entry(value, "F32") for tensor, value in weights(name, shapes).items()},
-    )
+    return weights(name, json.loads(header["__metadata__"]["shapes"])), logits
+
+
+def load(name: str, area: Path) -> TypeGolden:
+    """Reads a golden; its checkpoint is written to the directory `area`."""
+    tensors, logits = stored(name)
+    save(area / "model.safetensors", {tensor: entry(value, "F32") for tensor, value in tensors.items()})
     config = parsing.parse(CONFIGS[name], name)
     read = exact_weights.checkpoint(area, config, parsing.tensor_names(config))
     values = {parameter: np.asarray(value) for parameter, value in read.items()}

@@ -1,0 +1,27 @@
+"""Model types with all schemes, on tiny random checkpoints; ci/bench/type_schemes runs whole builds, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlcbuild.models import parsing
+from tests import typecheckpoints, typegoldens
+from tests.libharness import EVERY
+from tests.schemes import SCHEMES
+
+TYPES = parsing.family_names() if EVERY else ("bloom", "deepseek_v3", "gpt_oss", "qwen3_moe")
+
+
+def test_every_type_has_a_checkpoint() -> None:
+    names = {*typecheckpoints.FOLDERS, *typecheckpoints.STACKS, *typegoldens.CONFIGS}
+    assert set(parsing.family_names()) <= names
+    assert set(typecheckpoints.LIMITS) == set(SCHEMES)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_type_in_every_scheme_computes_about_the_same(name: str, tmp_path: Path) -> None:
+    checkpoint = typecheckpoints.write(name, tmp_path / name)
+    for scheme, limit in typecheckpoints.LIMITS.items():
+        assert typecheckpoints.loss(checkpoint, SCHEMES[scheme], tmp_path / scheme) <= limit, scheme

@@ -1,0 +1,101 @@
+"""Tiny random checkpoints of every model type, each with a tokenizer, and what schemes make of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlcbuild.bundles import reference
+from mlcbuild.checkpoints import conversion, exact_weights
+from mlcbuild.checkpoints.mapping import locate
+from mlcbuild.models import parsing
+from mlcbuild.quant import Storage
+from tests import experts_golden, typegoldens
+from tests.checkpoint_files import entry, save
+
+CHARACTERS = " abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
+"""All text that the tokenizer knows; with three special tokens it fits the smallest vocabulary, of 71."""
+FOLDERS = {
+    "gemma2": "gemma2",
+    "llama": "llama-llama3-gqa",
+    "mistral": "mistral-window",
+    "phi3": "phi3-window",
+    "qwen2": "qwen2-window",
+    "qwen3": "qwen3",
+}
+"""Type -> the directory of tests/golden with its checkpoint."""
+STACKS = {name.partition("-")[0]: name for name in experts_golden.VARIANTS}
+"""Type -> the golden of experts with its checkpoint."""
+
+
+def write(name: str, area: Path) -> Path:
+    """Writes a checkpoint of a model type to the new directory `area`, which it returns."""
+    if name in FOLDERS:
+        shutil.copytree(typegoldens.HERE / FOLDERS[name], area)
+    else:
+        area.mkdir(parents=True)
+        tensors: dict[str, Any]
+        if name in typegoldens.CONFIGS:
+            config, tensors = typegoldens.CONFIGS[name], typegoldens.stored(name)[0]
+        else:
+            golden = experts_golden.golden(STACKS[name])
+            config, tensors = golden.values, golden.tensors
+        (area / "config.json").write_text(json.dumps(config))
+        save(area / "model.safetensors", {own: entry(value, "F32") for own, value in tensors.items()})
+    (area / "tokenizer.json").write_text(json.dumps(tokenizer()))
+    (area / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return area
+
+
+def tokenizer() -> dict[str, Any]:
+    """Returns a tokenizer.json with a token for each character."""
+    special = ("<unk>", "<s>", "</s>")
+    kind = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": content, **kind} for i, content in enumerate(special)],
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": [[own, 0.0] for own in (*special, *CHARACTERS)]},
+    }
+
+
+TOKENS = [3 + number * 31 % len(CHARACTERS) for number in range(20)]
+
+
+def loss(checkpoint: Path, scheme: Storage, area: Path, texts: Sequence[Sequence[int]] = (TOKENS,)) -> float:
+    """Returns the mean KL divergence in nats of a checkpoint's logits in float64, once its weights are
+    converted to a scheme, from those of its own weights. The weights files are written to `area`; texts: the
+    tokens of each text."""
+    config = parsing.parse(json.loads((checkpoint / "config.json").read_text()), checkpoint.name)
+    names = parsing.tensor_names(config)
+    conversion.write(locate(checkpoint, config, names), scheme, area)
+    exact = exact_weights.checkpoint(checkpoint, config, names)
+    rounded = conversion.unpacked(area, config, scheme)
+    divergences = []
+    for tokens in texts:
+        p, q = (
+            _log_softmax(reference.logits(config, weights, tokens, dtype=np.float64))
+            for weights in (exact, rounded)
+        )
+        divergences.append((np.exp(p) * (p - q)).sum(-1))
+    return float(np.concatenate(divergences).mean())
+
+
+def _log_softmax(logits: Any) -> Any:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+LIMITS = {
+    "q0f32": 0.0,
+    "q0f16": 1e-4,
+    **dict.fromkeys(("q8f32_1", "q8f16_1", "q8a8_1"), 0.2),
+    "q5a8_1": 0.5,
+    **dict.fromkeys(("q4f32_1", "q4f16_1", "q4a8_1"), 2.0),
+}
+"""Scheme -> largest divergence in nats on these checkpoints, whose weights are random."""
