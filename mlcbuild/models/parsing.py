@@ -57,7 +57,7 @@ def parse(values: object, place: str = "config.json") -> ModelConfig:
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{place}: must be a JSON object, found {show(values)}")
     fields = Fields(place, values)
-    family = _family(fields)
+    family = _family(fields, values)
     config = _wrapped(fields, family) if family.texts else _model(fields, family)
     fields.check()
     assert config is not None
@@ -117,14 +117,14 @@ def tensor_names(config: ModelConfig) -> TensorNames:
     return TensorNames(sources_of(family, config), unused)
 
 
-def _family(fields: Fields) -> Family:
+def _family(fields: Fields, values: Mapping[str, object]) -> Family:
     name = fields.get("model_type")
     if name is None or name is ABSENT:
         raise CheckpointError(
             f"{fields.place}: model_type: missing; it names the family: {', '.join(family_names())}"
         )
     if not isinstance(name, str) or name not in family_names():
-        why = refusal(name, family_names()) if isinstance(name, str) else "it must be a string"
+        why = refusal(name, values, family_names()) if isinstance(name, str) else "it must be a string"
         raise CheckpointError(f"{fields.place}: model_type: {show(name)} is not a supported family; {why}")
     return load_family(name)
 

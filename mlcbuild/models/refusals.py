@@ -8,6 +8,7 @@ _STATE = "recurrent state (a state-space or linear-attention layer)"
 _CONVOLUTION = "short convolutions over positions"
 _HEADS = "heads whose size or number differs between layers"
 _INDEXER = "a sparse indexer, which selects the keys that attention reads"
+_SHARED = "embeddings for each layer, and layers that share keys"
 _ENCODER = "an encoder beside the decoder"
 
 NEEDED: Mapping[str, str] = {
@@ -16,9 +17,9 @@ NEEDED: Mapping[str, str] = {
     **dict.fromkeys(("zamba", "zamba2"), _STATE),
     **dict.fromkeys(("bailing_hybrid", "kimi_linear", "olmo_hybrid", "rwkv", "xlstm"), _STATE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _STATE),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl"), _CONVOLUTION),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl"), _CONVOLUTION),
     **dict.fromkeys(("gemma4", "gemma4_text", "mimo_v2_flash", "openelm"), _HEADS),
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings for each layer, and layers that share keys"),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _SHARED),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _INDEXER),
     **dict.fromkeys(("bart", "mt5", "t5", "t5gemma", "umt5", "whisper"), _ENCODER),
     **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks of positions"),
@@ -29,16 +30,33 @@ CODE_ALONE = ("internlm2", "minicpm")
 """Model types that only the code in their checkpoints defines: transformers has no implementation to compare
 with.
 """
+SIGNS: Mapping[str, str] = {
+    **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_state", "ssm_state_size", "state_size"), _STATE),
+    **dict.fromkeys(("linear_attention", "mamba", "recurrent", "time_step_rank"), _STATE),
+    **dict.fromkeys(("conv", "conv_L_cache", "conv_kernel_size"), _CONVOLUTION),
+    **dict.fromkeys(("index_head_dim", "index_n_heads", "index_topk"), _INDEXER),
+    **dict.fromkeys(("hidden_size_per_layer_input", "num_kv_shared_layers"), _SHARED),
+    "global_head_dim": _HEADS,
+}
+"""Field of a config.json, or kind of a layer in its layer_types, that no family of ours has -> the block that
+it is a sign of."""
 
 
-def refusal(name: str, families: tuple[str, ...]) -> str:
+def refusal(name: str, values: Mapping[str, object], families: tuple[str, ...]) -> str:
     """Returns the reason why a model_type that is not in `families` cannot be built, as the end of a
-    sentence.
+    sentence. values: the fields of config.json.
     """
     if name in NEEDED:
         return f"it needs {NEEDED[name]}, which mlcbuild cannot compute"
     if name in CODE_ALONE:
         return "only code in its checkpoints defines it: transformers ships no model of this name"
+    inner = values.get("text_config")
+    for fields in (values, inner if isinstance(inner, Mapping) else {}):
+        kinds = fields.get("layer_types")
+        named = [*fields, *(kinds if isinstance(kinds, list) else ())]
+        signs = [own for own in named if isinstance(own, str) and own in SIGNS]
+        if signs:
+            return f"'{signs[0]}' says that it needs {SIGNS[signs[0]]}, which mlcbuild cannot compute"
     # The message suggests no similar name: config.json comes with the weights, and a similar family computes
     # something else.
     return f"supported: {', '.join(families)}"

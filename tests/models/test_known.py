@@ -75,3 +75,31 @@ def test_types_that_only_code_in_checkpoints_defines_are_refused() -> None:
     for name in refusals.CODE_ALONE:
         with pytest.raises(CheckpointError, match=r"transformers ships no model of this name$"):
             parse({"model_type": name})
+
+
+@pytest.mark.parametrize(
+    ("fields", "block"),
+    [
+        ({"index_topk": 2048, "kv_lora_rank": 512}, "'index_topk' says that it needs a sparse indexer"),
+        ({"text_config": {"conv_L_cache": 3}}, "'conv_L_cache' says that it needs short convolutions"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "'linear_attention' says that it needs recurrent state",
+        ),
+        ({"text_config": {"global_head_dim": 512}}, "'global_head_dim' says that it needs heads whose size"),
+        ({"num_kv_shared_layers": 4}, "'num_kv_shared_layers' says that it needs embeddings for each layer"),
+        ({"layer_types": [["conv"], 3], "text_config": []}, "supported: apertus, "),
+    ],
+)
+def test_unknown_types_are_refused_by_the_block_that_their_fields_name(
+    fields: dict[str, object], block: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        parse({"model_type": "llama9", **fields})
+    assert block in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_supported_family_has_the_fields_of_blocks_that_nothing_computes() -> None:
+    for version in DEFAULTS.values():
+        for family in version.keys() & set(parsing.family_names()):
+            assert not version[family].keys() & refusals.SIGNS.keys(), family
