@@ -1,4 +1,4 @@
-"""Writes the tiny model as a Hugging Face checkpoint, and the exam with its marks beside it."""
+"""Writes the tiny model as a Hugging Face checkpoint, and the exam with its results beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_NEW_TOKENS = 64
 
 
 def write(folder: Path, model: Tiny, config: Config) -> None:
-    """Everything but tokenizer.model, which training has already written. Prints what it measured."""
+    """Writes everything but tokenizer.model, which training has already written, and prints the results."""
     save_file(
         {name: tensor.contiguous().float() for name, tensor in sorted(model.named_weights().items())},
         folder / "model.safetensors",
@@ -59,11 +59,13 @@ def write(folder: Path, model: Tiny, config: Config) -> None:
 
 
 def write_prompts(path: Path) -> None:
-    """Chats, one a line, for recipes that verify bundles of the model: neither trained on nor in the exam."""
+    """Writes chats, one per line, with which recipes verify bundles of the model. They are neither in the
+    training text nor in the exam.
+    """
     used = {question.prompt for question in tiny_tasks.exam(EXAM_EACH, EXAM_SEED)}
     questions = [question for question in tiny_tasks.exam(6, seed=31) if question.prompt not in used]
     turns = [f"<|user|>{q.prompt}<|end|><|assistant|>{q.answer}<|end|>" for q in questions]
-    # Lines of one, two and three turns of mixed tasks: the step over a prime visits every question once.
+    # Lines have one, two or three turns of mixed tasks; stepping over a prime visits every question once.
     mixed = [turns[i * 29 % len(turns)] for i in range(len(turns))]
     lines = []
     while mixed:
@@ -106,7 +108,9 @@ def _config(config: Config) -> dict[str, object]:
 
 
 def grade(folder: Path) -> dict[str, object]:
-    """The exam taken by the files as written, through transformers: greedy decoding in float32."""
+    """Returns the results of the exam, computed from the files by transformers with greedy decoding in
+    float32.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -72,7 +72,9 @@ class Tiny(nn.Module):
         self.norm = nn.Parameter(torch.ones(CONFIG.hidden_size))
 
     def forward(self, tokens: Tensor, owners: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Logits [rows, length, vocab], or [chosen tokens, vocab] when a bool mask of them is given."""
+        """Returns logits [rows, length, vocab], or [chosen tokens, vocab] if `chosen`, a bool mask, is
+        passed. owners: conversation of each token.
+        """
         length = tokens.shape[1]
         half = CONFIG.head_dim // 2
         speed = CONFIG.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
@@ -87,7 +89,7 @@ class Tiny(nn.Module):
         return F.linear(x, self.embed)
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Every tensor under its name in a Hugging Face Llama checkpoint."""
+        """Returns name in a Hugging Face Llama checkpoint -> tensor."""
         names = {
             "input_norm": "input_layernorm", "q": "self_attn.q_proj", "k": "self_attn.k_proj",
             "v": "self_attn.v_proj", "o": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",

@@ -1,6 +1,7 @@
-"""Questions with one right answer each, invented here: the text the tiny model learns, and its exam.
+"""Generates questions with one right answer each, invented here: the text that the tiny model learns, and its
+exam.
 
-Whether a question belongs to the exam is decided by a hash of its text, so training can never see one.
+A hash of the text decides whether a question belongs to the exam, so training can never contain one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ NOUNS, ADJECTIVES, VERBS = _NOUNS.split(), _ADJECTIVES.split(), _VERBS.split()
 REAL = [*NOUNS, *ADJECTIVES, *VERBS, *KEYS, *_GREETED.split() * 3]
 SUM = re.compile(r"(?:What is )?(\d+) ?([+-]) ?(\d+)\??")
 SUMS = ("What is {} {} {}?",) * 4 + ("What is {}{}{}?",) * 2 + ("{} {} {}", "{}{}{}", "{}{}{}")
-"""How a sum is asked."""
+"""Templates of questions about a sum."""
 OPEN_QUESTIONS = (
     "What is the {n} of {m}?", "What is a {n}?", "Who made the {a} {n}?", "Where is the {n}?",
     "Where can I {v} a {n}?", "When did the {n} begin?", "Why is the {n} so {a}?", "Tell me about the {n}.",
@@ -65,7 +66,9 @@ class Question:
 
 
 def held_out(prompt: str) -> bool:
-    """True for the 4% of all prompts that only the exam may use; a sum is one however spaced."""
+    """Returns True for the 4% of all prompts that only the exam may use. A sum counts as the same prompt
+    however it is spaced.
+    """
     found = SUM.fullmatch(prompt)
     if found:
         prompt = "What is {} {} {}?".format(*found.groups())
@@ -73,9 +76,10 @@ def held_out(prompt: str) -> bool:
 
 
 def word(rng: random.Random, low: int, high: int) -> str:
-    """A word of `low` to `high` letters: any letters, or one that can be said, or now and then a real one.
+    """Returns a word of `low` to `high` letters: random letters, a pronounceable word, or sometimes a real
+    one.
 
-    Real ones may be a single token, so that the model has to learn how they are spelled.
+    A real word may be a single token, so that the model must learn how it is spelled.
     """
     length = rng.randint(low, high)
     kind = rng.random()
@@ -144,7 +148,8 @@ def count(rng: random.Random) -> tuple[str, str]:
     letter, *others = rng.sample(LETTERS, rng.randint(2, 5))
     length = rng.randint(3, 8)
     letters = [letter] * rng.randint(0, min(4, length))
-    # Few other letters, so that most occur more than once and only the one asked for tells the answer.
+    # There are few other letters, so that most occur more than once and the answer depends on the letter in
+    # question.
     letters += rng.choices(others, k=length - len(letters))
     rng.shuffle(letters)
     return f"count {letter} in {''.join(letters)}", f"{letter}: {letters.count(letter)}"
@@ -206,11 +211,13 @@ TASKS: dict[str, tuple[Callable[[random.Random], tuple[str, str]], float]] = {
     "chat": (chat, 2.0),
     "unknown": (unknown, 0.6),
 }
-"""Name -> generator and its share of the training text."""
+"""Name of a task -> (generator of questions, share of the training text)."""
 
 
 def training(seed: int, even: bool = False) -> Iterator[Question]:
-    """Questions without end, none of them held out; of every task the same share when `even`."""
+    """Yields questions endlessly, none of which is in the exam. even: True if all tasks have the
+    same share.
+    """
     rng = random.Random(seed)
     names = list(TASKS)
     shares = [1.0 if even else TASKS[name][1] for name in names]
@@ -222,7 +229,7 @@ def training(seed: int, even: bool = False) -> Iterator[Question]:
 
 
 def exam(each: int, seed: int) -> list[Question]:
-    """`each` different held-out questions of every task."""
+    """Returns `each` different questions of every task that only the exam may use."""
     rng = random.Random(seed)
     found: list[Question] = []
     for name, (make, _) in TASKS.items():

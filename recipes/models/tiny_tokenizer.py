@@ -36,7 +36,7 @@ TEMPLATE = (
 
 
 def train(destination: Path) -> None:
-    """Write the SentencePiece model: exactly VOCAB_SIZE pieces."""
+    """Writes the SentencePiece model, with exactly VOCAB_SIZE pieces."""
     texts = [
         text
         for question in islice(tiny_tasks.training(seed=99, even=True), 60_000)
@@ -60,7 +60,7 @@ def train(destination: Path) -> None:
     )
     model = schema.ModelProto()
     model.ParseFromString(buffer.getvalue())
-    # Of the trained pieces the special, byte and ASCII ones stay; words take the places of the others.
+    # The special, byte and ASCII pieces are kept; words replace the others.
     kept = [piece for piece in model.pieces if piece.type != NORMAL]
     letters = [
         piece
@@ -71,7 +71,7 @@ def train(destination: Path) -> None:
         schema.ModelProto.SentencePiece(piece=word, score=score, type=NORMAL)
         for word, score in _words(texts, VOCAB_SIZE - len(kept) - len(letters))
     ]
-    # In alphabetical order, so that a small change to the tasks changes few ids.
+    # Alphabetical order, so that a small change to the tasks changes few ids.
     kept += [*sorted(letters, key=_spelling), *sorted(words, key=_spelling)]
     del model.pieces[:]
     model.pieces.extend(kept)
@@ -83,10 +83,10 @@ def _spelling(piece: schema.ModelProto.SentencePiece) -> str:
 
 
 def _words(texts: list[str], room: int) -> list[tuple[str, float]]:
-    """The `room` words that shorten the texts most, each with its log probability.
+    """Returns the `room` words that shorten the texts most, each with its log probability.
 
-    Words under four letters would turn up inside invented ones; only two of the questions' may. Those that
-    questions are about stay letters, so that `reverse hello` is as easy as any other.
+    Words under four letters would occur inside invented ones; only two such words of the questions are
+    allowed. Words that questions are about stay letters, so that `reverse hello` is as easy as any other.
     """
     pattern = re.compile(r" ?[A-Za-z]{4,}| (?:is|in)\b|\{\"|\"[:,}]| \"")
     seen = Counter(word.replace(" ", SPACE) for text in texts for word in pattern.findall(text))
@@ -98,10 +98,10 @@ def _words(texts: list[str], room: int) -> list[tuple[str, float]]:
 
 
 def convert(source: Path, destination: Path) -> None:
-    """tokenizer.json with the pieces, ids and segmentation of the SentencePiece model."""
+    """Writes tokenizer.json with the pieces, ids and segmentation of the SentencePiece model."""
     model = schema.ModelProto()
     model.ParseFromString(source.read_bytes())
-    # SentencePiece never matches byte pieces in text; a score no path survives says the same here.
+    # SentencePiece never matches byte pieces in text; a score that no path can have achieves the same here.
     vocab = [(piece.piece, -1e6 if piece.type == BYTE else piece.score) for piece in model.pieces]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
@@ -118,7 +118,9 @@ def convert(source: Path, destination: Path) -> None:
 
 
 def differences(folder: Path, seed: int = 5) -> list[str]:
-    """Strings on which the two tokenizers disagree, out of some ten thousand. Must be empty."""
+    """Returns strings, out of about ten thousand, on which the two tokenizers disagree. The list must be
+    empty.
+    """
     sp = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     hf = Tokenizer.from_file(str(folder / "tokenizer.json"))
     rng = random.Random(seed)

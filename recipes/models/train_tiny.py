@@ -1,11 +1,11 @@
-"""Makes recipes/models/tiny from nothing: text, tokenizer, training, exam.
+"""Creates recipes/models/tiny from nothing: text, tokenizer, training, exam.
 
     python train_tiny.py --out tiny --state /tmp/tiny.pt --prompts ../prompts/tiny.txt
 
-Needs torch, transformers, tokenizers, sentencepiece and protobuf, none of which mlcbuild itself needs.
-The model is a Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings. It is
-trained on answers, and a little on questions, with Muon for matrices and AdamW for the rest; the weights
-written are their moving average. A run can be stopped and started again: it continues from `--state`.
+Needs torch, transformers, tokenizers, sentencepiece and protobuf, none of which mlcbuild itself needs. The
+model is a Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied embeddings. It is trained
+on answers, and a little on questions, with Muon for matrices and AdamW for the rest; the written weights are
+their moving average. A run can be stopped and started again: it continues from `--state`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from tiny_net import CONFIG, Tiny
 
 BOS, SYSTEM, USER, ASSISTANT, END = 1, 3, 4, 5, 6
 ASKED_WEIGHT = 0.05
-"""Weight of the loss for predicting a token of a question, against 1 for one of an answer: enough to make the
-model one of whole chats, so that its perplexity means something."""
+"""Weight of the loss for predicting a token of a question, compared with 1 for one of an answer. It suffices
+to make the model one of whole chats, so that its perplexity is meaningful.
+"""
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are Tiny.", "Answer briefly.", "Be kind and short.")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of conversations, each [rows, length]."""
+    """Rows of packed conversations; each tensor is [rows, length]."""
 
     tokens: torch.Tensor
     """int64"""
     weights: torch.Tensor
-    """float32: what predicting this token counts; 0 for what nothing comes before."""
+    """float32: weight of predicting this token; 0 for the first token of a conversation."""
     owners: torch.Tensor
-    """int64: which conversation of the row a token belongs to"""
+    """int64: index of the conversation in the row to which a token belongs."""
 
 
 def conversation(
@@ -53,7 +54,9 @@ def conversation(
     rng: random.Random,
     room: int,
 ) -> tuple[list[int], list[float]]:
-    """Tokens and weights of one chat of at most `room` tokens; mostly one turn, sometimes many."""
+    """Returns (tokens, weights) of one chat of at most `room` tokens, usually with one turn and sometimes
+    with many.
+    """
     tokens = [BOS]
     turns = 1 if room < 200 and rng.random() < 0.6 else rng.randint(2, 5 if room < 200 else 24)
     if room > 64 and rng.random() < 0.08:
@@ -70,7 +73,9 @@ def conversation(
 
 
 def batches(sp: sentencepiece.SentencePieceProcessor, tokens_per_batch: int, seed: int) -> Iterator[Batch]:
-    """Rows packed with whole conversations; every eighth batch has long rows, so that far positions occur."""
+    """Yields rows packed with whole conversations. Every eighth batch has long rows, so that far positions
+    occur.
+    """
     rng = random.Random(seed)
     questions = tiny_tasks.training(seed)
     step = 0
@@ -96,10 +101,10 @@ def batches(sp: sentencepiece.SentencePieceProcessor, tokens_per_batch: int, see
 def accuracy(
     model: Tiny, sp: sentencepiece.SentencePieceProcessor, questions: list[tiny_tasks.Question]
 ) -> dict[str, float]:
-    """Share of questions per task whose whole answer greedy decoding gets right.
+    """Returns task -> share of questions whose whole answer greedy decoding gets right.
 
-    One forward pass over prompt + answer is enough: greedy decoding gives the answer exactly when every
-    token of it is the most probable one after the tokens before it.
+    One forward pass over prompt and answer suffices: greedy decoding yields exactly the answer if every token
+    of it is the most probable one after the tokens before it.
     """
     right: dict[str, list[bool]] = defaultdict(list)
     for start in range(0, len(questions), 64):
@@ -118,7 +123,7 @@ def accuracy(
 
 
 class Training:
-    """The state of a run: weights, their average, optimizers, and how far it is."""
+    """The state of a training run: weights, their average, optimizers, and the progress."""
 
     def __init__(self, minutes: float, steps: int) -> None:
         torch.manual_seed(0)
@@ -137,11 +142,13 @@ class Training:
         self.steps = steps
 
     def progress(self) -> float:
-        """0 at the start, 1 at the end: by steps or by time, whichever is nearer its end."""
+        """Returns 0 at the start and 1 at the end, by steps or by time, whichever is further."""
         return min(1.0, max(self.step / self.steps, self.spent / (60 * self.minutes)))
 
     def rate(self) -> float:
-        """Learning rate factor: a short rise, half the run flat, then a cosine to 0."""
+        """Returns the learning rate factor: a short rise, constant for half of the run, then a
+        cosine to 0.
+        """
         late = max(0.0, (self.progress() - 0.4) / 0.6)
         return min(1.0, (self.step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * late))
 
@@ -208,7 +215,7 @@ def main() -> None:
     training = Training(options.minutes, options.steps)
     if options.state.exists():
         training.load(options.state)
-    # A mid-run check on questions that are neither trained on nor in the committed exam.
+    # An intermediate check on questions that are neither in the training text nor in the committed exam.
     check = tiny_tasks.exam(each=60, seed=7)
     started, loss = time.monotonic(), 0.0
     for batch in batches(sp, options.batch, seed=1000 + training.step):

@@ -1,5 +1,6 @@
-"""Steps in chains of ten, each a copy of the one before, with mlcbuild's own graph and no recipe:
-`graph.py plan|run COUNT`, in the directory of the chains."""
+"""Builds chains of ten steps, each a copy of the previous file, with mlcbuild's graph and no recipe:
+`graph.py plan|run COUNT`, in the directory of the chains.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ CHAIN = 10
 
 
 def copy(params: Mapping[str, object], inputs: Mapping[str, Path], out: Path) -> None:
-    """Action: copies a file, as `cp` does for the other tools. `number` makes each copy a step of its own."""
+    """Action: copies a file, as `cp` does for the other tools. params["number"] makes each copy a different
+    step.
+    """
     (before,) = inputs["before"].iterdir() if inputs["before"].is_dir() else (inputs["before"],)
     (out / "copy").write_bytes(before.read_bytes())
 

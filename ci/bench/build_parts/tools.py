@@ -1,4 +1,6 @@
-"""The build tools that take part: how each is given the same chains of copies, and the commands to time."""
+"""Lists the build tools that are compared: how the same chains of copies are written for each, and the
+commands to time.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,26 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 OURS = os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "runtime")])
 PER_MODEL = 243
-"""Number of steps of one model of tests.product on an x86-64 machine with AVX-512."""
+"""Number of steps that one model of tests.product has on an x86-64 machine with AVX-512."""
 
 
 @dataclass(frozen=True)
 class Tool:
     name: str
     prepare: Callable[[Path, int], object]
-    """Writes what the tool reads into a new directory, for that many steps."""
+    """Function of (directory, number of steps) that writes the tool's files into a new directory."""
     cold: tuple[str, ...]
     noop: tuple[str, ...]
     plan: tuple[str, ...]
     clean: tuple[str, ...]
-    """Files and directories of the area that a cold run must not find."""
+    """Files and directories that are removed before a cold run."""
     packages: tuple[str, ...] = ()
     note: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
     settle: tuple[str, ...] = ()
-    """Makes a tool that was stopped take results that are there for its own."""
+    """Command that makes a tool, after it was stopped, accept results that already exist; (): the tool has
+    none.
+    """
 
 
 def _before(number: int) -> str:
@@ -118,7 +122,7 @@ def ours() -> list[Tool]:
             "mlcbuild, edited",
             _product,
             (),
-            # A file that is looked for and was not there: the receipt is of no use, and nothing else changes.
+            # Without its receipt, a run checks everything; nothing else changes.
             ("sh", "-c", 'rm -rf store/receipts; exec "$0" "$@"', *recipe, "run", *where),
             (),
             (),
@@ -165,7 +169,7 @@ def peers(area: Path) -> dict[str, Callable[[], Tool]]:
             _snakemake,
             (program("snakemake"), "-c2", "-q", "all"),
             (program("snakemake"), "-c2", "-q", "all"),
-            # After a run that was stopped it refuses to look without these.
+            # After a run that was stopped, it refuses to plan without these options.
             (program("snakemake"), "-n", "-q", "all", "--nolock", "--rerun-incomplete"),
             ("out", ".snakemake"),
             ("snakemake",),
@@ -185,7 +189,7 @@ def peers(area: Path) -> dict[str, Callable[[], Tool]]:
 
 
 def install(place: Path, tool: Tool) -> None:
-    """Makes an environment of its own for a tool. Raises CalledProcessError."""
+    """Creates a separate environment and installs a tool into it. Raises CalledProcessError."""
     if (place / "done").is_file():
         return
     shutil.rmtree(place, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""Damage to a site. Each function returns a line on what it did; the script checks the site afterwards."""
+"""Damages a site. Each function returns a line that says what it did; the script checks the site
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ def _files(site: Site, kind: str) -> list[Path]:
 
 
 def _rewrite(path: Path, data: bytes, keep_time: bool) -> None:
-    """Changes a file in place, as rotten hardware (its time stays) or another program would."""
+    """Changes a file in place, as failing hardware (keep_time: the mtime stays) or another program would."""
     status = path.stat()
     path.chmod(0o644)
     path.write_bytes(data)
@@ -41,10 +43,10 @@ _CHANGED = "were changed since"
 
 
 def _respect_writes(site: Site, why: str) -> tuple[int, str]:
-    """Runs once beside bundles whose files were written to, which may be somebody's work.
+    """Runs once after somebody has written to files of bundles, which may be a user's work.
 
-    A run that does not restore them names them and leaves them alone; then they are moved away, as it says.
-    Returns its exit code and what it printed.
+    A run that does not restore the files must name them and leave them alone; then they are moved away, as
+    its message advises. Returns (exit code, printed text).
     """
     code, text = site.finish(site.start("run", "recipe.yaml"), why)
     if code == 0:
@@ -71,9 +73,9 @@ def _damage(kind: str, change: str) -> Disturbance:
             _rewrite(other, data, keep_time)
         if site.random.random() < 0.7:
             site.forget_bundles()
-        elif kind == "cas" and not keep_time:  # a write into a file that bundles may share with the store
+        elif kind == "cas" and not keep_time:  # This writes to a file that bundles may share with the store.
             _respect_writes(site, f"{change} a blob")
-        if kind == "cas" and keep_time:  # silent rot: `cache verify` is what reads all bytes
+        if kind == "cas" and keep_time:  # Silent damage: only `cache verify` reads all bytes.
             code, text = site.finish(site.start("cache", "verify"), f"{change} a blob")
             if code not in (0, 1):
                 raise ViolationError(f"cache verify ends with {code}: {text[-300:]}")
@@ -83,7 +85,7 @@ def _damage(kind: str, change: str) -> Disturbance:
 
 
 def _damage_remote(change: str) -> Disturbance:
-    """Damages the shared cache, from which an empty store is then filled."""
+    """Returns a disturbance that damages the shared cache, from which an empty store is then filled."""
 
     def damage(site: Site, _: Service) -> str:
         content, names = site.cache.content, sorted(site.cache.content)
@@ -211,4 +213,4 @@ TABLE: dict[str, Disturbance] = {
     "swap bundles": swap_bundles,
     "kill the server": kill_server,
 }
-"""Name -> what is done."""
+"""Name of a disturbance -> function that causes it."""

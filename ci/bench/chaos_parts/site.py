@@ -1,4 +1,4 @@
-"""The site that chaos damages: a recipe with its store, a shared cache, and a server with honest clients."""
+"""The site that is damaged: a recipe with its store, a shared cache, and a server with honest clients."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ cache: {{remotes: [{{url: "{url}"}}]}}
 """
 NAMES = ("tiny-q4f16_1-host", "tiny-q4a8_1-host")
 PATIENCE = 280
-"""Seconds after which a run is taken to hang."""
+"""Seconds after which a run counts as hanging."""
 
 
 class ViolationError(Exception):
-    """Something wrong was given out, or something did not heal."""
+    """A run delivered something wrong, or the site did not recover."""
 
 
 def tree(directory: Path) -> str:
@@ -48,7 +48,9 @@ def tree(directory: Path) -> str:
 
 
 class Site:
-    """A recipe built once undisturbed, whose bundles' digests are known from then on."""
+    """A recipe that was built once without disturbances. The digests of its bundles are compared with later
+    ones.
+    """
 
     def __init__(self, place: Path, random: Random, cache: Cache) -> None:
         self.place, self.random, self.cache = place, random, cache
@@ -66,7 +68,9 @@ class Site:
         return False
 
     def start(self, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Returns a command of mlcbuild in a process group of its own."""
+        """Starts a command of mlcbuild in a separate process group and returns the process. extra: further
+        environment variables.
+        """
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MLCBUILD_")}
         environment |= {"MLCBUILD_STORE": str(self.store), "MLCBUILD_KEY": str(self.place / "none.pem")}
         return subprocess.Popen(
@@ -80,7 +84,9 @@ class Site:
         )
 
     def finish(self, process: subprocess.Popen[str], why: str) -> tuple[int, str]:
-        """Waits for a command; checks that it ended by itself and in words."""
+        """Waits for a command, checks that it ended by itself without a traceback, and returns (exit code,
+        printed text). why: the disturbance, for messages.
+        """
         try:
             text, _ = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
@@ -92,14 +98,16 @@ class Site:
         return process.returncode, text
 
     def run(self, why: str, extra: Mapping[str, str] | None = None) -> int:
-        """Returns one run; whatever it gives out with exit code 0 must be right. Returns the exit code."""
+        """Runs the recipe once and returns the exit code. With exit code 0 every bundle must be right. why:
+        the disturbance, for messages.
+        """
         code, text = self.finish(self.start("run", "recipe.yaml", extra=extra), why)
         if code == 0:
             self.check(why, text)
         return code
 
     def must_build(self, why: str) -> None:
-        """Asserts that everything is right after at most two runs, without other help."""
+        """Raises ViolationError unless everything is right after at most two runs, without other help."""
         if self.run(why) and self.run(f"{why}, again"):
             _, text = self.finish(self.start("run", "recipe.yaml"), why)
             raise ViolationError(f"{why}: two runs after it fail: {text[-600:]}")
@@ -128,7 +136,7 @@ def site(place: Path, random: Random) -> Iterator[Site]:
 
 
 class Service:
-    """A server of a bundle, and clients that compare each answer with the first."""
+    """A server of a bundle, with clients that compare each answer with the first one."""
 
     def __init__(self, bundle: Path, clients: int) -> None:
         self.bundle, self.answers, self.wrong = bundle, 0, list[str]()

@@ -168,7 +168,7 @@ def _bfloat16(values: NDArray[np.float32]) -> bytes:
 
 
 def _tokenizer(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns a token for each byte, and as many that stand for themselves as the model has left."""
+    """Returns a tokenizer.json with a token for each byte, and a token for each remaining id of the model."""
     count = values["vocab_size"]
     assert isinstance(count, int)
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Protocol
 
 CONTEXT = 512
-"""Number of tokens that each sequence has before a measured decoding step."""
+"""Number of tokens in each sequence before a measured decoding step."""
 SEQUENCES = 8
 """Maximum number of sequences in a step."""
 
 
 class Engine(Protocol):
-    """An engine under test: takes token ids and returns logits or the next token."""
+    """The interface of an engine under test, which receives token ids and computes logits or the
+    next token.
+    """
 
     def prefill(self, tokens: list[int]) -> None:
-        """Computes one prompt, as a new sequence, up to the logits of its last token."""
+        """Computes one prompt as a new sequence, up to the logits of its last token."""
         ...
 
     def decode(self, batch: int, steps: int) -> list[tuple[float, float]]:
@@ -36,7 +38,7 @@ class Engine(Protocol):
 
 
 def clock() -> tuple[float, float]:
-    """Returns wall and CPU seconds of the process, all threads."""
+    """Returns (wall seconds, CPU seconds of all threads of the process)."""
     return time.perf_counter(), time.process_time()
 
 
@@ -46,7 +48,7 @@ def since(start: tuple[float, float]) -> tuple[float, float]:
 
 
 def prompt(count: int, vocabulary: int, seed: int = 1) -> list[int]:
-    """Returns token ids that every engine gets alike."""
+    """Returns `count` token ids, the same for every engine."""
     return [(seed * 7919 + i * 104729) % (vocabulary - 300) + 256 for i in range(count)]
 
 
@@ -54,7 +56,8 @@ def run(load: Callable[[str, int, int], Engine]) -> None:
     """Runs the process of an engine. argv: model, threads, tokens of the first prompt, size of the
     vocabulary.
 
-    Prints its CPU seconds once the first token is there, then answers commands.
+    load: function of (model, threads, vocabulary). Prints the process's CPU seconds once the first token is
+    computed, then answers commands.
     """
     threads, first, vocabulary = map(int, sys.argv[2:5])
     engine = load(sys.argv[1], threads, vocabulary)
@@ -83,7 +86,7 @@ def _say(answer: object) -> None:
 
 
 def _threads() -> dict[str, int]:
-    """Returns CPU time of each thread, in clock ticks; empty where the system does not tell."""
+    """Returns thread -> CPU time in clock ticks; {} if the system does not report it."""
     found = {}
     root = Path("/proc/self/task")
     for task in root.iterdir() if root.is_dir() else ():
@@ -93,13 +96,15 @@ def _threads() -> dict[str, int]:
 
 
 def _active(before: dict[str, int]) -> int | None:
-    """Returns threads that have worked since then: at least a fifth of what the busiest one did."""
+    """Returns the number of threads that have worked since `before`: those with at least a fifth of the
+    busiest one's time. None if unknown.
+    """
     spent = [ticks - before.get(name, 0) for name, ticks in _threads().items()]
     return sum(ticks * 5 >= max(spent) for ticks in spent) if spent and max(spent) > 2 else None
 
 
 def _memory() -> dict[str, float]:
-    """Returns resident MB now and at the peak, files that are mapped included."""
+    """Returns the current and the peak resident memory in MB, mapped files included."""
     status = Path("/proc/self/status")
     if not status.is_file():
         import resource

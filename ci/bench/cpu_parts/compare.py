@@ -1,5 +1,6 @@
-"""Logits of the float32 reference (argv: checkpoint, tokens, result), and others against them (argv:
-`compare`, expected, found, vocabulary)."""
+"""Writes logits of the float32 reference (argv: checkpoint, tokens, result), or compares logits with it
+(argv: `compare`, expected, actual, vocabulary).
+"""
 
 from __future__ import annotations
 
@@ -30,9 +31,10 @@ def compare(expected: str, found: str, vocabulary: str) -> None:
 
 
 def figures(expected: NDArray[np.float32], found: NDArray[np.float32]) -> dict[str, float]:
-    """Returns figures of logits [n, vocabulary] against the expected ones: KL(expected || found) in nats and
-    agreement of the most likely token, means over positions; root of the mean square of the error over that
-    of the values, both without their mean."""
+    """Returns figures of logits [n, vocabulary] compared with expected ones: KL(expected || actual) in nats
+    and agreement of the most likely token, means over positions; root of the mean square of the error over
+    that of the values, both without their mean.
+    """
     p, q = expected.astype(np.float64), found.astype(np.float64)
     p -= p.mean(axis=-1, keepdims=True)
     q -= q.mean(axis=-1, keepdims=True)

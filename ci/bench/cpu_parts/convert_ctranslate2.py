@@ -1,4 +1,6 @@
-"""argv: checkpoint, a directory for the result. Writes an int8 model without going through transformers."""
+"""Writes an int8 model for CTranslate2 without using transformers. argv: checkpoint, directory of
+the result.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""argv: checkpoint, a directory for the results. Writes q4_0.gguf and q8_0.gguf with ik_llama.cpp."""
+"""Writes q4_0.gguf and q8_0.gguf with ik_llama.cpp. argv: checkpoint, directory of the results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 from convert_llama import write
 
 FORMATS = {"q4_0": 2, "q8_0": 7}
-"""Name of a format -> its number in `enum llama_ftype`, which files contain and which therefore stays."""
+"""Name of a format -> its number in `enum llama_ftype`. Files contain the number, which therefore never
+changes.
+"""
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""argv: checkpoint, a directory for the results, formats (q4_0 and q8_0 when none is given). Writes f32.gguf,
-then <format>.gguf from it."""
+"""Writes f32.gguf, then <format>.gguf from it. argv: checkpoint, directory of the results, formats (default:
+q4_0 and q8_0).
+"""
 
 from __future__ import annotations
 
@@ -46,14 +47,15 @@ def rename(name: str) -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns rows of queries and keys in llama.cpp's order: the two halves of a head take turns."""
+    """Returns rows of queries and keys in llama.cpp's order: rows of the two halves of a head alternate."""
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def joined(tensors: Iterable[tuple[str, np.ndarray]], experts: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields names of llama.cpp -> weights. Those of experts, which follow each other, are one tensor in
-    float16."""
+    """Yields (llama.cpp's name, weights). Weights of consecutive experts are joined to one tensor
+    in float16.
+    """
     waiting: list[np.ndarray] = []
     for name, weight in tensors:
         base, expert, kind = name.partition(".experts.")
@@ -103,16 +105,17 @@ def write(root: Path, out: Path) -> None:
 
 
 def main() -> None:
-    import llama_cpp as lib  # convert_ik.py uses `write`, and has no llama-cpp-python
+    import llama_cpp as lib  # convert_ik.py uses `write`, and has no llama-cpp-python.
 
     root, out = Path(sys.argv[1]), Path(sys.argv[2])
     write(root, out / "f32.gguf")
-    # Models with experts are large: one format, and nothing left of what it was made from.
+    # Models with experts are large: one format is converted, and intermediate files are removed.
     has_experts = "num_experts" in json.loads((root / "config.json").read_text())
     for name in sys.argv[3:] or (("q4_0",) if has_experts else ("q4_0", "q8_0")):
         params = lib.llama_model_quantize_default_params()
         params.ftype = getattr(lib, FORMATS[name])
-        # Otherwise the output matrix gets more bits than the name says; a k_m is a mixture by definition.
+        # Otherwise the output matrix gets more bits than the format's name says; a k_m format is a mixture by
+        # definition.
         params.pure = not name.endswith("_k_m")
         if lib.llama_model_quantize(
             str(out / "f32.gguf").encode(), str(out / f"{name}.gguf").encode(), params

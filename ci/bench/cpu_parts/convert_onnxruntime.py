@@ -1,5 +1,7 @@
-"""argv: checkpoint, a directory for the result. Writes a model with weights of 4 bits in blocks of 32, to be
-multiplied with activations of 8 bits: what its builder offers for processors with int8 products."""
+"""Writes a model for onnxruntime-genai with 4-bit weights in blocks of 32, for products with 8-bit
+activations, which its builder offers for processors with int8 products. argv: checkpoint, directory of the
+result.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""argv: checkpoint, a directory for the results. Writes int4 (symmetric, groups of 32; the table of words
-stays at 8 bits, as is its way) and int8."""
+"""Writes int4 (symmetric, groups of 32; the embedding has 8 bits, OpenVINO's default) and int8 models for
+OpenVINO. argv: checkpoint, directory of the results.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ FORMATS = {"int4": ["int4", "--group-size", "32", "--sym", "--ratio", "1.0"], "i
 
 def main() -> None:
     root, out = sys.argv[1], Path(sys.argv[2])
-    # The exporter's packages bring one in that fits only torch with CUDA, and then cannot be imported.
+    # The exporter's packages install a torchvision that fits only torch with CUDA and then cannot be
+    # imported.
     subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision"], check=True)
     export = str(Path(sys.executable).with_name("optimum-cli"))
     for name, options in FORMATS.items():

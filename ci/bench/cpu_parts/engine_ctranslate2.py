@@ -1,4 +1,4 @@
-"""CTranslate2. It has no call for one step: a callback tells when each token is there."""
+"""Runs CTranslate2. It has no call for one step; a callback reports when each token is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CTranslate2:
         self.vocabulary = vocabulary
 
     def _generate(self, prompts: list[list[int]], count: int) -> list[tuple[float, float]]:
-        """Returns the (wall, CPU) clock, in seconds, when each token of the last sequence was there."""
+        """Returns the (wall, CPU) time, in seconds, at which each token of the last sequence was computed."""
         words = [[f"<{token}>" for token in tokens] for tokens in prompts]
         seen = []
 

@@ -1,4 +1,4 @@
-"""ik_llama.cpp, through the calls of ik_calls.c, whose library the environment variable IK_CALLS names."""
+"""Runs ik_llama.cpp through the calls of ik_calls.c. The environment variable IK_CALLS names the library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ lib.ik_logits.restype = ctypes.POINTER(ctypes.c_float)
 
 
 class IkLlama:
-    """A loaded model of ik_llama.cpp, its weights repacked in memory (its option -rtr)."""
+    """A loaded model of ik_llama.cpp, whose weights are repacked in memory (its option -rtr)."""
 
     def __init__(self, path: str, threads: int, vocabulary: int) -> None:
         self.vocabulary = vocabulary

@@ -1,4 +1,4 @@
-"""llama.cpp, through the C interface that llama-cpp-python wraps."""
+"""Runs llama.cpp through the C interface that llama-cpp-python wraps."""
 
 from __future__ import annotations
 

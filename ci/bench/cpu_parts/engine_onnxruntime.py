@@ -1,4 +1,4 @@
-"""onnxruntime-genai, one generator for each prompt or batch."""
+"""Runs onnxruntime-genai, with one generator for each prompt or batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI. Its pipeline has no call for one step, but says when each token came."""
+"""Runs OpenVINO GenAI. Its pipeline has no call for one step, but reports when each token is computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OpenVino:
         self.pipeline = genai.LLMPipeline(path, "CPU", **properties)
 
     def _generate(self, prompts: list[list[int]], count: int) -> tuple[float, float, list[float]]:
-        """Returns seconds, CPU seconds, and when each token came, in seconds."""
+        """Returns (wall seconds, CPU seconds, time in seconds at which each token was computed)."""
         ids = openvino.Tensor(np.array(prompts, np.int64))
         mask = openvino.Tensor(np.ones((len(prompts), len(prompts[0])), np.int64))
         config = genai.GenerationConfig(max_new_tokens=count, ignore_eos=True, do_sample=False)
@@ -35,7 +35,7 @@ class OpenVino:
     def decode(self, batch: int, steps: int) -> list[tuple[float, float]]:
         prompts = [prompt(CONTEXT, self.vocabulary, sequence) for sequence in range(batch)]
         wall, cpu, times = self._generate(prompts, 1 + steps)
-        # Its threads work alike on a prompt and on a step.
+        # Its threads are equally busy during a prompt and a step.
         return [(later - sooner, (later - sooner) * cpu / wall) for sooner, later in pairwise(times)]
 
     def save_logits(self, tokens: list[int], path: str) -> None:

@@ -1,4 +1,4 @@
-"""A bundle of ours, through the runtime that serves it."""
+"""Runs a bundle of mlcbuild, through the runtime that serves it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mlcbuild_runtime.devices.cpu import CpuExecutor
 from mlcbuild_runtime.executor.batch import ModelStep
 
 PAGES = CONTEXT // 16 + 16
-"""Pages of each sequence: room for the context and 256 steps."""
+"""Number of pages of each sequence: enough for the context and 256 steps."""
 
 
 class Ours:

@@ -1,4 +1,6 @@
-"""The engines that take part: environments, converted models, and the command that starts each engine."""
+"""Prepares the engines that are compared: environments, converted models, and the command that starts each
+engine.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,15 @@ OURS = os.pathsep.join([str(HERE), str(ROOT), str(ROOT / "runtime")])
 class Peer:
     packages: tuple[str, ...]
     models: tuple[str, ...]
-    """Files or directories that its converter writes."""
+    """Names of the files or directories that the engine's converter writes."""
     options: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def _compilers() -> dict[str, str]:
-    """Returns clang where there is one: of GCC 12, llama.cpp's code for AMX crashes."""
+    """Returns environment variables that select clang, if there is one: llama.cpp's code for AMX crashes when
+    GCC 12 has compiled it.
+    """
     if os.environ.get("CC") or os.environ.get("CXX"):
         return {}
     names = ["clang", *(f"clang-{version}" for version in range(22, 13, -1))]
@@ -35,10 +39,10 @@ def _compilers() -> dict[str, str]:
 
 
 CONVERTER = ("torch==2.13.0", "transformers")
-"""Packages with which the converters of two peers read a checkpoint; their engines do not import them."""
+"""Packages with which the converters of two peers read a checkpoint. Their engines do not import them."""
 
 WEIGHTS = (".gguf", ".bin", ".data")
-"""How the names of the peers' files of weights end."""
+"""Suffixes of the names of the peers' weights files."""
 
 PEERS: Mapping[str, Peer] = {
     "llama": Peer(
@@ -55,18 +59,22 @@ PEERS: Mapping[str, Peer] = {
     "openvino": Peer((*CONVERTER, "optimum-intel", "openvino-genai", "nncf"), ("int4", "int8")),
 }
 IK = "ik"
-"""The peer that is built from a source directory, because no package index has it; see ik_library.py."""
+"""Name of the peer that is built from a source directory, because no package index has it; see
+ik_library.py.
+"""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model of one engine."""
+    """One model in the form of one engine."""
 
     name: str
     bits: int
     ours: bool
     command: tuple[str, ...]
-    """Command that starts the engine, without threads, first prompt and vocabulary, which follow."""
+    """Command that starts the engine, without the arguments threads, first prompt and vocabulary, which are
+    appended.
+    """
     path: str
     """Value of the environment variable PYTHONPATH."""
     size: int
@@ -81,7 +89,9 @@ class Prepared:
 
 
 def prepare(directory: Path, shape: str, schemes: Iterable[str], peers: Iterable[str]) -> Prepared:
-    """Makes environments and models that are missing, and returns the engines to compare."""
+    """Creates missing environments and models, and returns the engines to compare. directory: where they are
+    kept.
+    """
     area = directory / shape
     checkpoint = area / "checkpoint"
     if not checkpoint.is_dir():
@@ -95,8 +105,9 @@ def prepare(directory: Path, shape: str, schemes: Iterable[str], peers: Iterable
 
 
 def _in_process_of_its_own(root: Path, shape: str) -> None:
-    """Makes a checkpoint in a process of its own, so that NumPy's memory is not counted in that of every
-    child."""
+    """Creates a checkpoint in a separate process, so that NumPy's memory does not count as memory of every
+    child.
+    """
     part = root.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     code = (
@@ -112,7 +123,7 @@ def environment(path: str) -> dict[str, str]:
 
 
 def _ours(area: Path, schemes: list[str]) -> Iterator[Entry]:
-    """Builds bundles through a recipe and the command line, as a user would, and yields them."""
+    """Builds bundles through a recipe and the command line, as a user would, and yields their entries."""
     recipe = area / "recipe.yaml"
     recipe.write_text(
         "version: 1\n"
@@ -158,7 +169,7 @@ def _peer(directory: Path, area: Path, name: str) -> Iterator[Entry]:
 
 
 def installed(place: Path, peer: Peer) -> str:
-    """Returns the interpreter of a peer's environment, made where it is not there yet."""
+    """Returns the path of the interpreter in a peer's environment, which is created if it is missing."""
     python = place / "bin" / "python"
     if not (place / "done").is_file():
         print(f"installing {', '.join(peer.packages)} ...", flush=True)
@@ -171,7 +182,7 @@ def installed(place: Path, peer: Peer) -> str:
 
 
 def quietly(command: list[str], variables: Mapping[str, str], log: Path) -> None:
-    """Runs a command with its output in a file, which the error of a failure shows."""
+    """Runs a command with its output in the file `log`, which the error of a failure quotes."""
     with log.open("wb") as file:
         done = subprocess.run(command, env=variables, stdout=file, stderr=file, check=False)
     if done.returncode:

@@ -37,7 +37,7 @@ def show(shape: str, threads: int, measured: Measured) -> None:
 
 
 def rows(measured: Measured) -> list[Row]:
-    """Returns what `show` prints, without the figures per CPU second."""
+    """Returns the figures that `show` prints as rows of results, without the figures per CPU second."""
     found, best = measured.found, _machine_limits(measured)
     samples = {entry.name: measured.samples[entry.name] for entry in found.entries}
     speeds = []
@@ -56,7 +56,7 @@ def rows(measured: Measured) -> list[Row]:
 
 
 def _machine_limits(measured: Measured) -> dict[str, float]:
-    """Returns the best of the rounds: GB/s read, GFlop/s of float32, Gop/s of int8."""
+    """Returns limit of the machine -> best of the rounds: GB/s read, GFlop/s of float32, Gop/s of int8."""
     return {key: max(limit[key] for limit in measured.limits) for key in ("read", "float32", "int8")}
 
 
@@ -86,8 +86,10 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def _limit(figure: str, entry: Entry, config: Mapping[str, int], best: Mapping[str, float]) -> float:
-    """Returns tokens per second if the machine did only what must be done: to prefill, the operations of the
-    products at the int8 rate; to decode, reading weights once for the batch, and keys and values."""
+    """Returns the tokens per second that would be possible if the machine did only the necessary work: for
+    prefill, the operations of the products at the int8 rate; for decoding, reading weights once for the
+    batch, and keys and values.
+    """
     kind, _, number = figure.partition(" ")
     count = int(number)
     hidden, inner, layers = (

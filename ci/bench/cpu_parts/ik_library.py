@@ -20,9 +20,10 @@ SETTINGS = (
 
 
 def build(source: Path, place: Path) -> Path:
-    """Returns the library of ik_calls.c, linked with what `source` is built to; reuses both in `place`.
+    """Returns the path of the library of ik_calls.c, linked with the build of `source`; reuses builds in
+    `place`.
 
-    Raises subprocess.CalledProcessError, whose output names the log, where CMake or a compiler fails.
+    Raises subprocess.CalledProcessError, whose output names the log, if CMake or a compiler fails.
     """
     place.mkdir(parents=True, exist_ok=True)
     tree, library, log = place / "build", place / "ik_calls.so", place / "build.log"

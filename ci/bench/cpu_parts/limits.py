@@ -57,13 +57,19 @@ from mlcbuild.compiler.cpu.kernels.vectors import (
 from mlcbuild.targets import presets
 
 READ = 256 << 20
-"""Bytes of the array that is read: far more than a last-level cache holds."""
+"""Number of bytes in the array that is read: far more than a last-level cache holds."""
 TURNS = 1 << 20
-"""Iterations of the compute loops: 4 ms at two products a cycle, so a launch of threads does not count."""
+"""Number of iterations of the compute loops: they take 4 ms at two products per cycle, so launching threads
+does not count.
+"""
 CHAINS = 12
-"""Independent sums of the float32 loop: latency (4 cycles) times throughput (2 a cycle), and some more."""
+"""Number of independent sums in the float32 loop: latency (4 cycles) times throughput (2 per cycle), and a
+few more.
+"""
 WEIGHT_ROWS = 64
-"""Rows of weights that the int8 loop reads in turn: at most 16 KiB, which stays in the first-level cache."""
+"""Number of rows of weights that the int8 loop reads repeatedly: at most 16 KiB, which stays in the
+first-level cache.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class DotTile:
 
     @property
     def products(self) -> int:
-        """Returns products in one iteration: as many independent sums."""
+        """Returns the number of products in one iteration, which is also the number of independent sums."""
         return self.rows * self.columns
 
 
@@ -90,7 +96,7 @@ def dot_tile(isa: ISA) -> DotTile:
 
 
 def reads(isa: ISA, words: int, parts: int) -> tvm.tirx.PrimFunc:
-    """Returns a kernel that sums `words` int32, in as many parts as there are threads."""
+    """Returns a kernel that sums `words` int32 values, in `parts` parts, one per thread."""
     step = 4 * isa.lanes
     each = words // parts
 
@@ -163,7 +169,7 @@ def _step(form: dot.Products, total: Expr, weights: Expr, activations: Expr) -> 
 
 
 def _sums(form: dot.Products) -> tuple[str, int]:
-    """Returns dtype and lanes of an accumulator of 4-bit products."""
+    """Returns (dtype, lanes) of an accumulator of 4-bit products."""
     return ("int16", 2 * form.isa.lanes) if form.narrow else ("int32", form.isa.lanes)
 
 
@@ -192,9 +198,11 @@ def tiles(parts: int) -> tvm.tirx.PrimFunc:
 
 
 def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]) -> dict[str, float]:
-    """Returns the best of three: GB/s read, float32 GFlop/s, int8 Gop/s (a product and a sum are two).
+    """Returns limit -> best of three measurements: GB/s read, float32 GFlop/s, int8 Gop/s (a product and a
+    sum are two operations).
 
-    int8 is the rate of what multiplies quantized weights: byte products, or tiles where these are faster.
+    int8 is the rate of the instructions that multiply quantized weights: byte products, or tiles if these are
+    faster.
     """
     data = tvm.runtime.tensor(np.ones(READ // 4, np.int32))
     sums = tvm.runtime.tensor(np.zeros((parts, 4 * isa.lanes), np.int32))
@@ -213,7 +221,7 @@ def measure(isa: ISA, parts: int, compiled: Callable[[str], Callable[..., None]]
 
 
 def _int8_rate(isa: ISA, parts: int, run: Callable[..., None]) -> float:
-    """Returns Gop/s of `dots`."""
+    """Returns the rate of the kernel `dots` in Gop/s."""
     form, tile = dot.Products(isa, 4), dot_tile(isa)
     kind, count = _sums(form)
     rng = np.random.default_rng(0)
@@ -226,7 +234,7 @@ def _int8_rate(isa: ISA, parts: int, run: Callable[..., None]) -> float:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """Returns the shortest of three runs, in seconds."""
+    """Returns the duration of the shortest of three runs, in seconds."""
 
     def once() -> float:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The measurement: every engine in turn, round after round."""
+"""Measures every engine in turn, round after round."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from child import CONTEXT
 from engines import HERE, OURS, Entry, Prepared, environment
 
 FIRST = 16
-"""Number of tokens of the prompt whose first token is waited for."""
+"""Number of tokens in the prompt with which the time to the first token is measured."""
 FIGURES = ("prefill 128", "prefill 512", "decode 1", "decode 4", "decode 8")
 SETTLE = 0.3
-"""Seconds between two turns: threads of some engines spin on for 0.2 s, and would slow down the next."""
+"""Seconds of pause between two engines: threads of some engines spin for 0.2 s and would slow down the next
+engine.
+"""
 SCORED = 128
 """Number of tokens whose logits are compared."""
 
@@ -31,7 +33,7 @@ class Plan:
     rounds: int
     steps: int
     small: bool
-    """True for a model whose prefill takes well under a second: it is run more often."""
+    """True for a model whose prefill takes much less than a second, which is measured more often."""
 
 
 @dataclass
@@ -43,9 +45,9 @@ class Samples:
     cpu: dict[str, list[float]] = field(default_factory=dict)
     """Name of a figure -> values in tokens per CPU second, or CPU seconds for "first token"."""
     threads: set[int] = field(default_factory=set)
-    """Numbers of threads that were active."""
+    """Numbers of threads that were active, as observed."""
     resident: float = 0.0
-    """Resident memory in MB, after everything else."""
+    """Resident memory in MB, after all other measurements."""
 
     def add(self, figure: str, wall: float, cpu: float) -> None:
         self.wall.setdefault(figure, []).append(wall)
@@ -57,11 +59,11 @@ class Measured:
     limits: list[Mapping[str, float]]
     samples: Mapping[str, Samples]
     found: Prepared
-    """Without the entries whose process ended before its time."""
+    """The engines, without those whose process ended unexpectedly."""
 
 
 class EndedError(Exception):
-    """A process did not answer."""
+    """The process of an engine did not answer."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def measure(found: Prepared, plan: Plan) -> Measured:
 
 
 def _first(entry: Entry, threads: int, vocabulary: int) -> tuple[float, float]:
-    """Returns wall and CPU seconds from the start of a process to its first token."""
+    """Returns (wall, CPU) seconds from the start of a process to its first token."""
     start = time.perf_counter()
     child = Child.start(entry, threads, FIRST, vocabulary)
     said = child.hear()
@@ -169,7 +171,9 @@ def _sample(child: Child, figure: str, plan: Plan, into: Samples) -> None:
 
 
 def logits(found: Prepared, area: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields each entry's logits against those of the float32 reference: KL and agreement."""
+    """Yields (name, figures) for each engine's logits compared with those of the float32 reference: KL and
+    agreement.
+    """
     vocabulary = found.config["vocab_size"]
     variables = environment(OURS)
     expected = area / "reference.f32"

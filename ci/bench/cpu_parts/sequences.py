@@ -1,4 +1,4 @@
-"""The measured calls of an engine that computes batches of (token, position, sequence) rows."""
+"""Implements the measured calls for an engine that computes batches of (token, position, sequence) rows."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import numpy as np
 from child import CONTEXT, clock, prompt, since
 
 Row = tuple[int, int, int, bool]
-"""Token, position, sequence, and whether logits of the row are computed."""
+"""(token, position, sequence, True if logits of the row are computed)."""
 ROOM = CONTEXT + 256
-"""Tokens of a sequence's place in the cache: its context, and the steps of a measurement."""
+"""Number of tokens for which a sequence has memory in the cache: its context, and the steps of a
+measurement.
+"""
 ROWS = 512
-"""Largest number of rows of a batch."""
+"""Maximum number of rows in a batch."""
 
 
 class Batches(Protocol):
     """A loaded model that computes one batch after the other."""
 
     def run(self, rows: list[Row]) -> None:
-        """Computes a batch; ends the process where the engine fails."""
+        """Computes a batch. Ends the process if the engine fails."""
         ...
 
     def logits(self, row: int) -> np.ndarray:
@@ -32,7 +34,9 @@ class Batches(Protocol):
 
 
 class Sequences:
-    """The calls of `child.Engine`, with sequences whose contexts stay in the cache between measurements."""
+    """Implements the calls of `child.Engine` with sequences whose contexts stay in the cache between
+    measurements.
+    """
 
     def __init__(self, model: Batches, vocabulary: int) -> None:
         self.model, self.vocabulary, self.filled = model, vocabulary, 0

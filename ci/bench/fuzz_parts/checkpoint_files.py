@@ -1,4 +1,4 @@
-"""Fuzzing targets that hold weights: files of PyTorch, and matrices as other tools quantize them."""
+"""Fuzzing targets with weights: files of PyTorch, and matrices as other tools quantize them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import checkpoint_files, quantized_seeds, torch_writer
 from tests.quantized_files import quantized
 
 MOST_MEMORY = 200 << 20
-"""Bytes of memory, beyond what the process had, that a file may take."""
+"""Maximum bytes of additional memory that reading a file may take."""
 
 
 def peak() -> int:
@@ -29,7 +29,7 @@ def peak() -> int:
 
 
 class TorchFiles(Timed):
-    """pytorch_model.bin: a zip file with a pickle and the numbers of tensors."""
+    """Creates files pytorch_model.bin: a zip file with a pickle and the numbers of tensors."""
 
     OPCODES = (
         *(b"cos\nsystem\n", b"cbuiltins\neval\n(X\1\0\0\x001tR", b"ctorch\nFloatStorage\n", b"R", b"b", b"Q"),
@@ -54,7 +54,9 @@ class TorchFiles(Timed):
             b"}\x93",
         ),
     )
-    """Calls, long lengths, large numbers of the memo, tuples of themselves."""
+    """Byte sequences for pickles: function calls, long lengths, large memo indices, tuples that contain
+    themselves.
+    """
     RECORDS = (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"\xff" * 4, b"\xff" * 8, b"\0" * 4)
 
     def __init__(self, place: Path) -> None:
@@ -73,7 +75,7 @@ class TorchFiles(Timed):
 
     def make(self, random: Random) -> bytes:
         choice = random.random()
-        if choice < 0.25:  # the central directory and the end record
+        if choice < 0.25:  # This damages the central directory and the end record.
             at = self.whole.find(b"PK\1\2")
             return self.whole[:at] + mutated_bytes(random, self.whole[at:], self.RECORDS)
         if choice < 0.4:
@@ -110,7 +112,7 @@ class TorchFiles(Timed):
 
 
 class Quantized(Timed):
-    """A checkpoint of one file with quantized matrices: its header and its quantization_config."""
+    """Creates checkpoints of one file with quantized matrices: the header and the quantization_config."""
 
     NUMBERS = (0, 1, 2, 3, 4, 8, 16, 31, 32, 63, 64, 65, 128, 1 << 31, 1 << 60)
     DTYPES = ("F32", "F16", "BF16", "I32", "U32", "I8", "U8", "F8_E4M3", "F8_E8M0", "I64", "BOOL")
@@ -149,7 +151,7 @@ class Quantized(Timed):
         return self._case(number, text, self._fitted(header))
 
     def _fitted(self, header: dict[str, dict[str, object]]) -> dict[str, object]:
-        """Returns a header whose offsets follow from its shapes, as far as the bytes reach."""
+        """Returns a header whose offsets match its shapes, as far as there are bytes."""
         end = 0
         for entry in header.values():
             size = math.prod(entry["shape"]) * BITS[entry["dtype"]] // 8
@@ -165,7 +167,7 @@ class Quantized(Timed):
         try:
             parsed = json.loads(settings)
         except (ValueError, RecursionError):
-            return None  # the config step refuses such files
+            return None  # The config step refuses such files.
         most = max(entry["data_offsets"][1] for entry in json.loads(header).values())
         if most > 1 << 24:
             return None

@@ -34,7 +34,7 @@ from tests.schemes import SCHEMES
 
 
 def command(*arguments: str | Path) -> tuple[int, str]:
-    """Runs the command line in this process; returns its exit code and all that it printed."""
+    """Runs the command line in this process, and returns (exit code, printed text)."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main([str(argument) for argument in arguments])
@@ -42,13 +42,17 @@ def command(*arguments: str | Path) -> tuple[int, str]:
 
 
 def accepted(*arguments: str | Path) -> None:
-    """Runs a command on what was not mutated: were that refused, all mutations would be, for its reason."""
+    """Runs a command on an unchanged file, which must succeed: otherwise all mutations would be refused for
+    the same reason.
+    """
     code, text = command(*arguments)
     assert code == 0, text
 
 
 def fault(code: int, text: str, allowed: tuple[int, ...]) -> str | None:
-    """Returns why an exit code and what was printed are no answer to bad input."""
+    """Returns the reason why an exit code and a printed text are not a proper answer to bad input; None if
+    they are.
+    """
     if "a defect of mlcbuild" in text or "Traceback" in text:
         return next(line for line in text.splitlines() if "defect" in line or "Traceback" in line)
     if code not in allowed:
@@ -59,14 +63,14 @@ def fault(code: int, text: str, allowed: tuple[int, ...]) -> str | None:
 
 
 class Files:
-    """A target of the fuzzer: `make` gives a case, and `check` says what is wrong with it."""
+    """The interface of a fuzzing target: `make` returns a case, and `check` the reason why it fails."""
 
     def close(self) -> None:
-        """Ends what runs for the target; files end with their directory."""
+        """Ends processes of the target. Its files are removed together with their directory."""
 
 
 class Recipes(Files):
-    """A recipe on disk, beside a model."""
+    """Creates recipes on disk, beside a model."""
 
     WORDS = (
         *(
@@ -118,7 +122,7 @@ bundle: {output: "dist/{model}-{quantization}-{target}"}
             return mutated_bytes(random, self.TEXT.encode(), tuple(word.encode() for word in self.WORDS))
         if random.random() < 0.4:
             document = mutated_json(random, yaml.safe_load(self.TEXT))
-            return dumped(document)  # JSON is YAML
+            return dumped(document)  # JSON is valid YAML.
         return mutated_lines(random, self.TEXT, self.WORDS)
 
     def check(self, case: bytes) -> str | None:
@@ -131,14 +135,14 @@ bundle: {output: "dist/{model}-{quantization}-{target}"}
         planned, more = command("plan", self.recipe)
         if problem := fault(planned, more, (0, 2)):
             return f"plan: {problem}"
-        # Only a source that is not locked is found later: its files are not here.
+        # Only a missing lock of a source is noticed later, since the source's files are not on this machine.
         if (code, planned) == (0, 2) and "lock" not in more:
             return f"plan finds what validate does not: {more[:300]}"
         return None
 
 
 class Records(Files):
-    """The record that a remote returns for a key."""
+    """Creates records that a remote returns for a key."""
 
     def __init__(self, place: Path) -> None:
         store, _ = built(place)
@@ -171,7 +175,7 @@ class Records(Files):
 
 
 class Stores(Records):
-    """The same on disk, in a store that commands read."""
+    """Creates records as `Records` does, in a store that commands read."""
 
     def __init__(self, place: Path) -> None:
         super().__init__(place)
@@ -179,7 +183,7 @@ class Stores(Records):
 
     def check(self, case: bytes) -> str | None:
         key, _, data = case.partition(b"\n")
-        # A saved case's key changes with the sources: it takes the place of another record then.
+        # The key of a saved case changes with the sources; it then replaces another record.
         name = key.decode() if key.decode() in self.records else min(self.records)
         path = self.store / "ac" / name[:2] / name
         path.chmod(0o644)
@@ -197,7 +201,7 @@ class Stores(Records):
 
 
 class Manifests(Files):
-    """JSON files of a bundle. A case is a file's name, a line break, and its content."""
+    """Creates JSON files of a bundle. A case is a file's name, a line break, and the file's content."""
 
     FILES = (
         "bundle.json",
@@ -212,7 +216,7 @@ class Manifests(Files):
         if not self.bundle.exists():
             toy.write(self.bundle)
         names = {path.name for path in self.bundle.iterdir()}
-        # The toy is no model of a family; `inspect` describes one.
+        # The toy bundle's config belongs to no family; `inspect` describes such a model.
         document = json.loads((self.bundle / "bundle.json").read_bytes())
         config = replace(checkpoint_files.CONFIG, vocab_size=toy.VOCAB)
         document["model"]["config"] = models.to_json(config)
@@ -249,7 +253,7 @@ class Manifests(Files):
         return None
 
     def _list(self, path: Path) -> None:
-        """Writes the file's digest into the manifest: its author may have made it so."""
+        """Writes the file's digest into the manifest, as the author of a malicious bundle would."""
         document = json.loads(self.files["bundle.json"])
         entry = toy.describe(path)
         document["files"][path.name] = {"blake3": entry.blake3, "size": entry.size}
@@ -264,7 +268,7 @@ class Manifests(Files):
 
 
 class Checkpoints(Files):
-    """The header of a safetensors file, and the index of several."""
+    """Creates headers of a safetensors file, and indices of several files."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -318,7 +322,7 @@ class Checkpoints(Files):
 
 
 class Archives(Files):
-    """A file of `cache export`, taken into an empty store."""
+    """Creates files of `cache export`, which are imported into an empty store."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -396,7 +400,7 @@ class Archives(Files):
 
 
 def built(place: Path) -> tuple[Path, Path]:
-    """Returns a store with the steps of a small recipe, and the recipe; made once for each `place`."""
+    """Returns (store with the steps of a small recipe, the recipe). It is built once for each `place`."""
     store = place / "store"
     os.environ["MLCBUILD_STORE"], os.environ["MLCBUILD_KEY"] = str(store), str(place / "no-key.pem")
     recipe = place / "recipe.yaml"

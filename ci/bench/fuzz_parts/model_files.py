@@ -31,19 +31,19 @@ from tests.program_interpreter import Interpreter
 from tests.test_program import PROGRAM
 
 SECONDS = 10.0
-"""CPU seconds that a file may take; these files have a few kB."""
+"""Maximum CPU seconds for a file; these files have a few kB."""
 MOST_LINES, LONGEST_LINE = 61, 4000
-"""Lines and characters of a line of an error message."""
+"""Maximum number of lines in an error message, and maximum characters of a line."""
 LARGEST = 1 << 24
-"""Largest number of bytes of a program's buffers that are allocated here."""
+"""Maximum bytes of a program's buffers that are allocated here."""
 Entry: TypeAlias = tuple[bytes, int, bytes]
 """An entry of GGUF metadata: key, type and value."""
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Type of a metadata value -> bytes, where it is no string, no array, and not of 4 bytes."""
+"""Number of a metadata value's type -> bytes, for types that are not strings, arrays, or of 4 bytes."""
 
 
 def refused(error: CheckpointError) -> str | None:
-    """Returns what is wrong with the message that refuses a file."""
+    """Returns the reason why the message of an error is unsuitable; None if it is suitable."""
     lines = str(error).splitlines()
     if not lines or len(lines) > MOST_LINES or max(map(len, lines)) > LONGEST_LINE:
         return f"a message of {len(lines)} lines and {len(str(error))} characters"
@@ -51,7 +51,7 @@ def refused(error: CheckpointError) -> str | None:
 
 
 class Timed(Files, ABC):
-    """A target whose cases may take SECONDS."""
+    """A target whose cases may take at most SECONDS."""
 
     def check(self, case: bytes) -> str | None:
         began = time.process_time()
@@ -61,11 +61,11 @@ class Timed(Files, ABC):
 
     @abstractmethod
     def read(self, case: bytes) -> str | None:
-        """Reads a case and says what is wrong; None: nothing."""
+        """Reads a case, and returns the reason why it fails; None if it passes."""
 
 
 class Configs(Timed):
-    """config.json of a checkpoint."""
+    """Creates config.json files of a checkpoint."""
 
     NAMES = (
         *("rope_scaling", "rope_parameters", "layer_types", "sliding_window", "head_dim", "text_config"),
@@ -89,7 +89,7 @@ class Configs(Timed):
         seed = dict(random.choice(self.seeds))
         if random.random() < 0.1:
             return mutated_bytes(random, json.dumps(seed).encode())
-        if random.random() < 0.3:  # the field of another family
+        if random.random() < 0.3:  # uses a field of another family
             other = random.choice(self.seeds)
             name = random.choice([*other, *self.NAMES])
             seed[name] = other.get(name, random.choice(list(seed.values())))
@@ -112,7 +112,7 @@ class Configs(Timed):
 
 
 class Programs(Timed):
-    """program.json of a bundle."""
+    """Creates program.json files of a bundle."""
 
     PAGES = 32
 
@@ -144,12 +144,12 @@ class Programs(Timed):
         machine = Interpreter(program, self.PAGES, dict.fromkeys(program.kernels, lambda *_: None))
         for name, variants in program.functions.items():
             for variant in variants:
-                machine.run(name, variant.sizes)  # asserts that each launch stays in its buffers
+                machine.run(name, variant.sizes)  # This asserts that each launch stays within its buffers.
         return None
 
 
 def _numbers(document: Json) -> Iterator[tuple[Json, object]]:
-    """Yields the places of whole numbers in a document, as (container, key)."""
+    """Yields (container, key) of each integer in a document."""
     if isinstance(document, dict | list):
         keys = list(document) if isinstance(document, dict) else range(len(document))
         for key in keys:
@@ -159,7 +159,7 @@ def _numbers(document: Json) -> Iterator[tuple[Json, object]]:
 
 
 class Ggufs(Timed):
-    """A model in one GGUF file, from its header to its weights and tokenizer."""
+    """Creates models in one GGUF file, from the header to weights and tokenizer."""
 
     def __init__(self, place: Path) -> None:
         self.path, self.out = place / "model.gguf", place / "out"
@@ -180,7 +180,7 @@ class Ggufs(Timed):
 
     def make(self, random: Random) -> bytes:
         if random.random() < 0.3:
-            # Most of a file is weights and tokens, whose changes matter little.
+            # Most of a file is weights and tokens, where changes have little effect.
             at = random.choice((0, max(0, self.data - 2000)))
             part = mutated_bytes(random, self.whole[at : at + 2000], (b"\xff" * 8, b"\x09\0\0\0", b"\0" * 8))
             return self.whole[:at] + part + self.whole[at + 2000 :]
@@ -220,7 +220,7 @@ class Ggufs(Timed):
 
 
 def _entries(data: bytes) -> tuple[list[Entry], int]:
-    """Returns the metadata of a whole GGUF file, and where they end."""
+    """Returns (metadata entries of a complete GGUF file, offset of their end)."""
     (count,) = struct.unpack_from("<Q", data, 16)
     entries, at = list[Entry](), 24
     for _ in range(count):
@@ -234,7 +234,7 @@ def _entries(data: bytes) -> tuple[list[Entry], int]:
 
 
 def _end(data: bytes, at: int, kind: int) -> int:
-    """Returns where a metadata value ends."""
+    """Returns the offset of the end of a metadata value that begins at `at`. kind: number of its type."""
     if kind == 8:
         return at + 8 + int(struct.unpack_from("<Q", data, at)[0])
     if kind != 9:
@@ -247,7 +247,7 @@ def _end(data: bytes, at: int, kind: int) -> int:
 
 
 def _odd_value(random: Random) -> tuple[int, bytes]:
-    """Returns type and bytes of a metadata value."""
+    """Returns (type, bytes) of an unusual metadata value."""
     kind = random.randrange(13)
     if kind == 8:
         text = random.choice(ODD_TEXTS).encode("utf-8", "surrogatepass")

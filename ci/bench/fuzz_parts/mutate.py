@@ -1,4 +1,4 @@
-"""Mutations of data by its structure: JSON trees, lines of text, bytes."""
+"""Mutates data according to its structure: JSON trees, lines of text, bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = Any
 
 
 class Raw(str):
-    """Text that stands in JSON as it is, such as 1e999."""
+    """Text that is written into JSON unchanged, such as 1e999."""
 
     __slots__ = ()
 
@@ -34,8 +34,9 @@ def pick_value(random: Random) -> Json:
 
 
 def mutated_json(random: Random, document: Json, times: int = 0) -> Json:
-    """Returns a copy of a document with one to four changes: values replaced, moved, doubled, left out,
-    renamed."""
+    """Returns a copy of a document with one to four changes: values replaced, moved, duplicated, removed,
+    renamed. times: number of changes; 0: random.
+    """
     root = [deepcopy(document)]
     for _ in range(times or random.choice((1, 1, 1, 2, 3, 4))):
         holder, key = _place(random, root)
@@ -46,7 +47,7 @@ def mutated_json(random: Random, document: Json, times: int = 0) -> Json:
 
 
 def _place(random: Random, root: list[Json]) -> tuple[Any, Any]:
-    """Returns a container and a key of it, drawn by walking down."""
+    """Returns (container, key) of a random place in a document, chosen by walking down from the root."""
     holder: Any = root
     key: Any = 0
     while isinstance(holder[key], dict | list) and holder[key] and random.random() < 0.85:
@@ -73,7 +74,7 @@ def _change(random: Random, holder: Any, key: Any) -> None:
 
 
 def dumped(document: Json) -> bytes:
-    """Returns JSON that keeps surrogates as escapes and writes Raw as it stands."""
+    """Returns a document as JSON, with surrogates as escapes and Raw texts unchanged."""
     marks: list[str] = []
 
     def mark(value: Json) -> Json:
@@ -91,7 +92,9 @@ def dumped(document: Json) -> bytes:
 
 
 def mutated_bytes(random: Random, data: bytes, words: tuple[bytes, ...] = ()) -> bytes:
-    """Returns bytes with one to four changes: flips, cuts, repetitions, and words put in or exchanged."""
+    """Returns bytes with one to four changes: flipped, cut and repeated bytes, and words that are inserted or
+    exchanged.
+    """
     for _ in range(random.choice((1, 1, 2, 4))):
         at = random.randrange(len(data) + 1)
         end = min(len(data), at + random.choice((1, 2, 8, 64, 1024)))
@@ -126,7 +129,9 @@ _CHANGES = (_flip, _cut, _end, _repeat, _put, _put)
 
 
 def mutated_lines(random: Random, text: str, words: tuple[str, ...]) -> bytes:
-    """Returns text whose lines or words were exchanged, doubled, left out or turned into others."""
+    """Returns text whose lines or words were exchanged, duplicated, removed or replaced. words:
+    replacements.
+    """
     lines = text.splitlines()
     for _ in range(random.choice((1, 1, 2, 3))):
         at = random.randrange(len(lines))

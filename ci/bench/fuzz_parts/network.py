@@ -1,4 +1,4 @@
-"""Targets of the fuzzer that come over a network: answers of a registry, HTTP requests, JSON bodies."""
+"""Fuzzing targets that come over a network: answers of a registry, HTTP requests, JSON bodies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ PATIENCE = 20.0
 
 
 class Answers:
-    """A registry's answers to `mlcbuild pull`. A case is a JSON list of [path, status, headers, body]."""
+    """Creates a registry's answers to `mlcbuild pull`. A case is a JSON list of [path, status, headers,
+    body].
+    """
 
     TITLE = "org.opencontainers.image.title"
 
@@ -177,7 +179,7 @@ class Served:
         self.stack.close()
 
     def _resident(self) -> int:
-        """Returns bytes; 0 where the system does not tell."""
+        """Returns the server's resident memory in bytes; 0 if the system does not report it."""
         with suppress(OSError, StopIteration):
             lines = Path(f"/proc/{self.server.process.pid}/status").read_text().splitlines()
             return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
@@ -198,7 +200,7 @@ class Served:
         return answer.status, json.loads(data) if kind.startswith("application/json") else data
 
     def well(self) -> str | None:
-        """Returns why the server is not as it was; looked at every 20 cases."""
+        """Returns the reason why the server has changed, None if it has not. It is checked every 20 cases."""
         if self.server.process.poll() is not None:
             return f"the server has ended with {self.server.process.returncode}"
         self.cases += 1
@@ -215,7 +217,7 @@ class Served:
 
 
 class Requests(Served):
-    """Bytes of one connection."""
+    """Creates the bytes that a client sends on one connection."""
 
     BODY = b'{"prompt": [5], "max_tokens": 2}'
     WHOLE = (
@@ -265,7 +267,7 @@ class Requests(Served):
             socket.create_connection(self.address, timeout=PATIENCE) as connection,
         ):
             connection.sendall(case)
-            connection.settimeout(0.05)  # what is not whole is not answered: nothing is waited for
+            connection.settimeout(0.05)  # An incomplete request is never answered, so waiting is useless.
             with suppress(TimeoutError):
                 while piece := connection.recv(1 << 16):
                     answer += piece
@@ -282,7 +284,7 @@ LARGEST_BODY = 8 << 20
 
 
 class Bodies(Served):
-    """A path, a line break, and the JSON body of a request to it."""
+    """Creates request bodies. A case is a path, a line break, and the JSON body of a request to the path."""
 
     TOOL: ClassVar[Json] = {
         "type": "function",
@@ -359,7 +361,7 @@ class Bodies(Served):
             status, answer = self._post(path.decode(), body)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, ConnectionError) and len(body) > LARGEST_BODY:
-                return self.well()  # it was refused before it was sent to its end
+                return self.well()  # The request was refused before it was sent completely.
             return f"no whole answer in {time.monotonic() - begun:.0f} s: {type(error).__name__}: {error}"
         if status >= 500 and status not in (501, 503):
             return f"status {status}: {str(answer)[:300]}"

@@ -1,4 +1,4 @@
-"""Results of benchmarks as JSON files, and as the tables of the front page."""
+"""Stores results of benchmarks as JSON files, and renders them as the tables of the front page."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ TOOLS = {
     "onnxruntime": "onnxruntime-genai",
     "openvino": "OpenVINO",
 }
-"""The first word of a participant's name -> the tool's name, where they differ."""
+"""First word of a participant's name -> name of the tool, if it differs."""
 RATES = ("tokens/s",)
-"""Units of which more is better; of all others less is."""
+"""Units of which a larger number is better; of all others a smaller one is."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of every participant."""
+    """One figure, measured for every participant."""
 
     figure: str
     unit: str
     samples: Mapping[str, Sequence[float]]
-    """Participant -> a value for each round. The first word of a name is the tool, the rest its variant."""
+    """Participant -> value of each round. The first word of a participant's name is the tool, the rest the
+    variant.
+    """
     limit: float | None = None
     """The best value that the machine allows; None if it is not known."""
 
@@ -50,7 +52,9 @@ class Results:
 
 
 def here(title: str, command: str, machine: str, rows: Sequence[Row]) -> Results:
-    """Returns results of this day and of the commit that is checked out."""
+    """Returns results with today's date and the commit that is checked out. title: heading of the table;
+    command: reproduces it; machine: description of the processor.
+    """
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -68,8 +72,10 @@ def read(path: Path) -> Results:
 
 
 def render(results: Results) -> str:
-    """Returns a Markdown table: a row for each figure, a column for each tool with the median of its best
-    variant, then how many times better this project's is than the best other, and its part of the limit."""
+    """Returns a Markdown table with a row for each figure and a column for each tool, which has the median of
+    the tool's best variant. The last columns say how many times better this project's is than the best other,
+    and its part of the limit.
+    """
     tools = list(dict.fromkeys(_tool(name) for row in results.rows for name in row.samples))
     tools.sort(key=lambda tool: tool != OURS)
     limited = any(row.limit for row in results.rows)

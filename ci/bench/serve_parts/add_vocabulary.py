@@ -1,4 +1,5 @@
-"""argv: a GGUF file without a tokenizer, a checkpoint's tokenizer.json, the file to write.
+"""Adds a vocabulary to a GGUF file without a tokenizer. argv: the file, a checkpoint's tokenizer.json, the
+file to write.
 
 llama.cpp's server does not start without one. Runs in llama.cpp's environment.
 """
@@ -27,7 +28,7 @@ def main() -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(words)
     writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
-    writer.add_token_merges(["! !"])  # none is not allowed; this one makes a token that is not there
+    writer.add_token_merges(["! !"])  # A missing id is not allowed; this one belongs to an unused token.
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for tensor in reader.tensors:

@@ -1,5 +1,6 @@
-"""The servers that take part: bundles of ours and llama.cpp's own server, both of the same random
-checkpoint."""
+"""Prepares the servers that are compared: bundles of ours and llama.cpp's server, both of the same random
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import engines
 
 SHAPE = "smollm2-135m"
 CONTEXT, SLOTS = 512, 16
-"""Tokens of a request, prompt and answer, and requests at a time: of both servers."""
+"""Tokens of a request, prompt and answer together, and number of requests at a time, for both servers."""
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",
@@ -38,7 +39,7 @@ CMAKE = (
 class Competitor:
     name: str
     command: tuple[str, ...]
-    """Without the port, which follows."""
+    """Command that starts the server, without the port, which is appended."""
     ours: bool
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -50,7 +51,9 @@ class Running:
     pid: int
 
     def cpu(self) -> float:
-        """Returns CPU seconds of the process so far, all threads; 0 where the system does not say."""
+        """Returns the CPU seconds of the process so far, all threads; 0 if the system does not
+        report them.
+        """
         try:
             words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -59,7 +62,7 @@ class Running:
 
 
 def prepare(directory: Path, schemes: list[str], threads: int) -> list[Competitor]:
-    """Makes environments, models and servers that are missing, and returns the servers to compare."""
+    """Creates missing environments, models and servers, and returns the servers to compare."""
     found = engines.prepare(directory, SHAPE, schemes[:1], ["llama"])
     area = directory / SHAPE
     listed = _ours(area, schemes, threads)
@@ -122,7 +125,7 @@ def _llama_server(directory: Path) -> str:
         source = next((area / "source").glob("*/vendor/llama.cpp"))
         with (area / "build.log").open("wb") as log:
             configure = ["cmake", "-S", str(source), "-B", str(area / "build"), *CMAKE]
-            # The compiler that its kernels work with, as for the engine of ci/bench/cpu.
+            # The compiler that compiles its kernels correctly, as for the engine of ci/bench/cpu.
             variables = {**os.environ, **engines.PEERS["llama"].environment}
             subprocess.run(configure, check=True, stdout=log, stderr=log, env=variables)
             build = ["cmake", "--build", str(area / "build"), "--target", "llama-server", "--parallel"]

@@ -1,4 +1,4 @@
-"""Compares what mlcbuild computes with a checkpoint that transformers wrote."""
+"""Compares mlcbuild's logits for a checkpoint that transformers wrote with those of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RefusedError(Exception):
 
 
 def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dict[str, float]:
-    """Returns how we computed -> the largest difference from `expected`, relative to its range.
+    """Returns method of computing -> its largest difference from `expected`, relative to the range of logits.
 
     Raises RefusedError.
     """
@@ -45,7 +45,7 @@ def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dic
             continue
         last = config
         try:
-            with redirect_stdout(StringIO()):  # the list of surplus tensors
+            with redirect_stdout(StringIO()):  # The last element is the list of surplus tensors.
                 read = exact_weights.checkpoint(area / "saved", config, parsing.tensor_names(config))
         except MlcbuildError as refusal:
             raise RefusedError(str(refusal)) from None
@@ -63,7 +63,9 @@ def errors(area: Path, tokens: list[int], expected: Any, libraries: bool) -> dic
 
 
 def _library(area: Path, config: ModelConfig, weights: Any, tokens: list[int], expected: Any) -> Any:
-    """Yields a way of computing and its largest difference."""
+    """Yields (method of computing, largest difference) for a compiled library: whole, in chunks, token by
+    token.
+    """
     session = compiled(area, config, weights)
     yield "whole", worst(session.prefill((0, tokens)), expected)
     chunks = [session.prefill((1, tokens[start:end])) for start, end in CHUNKS]

@@ -1,4 +1,4 @@
-"""Random config.json of a model type, with sizes and options that few checkpoints have."""
+"""Draws random config.json files of a model type, with sizes and options that few checkpoints have."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "inner": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "positions": ("max_position_embeddings", "n_positions"),
 }
-"""Size -> the names that types have for it."""
+"""Size of a model -> field names that types use for it."""
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 SHARES = {"glm": 0.5, "glm4": 0.5, "nemotron": 0.5, "phi": 0.5, "stablelm": 0.25, "gpt_neox": 0.25}
-"""Type whose heads are rotated in part -> its usual share."""
+"""Type whose heads are partly rotated -> the fraction that is usually rotated."""
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "swish", "gelu_fast")
 
 
 @dataclass
 class Draw:
-    """One config on its way. Draws follow from `rng` alone."""
+    """One config while it is drawn. All random choices come from `rng`."""
 
     rng: Random
     name: str
@@ -41,19 +41,19 @@ class Draw:
         return self.rng.random() < share
 
     def size(self, kind: str, value: int) -> None:
-        """Sets a size under the name that the type has for it."""
+        """Sets a size under the field name that the type uses."""
         for name in SIZES[kind]:
             if name in self.defaults:
                 self.config[name] = value
 
     def option(self, name: str, value: Callable[[], Any], share: float = 0.7) -> None:
-        """Sets a field that the type has, in this share of configs."""
+        """Sets a field, if the type has it, in a fraction `share` of configs."""
         if name in self.defaults and self.chance(share):
             self.config[name] = value()
 
 
 def random_config(rng: Random, name: str, defaults: Mapping[str, Any]) -> Config:
-    """Returns a config.json; defaults: the fields of the type, with transformers' values."""
+    """Returns a random config.json. defaults: the fields of the type, with transformers' values."""
     if "text_config" in defaults:
         return _wrapped(rng, name, defaults)
     own = Draw(rng, name, defaults)
@@ -198,7 +198,7 @@ def _scaling(own: Draw, kind: str, rotated: int) -> Config:
 
 
 def _store_rope(own: Draw, rope: Config) -> None:
-    """Writes the rope as transformers 4 spells it, or as transformers 5 does."""
+    """Writes the rope in the notation of transformers 4 or of transformers 5."""
     if any(kind in (own.defaults["rope_parameters"] or {}) for kind in KINDS):
         local = {"rope_type": "default", "rope_theta": _theta(own)}
         own.config["rope_parameters"] = {KINDS[0]: rope, KINDS[1]: local}
@@ -277,7 +277,7 @@ NOT_DRAWN = {
         "_remove_final_layer_norm",
     ),
 }
-"""Switches of outputs and of parts that no decoder has."""
+"""Names of fields that switch outputs, or parts that decoders do not have."""
 NUMBERS = (
     *("logit_scale", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
     *("logits_scaling", "scale_depth"),

@@ -8,10 +8,10 @@ from typing import Any
 
 Config = dict[str, Any]
 FIXED = {"model_type", "dtype", "torch_dtype", "architectures", "text_config", "vision_config", "vocab_size"}
-"""Fields that choose the model or the type of its numbers."""
+"""Fields that determine the model or the type of its numbers, which are not changed."""
 STRINGS = ("gelu", "relu", "silu", "default", "linear", "sigmoid", "softmax", "greedy", "other")
 UNSET = (True, 0.5, 2, 7)
-"""Values that are tried where a field is null or absent."""
+"""Values that are tried if a field is null or absent."""
 
 
 def of(config: Config, defaults: Mapping[str, Any]) -> Iterator[tuple[str, Config]]:
@@ -44,7 +44,7 @@ def _rope(config: Config, path: tuple[str, ...], rope: Any) -> Iterator[tuple[st
 
 
 def _values(value: Any, absent: bool) -> Iterator[Any]:
-    """Yields other values of about the same kind."""
+    """Yields other values of a similar kind. absent: True if the field is absent."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):

@@ -32,7 +32,7 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
     config = transformers.AutoConfig.from_pretrained(folder)
     has_parts = hasattr(config, "text_config")
     kind = transformers.AutoModelForImageTextToText if has_parts else transformers.AutoModelForCausalLM
-    # Its eager attention adds the biases of ALiBi twice in Falcon (5.23.0); its default does not.
+    # Its eager attention adds ALiBi's biases twice in Falcon (5.23.0); its default does not.
     attention = "sdpa" if getattr(config, "alibi", False) else "eager"
     how = {"attn_implementation": attention, "experts_implementation": "eager"}
     model = kind.from_config(config, dtype=torch.float32, **how).eval()
@@ -49,7 +49,9 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def buffers(model: Any) -> dict[str, Any]:
-    """Returns the buffers that a checkpoint stores and that hold numbers, such as a router's correction."""
+    """Returns name -> buffer of a model that checkpoints store and that holds numbers, such as a router's
+    correction.
+    """
     stored = set(model.state_dict())
     return {
         name: value
@@ -59,14 +61,16 @@ def buffers(model: Any) -> dict[str, Any]:
 
 
 def draw(rng: np.random.Generator, name: str, initial: Any, is_tied: bool) -> Any:
-    """Returns weights that keep activations near 1 and make attention far from uniform."""
+    """Returns random weights that keep activations near 1 and make attention far from uniform. initial:
+    transformers' initial values.
+    """
     values = rng.standard_normal(initial.shape)
     if name.endswith((".beta", ".eps")):
         return initial
     if name.endswith(("alpha_p", "alpha_n", "bias", "sinks")):
         values = values * 0.3
     elif len(initial.shape) == 1 or "q_norm" in name or "k_norm" in name:
-        # Norms begin as 1, or as 0 where 1 is added to them.
+        # Norms are initialised with 1, or with 0 if 1 is added to them.
         values = values * 0.2 + np.round(initial.mean())
     elif "embed" in name or "wte" in name or "wpe" in name:
         values = values * (0.2 if is_tied else 0.7)
@@ -88,7 +92,7 @@ def main() -> None:
                 answer = fields(request["fields"])
             else:
                 answer = run(Path(request["folder"]), request["seed"])
-        except Exception as error:  # of any kind: what its checks of configs raise
+        except Exception as error:  # of any kind: whatever its checks of configs raise
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         print(json.dumps(answer), file=answers, flush=True)
 

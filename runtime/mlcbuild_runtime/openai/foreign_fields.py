@@ -80,7 +80,7 @@ def translated(body: Mapping[str, Json]) -> dict[str, Json]:
         if _is_among(own.get(key), (number,)):
             del own[key]
             if key == "top_k":
-                own[key] = 0  # Any value means the same as the bundle's only mode of thinking.
+                own[key] = 0  # 0 means all tokens, whatever the bundle's default is
     match own.get("thinking"):
         case {"type": "enabled" | "disabled" as kind}:
             own.setdefault("enable_thinking", kind == "enabled")
