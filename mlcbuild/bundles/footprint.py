@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 from mlcbuild.bundles import fresh_process
 
@@ -42,10 +43,13 @@ def _grown(path: str) -> int:
     limits = model.manifest.limits
     per_sequence = limits.sequence_pages
     pages = [range(number * per_sequence, (number + 1) * per_sequence) for number in range(limits.max_batch)]
+    # One token over and over would read the weights of a few experts only.
+    rng = Random(0)
     for own in pages:
         for start in range(0, limits.context_window, limits.prefill_chunk):
             end = min(start + limits.prefill_chunk, limits.context_window)
-            forward(model, ModelStep.of([([0] * (end - start), end, own)]))
+            tokens = [rng.randrange(model.manifest.vocab_size) for _ in range(start, end)]
+            forward(model, ModelStep.of([(tokens, end, own)]))
     forward(model, ModelStep.of([([0], limits.context_window, own) for own in pages]))
     return _peak() - before
 
