@@ -13,7 +13,10 @@ from mlcbuild.targets.backends import BACKENDS
 SCHEMES: dict[str, Storage] = {name: BACKENDS["cpu"].storage(scheme) for name, scheme in BUILT_IN.items()}
 
 
-QUANTIZED = [scheme for scheme in SCHEMES.values() if scheme.bits]
+SIMPLE = {name: scheme for name, scheme in SCHEMES.items() if scheme.definition.blocks is None}
+"""The schemes without scales of two levels."""
+QUANTIZED = [scheme for scheme in SIMPLE.values() if scheme.bits]
+"""The schemes with one scale for each group."""
 
 
 def normal(rows: int, columns: int, seed: int = 0) -> NDArray[np.float32]:

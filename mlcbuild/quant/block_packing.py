@@ -115,20 +115,22 @@ def _high_bits(bits: int, high: NDArray[np.uint32]) -> Iterator[NDArray[np.uint3
 
 
 def unpack(blocks: Blocks, tensors: Sequence[Array], shape: tuple[int, int]) -> NDArray[np.float32]:
-    """Returns the matrix [N, K] of weights, code * scale + minimum in float32, each operation rounded."""
+    """Returns the matrix [N, K] of weights without padding: code * scale + minimum in float32, each operation
+    rounded."""
     rows, columns = shape
     q_weight, *numbers = tensors
+    padded = q_weight.shape[1] * GROUP
     codes = (_codes(blocks, q_weight) - np.uint8(blocks.zero)).view(np.int8 if blocks.signed else np.uint8)
     value = codes[:rows].astype(np.float32).reshape(rows, -1, blocks.group)
     count = 2 if blocks.scale == "levels" else 1
     scale, *minimum = (
-        _numbers(blocks, numbers[i : i + count], np.uint8 if i else np.int8, columns)[:rows, :, None]
+        _numbers(blocks, numbers[i : i + count], np.uint8 if i else np.int8, padded)[:rows, :, None]
         for i in range(0, len(numbers), count)
     )
     value *= scale
     for own in minimum:
         value += own
-    return value.reshape(rows, -1)
+    return np.ascontiguousarray(value.reshape(rows, -1)[:, :columns])
 
 
 def _numbers(blocks: Blocks, tensors: Sequence[Array], steps: DTypeLike, columns: int) -> NDArray[np.float32]:

@@ -17,8 +17,11 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("q4a8_1", "q4s", activation_bits=8),
         Scheme("q5a8_1", "q5s", activation_bits=8),
         Scheme("q8a8_1", "q8s", activation_bits=8),
+        Scheme("q4a8_2", "q4l", activation_bits=8),
+        Scheme("q5a8_2", "q5l", activation_bits=8),
+        Scheme("q6a8_2", "q6l", activation_bits=8),
     )
 }
 """Name -> quantization scheme. A name is q<bits><type of scales>_1 as in mlc-llm; `a8` instead of the type
-means 8-bit activations.
+means 8-bit activations, `_2` scales of two levels, with minima below 6 bits.
 """

@@ -87,6 +87,9 @@ CPU_LAYOUTS: Mapping[str, str] = {
     "q4s": "x16",
     "q5s": "x16",
     "q8s": "x16",
+    "q4l": "x16",
+    "q5l": "x16",
+    "q6l": "x16",
     "q4_0": "x16",
     "q4_1": "x16",
     "q5_0": "x16",
@@ -115,8 +118,11 @@ def _cpu_layout(scheme: Scheme) -> str:
     return CPU_LAYOUTS[scheme.format]
 
 
+_TILES_ONLY = ("q4l", "q5l", "q6l")
 GPU_LAYOUTS: Mapping[str, str] = {
-    name: "plain" if layout == "plain" else "row" for name, layout in CPU_LAYOUTS.items()
+    name: "plain" if layout == "plain" else "row"
+    for name, layout in CPU_LAYOUTS.items()
+    if name not in _TILES_ONLY
 }
 """Name of a format -> the physical layout that the kernels of GPUs read. Where CPUs read the same, both share
 weights."""

@@ -18,9 +18,11 @@ from mlcbuild.compiler.cpu.kernels.linear import Linear, kernel, linear
 from mlcbuild.compiler.cpu.kernels.prologue import Fusion
 from mlcbuild.quant import Storage
 from mlcbuild.quant.as_is import FORMATS, format_for
+from mlcbuild.quant.floats import Scratch
 from tests import kernelbench
 from tests.blocks import finite_rows, kind_of
 from tests.kernelbench import TARGETS, Module
+from tests.schemes import normal
 
 pytestmark = pytest.mark.xdist_group("kernels")
 
@@ -38,6 +40,9 @@ ON = {
 """Instruction set -> formats: those whose kernels differ most."""
 CASES = pytest.mark.parametrize(("isa", "form"), [(isa, form) for isa, forms in ON.items() for form in forms])
 COLUMNS = 512
+RAGGED = [("avx512vnni", "q4l"), ("avx512vnni", "q6l"), ("avx2", "q5l")]
+NARROW = 328
+"""Columns of the matrices that are quantized here: no whole groups of 32, and no whole blocks of 256."""
 
 
 @cache
@@ -56,12 +61,12 @@ def matrix(form: str) -> tuple[tuple[NDArray[np.generic], ...], NDArray[np.float
     return tuple(array.reshape(shape) for array, shape in zip(arrays, shapes, strict=True)), values
 
 
-def product(isa: str, form: str) -> Linear:
-    return linear(isa_for(TARGETS[isa]), Storage(form, form, "x16", 8), 50, COLUMNS)
+def product(isa: str, form: str, columns: int = COLUMNS) -> Linear:
+    return linear(isa_for(TARGETS[isa]), Storage(form, form, "x16", 8), 50, columns)
 
 
-def table(isa: str, form: str) -> Embedding:
-    return embedding.embedding(isa_for(TARGETS[isa]), Storage(form, form, "x16", 8), 50, COLUMNS)
+def table(isa: str, form: str, columns: int = COLUMNS) -> Embedding:
+    return embedding.embedding(isa_for(TARGETS[isa]), Storage(form, form, "x16", 8), 50, columns)
 
 
 def module(isa: str) -> Module:
@@ -71,6 +76,11 @@ def module(isa: str) -> Module:
 def _compiled(isa: str) -> Module:
     functions = [kernel(product(isa, form), Fusion()) for form in ON[isa]]
     functions += [embedding.kernel(table(isa, form)) for form in ON[isa]]
+    for form in (form for name, form in RAGGED if name == isa):
+        functions += [
+            kernel(product(isa, form, NARROW), Fusion()),
+            embedding.kernel(table(isa, form, NARROW)),
+        ]
     return kernelbench.compiled(TARGETS[isa], functions)
 
 
@@ -107,6 +117,24 @@ def test_a_table_has_the_values_of_the_checkpoint(isa: str, form: str) -> None:
     tokens = np.array([0, 49, 5, 5, 17, 16, 15], np.int32)
     actual = module(isa).run(embedding.kernel(table(isa, form)), (7, COLUMNS), tokens, *stored)
     np.testing.assert_allclose(actual, values[tokens], rtol=0, atol=1e-6 * np.abs(values).max())
+
+
+@pytest.mark.parametrize(("isa", "form"), RAGGED)
+def test_quantized_matrices_have_any_number_of_columns(isa: str, form: str) -> None:
+    kernelbench.need(TARGETS[isa])
+    definition = Storage(form, form, "x16", 8).definition
+    stored = tuple(definition.pack(normal(50, NARROW), Scratch(), "matrix"))
+    values = definition.unpack(stored, (50, NARROW))
+    exact, made = values.astype(np.float64), kernel(product(isa, form, NARROW), Fusion())
+    x = kernelbench.rows(np.random.default_rng(1), 65, NARROW)
+    seen = rounded(np.pad(x, ((0, 0), (0, -NARROW % 32))))[:, :NARROW]
+    for m in (1, 8, 65):
+        actual = module(isa).run(made, (m, 50), x[:m], *stored)
+        bound = 3e-6 * (np.abs(seen[:m]) @ np.abs(exact.T))
+        assert (np.abs(actual - seen[:m] @ exact.T) <= bound).all(), m
+    tokens = np.array([0, 49, 5, 17], np.int32)
+    rows = module(isa).run(embedding.kernel(table(isa, form, NARROW)), (4, NARROW), tokens, *stored)
+    np.testing.assert_allclose(rows, values[tokens], rtol=0, atol=1e-6 * np.abs(values).max())
 
 
 def test_names_of_kernels_and_prompts_without_tile_registers() -> None:

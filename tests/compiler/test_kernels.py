@@ -20,7 +20,7 @@ from mlcbuild.quant import Storage
 from tests import kernelbench
 from tests.kernelbench import TARGETS, Module
 from tests.libharness import EVERY
-from tests.schemes import SCHEMES, pack, unpack
+from tests.schemes import SCHEMES, SIMPLE, pack, unpack
 
 pytestmark = pytest.mark.xdist_group("kernels")
 """Runs these tests in one process, which keeps compiled kernels for all of them."""
@@ -40,7 +40,7 @@ MORE = {
 """Scheme -> shapes beside BIAS: each shape with floats, with levels and with rounded activations."""
 if EVERY:
     MORE |= dict.fromkeys(("q0f32", "q4f16_1", "q8f16_1", "q8a8_1"), SHAPES[1:])
-CASES = [(scheme, BIAS) for scheme in SCHEMES]
+CASES = [(scheme, BIAS) for scheme in SIMPLE]
 CASES += [(scheme, shape) for scheme, shapes in MORE.items() for shape in shapes]
 ROWS = (1, 2, 3, 5, 6, 7, 8, 13, 33, 65)
 TABLES = ((37, 72), (37, 64))
@@ -60,7 +60,7 @@ each_int8_isa = pytest.mark.parametrize("isa", list(TARGETS))
 each_product = pytest.mark.parametrize(
     ("isa", "scheme", "shape"), [(isa, *case) for isa in TARGETS for case in cases(isa)]
 )
-each_scheme = pytest.mark.parametrize("scheme", list(SCHEMES))
+each_scheme = pytest.mark.parametrize("scheme", list(SIMPLE))
 
 
 def product(isa: str, scheme: str, shape: tuple[int, int]) -> Linear:
@@ -80,7 +80,7 @@ def _compiled(isa: str) -> Module:
     functions = [kernel(product(isa, *case), Fusion(bias=case[1] == BIAS)) for case in cases(isa)]
     if isa not in DISTINCT:
         return kernelbench.compiled(TARGETS[isa], functions)
-    functions += [embedding.kernel(table(isa, s, shape)) for s in SCHEMES for shape in TABLES]
+    functions += [embedding.kernel(table(isa, s, shape)) for s in SIMPLE for shape in TABLES]
     return kernelbench.compiled(TARGETS[isa], functions)
 
 
@@ -261,7 +261,7 @@ def test_kernels_with_floats_are_the_same(isa: str, other: str) -> None:
     def programs(name: str) -> list[str]:
         floats = [case for case in CASES if not SCHEMES[case[0]].activation_bits]
         made = [kernel(product(name, *case), Fusion(bias=case[1] == BIAS)) for case in floats]
-        made += [embedding.kernel(table(name, scheme, TABLES[0])) for scheme in SCHEMES]
+        made += [embedding.kernel(table(name, scheme, TABLES[0])) for scheme in SIMPLE]
         return [str(function.script()).replace(name, other) for function in made]
 
     assert programs(isa) == programs(other)
@@ -300,9 +300,9 @@ def test_kernels_are_asked_how_much_they_take() -> None:
 
 def test_kernel_names_tell_formats_and_shapes_apart() -> None:
     shapes = ((32, 64), (64, 32))
-    cases = [(scheme, shape, bias) for scheme in SCHEMES for shape in shapes for bias in (False, True)]
+    cases = [(scheme, shape, bias) for scheme in SIMPLE for shape in shapes for bias in (False, True)]
     made = [kernel(product("avx2", scheme, shape), Fusion(bias=bias)) for scheme, shape, bias in cases]
-    tables = [embedding.kernel(table("avx2", scheme, shape)) for scheme in SCHEMES for shape in shapes]
+    tables = [embedding.kernel(table("avx2", scheme, shape)) for scheme in SIMPLE for shape in shapes]
     names = [kernelbench.symbol(function) for function in made + tables]
     assert len(set(names)) == len(names)
 

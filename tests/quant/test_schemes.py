@@ -9,10 +9,11 @@ from tests.schemes import SCHEMES
 
 
 def test_names_say_what_a_scheme_is() -> None:
-    """q<bits><float dtype>_1 as in mlc-llm; `a8` means 8-bit activations."""
+    """q<bits><float dtype>_1 as in mlc-llm; `a8` means 8-bit activations, `_2` scales of two levels."""
     for name, scheme in SCHEMES.items():
         kind = "a8" if scheme.activation_bits else {"float16": "f16", "float32": "f32"}[scheme.dtype]
-        assert name == f"q{scheme.bits}{kind}" + ("_1" if scheme.bits else "")
+        variant = "" if not scheme.bits else "_1" if scheme.definition.blocks is None else "_2"
+        assert name == f"q{scheme.bits}{kind}{variant}"
         assert BUILT_IN[name].name == name and not scheme.overrides
 
 

@@ -1,5 +1,5 @@
-"""Writes f32.gguf, then <format>.gguf from it. argv: checkpoint, directory of the results, formats (default:
-q4_0 and q8_0).
+"""Writes f32.gguf, then <format>.gguf from it. argv: directory of a checkpoint or GGUF file, directory of the
+results, formats (default: q4_0 and q8_0).
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ NAMES = {
 ARCHITECTURES = {"llama": "llama", "olmoe": "olmoe", "qwen3_moe": "qwen3moe"}
 OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 FORMATS = {
+    "f32": "LLAMA_FTYPE_ALL_F32",
+    "q2_k": "LLAMA_FTYPE_MOSTLY_Q2_K",
+    "q3_k_m": "LLAMA_FTYPE_MOSTLY_Q3_K_M",
     "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
     "q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M",
     "q5_0": "LLAMA_FTYPE_MOSTLY_Q5_0",
     "q5_k_m": "LLAMA_FTYPE_MOSTLY_Q5_K_M",
+    "q6_k": "LLAMA_FTYPE_MOSTLY_Q6_K",
     "q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0",
 }
 
@@ -47,15 +51,14 @@ def rename(name: str) -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns rows of queries and keys in llama.cpp's order: rows of the two halves of a head alternate."""
+    """Returns rows of queries and keys in llama.cpp's order: the two halves of a head take turns."""
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def joined(tensors: Iterable[tuple[str, np.ndarray]], experts: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (llama.cpp's name, weights). Weights of consecutive experts are joined to one tensor
-    in float16.
-    """
+    """Yields names of llama.cpp -> weights. Those of experts, which follow each other, are one tensor in
+    float16."""
     waiting: list[np.ndarray] = []
     for name, weight in tensors:
         base, expert, kind = name.partition(".experts.")
@@ -104,23 +107,29 @@ def write(root: Path, out: Path) -> None:
     writer.close()
 
 
-def main() -> None:
-    import llama_cpp as lib  # convert_ik.py uses `write`, and has no llama-cpp-python.
+def quantize(source: Path, out: Path, name: str) -> None:
+    import llama_cpp as lib  # convert_ik.py uses `write`, and has no llama-cpp-python
 
+    params = lib.llama_model_quantize_default_params()
+    params.ftype = getattr(lib, FORMATS[name])
+    params.allow_requantize = True
+    # Otherwise the output matrix gets more bits than the format's name says; a k_m format is a mixture by
+    # definition.
+    params.pure = "_k" not in name
+    if lib.llama_model_quantize(str(source).encode(), str(out / f"{name}.gguf").encode(), params):
+        sys.exit(f"llama.cpp could not quantize to {name}")
+
+
+def main() -> None:
     root, out = Path(sys.argv[1]), Path(sys.argv[2])
-    write(root, out / "f32.gguf")
+    has_experts = root.is_dir() and "num_experts" in json.loads((root / "config.json").read_text())
+    if root.is_dir():
+        write(root, out / "f32.gguf")
+    else:
+        quantize(root, out, "f32")
     # Models with experts are large: one format is converted, and intermediate files are removed.
-    has_experts = "num_experts" in json.loads((root / "config.json").read_text())
     for name in sys.argv[3:] or (("q4_0",) if has_experts else ("q4_0", "q8_0")):
-        params = lib.llama_model_quantize_default_params()
-        params.ftype = getattr(lib, FORMATS[name])
-        # Otherwise the output matrix gets more bits than the format's name says; a k_m format is a mixture by
-        # definition.
-        params.pure = not name.endswith("_k_m")
-        if lib.llama_model_quantize(
-            str(out / "f32.gguf").encode(), str(out / f"{name}.gguf").encode(), params
-        ):
-            sys.exit(f"llama.cpp could not quantize to {name}")
+        quantize(out / "f32.gguf", out, name)
     if has_experts:
         (out / "f32.gguf").unlink()
 

@@ -1,0 +1,114 @@
+"""Losses of engines against the float32 reference of a model, over the tokens of a text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+from numpy.typing import NDArray
+
+from mlcbuild.bundles import gguf_text
+from mlcbuild.bundles import reference as forward
+from mlcbuild.checkpoints import exact_weights, gguf_config
+from mlcbuild.checkpoints.checkpoint_views import views_for
+from mlcbuild.models import ModelConfig, parsing
+
+LONGEST = 512
+"""Context window in tokens of the bundles that are measured."""
+SEQUENCE, TOKENS = 400, 1200
+"""Largest numbers of tokens of one sequence and of all."""
+
+Logits = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Tokens in sequences, and the float32 logits after each."""
+
+    sequences: list[list[int]]
+    logits: list[Logits]
+    vocabulary: int
+    parameters: int
+    """Number of parameters of the model."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The figures of one engine with one format; means over positions."""
+
+    name: str
+    size: int
+    """Bytes of the weights."""
+    kl: float
+    agree: float
+    """Share of positions with the same most likely token."""
+    perplexity: float
+    parameters: int
+
+
+def reference(model: Path, text: Path, area: Path) -> Reference:
+    """Returns the reference logits of a checkpoint, a directory or a GGUF file, which are kept in `area`."""
+    config, tokens = _read(model, text.read_text(encoding="utf-8"))
+    tokens = tokens[:TOKENS]
+    sequences = [tokens[start : start + SEQUENCE] for start in range(0, len(tokens), SEQUENCE)]
+    sequences = [sequence for sequence in sequences if len(sequence) > 1]
+    names = parsing.tensor_names(config)
+    weights = exact_weights.checkpoint(model, config, names, views_for(None))
+    count = sum(int(np.prod(weights[name].shape)) for name in weights)
+    kept = area / f"reference-{hashlib.sha256(json.dumps(sequences).encode()).hexdigest()[:12]}.npy"
+    if not kept.is_file():
+        np.save(kept, np.concatenate([forward.logits(config, weights, ids) for ids in sequences]))
+    ends = np.cumsum([len(ids) for ids in sequences])[:-1]
+    return Reference(sequences, np.split(np.load(kept), ends), config.vocab_size, count)
+
+
+def _read(model: Path, text: str) -> tuple[ModelConfig, list[int]]:
+    if model.suffix != ".gguf":
+        config = parsing.parse(json.loads((model / "config.json").read_text()))
+        return config, list(Tokenizer.load(model).encode(text))
+    with tempfile.TemporaryDirectory() as made:
+        gguf_text.tokenizer({"file": model.name}, {"checkpoint": model.parent}, Path(made))
+        return gguf_config.read_config(model), list(Tokenizer.load(made).encode(text))
+
+
+def exact(expected: Reference) -> Loss:
+    """Returns the figures of the float32 model itself."""
+    logits = iter(expected.logits)
+    return loss("float32", 4 * expected.parameters, expected, lambda tokens: next(logits))
+
+
+def loss(name: str, size: int, expected: Reference, score: Callable[[list[int]], Logits]) -> Loss:
+    """Returns the figures of an engine whose `score` returns the logits of a sequence of tokens."""
+    kl = nats = 0.0
+    agree = positions = predicted = 0
+    for tokens, reference_logits in zip(expected.sequences, expected.logits, strict=True):
+        for start, p, q in _parts(reference_logits, score(tokens)):
+            kl += float((np.exp(p) * (p - q)).sum())
+            agree += int((p.argmax(axis=-1) == q.argmax(axis=-1)).sum())
+            positions += len(p)
+            following = tokens[start + 1 : start + 1 + len(p)]
+            nats -= float(q[np.arange(len(following)), following].sum())
+            predicted += len(following)
+    perplexity = float(np.exp(nats / predicted))
+    return Loss(name, size, kl / positions, agree / positions, perplexity, expected.parameters)
+
+
+def _parts(expected: Logits, found: Logits) -> Iterator[tuple[int, Logits, Logits]]:
+    """Yields (first position, two arrays of log-probabilities in float64) of some positions at a time, since
+    those of all take gigabytes."""
+    for start in range(0, len(expected), 64):
+        yield start, *(_log_softmax(logits[start : start + 64]) for logits in (expected, found))
+
+
+def _log_softmax(logits: Logits) -> Logits:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    return wide

@@ -1,0 +1,10 @@
+"""Stores 5-bit weights, with scales and minima of two levels for each group of 32.
+
+w = code * scale + minimum; a scale is a float16 of 256 weights times an int8 of the group, a minimum a
+float16 of 256 weights times a uint8. level_search.py quantizes.
+"""
+
+from mlcbuild.quant.blocks import Blocks
+from mlcbuild.quant.leveled import tiles
+
+FORMATS = {"x16": tiles(Blocks(5, scale="levels", minimum=True, signed=False))}

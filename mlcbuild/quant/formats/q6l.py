@@ -1,0 +1,9 @@
+"""Stores 6-bit weights, with signed scales of two levels for each group of 16.
+
+w = code * scale; a scale is a float16 of 256 weights times an int8 of the group. level_search.py quantizes.
+"""
+
+from mlcbuild.quant.blocks import Blocks
+from mlcbuild.quant.leveled import tiles
+
+FORMATS = {"x16": tiles(Blocks(6, 16, "levels"))}

@@ -1,0 +1,35 @@
+"""Defines formats that quantize floating point weights to blocks with scales of two levels.
+
+Planning a build loads this module, so only the function that packs imports NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from mlcbuild.quant import blocked
+from mlcbuild.quant.blocks import Blocks
+from mlcbuild.quant.format import Format, FormatTensor
+
+if TYPE_CHECKING:
+    from mlcbuild.quant.floats import Array, Scratch
+
+
+def tiles(blocks: Blocks) -> Format:
+    """Returns the format that quantizes any matrix to these blocks, which have levels, and stores it in the
+    layout x16 as blocked.tiles does."""
+    form = blocked.tiles(blocks)
+    return replace(form, pack=partial(_quantize, blocks, form.tensors), pack_blocks=None)
+
+
+def _quantize(
+    blocks: Blocks, tensors: Sequence[FormatTensor], weight: Array, scratch: Scratch, name: str
+) -> Sequence[Array]:
+    from mlcbuild.quant import block_packing, level_search
+
+    arrays = block_packing.pack(blocks, level_search.quantize(blocks, weight, name), name)
+    shapes = [tensor.shape(*weight.shape) for tensor in tensors]
+    return [array.reshape(shape) for array, shape in zip(arrays, shapes, strict=True)]

@@ -1,0 +1,135 @@
+"""Formats that quantize to blocks with scales of two levels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mlcbuild.errors import CheckpointError
+from mlcbuild.quant import Storage
+from mlcbuild.quant.blocks import BlockRows
+from mlcbuild.quant.level_search import quantize
+from tests.schemes import SCHEMES, normal, pack, unpack
+
+LEVELED = [s for s in SCHEMES.values() if s.definition.blocks is not None]
+EVERY = pytest.mark.parametrize("scheme", LEVELED, ids=lambda scheme: scheme.format)
+Floats = NDArray[np.float32]
+
+
+def blocks_of(scheme: Storage, weight: Floats) -> list[BlockRows]:
+    blocks = scheme.definition.blocks
+    assert blocks is not None
+    return quantize(blocks, weight, "matrix")
+
+
+def error(scheme: Storage, weight: Floats) -> float:
+    """Returns the squared error relative to the squares of the weights."""
+    found = unpack(pack(weight, scheme), scheme, weight.shape).astype(np.float64)
+    return float(np.square(found - weight).sum() / np.square(weight.astype(np.float64)).sum())
+
+
+@EVERY
+@pytest.mark.parametrize("shape", [(64, 576), (16, 256), (33, 100), (1, 1), (17, 512)])
+def test_stored_tensors_are_the_codes_and_numbers_of_the_search(
+    scheme: Storage, shape: tuple[int, int]
+) -> None:
+    """Each weight is code * scale + minimum of its group, whatever the padding of rows and columns."""
+    weight = normal(*shape)
+    expected = np.concatenate(
+        [_values(part, scheme.definition.group_size) for part in blocks_of(scheme, weight)]
+    )
+    found = unpack(pack(weight, scheme), scheme, shape)
+    np.testing.assert_array_equal(found, expected[:, : shape[1]])
+
+
+def _values(rows: BlockRows, group: int) -> Floats:
+    """Returns the weights of rows, computed one group at a time."""
+    out = np.zeros(rows.codes.shape, np.float32)
+    assert rows.steps is not None
+    for g in range(rows.codes.shape[1] // group):
+        block, own = g * group // 256, slice(g * group, (g + 1) * group)
+        scale = rows.scale[:, block] * rows.steps[:, g].astype(np.float32)
+        out[:, own] = rows.codes[:, own].astype(np.float32) * scale[:, None]
+        if rows.minimum is not None and rows.minimum_steps is not None:
+            out[:, own] += (rows.minimum[:, block] * rows.minimum_steps[:, g].astype(np.float32))[:, None]
+    return out
+
+
+@EVERY
+def test_squared_error_against_an_exhaustive_search(scheme: Storage) -> None:
+    """The search is near the best of a fine grid of scales and minima that nothing rounds."""
+    bits, group = scheme.bits, scheme.definition.group_size
+    weight = normal(8, 512)
+    groups = weight.reshape(-1, group).astype(np.float64)
+    low, high = groups.min(1, keepdims=True), groups.max(1, keepdims=True)
+    best = np.full(len(groups), np.inf)
+    for lower in np.linspace(0.7, 1.05, 15):
+        for upper in np.linspace(0.7, 1.05, 15):
+            if scheme.definition.blocks is not None and scheme.definition.blocks.minimum:
+                scale = (high * upper - low * lower) / (2**bits - 1)
+                codes = np.clip(np.rint((groups - low * lower) / scale), 0, 2**bits - 1)
+                values = codes * scale + low * lower
+            else:
+                extreme = np.where(high >= -low, high, low)
+                scale = extreme * lower / -(2 ** (bits - 1)) * (upper / 0.9)
+                values = np.clip(np.rint(groups / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
+            best = np.minimum(best, np.square(values - groups).sum(1))
+    exhaustive = best.sum() / np.square(groups).sum()
+    assert error(scheme, weight) < {4: 1.08, 5: 1.1, 6: 1.3}[bits] * exhaustive
+
+
+@EVERY
+def test_more_bits_lose_less_than_one_scale_a_group(scheme: Storage) -> None:
+    """At an eighth of a bit more, a minimum lowers the error of gaussian weights by a quarter and more."""
+    weight = normal(64, 1024)
+    if scheme.bits < 6:
+        assert error(scheme, weight) < 0.76 * error(SCHEMES[f"q{scheme.bits}a8_1"], weight)
+    else:
+        assert SCHEMES["q8a8_1"].definition.bits_per_weight > scheme.definition.bits_per_weight
+        assert error(scheme, weight) < 0.3 * error(SCHEMES["q5a8_1"], weight)
+
+
+@EVERY
+def test_a_group_of_small_weights_beside_large_ones_keeps_its_values(scheme: Storage) -> None:
+    """Scales in a block of 256 are integers of 7 bits: a group with smaller weights has a step of its own."""
+    weight = normal(16, 256)
+    weight[:, :32] *= 0.01
+    found = unpack(pack(weight, scheme), scheme, weight.shape)
+    small = np.square(found - weight)[:, :32].sum() / np.square(weight[:, :32]).sum()
+    assert small < {4: 0.2, 5: 0.06, 6: 0.01}[scheme.bits]
+
+
+@EVERY
+@pytest.mark.parametrize("value", [0.0, 1.0, -1.0, 1e-3, -1e-3, 6e4, -6e4])
+def test_groups_of_equal_weights_are_kept(scheme: Storage, value: float) -> None:
+    weight = np.full((16, 256), value, np.float32)
+    found = unpack(pack(weight, scheme), scheme, weight.shape)
+    np.testing.assert_allclose(found, weight, rtol=5e-3, atol=0)
+
+
+@EVERY
+def test_bfloat16_and_float16_are_widened(scheme: Storage) -> None:
+    weight = (normal(16, 256).view(np.uint32) & 0xFFFF0000).view(np.float32)
+    halves = weight.astype(np.float16)
+    bits = (weight.view(np.uint32) >> 16).astype(np.uint16)
+    for own, wide in ((bits, weight), (halves, halves.astype(np.float32))):
+        for found, expected in zip(pack(own, scheme), pack(wide, scheme), strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+@EVERY
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_no_numbers_are_refused(scheme: Storage, value: float) -> None:
+    weight = normal(16, 256)
+    weight[3, 5] = value
+    with pytest.raises(CheckpointError, match="matrix: it holds infinite or NaN weights"):
+        pack(weight, scheme)
+
+
+@EVERY
+def test_scales_beyond_float16_are_refused(scheme: Storage) -> None:
+    weight = normal(16, 256)
+    weight[3, 5] = 3e38
+    with pytest.raises(CheckpointError, match="matrix: it holds weights that need a scale of"):
+        pack(weight, scheme)
