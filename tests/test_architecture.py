@@ -58,11 +58,12 @@ BUILDER_TABLE: Mapping[str, str] = {
         "build bundles ci execution keyfile locking outcomes pipeline recipe remotes replication reports "
         "selection signals store"
     ),
+    "doctor": "compiler machine store targets",
     "installed": "build bundles checkpoints locking machine models quant session targets",
     "bench": "bundles reports",
     "ci": "build checkpoints pipeline remotes reports signals store targets",
     "cli": (
-        "bench build bundles ci compiler documents installed keyfile locking machine models outcomes "
+        "bench build bundles ci compiler doctor documents installed keyfile locking machine models outcomes "
         "pipeline quant recipe remotes replication reports selection session store targets"
     ),
     "__main__": "cli store",

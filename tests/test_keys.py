@@ -172,6 +172,7 @@ RUNS_NOTHING = (
     "mlcbuild/compiler/gpu/kernels/product.py",
     "mlcbuild/documents/document.py",
     "mlcbuild/documents/schema.py",
+    "mlcbuild/doctor.py",
     "mlcbuild/emit.py",
     "mlcbuild/execution.py",
     "mlcbuild/installed/install.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from random import Random
@@ -120,6 +120,30 @@ async def _asked(
     if not isinstance(parsed, dict):
         raise BenchError(f"{where} does not answer with a JSON object: {text[:200]}")
     return parsed
+
+
+async def measure(
+    server: Server,
+    style: Style,
+    runs: Iterable[tuple[Load, Workload]],
+    timeout: float,
+    warmup: int = 0,
+    on_load: Callable[[Load], None] | None = None,
+) -> list[LoadResult]:
+    """Runs one load after the other, and returns the measurements of each. Raises BenchError.
+
+    timeout: seconds for one request. warmup: requests before each load that are not measured. on_load: called
+    before each load is measured.
+    """
+    style, results = await prepare(server, style, timeout), []
+    for load, workload in runs:
+        if warmup:
+            first = replace(workload, requests=warmup, seconds=None, seed=~workload.seed)
+            await run(server, style, Load(clients=load.clients or 1), first, timeout)
+        if on_load is not None:
+            on_load(load)
+        results.append(await run(server, style, load, workload, timeout))
+    return results
 
 
 async def run(server: Server, style: Style, load: Load, workload: Workload, timeout: float) -> LoadResult:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlcbuild.bench.exchange import Server
 from mlcbuild.bench.figures import SLO_METRICS, LoadResult, rows
-from mlcbuild.bench.generator import Style, prepare, run
+from mlcbuild.bench.generator import Style, measure
 from mlcbuild.bench.workload import Lengths, Load, Workload
 from mlcbuild.cli.listing import show, table
 from mlcbuild.errors import UsageError
@@ -36,7 +36,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     slo, loads = _slo(arguments.slo), _loads(arguments)
     _writable(arguments.plot)
     style = Style(arguments.model, arguments.chat, arguments.token_ids, not arguments.no_ignore_eos)
-    outcomes = asyncio.run(_measure(arguments, server, style, loads))
+    runs = [(load, _workload(arguments, load)) for load in loads]
+    on_load = None if arguments.json else _starting
+    outcomes = asyncio.run(measure(server, style, runs, arguments.timeout, arguments.warmup, on_load))
     documents = [outcome.to_json(slo) for outcome in outcomes]
     if arguments.plot is not None:
         from mlcbuild.bench.plot import plot
@@ -49,20 +51,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     return 0 if all(outcome.good for outcome in outcomes) else 1
 
 
-async def _measure(
-    arguments: argparse.Namespace, server: Server, style: Style, loads: Sequence[Load]
-) -> list[LoadResult]:
-    style = await prepare(server, style, arguments.timeout)
-    outcomes = []
-    for load in loads:
-        workload = _workload(arguments, load)
-        if arguments.warmup:
-            first = Workload(workload.prompts, workload.answers, arguments.warmup, None, ~arguments.seed)
-            await run(server, style, Load(clients=load.clients or 1), first, arguments.timeout)
-        if not arguments.json:
-            print(f"{load.name} ...", file=sys.stderr, flush=True)
-        outcomes.append(await run(server, style, load, workload, arguments.timeout))
-    return outcomes
+def _starting(load: Load) -> None:
+    print(f"{load.name} ...", file=sys.stderr, flush=True)
 
 
 def _workload(arguments: argparse.Namespace, load: Load) -> Workload:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shutil
-import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 
-from mlcbuild_format import sizes
-
-from mlcbuild import machine
-from mlcbuild.errors import MlcbuildError, StoreError, safe_lines
+from mlcbuild.errors import safe_lines
 
 
 def show(as_json: bool, document: object, lines: Sequence[str]) -> None:
@@ -100,100 +91,12 @@ def schema(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Check:
-    """The result of one check of `doctor`."""
-
-    name: str
-    ok: bool
-    message: str
-
-
 def doctor(arguments: argparse.Namespace) -> int:
-    """Checks this machine; the exit code is 3 when a requirement is missing."""
-    checks = [_attempt(name, function, arguments) for name, function in CHECKS.items()]
-    document = [{"name": check.name, "ok": check.ok, "found": check.message} for check in checks]
-    rows = [("ok  " if check.ok else "FAIL", check.name, check.message) for check in checks]
+    """Prints the checks of this machine; the exit code is 3 when a requirement is missing."""
+    from mlcbuild.doctor import checks
+
+    results = checks(Path(arguments.store).absolute() if arguments.store else None)
+    document = [{"name": check.name, "ok": check.ok, "found": check.message} for check in results]
+    rows = [("ok  " if check.ok else "FAIL", check.name, check.message) for check in results]
     show(arguments.json, document, table(rows))
-    return 0 if all(check.ok for check in checks) else 3
-
-
-def _attempt(name: str, check: Callable[[argparse.Namespace], str], arguments: argparse.Namespace) -> Check:
-    try:
-        return Check(name, True, check(arguments))
-    except (MlcbuildError, OSError, PackageNotFoundError) as error:
-        return Check(name, False, str(error))
-
-
-def _python(_: argparse.Namespace) -> str:
-    return f"{platform.python_version()} at {sys.executable}"
-
-
-def _machine(_: argparse.Namespace) -> str:
-    return f"{machine.cores()} cores, {sizes.show(machine.memory())} to share among steps"
-
-
-def _host(_: argparse.Namespace) -> str:
-    from mlcbuild.targets.presets import HOST, resolve
-
-    host = resolve(HOST)
-    return f"{host.triple} {host.cpu} {' '.join(host.features)}".rstrip()
-
-
-def _compiler(_: argparse.Namespace) -> str:
-    return f"apache-tvm {version('apache-tvm')}"
-
-
-def _linker(_: argparse.Namespace) -> str:
-    from mlcbuild.compiler.cpu.toolchain import linker_identity
-    from mlcbuild.targets.presets import HOST, resolve
-
-    return linker_identity(resolve(HOST))
-
-
-def _crosses(_: argparse.Namespace) -> str:
-    """Returns a description of the presets for which this machine can link code; none of them is required."""
-    from mlcbuild.compiler.cpu.toolchain import linker_identity
-    from mlcbuild.errors import SetupError
-    from mlcbuild.targets.presets import presets
-
-    def linkable(name: str) -> bool:
-        try:
-            linker_identity(presets()[name])
-        except SetupError:
-            return False
-        return True
-
-    names: Mapping[bool, list[str]] = {True: [], False: []}
-    for name in presets():
-        names[linkable(name)].append(name)
-    without = f"; no linker for {', '.join(names[False])}" if names[False] else ""
-    return f"can link {', '.join(names[True])}{without}"
-
-
-def _store(arguments: argparse.Namespace) -> str:
-    from mlcbuild.store.store import default_root
-
-    root = Path(arguments.store).absolute() if arguments.store else default_root()
-    place = root
-    while not place.exists():
-        place = place.parent
-    try:
-        # Checking permissions does not suffice: a filesystem may still refuse to write.
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        why = f"{root}: cannot be written ({error.strerror})"
-        raise StoreError(f"{why}; set MLCBUILD_STORE to a directory of yours") from None
-    return f"{root} ({sizes.show(shutil.disk_usage(place).free)} free)"
-
-
-CHECKS: Mapping[str, Callable[[argparse.Namespace], str]] = {
-    "python": _python,
-    "machine": _machine,
-    "host target": _host,
-    "compiler": _compiler,
-    "linker": _linker,
-    "presets": _crosses,
-    "store": _store,
-}
+    return 0 if all(check.ok for check in results) else 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,19 +15,6 @@ from mlcbuild.errors import InputError, UsageError
 if TYPE_CHECKING:
     from mlcbuild.remotes import Remote
     from mlcbuild.session import Session
-
-FIRST = """\
-# For completion in an editor: mlcbuild schema recipe > recipe.schema.json
-# yaml-language-server: $schema=recipe.schema.json
-version: 1
-models:
-  {name}: {source}    # a directory in Hugging Face format, a GGUF file, or hf://organisation/name@revision
-quantizations: [{scheme}]    # {reason}; `mlcbuild schemes` lists all
-targets: [host]    # this machine; `mlcbuild targets` lists others
-compile: {{max_batch: 4}}
-bundle: {{output: "dist/{{model}}-{{quantization}}-{{target}}"}}
-"""
-CONFIG = "config.json"
 
 
 def settings(pairs: list[str]) -> dict[str, str]:
@@ -61,50 +47,12 @@ def open_session(arguments: argparse.Namespace, remotes: Sequence[Remote] | None
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Writes a recipe: in the current directory for an existing model, or in a new directory for a model that
-    will be added.
-    """
-    from mlcbuild.installed.default_scheme import choose_scheme, parameter_count
-    from mlcbuild.installed.entries import slug
-    from mlcbuild.installed.resolve import machine_words
+    from mlcbuild.installed.first_recipe import write
 
-    model: str = arguments.model
-    is_model = model.startswith("hf://") or Path(model).suffix == ".gguf" or (Path(model) / CONFIG).is_file()
-    directory = Path() if is_model else Path(model)
-    path = directory / "recipe.yaml"
-    if path.exists():
-        raise UsageError(f"{path}: it exists already; it was not changed")
-    name, source = (slug(model), _source(model)) if is_model else ("mine", "./model")
-    count = parameter_count(model) if is_model and "://" not in model else None
-    choice = choose_scheme(machine_words(), count)
-    text = FIRST.format(name=name, source=source, scheme=choice.scheme, reason=choice.reason)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    outside = "" if model.startswith("hf://") or not source.startswith(('"/', '"..')) else " --allow-outside"
-    steps = [f"`mlcbuild lock {path}`"] if model.startswith("hf://") else []
-    before = "" if is_model else f"put a checkpoint into {directory / 'model'}, then "
-    print(f"{path}: {before}run {', then '.join([*steps, f'`mlcbuild run {path}{outside}`'])}")
+    recipe = write(arguments.model)
+    before = "" if recipe.checkpoint is None else f"put a checkpoint into {recipe.checkpoint}, then "
+    print(f"{recipe.path}: {before}run {', then '.join(f'`{command}`' for command in recipe.commands)}")
     return 0
-
-
-def _source(model: str) -> str:
-    """Returns the source of a model as YAML, relative to this directory. Raises UsageError if the checkpoint
-    is this directory, since bundles would then be written into it.
-    """
-    if "://" in model:
-        return json.dumps(model)
-    path = Path(model)
-    if not path.exists():
-        raise UsageError(f"{path}: there is no such file")
-    if path.resolve() == Path.cwd():
-        raise UsageError(
-            f"{path.resolve()} is the checkpoint itself: go to the directory above, and repeat it"
-        )
-    is_below = not path.is_absolute() and not model.startswith("..")
-    return json.dumps(f"./{os.path.normpath(path)}" if is_below else str(path))
 
 
 def validate(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,105 @@
+"""Checks whether this machine has what builds need."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mlcbuild_format import sizes
+
+from mlcbuild import machine
+from mlcbuild.compiler.cpu.toolchain import linker_identity
+from mlcbuild.errors import MlcbuildError, SetupError, StoreError
+from mlcbuild.store.store import default_root
+from mlcbuild.targets.presets import HOST, presets, resolve
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check."""
+
+    name: str
+    ok: bool
+    message: str
+
+
+def checks(store: Path | None = None) -> list[Check]:
+    """Returns the result of every check. store: the root of the artifact store; None: the user's own."""
+    return [_attempt(name, check, store) for name, check in CHECKS.items()]
+
+
+def _attempt(name: str, check: Callable[[Path | None], str], store: Path | None) -> Check:
+    try:
+        return Check(name, True, check(store))
+    except (MlcbuildError, OSError, PackageNotFoundError) as error:
+        return Check(name, False, str(error))
+
+
+def _python(_: Path | None) -> str:
+    return f"{platform.python_version()} at {sys.executable}"
+
+
+def _machine(_: Path | None) -> str:
+    return f"{machine.cores()} cores, {sizes.show(machine.memory())} to share among steps"
+
+
+def _host(_: Path | None) -> str:
+    host = resolve(HOST)
+    return f"{host.triple} {host.cpu} {' '.join(host.features)}".rstrip()
+
+
+def _compiler(_: Path | None) -> str:
+    return f"apache-tvm {version('apache-tvm')}"
+
+
+def _linker(_: Path | None) -> str:
+    return linker_identity(resolve(HOST))
+
+
+def _crosses(_: Path | None) -> str:
+    """Returns a description of the presets for which this machine can link code; none of them is required."""
+
+    def linkable(name: str) -> bool:
+        try:
+            linker_identity(presets()[name])
+        except SetupError:
+            return False
+        return True
+
+    names: Mapping[bool, list[str]] = {True: [], False: []}
+    for name in presets():
+        names[linkable(name)].append(name)
+    without = f"; no linker for {', '.join(names[False])}" if names[False] else ""
+    return f"can link {', '.join(names[True])}{without}"
+
+
+def _store(store: Path | None) -> str:
+    root = store or default_root()
+    place = root
+    while not place.exists():
+        place = place.parent
+    try:
+        # Checking permissions does not suffice: a filesystem may still refuse to write.
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        why = f"{root}: cannot be written ({error.strerror})"
+        raise StoreError(f"{why}; set MLCBUILD_STORE to a directory of yours") from None
+    return f"{root} ({sizes.show(shutil.disk_usage(place).free)} free)"
+
+
+CHECKS: Mapping[str, Callable[[Path | None], str]] = {
+    "python": _python,
+    "machine": _machine,
+    "host target": _host,
+    "compiler": _compiler,
+    "linker": _linker,
+    "presets": _crosses,
+    "store": _store,
+}

@@ -1,0 +1,79 @@
+"""Writes the first recipe for a model: what `mlcbuild init` does."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlcbuild.errors import UsageError
+from mlcbuild.installed.default_scheme import choose_scheme, parameter_count
+from mlcbuild.installed.entries import slug
+from mlcbuild.installed.resolve import machine_words
+
+FIRST = """\
+# For completion in an editor: mlcbuild schema recipe > recipe.schema.json
+# yaml-language-server: $schema=recipe.schema.json
+version: 1
+models:
+  {name}: {source}    # a directory in Hugging Face format, a GGUF file, or hf://organisation/name@revision
+quantizations: [{scheme}]    # {reason}; `mlcbuild schemes` lists all
+targets: [host]    # this machine; `mlcbuild targets` lists others
+compile: {{max_batch: 4}}
+bundle: {{output: "dist/{{model}}-{{quantization}}-{{target}}"}}
+"""
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class FirstRecipe:
+    """A recipe that was written, and what comes next."""
+
+    path: Path
+    checkpoint: Path | None
+    """The directory where the checkpoint is still missing; None if the model exists."""
+    commands: tuple[str, ...]
+    """The commands that build the recipe."""
+
+
+def write(model: str) -> FirstRecipe:
+    """Writes a recipe: into the current directory for an existing model, or into a new directory `model` for
+    one that will be added. Raises UsageError.
+    """
+    is_model = model.startswith("hf://") or Path(model).suffix == ".gguf" or (Path(model) / CONFIG).is_file()
+    directory = Path() if is_model else Path(model)
+    path = directory / "recipe.yaml"
+    if path.exists():
+        raise UsageError(f"{path}: it exists already; it was not changed")
+    name, source = (slug(model), _source(model)) if is_model else ("mine", "./model")
+    count = parameter_count(model) if is_model and "://" not in model else None
+    choice = choose_scheme(machine_words(), count)
+    text = FIRST.format(name=name, source=source, scheme=choice.scheme, reason=choice.reason)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+    is_remote = model.startswith("hf://")
+    outside = " --allow-outside" if not is_remote and source.startswith(('"/', '"..')) else ""
+    lock = (f"mlcbuild lock {path}",) if is_remote else ()
+    commands = (*lock, f"mlcbuild run {path}{outside}")
+    return FirstRecipe(path, None if is_model else directory / "model", commands)
+
+
+def _source(model: str) -> str:
+    """Returns the source of a model as YAML, relative to this directory. Raises UsageError if the checkpoint
+    is this directory, since bundles would then be written into it.
+    """
+    if "://" in model:
+        return json.dumps(model)
+    path = Path(model)
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such file")
+    if path.resolve() == Path.cwd():
+        raise UsageError(
+            f"{path.resolve()} is the checkpoint itself: go to the directory above, and repeat it"
+        )
+    is_below = not path.is_absolute() and not model.startswith("..")
+    return json.dumps(f"./{os.path.normpath(path)}" if is_below else str(path))
