@@ -1,0 +1,39 @@
+"""Operands and compiled kernels of matrix products, for the benchmarks of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import tvm
+
+from mlcbuild.compiler.cpu.isa import tvm_target
+from mlcbuild.targets.target import Target
+
+CPUS = {
+    "avx512amx": "sapphirerapids",
+    "avx512vnni": "cascadelake",
+    "avx512": "x86-64-v4",
+    "avxvnni": "alderlake",
+    "avx2": "x86-64-v3",
+    "portable": "x86-64-v2",
+}
+COLD = 160 << 20
+"""Bytes of weights that are used in rotation: more than the last cache holds."""
+
+
+def noise(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    if dtype.startswith("float"):
+        return rng.uniform(0.01, 0.02, shape).astype(dtype)
+    info = np.iinfo(dtype)
+    return rng.integers(info.min, info.max, shape, dtype=dtype)
+
+
+def compiled(target: Target, functions: dict[str, tvm.tirx.PrimFunc]) -> dict[str, Callable[..., None]]:
+    library = tvm.compile(tvm.IRModule(functions), target=tvm_target(target))
+    return {name: library.mod[str(made.attrs["global_symbol"])] for name, made in functions.items()}
+
+
+def tensor(values: np.ndarray) -> object:
+    """Returns a copy of an array at an aligned address, as kernels require."""
+    return tvm.runtime.tensor(values)
