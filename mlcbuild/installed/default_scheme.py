@@ -13,14 +13,14 @@ from mlcbuild.models.config import ModelConfig, parameters
 from mlcbuild.models.parsing import parse
 
 SMALL = 1_000_000_000
-"""Number of parameters below which a model gets 8 bits per weight. In 4 bits the loss of SmolLM2-135M rises
-by 0.14 nats, far beyond 3 percent of perplexity; in 8 bits by 0.001 (`ci/bench/accuracy`).
+"""Number of parameters below which a model gets 8 or 6 bits per weight where they fit. The perplexity of
+SmolLM2-135M rises by 0.5 percent in 8 bits, by 3 in 6, and by far more in 5 or 4 (`ci/bench/accuracy`).
 """
 _PART_OF_MEMORY = 0.5
 """Maximum part of the memory for steps that weights may take; the rest is for the cache and for other
 programs.
 """
-_BYTES = {8: 1.07, 4: 0.57}
+_BYTES = {8: 1.07, 6: 0.83, 4: 0.58}
 """Bits of a weight -> bytes of storage, scales included."""
 
 
@@ -37,21 +37,30 @@ def choose_scheme(words: str, count: int | None = None, memory: int | None = Non
     """Returns the default scheme for a model on a machine.
 
     words: the machine as `machine_words` describes it. count: number of the model's parameters; None if it is
-    unknown. memory: bytes for weights and everything else; None: this machine's. int8 products need
-    instructions that sum bytes: AVX2 and later, or Arm's dot product. Other processors multiply floats about
-    as fast.
+    unknown. memory: bytes for weights and everything else; None: this machine's.
     """
-    _, cpu, *features = words.split()
-    sums_bytes = cpu in ("x86-64-v3", "x86-64-v4", "apple-m1") or "+dotprod" in features
-    four, eight = ("q4a8_1", "q8a8_1") if sums_bytes else ("q4f16_1", "q8f16_1")
+    by_bits = _schemes(words)
+    four, eight = by_bits[4], by_bits[8]
     if count is None:
         return SchemeChoice(four, f"which fits this CPU; {eight} loses less of a small model")
     room = (machine.memory() if memory is None else memory) * _PART_OF_MEMORY
-    if count < SMALL and count * _BYTES[8] <= room:
-        return SchemeChoice(eight, f"since a model this small loses much in 4 bits; {four} is smaller")
-    if count * _BYTES[4] > room:
+    fitting = [bits for bits in by_bits if count * _BYTES[bits] <= room]
+    if not fitting:
         return SchemeChoice(four, "the smallest; it may be too large for this machine's memory")
+    if count < SMALL and max(fitting) > 4:
+        chosen = by_bits[max(fitting)]
+        return SchemeChoice(chosen, f"since a model this small loses much in 4 bits; {four} is smaller")
     return SchemeChoice(four, f"which fits this CPU; {eight} loses less")
+
+
+def _schemes(words: str) -> dict[int, str]:
+    """Returns bits of a weight -> the scheme that suits a machine. int8 products need instructions that sum
+    bytes: AVX2 and later, or Arm's dot product; other processors multiply floats about as fast. Of the 4-bit
+    schemes for int8 products, only the one with a single scale is multiplied in tile registers."""
+    _, cpu, *features = words.split()
+    if not (cpu in ("x86-64-v3", "x86-64-v4", "apple-m1") or "+dotprod" in features):
+        return {8: "q8f16_1", 4: "q4f16_1"}
+    return {8: "q8a8_1", 6: "q6a8_2", 4: "q4a8_1" if "+amx-bf16" in features else "q4a8_2"}
 
 
 def parameter_count(source: str) -> int | None:

@@ -180,22 +180,24 @@ def test_two_sources_of_one_name_have_entries_of_their_own(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("machine", "scheme"),
+    ("machine", "four", "eight"),
     [
-        ("x86_64-unknown-linux-gnu x86-64-v4 +avx512vnni", "q4a8_1"),
-        ("x86_64-unknown-linux-gnu x86-64-v3", "q4a8_1"),
-        ("x86_64-unknown-linux-gnu x86-64-v2", "q4f16_1"),
-        ("aarch64-unknown-linux-gnu generic +dotprod +fp16", "q4a8_1"),
-        ("aarch64-unknown-linux-gnu generic", "q4f16_1"),
-        ("arm64-apple-macosx11.0.0 apple-m1", "q4a8_1"),
+        ("x86_64-unknown-linux-gnu x86-64-v4 +avx512vnni", "q4a8_2", "q8a8_1"),
+        ("x86_64-unknown-linux-gnu x86-64-v4 +amx-bf16 +amx-tile +avx512vnni", "q4a8_1", "q8a8_1"),
+        ("x86_64-unknown-linux-gnu x86-64-v3", "q4a8_2", "q8a8_1"),
+        ("x86_64-unknown-linux-gnu x86-64-v2", "q4f16_1", "q8f16_1"),
+        ("aarch64-unknown-linux-gnu generic +dotprod +fp16", "q4a8_2", "q8a8_1"),
+        ("aarch64-unknown-linux-gnu generic", "q4f16_1", "q8f16_1"),
+        ("arm64-apple-macosx11.0.0 apple-m1", "q4a8_2", "q8a8_1"),
     ],
 )
-def test_the_scheme_follows_the_processor(machine: str, scheme: str) -> None:
-    assert choose_scheme(machine).scheme == choose_scheme(machine, 7 << 30, 64 << 30).scheme == scheme
-    eight = scheme.replace("q4", "q8")
+def test_the_scheme_follows_the_processor(machine: str, four: str, eight: str) -> None:
+    assert choose_scheme(machine).scheme == choose_scheme(machine, 7 << 30, 64 << 30).scheme == four
     small = choose_scheme(machine, 600_000_000, 8 << 30)
-    assert small.scheme == eight and f"{scheme} is smaller" in small.reason
-    assert choose_scheme(machine, 600_000_000, 1 << 30).scheme == scheme, "8 bits do not fit its memory"
+    assert small.scheme == eight and f"{four} is smaller" in small.reason
+    between = choose_scheme(machine, 600_000_000, 1 << 30).scheme
+    assert between == ("q6a8_2" if "a8" in four else four), "8 bits do not fit its memory"
+    assert choose_scheme(machine, 600_000_000, 800 << 20).scheme == four, "nor do 6"
     assert "may be too large for this machine's memory" in choose_scheme(machine, 7 << 30, 4 << 30).reason
 
 

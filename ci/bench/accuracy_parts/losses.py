@@ -75,7 +75,7 @@ def _read(model: Path, text: str) -> tuple[ModelConfig, list[int]]:
         return config, list(Tokenizer.load(model).encode(text))
     with tempfile.TemporaryDirectory() as made:
         gguf_text.tokenizer({"file": model.name}, {"checkpoint": model.parent}, Path(made))
-        return gguf_config.read_config(model), list(Tokenizer.load(made).encode(text))
+        return gguf_config.read_config(model), list(Tokenizer.load(Path(made)).encode(text))
 
 
 def exact(expected: Reference) -> Loss:
