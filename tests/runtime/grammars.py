@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlcbuild_runtime.constraints.grammar import Grammars, Matcher
 from mlcbuild_runtime.constraints.lark import Constraint
+from mlcbuild_runtime.openai import harmony
 from mlcbuild_runtime.openai.call_forms import SYNTAXES
 from mlcbuild_runtime.text.tokenizer import Tokenizer
 from mlcbuild_runtime.text.vocabulary import JsonVocabulary, PieceVocabulary
@@ -35,7 +36,9 @@ def _tokenizers() -> dict[str, Tokenizer]:
     return {"json": both, "pieces": Tokenizer(pieces, both.template, both.bos, both.eos)}
 
 
-TOOL_TOKENS = tuple(dict.fromkeys(name for syntax in SYNTAXES for name in syntax.special))
+TOOL_TOKENS = tuple(
+    dict.fromkeys([name for syntax in SYNTAXES for name in syntax.special] + [*harmony.MARKS])
+)
 
 
 def _with_tool_tokens() -> Tokenizer:

@@ -65,6 +65,9 @@ FORMS = {
     "deepseek v3": Form.of("{{ tools }}<｜tool▁sep｜>f\n```json", SPECIAL),
     "deepseek v3.1": Form.of("{{ tools }}<｜tool▁sep｜>", SPECIAL),
     "kimi": Form.of("{{ tools }}<|tool_calls_section_begin|>", SPECIAL),
+    "function gemma": Form.of("{{ tools }}<start_function_call>", SPECIAL),
+    "function gemma, as text": Form.of("{{ tools }}<start_function_call>"),
+    "gemma 4": Form.of("{{ tools }}<|tool_call>", SPECIAL),
 }
 TEXTS = {tool.name: text_parameters(tool) for tool in (ADD, NOW)}
 
@@ -171,6 +174,8 @@ KIMI = (
     + KIMI_CALL.replace("{}", "1", 1)
     + "<|tool_calls_section_end|>"
 )
+GEMMA = '<start_function_call>call:add{a:1,b:<escape>y{"}<escape>}<end_function_call>'
+GEMMA_4 = '<|tool_call>call:add{a:1,b:<|"|>y{"}<|"|>}<tool_call|>'
 STYLES = [
     ("mistral", f"[TOOL_CALLS] [{ONE}, {ONE}]", [*CALLED, *CALLED]),
     ("mistral", f"{LOOK}[TOOL_CALLS][{ONE}]", [CallPiece("text", LOOK), *CALLED]),
@@ -194,6 +199,10 @@ STYLES = [
     ("deepseek v3.1", V3.format(V31_CALL * 2), [*CALLED, *CALLED]),
     ("deepseek v3.1", LOOK, [CallPiece("text", LOOK)]),
     ("kimi", f"{LOOK}{KIMI}", [CallPiece("text", LOOK), *CALLED, *CALLED]),
+    ("function gemma", f"{LOOK}{GEMMA}{GEMMA}", [CallPiece("text", LOOK), *CALLED, *CALLED]),
+    ("function gemma, as text", f"{LOOK}{GEMMA}", [CallPiece("text", LOOK), *CALLED]),
+    ("gemma 4", GEMMA_4 * 2, [*CALLED, *CALLED]),
+    ("gemma 4", LOOK, [CallPiece("text", LOOK)]),
 ]
 
 
@@ -242,7 +251,19 @@ EDIT = Tool(
 CODE = 'if a < b:\n\tprint("<x>")\n'
 
 
-@pytest.mark.parametrize("name", ["qwen coder", "glm 4.5", "glm 4.5, as text", "glm 4.7", "hermes", "kimi"])
+TYPED = (
+    "qwen coder",
+    "glm 4.5",
+    "glm 4.5, as text",
+    "glm 4.7",
+    "hermes",
+    "kimi",
+    "function gemma",
+    "gemma 4",
+)
+
+
+@pytest.mark.parametrize("name", TYPED)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from mlcbuild_format.fields import Json
 
+from mlcbuild_runtime.openai import bare_arguments
 from mlcbuild_runtime.text.vocabulary import Vocabulary
 
 
@@ -28,13 +29,16 @@ class Tags:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """The syntax of a call that begins with the tool's name: NAME AFTER, and the arguments."""
+    """The syntax of a call that begins with the tool's name: BEFORE NAME AFTER, and the arguments."""
 
     after: str = ""
+    before: str = ""
     numbered: bool = False
     """True if NAME is followed by a colon and the number of the call."""
     tags: Tags | None = None
     """Texts around each argument; None: arguments are a JSON object."""
+    quote: str = ""
+    """Text on both sides of each string, in arguments with bare keys (`BareReader`); "" for JSON."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ class Form:
         return None if self.by_name is None else self.by_name.tags
 
     @property
+    def quote(self) -> str:
+        """Returns the text around strings of arguments with bare keys; "" for other arguments."""
+        return "" if self.by_name is None else self.by_name.quote
+
+    @property
     def mark(self) -> str:
         """Returns the text that distinguishes tool calls from prose; "" if calls are recognised by their
         opening brace."""
@@ -87,7 +96,7 @@ class Form:
     def head(self, name: str) -> str:
         """Returns the text between LEAD and the arguments of a call to the tool `name`."""
         if self.by_name is not None:
-            return f"{name}{':0' if self.by_name.numbered else ''}{self.by_name.after}"
+            return f"{self.by_name.before}{name}{':0' if self.by_name.numbered else ''}{self.by_name.after}"
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.key}": '
 
     @property
@@ -98,6 +107,8 @@ class Form:
     def write(self, name: str, arguments: Json) -> str:
         """Returns one tool call as the model would write it."""
         written = json.dumps(arguments, ensure_ascii=False)
+        if self.quote:
+            written = bare_arguments.write(arguments, self.quote)
         if self.tags is not None and isinstance(arguments, dict):
             written = ""
             for key, value in arguments.items():
@@ -221,6 +232,26 @@ SYNTAXES = (
             last=_KIMI[1],
         ),
         _KIMI,
+    ),
+    CallSyntax(  # FunctionGemma
+        ("<start_function_call>",),
+        Form(
+            lead="<start_function_call>",
+            by_name=NamedCall(before="call:", quote="<escape>"),
+            end="<end_function_call>",
+            between="",
+        ),
+        ("<start_function_call>", "<end_function_call>", "<escape>"),
+    ),
+    CallSyntax(  # Gemma 4
+        ("<|tool_call>",),
+        Form(
+            lead="<|tool_call>",
+            by_name=NamedCall(before="call:", quote='<|"|>'),
+            end="<tool_call|>",
+            between="",
+        ),
+        ("<|tool_call>", "<tool_call|>", '<|"|>'),
     ),
     CallSyntax(  # Llama 3
         ('"parameters"',), Form(key="parameters", first="<|python_tag|>", optional=True), ("<|python_tag|>",)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from mlcbuild_runtime.openai.bare_arguments import BareReader
 from mlcbuild_runtime.openai.call_forms import Form, Tags
 
 _OBJECT = '{"name": "'
@@ -42,6 +43,34 @@ class AnswerReader(Protocol):
         ...
 
 
+class JsonReader:
+    """Finds the end of one JSON object, as its text arrives."""
+
+    def __init__(self) -> None:
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def read(self, text: str) -> tuple[str, int]:
+        """Returns the part of `text` up to the brace that closes the object, and its length."""
+        end = 0
+        for letter in text:
+            end += 1
+            if self._quoted:
+                closes = letter == '"' and not self._escaped
+                self._quoted, self._escaped = not closes, letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._quoted = True
+            else:
+                self._depth += (letter in "{[") - (letter in "}]")
+            if letter in "}]" and self.is_complete:
+                break
+        return text[:end], end
+
+    @property
+    def is_complete(self) -> bool:
+        """True before the object begins and after it has ended."""
+        return self._depth == 0 and not self._quoted
+
+
 class Reader:
     """Splits an answer that a tools constraint has shaped into pieces, as its text arrives."""
 
@@ -61,12 +90,13 @@ class Reader:
         self._form, self._held, self._formatted = form, "", formatted and choice == "auto"
         self._state: Literal["start", "text", "head", "arguments", "tail"]
         self._state = "head" if choice == "required" else "start"
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self._object: JsonReader | BareReader = JsonReader()
         self._texts, self._name, self._keys = texts or {}, "", 0
         name, key = r'\{"name": ("(?:[^"\\]|\\.)*"), ', re.escape(f'"{form.key}": ')
         if form.by_name is not None:
             number, after = r":\d+" if form.by_name.numbered else "", re.escape(form.by_name.after)
-            name, key = f"(.+?){number}{after}" if after else "([^<]+)(?=<)", ""
+            before = re.escape(form.by_name.before)
+            name, key = f"{before}(.+?){number}{after}" if after else f"{before}([^<{{]+)(?=[<{{])", ""
         opened = rf"\s*(?:{re.escape(form.opening)})?" if form.opening else ""
         first = f"(?:{re.escape(form.first)})?{opened}"
         self._head = re.compile(rf"[\s,]*{first}\s*{re.escape(form.lead)}{name}{key}")
@@ -119,6 +149,7 @@ class Reader:
         match = self._head.match(self._held)
         if match is not None:
             self._held, self._state, self._formatted = self._held[match.end() :], "arguments", False
+            self._object = BareReader(self._form.quote) if self._form.quote else JsonReader()
             self._name, self._keys = str(json.loads(match[1])) if self._form.by_name is None else match[1], 0
             yield CallPiece("call", self._name)
         begun = self._held.lstrip()
@@ -130,21 +161,12 @@ class Reader:
         if self._form.tags is not None:
             yield from self._read_tags(self._form.tags)
             return
-        end = 0
-        for letter in self._held:
-            end += 1
-            if self._quoted:
-                closes = letter == '"' and not self._escaped
-                self._quoted, self._escaped = not closes, letter == "\\" and not self._escaped
-            elif letter == '"':
-                self._quoted = True
-            else:
-                self._depth += (letter in "{[") - (letter in "}]")
-            if self._depth == 0 and not self._quoted and letter in "}]":
-                self._state = "tail"
-                break
-        yield CallPiece("arguments", self._held[:end])
-        self._held = self._held[end:]
+        text, size = self._object.read(self._held)
+        self._held = self._held[size:]
+        if text:
+            yield CallPiece("arguments", text)
+        if size and self._object.is_complete:
+            self._state = "tail"
 
     def _read_tags(self, tags: Tags) -> Iterator[CallPiece]:
         """Yields each complete argument between tags as part of a JSON object, then the end of the object."""

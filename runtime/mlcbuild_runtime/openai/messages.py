@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, describe
 
@@ -81,7 +83,21 @@ def messages(body: RequestBody) -> tuple[Message, ...]:
     value = body.get("messages")
     if not isinstance(value, list) or not value:
         raise wrong("messages", "a list of at least one message", value)
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(value))
+    return tuple(_named([_message(f"messages[{i}]", message) for i, message in enumerate(value)]))
+
+
+def _named(listed: list[Message]) -> list[Message]:
+    """Returns messages with the tool's name in each result, for templates that write it (Gemma, Kimi)."""
+    names: dict[Json, Json] = {}
+    named = list[Message]()
+    for message in listed:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else []:
+            if isinstance(call, dict) and isinstance(call["function"], dict):
+                names[call["id"]] = call["function"]["name"]
+        name = names.get(message.get("tool_call_id")) if message["role"] == "tool" else None
+        named.append(message if name is None or "name" in message else {**message, "name": name})
+    return named
 
 
 def _message(where: str, message: Json) -> Message:
@@ -118,12 +134,17 @@ def _message(where: str, message: Json) -> Message:
     if role == "assistant" and message.get("reasoning_content"):
         reasoning = message["reasoning_content"]
         plain["reasoning_content"] = content_text(f"{where}.reasoning_content", reasoning)
-    if role == "tool":
-        id = message.get("tool_call_id")
-        if not isinstance(id, str | None):
-            raise wrong(f"{where}.tool_call_id", "a text", id)
-        plain["tool_call_id"] = id
-    return plain
+        if not (calls and text):  # gpt-oss's name for it; its template refuses both beside calls
+            plain["thinking"] = plain["reasoning_content"]
+    return {**plain, **_origin(where, message)} if role == "tool" else plain
+
+
+def _origin(where: str, message: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns the id of the call that a result belongs to, and the tool's name where the message has it."""
+    id, name = message.get("tool_call_id"), message.get("name")
+    if not isinstance(id, str | None):
+        raise wrong(f"{where}.tool_call_id", "a text", id)
+    return {"tool_call_id": id, **({"name": name} if isinstance(name, str) else {})}
 
 
 def content_text(where: str, content: Json) -> str:

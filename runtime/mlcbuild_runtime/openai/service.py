@@ -4,25 +4,23 @@ API.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json, is_integer
 
-from mlcbuild_runtime.constraints.lark import Constraint
 from mlcbuild_runtime.engine.engine import Engine
 from mlcbuild_runtime.engine.request import Request, Sink, Ticket
 from mlcbuild_runtime.executor.sampling_params import Sampling
 from mlcbuild_runtime.openai import api, tools
+from mlcbuild_runtime.openai.answer_syntax import answer_syntax
 from mlcbuild_runtime.openai.body import Field, RequestBody, Table, boolean, text, wrong
 from mlcbuild_runtime.openai.call_forms import Form
-from mlcbuild_runtime.openai.call_syntax import AnswerReader, Reader
 from mlcbuild_runtime.openai.chat_documents import Prompt, Reply
 from mlcbuild_runtime.openai.foreign_fields import FORMATS
 from mlcbuild_runtime.openai.messages import messages
-from mlcbuild_runtime.openai.reasoning import Thinking, ThinkingReader, template_variables
+from mlcbuild_runtime.openai.reasoning import template_variables
 from mlcbuild_runtime.text import turns
 from mlcbuild_runtime.text.tokenizer import check_length
 
@@ -106,38 +104,14 @@ def chat(running: Engine, body: Mapping[str, Json]) -> CompletionJob:
         extra["tools"] = tools.documents(box)
     prompt = tokenizer.rendered(listed, extra, running.longest_text)
     tokens = tokenizer.vocabulary.encode(prompt, special=False)
-    thinking = Thinking.of(tokenizer.template.source, prompt, tokenizer.vocabulary)
-    options = replace(options, constraint=_answer_constraint(running, call, form, thinking))
+    syntax = answer_syntax(tokenizer, form, prompt)
+    options = replace(options, constraint=syntax.constraint(call, tokenizer.vocabulary.leading_space))
     request = _request(running, options, tuple(tokens), message=True)
     if call.prediction:
         request = replace(request, prediction=_predicted(running, call.prediction))
-    shown = {**({} if box is None else form.tokens), **({} if thinking is None else thinking.tokens)}
-    request = replace(request, shown=tuple((token, name) for name, token in shown.items()))
-    reader = _reader(call, form, thinking)
-    return _job(running, options, [request], [Prompt(0, len(tokens), reader=reader)], chat=True)
-
-
-def _answer_constraint(
-    running: Engine, call: api.ChatCall, form: Form, thinking: Thinking | None
-) -> Constraint | None:
-    """Returns the constraint of an answer: its format, its calls, and the reasoning before it."""
-    box, constraint = call.toolbox, call.options.constraint
-    free = box is not None and box.choice == "auto" and constraint is None
-    space = running.tokenizer.vocabulary.leading_space
-    if box is not None:
-        prose = tools.ANY_TEXT if thinking is None else thinking.prose
-        constraint = tools.constraint(box, form, space, constraint, prose)
-    return constraint if constraint is None or thinking is None else thinking.before(constraint, space, free)
-
-
-def _reader(call: api.ChatCall, form: Form, thinking: Thinking | None) -> Callable[[], AnswerReader] | None:
-    """Returns a function that creates the parser of an answer; None if an answer is only text."""
-    box, formatted = call.toolbox, call.options.constraint is not None
-    texts = {} if box is None else {tool.name: tools.text_parameters(tool) for tool in box.tools}
-    inner = None if box is None else partial(Reader, form, box.choice, formatted, texts)
-    if thinking is None or not call.splits_reasoning:
-        return inner
-    return lambda: ThinkingReader(thinking, None if inner is None else inner())
+    request = replace(request, shown=tuple((token, name) for name, token in syntax.shown(call).items()))
+    prompts = [Prompt(0, len(tokens), reader=syntax.reader(call))]
+    return _job(running, options, [request], prompts, chat=True)
 
 
 def completion(running: Engine, body: Mapping[str, Json]) -> CompletionJob:

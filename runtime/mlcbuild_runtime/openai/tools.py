@@ -17,6 +17,7 @@ from mlcbuild_format.errors import RequestError
 from mlcbuild_format.fields import Json
 
 from mlcbuild_runtime.constraints.lark import Constraint, as_rule
+from mlcbuild_runtime.openai.bare_arguments import BareRules
 from mlcbuild_runtime.openai.body import RequestBody, checked_text, wrong
 from mlcbuild_runtime.openai.call_forms import Form
 from mlcbuild_runtime.openai.response_format import schema_text
@@ -179,7 +180,8 @@ def constraint(
     """Returns the constraint for an answer with these tools. With `space`, the answer may begin with a space.
     `answer` constrains answers without calls, and `prose` is a Lark terminal that matches them where nothing
     else does. Raises RequestError."""
-    calls = " | ".join(f"{form.head_rule(tool.name)} {_arguments(form, tool)}" for tool in box.tools)
+    bare = BareRules(form.quote, form.literal) if form.quote else None
+    calls = " | ".join(f"{form.head_rule(tool.name)} {_arguments(form, tool, bare)}" for tool in box.tools)
     lead, last = form.literal(form.lead), form.literal(form.last)
     again = f"({form.literal(form.between)} {lead} call)*" if box.parallel else ""
     rules = [f"call: ({calls}) {form.literal(form.tail)}", f"calls: {lead} call {again} {last}"]
@@ -190,6 +192,8 @@ def constraint(
         after = form.literal(form.tags.after)
         lazy = "" if any(name in form.tags.after for name in form.tokens) else "[lazy]"
         rules += [f"value{lazy}: VALUE {after}", f"VALUE: {ANY_TEXT}"]
+    if bare is not None:
+        rules += bare.listed
     begun = f"{form.literal(form.first)} calls"
     if form.optional and mark:
         begun = f"{mark}? calls"
@@ -212,10 +216,11 @@ def constraint(
     return Constraint("lark", "\n".join(rules), "tools")
 
 
-def _arguments(form: Form, tool: Tool) -> str:
-    """Returns the arguments of a call to a tool as a Lark expression: JSON, or tags in the order of the
-    schema's properties.
-    """
+def _arguments(form: Form, tool: Tool, bare: BareRules | None) -> str:
+    """Returns the arguments of a call to a tool as a Lark expression: JSON, an object with bare keys, or tags
+    in the order of the schema's properties. `value` is the rule of a text and what comes after it."""
+    if bare is not None:
+        return bare.value({**tool.parameters})
     if form.tags is None:
         return f"%json {schema_text(tool.parameters)}"
     shared = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}

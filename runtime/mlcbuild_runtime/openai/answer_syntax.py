@@ -1,0 +1,96 @@
+"""The syntax of a chat's answers: what constrains one answer, and what splits it into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from mlcbuild_runtime.constraints.lark import Constraint
+from mlcbuild_runtime.openai import tools
+from mlcbuild_runtime.openai.api import ChatCall
+from mlcbuild_runtime.openai.call_forms import Form
+from mlcbuild_runtime.openai.call_syntax import AnswerReader, Reader
+from mlcbuild_runtime.openai.harmony import Harmony, HarmonyReader
+from mlcbuild_runtime.openai.reasoning import Thinking, ThinkingReader
+from mlcbuild_runtime.text.tokenizer import Tokenizer
+
+
+class AnswerSyntax(Protocol):
+    """The syntax of the answers to one prompt."""
+
+    def shown(self, call: ChatCall) -> Mapping[str, int]:
+        """Returns text -> token, for the special tokens that are part of the syntax."""
+        ...
+
+    def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
+        """Returns the constraint of an answer: its format, its calls, and the reasoning before it. With
+        `space`, the answer may begin with a space. Raises RequestError."""
+        ...
+
+    def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
+        """Returns what makes the parser of an answer; None if an answer is all text."""
+        ...
+
+
+def answer_syntax(tokenizer: Tokenizer, form: Form, prompt: str) -> AnswerSyntax:
+    """Returns the syntax of the answers to a rendered prompt, by the chat template of the tokenizer."""
+    channels = Harmony.of(tokenizer.template.source, tokenizer.vocabulary)
+    if channels is not None:
+        return ChannelSyntax(channels)
+    return MarkedSyntax(form, Thinking.of(tokenizer.template.source, prompt, tokenizer.vocabulary))
+
+
+@dataclass(frozen=True)
+class ChannelSyntax:
+    """Answers in channels."""
+
+    channels: Harmony
+
+    def shown(self, call: ChatCall) -> Mapping[str, int]:
+        """Returns text -> token, for the marks of channels."""
+        return self.channels.tokens
+
+    def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
+        """Returns the constraint of an answer. Raises RequestError."""
+        return self.channels.constraint(call.toolbox, call.options.constraint)
+
+    def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
+        """Returns what makes the parser of an answer."""
+        has_tools = call.toolbox is not None
+        return partial(HarmonyReader, has_tools) if has_tools or call.splits_reasoning else None
+
+
+@dataclass(frozen=True)
+class MarkedSyntax:
+    """Answers in which marks surround calls and reasoning."""
+
+    form: Form
+    thinking: Thinking | None
+
+    def shown(self, call: ChatCall) -> Mapping[str, int]:
+        """Returns text -> token, for the marks that are special tokens."""
+        own = {} if call.toolbox is None else self.form.tokens
+        return {**own, **({} if self.thinking is None else self.thinking.tokens)}
+
+    def constraint(self, call: ChatCall, space: bool) -> Constraint | None:
+        """Returns the constraint of an answer. Raises RequestError."""
+        box, constraint = call.toolbox, call.options.constraint
+        free = box is not None and box.choice == "auto" and constraint is None
+        if box is not None:
+            prose = tools.ANY_TEXT if self.thinking is None else self.thinking.prose
+            constraint = tools.constraint(box, self.form, space, constraint, prose)
+        if constraint is None or self.thinking is None:
+            return constraint
+        return self.thinking.before(constraint, space, free)
+
+    def reader(self, call: ChatCall) -> Callable[[], AnswerReader] | None:
+        """Returns what makes the parser of an answer; None if an answer is all text."""
+        box, formatted = call.toolbox, call.options.constraint is not None
+        texts = {} if box is None else {tool.name: tools.text_parameters(tool) for tool in box.tools}
+        inner = None if box is None else partial(Reader, self.form, box.choice, formatted, texts)
+        thinking = self.thinking
+        if thinking is None or not call.splits_reasoning:
+            return inner
+        return lambda: ThinkingReader(thinking, None if inner is None else inner())
