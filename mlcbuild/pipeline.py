@@ -46,6 +46,9 @@ UNVERIFIED = "verification was not requested"
 """The reason why the bundles of `Pipeline.unverified` are not verified."""
 COMPILER_MEMORY = 600 << 20
 """Bytes of memory of a compiling process: 0.27 GB were measured for 30 layers, with any scheme."""
+_COMPILING = 10.0
+"""Typical seconds of compiling a library: 5 to 10 with any model, since layers share kernels. One call of
+LLVM takes most of it, and reports no progress."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,7 @@ class _Assembly:
                 },
                 # Models with equal configs share this node, so that they also share one library step.
                 {"config": Input(self.configs.setdefault(checkpoint.label, config), ("config.json",))},
+                typical=_COMPILING,
                 tools=self._tools(variant.target),
                 code=(
                     *map(format_module, scheme.formats),

@@ -104,6 +104,8 @@ class StepStarted:
     log: Path
     subject: str = ""
     """The model or other object that the step works on, if the step's name does not say it."""
+    typical: float = 0.0
+    """Seconds that such a step usually takes; 0 if unknown."""
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,8 @@ class _Loop:
         granted = self.capacity.take(step, self.tracker.queued)
         running = item.running = Running(step, planned, lock, granted, self.store.log(step.name))
         self.tracker.move(item, StepState.RUNNING)
-        self.report(StepStarted(step.name, planned.reason, estimate(planned), running.log, step.subject))
+        last = estimate(planned)
+        self.report(StepStarted(step.name, planned.reason, last, running.log, step.subject, step.typical))
         try:
             with self.store.writing():
                 area = running.area = self.area.subdirectory()

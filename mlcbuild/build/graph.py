@@ -78,6 +78,9 @@ class Step:
     """True for a step that measures time, during which no other step runs."""
     subject: str = field(default="", compare=False)
     """The object that the step works on, for messages, if its name does not say it; not part of the key."""
+    typical: float = field(default=0.0, compare=False)
+    """Seconds that such a step usually takes, for the estimate of its first run; 0 if unknown, or if the step
+    reports its progress. Not in the key."""
 
 
 Node: TypeAlias = Step | Source

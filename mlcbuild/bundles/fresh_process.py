@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from mlcbuild import progress
 from mlcbuild.errors import VerificationError
+
+_PERIOD = 0.2
+"""Seconds between two looks at the progress of the process."""
 
 
 def run(module: str, *arguments: str) -> Any:
@@ -21,23 +26,39 @@ def run(module: str, *arguments: str) -> Any:
     VerificationError with the last line that the process wrote to standard error.
     """
     with TemporaryDirectory() as directory:
-        result = Path(directory, "result.json")
+        result, errors = Path(directory, "result.json"), Path(directory, "stderr")
         command = [sys.executable, "-m", module, *arguments, str(result)]
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode == 0:
+        with errors.open("wb") as log:
+            code = _wait(subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log), _progress(result))
+        if code == 0:
             return json.loads(result.read_bytes())
-    if done.returncode < 0:
-        why = f"the process was ended by {signal.Signals(-done.returncode).name}"
+        lines = errors.read_text(errors="replace").strip().splitlines()
+    if code < 0:
+        why = f"the process was ended by {signal.Signals(-code).name}"
     else:
-        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}, no reason given"])[-1]
+        why = (lines or [f"exit code {code}, no reason given"])[-1]
     raise VerificationError(f"the bundle could not be run: {why}")
+
+
+def _wait(process: subprocess.Popen[bytes], note: Path) -> int:
+    """Passes on the progress that a process writes to the file `note`, and returns its exit code."""
+    try:
+        while True:
+            try:
+                return process.wait(_PERIOD)
+            except subprocess.TimeoutExpired:
+                with suppress(OSError, ValueError):  # there is no note yet, or it is being written
+                    done, total, unit = note.read_text().split()
+                    progress.report(int(done), int(total), unit)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _progress(result: Path) -> Path:
+    """Returns the path of the file in which the process notes its progress."""
+    return result.with_suffix(".progress")
 
 
 def main(work: Callable[..., object]) -> None:
@@ -47,6 +68,12 @@ def main(work: Callable[..., object]) -> None:
     from mlcbuild_format.errors import ServingError
 
     *arguments, result = sys.argv[1:]
+    note = _progress(Path(result))
+
+    def write(done: int, total: int, unit: str) -> None:
+        note.write_text(f"{done} {total} {unit}")
+
+    progress.listen(write)
     try:
         document = work(*arguments)
     except ServingError as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from mlcbuild import progress
 from mlcbuild.bundles import fresh_process
 from mlcbuild.canon import Json
 from mlcbuild.errors import VerificationError
@@ -164,8 +165,9 @@ def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
     from mlcbuild_runtime.executor.executor import score
 
     model = loading.load(bundle, threads=int(os.environ.get("MLCBUILD_CORES", "1")))
-    sums = _Sums()
-    for i, tokens in enumerate(json.loads(Path(reference_dir, "tokens.json").read_bytes())):
+    sums, sequences = _Sums(), json.loads(Path(reference_dir, "tokens.json").read_bytes())
+    total = sum(map(len, sequences))
+    for i, tokens in enumerate(sequences):
         expected = np.load(Path(reference_dir, f"logits-{i:04}.npy"))
         logits = score(model, tokens)
         if not np.isfinite(logits).all():
@@ -174,6 +176,7 @@ def _compare(bundle: str, reference_dir: str) -> dict[str, float]:
         head = tokens[:DECODED]
         stepped = score(model, head, chunk=1)
         sums.decode_errors.append(float(np.abs(stepped - logits[: len(head)]).max()))
+        progress.report(sums.tokens, total, "tokens")
     return sums.figures()
 
 

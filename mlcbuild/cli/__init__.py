@@ -257,6 +257,9 @@ VERBS: dict[str, Verb] = {
         (options.pull, _json),
     ),
     "doctor": Verb("listing", "doctor", "check this machine", "mlcbuild doctor", (_store, _json)),
+    "completion": Verb(
+        "completion", "completion", "complete in a shell", "mlcbuild completion bash", (options.shell,)
+    ),
     "schema": Verb(
         "listing", "schema", "print a JSON Schema", "mlcbuild schema recipe > recipe.schema.json", (_schema,)
     ),

@@ -60,6 +60,10 @@ def shard(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def shell(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+
+
 def only(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _STYLES = {"built": "green", "failed": "red", "reused": "dim", "skipped": "yellow"}
 PULSE = 15.0
 """Seconds without output after which a line says which steps are running."""
+_WIDE = 100
+"""Columns of a terminal from which a running step is one row of the live view, else two."""
 _ETA_FROM = 3.0
 """Minimum expected seconds of a step for which the remaining time is shown."""
 
@@ -124,15 +126,14 @@ class Tally:
         return max(ends.items(), key=lambda item: item[1], default=("", 0.0))
 
     def left(self, name: str) -> float | None:
-        """Returns the estimated remaining seconds of a running step; None without progress and without an
-        earlier run.
-        """
+        """Returns the estimated remaining seconds of a running step: by its progress, its last run, or what
+        such a step usually takes. None without all of these."""
         step = self.running.get(name)
         if step is None:
             return None
         elapsed = time.monotonic() - self.started.get(name, 0.0)
         progress = self.progress.get(name)
-        estimate = step.estimate if isinstance(step, StepStarted) else None
+        estimate = step.estimate or step.typical or None if isinstance(step, StepStarted) else None
         if progress is not None and progress.total > 0 and 0 < progress.done <= progress.total:
             guess = elapsed * (progress.total - progress.done) / progress.done
         elif estimate is not None:
@@ -309,26 +310,31 @@ class View:
         from rich.table import Table
         from rich.text import Text
 
-        tally = self._tally
         table = Table.grid(padding=(0, 2))
+        for style, title, *cells in self._rows():
+            if self.console.width >= _WIDE:
+                table.add_row(Text(title, style), *map(Text, cells))
+                continue
+            table.add_row(Text(title, style, no_wrap=True, overflow="ellipsis"))
+            if any(cells):
+                more = f"  {', '.join(filter(None, cells))}"
+                table.add_row(Text(more, no_wrap=True, overflow="ellipsis"))
+        return table
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str, str]]:
+        """Yields a row for each running or waiting step, and one for the run: its style, title and cells."""
+        tally = self._tally
         for name in list(tally.running):
             where = f" on {tally.places[name]}" if name in tally.places else ""
             title = _titled(tally.running[name]) if name in tally.running else name
-            table.add_row(Text(one_line(title + where), "cyan"), *(Text(cell) for cell in self._cells(name)))
+            yield "cyan", one_line(title + where), *self._cells(name)
         for name, holder in list(tally.waiting.items()):
-            table.add_row(
-                Text(name, "yellow"),
-                Text("waits"),
-                Text(one_line(f"for another mlcbuild ({holder})")),
-                Text(""),
-            )
-        busy = f"{len(tally.running)} running"
+            yield "yellow", name, "waits", one_line(f"for another mlcbuild ({holder})"), ""
         step, seconds = tally.critical()
-        eta = ("", "")
+        path, left = "", ""
         if seconds > _ETA_FROM:
-            eta = f"critical path: {step}", f"at least {duration(seconds)} left"
-        table.add_row(Text(f"{tally.done} of {tally.total} steps", "bold"), Text(busy), *map(Text, eta))
-        return table
+            path, left = f"critical path: {step}", f"at least {duration(seconds)} left"
+        yield "bold", f"{tally.done} of {tally.total} steps", f"{len(tally.running)} running", path, left
 
     def _cells(self, name: str) -> tuple[str, str, str]:
         """Returns (elapsed time, progress, remaining time) of a step as texts."""

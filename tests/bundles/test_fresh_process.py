@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlcbuild import progress
 from mlcbuild.bundles import fresh_process
 from mlcbuild.errors import VerificationError
 
 WORK = """\
-import os, signal, sys
+import os, signal, sys, time
+from mlcbuild import progress
 from mlcbuild.bundles import fresh_process
 from mlcbuild_format.errors import BundleError
 
@@ -23,6 +26,10 @@ def work(how, *more):
         raise BundleError("the bundle is damaged")
     if how == "exit":
         sys.exit("its logits are not finite")
+    if how == "busy":
+        progress.report(3, 12, "tokens")
+        while not os.path.exists(more[0]):
+            time.sleep(0.01)
     if how == "silent":
         os._exit(7)
     if how == "killed":
@@ -48,6 +55,21 @@ def test_the_result_comes_back_and_output_goes_to_the_log(
     result = fresh_process.run(module, "well", "1", "é")
     assert result == {"how": "well", "more": ["1", "é"], "compiler": False}
     assert capfd.readouterr().out == "a line of the library\n"
+
+
+def test_progress_is_passed_on(module: str, tmp_path: Path) -> None:
+    reports: list[Any] = []
+
+    def listen(*report: Any) -> None:
+        reports.append(report)
+        (tmp_path / "heard").touch()
+
+    progress.listen(listen)
+    try:
+        fresh_process.run(module, "busy", str(tmp_path / "heard"))
+    finally:
+        progress.listen(None)
+    assert reports[0] == (3, 12, "tokens")
 
 
 @pytest.mark.parametrize(

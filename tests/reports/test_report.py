@@ -123,8 +123,10 @@ def test_time_left_comes_from_progress_or_the_last_run(monkeypatch: pytest.Monke
     tally.note(StepStarted("a", "", 60.0, LOG))
     tally.note(StepStarted("b", "", None, LOG))
     tally.note(StepStarted("c", "", 2.0, LOG))
+    tally.note(StepStarted("d", "", None, LOG, typical=30.0))
     now = 1010.0
     assert tally.left("a") == 50.0
+    assert tally.left("d") == 20.0
     assert tally.left("b") is None
     assert tally.left("c") is None
     tally.note(StepProgress("a", 1, 4, "layers"))
@@ -240,6 +242,24 @@ def test_the_live_view_names_the_critical_path_and_the_worker() -> None:
     view(StepFinished(StepResult("library/a", "built")))
     view.console.print(view.render())
     assert "critical path: bundle/a  at least 20.0 s left" in stream.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_keeps_names_and_times(width: int) -> None:
+    stream = io.StringIO()
+    view = View(Console(file=stream, force_terminal=True, width=width, color_system=None))
+    name = "library/343feef55213/q4a8_1/host"
+    view(RunStarted(15, 3, {name: 100.0}))
+    view(StepStarted(name, "never built", None, LOG, "tiny", 30.0))
+    view(StepStarted("verify/tiny-q0f32-host", "never built", None, LOG))
+    view(StepProgress("verify/tiny-q0f32-host", 20, 640, "tokens"))
+    view.console.print(view.render())
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width and len(lines) == 6
+    assert lines[0].startswith(f"{name} for ti")
+    assert re.fullmatch(r"  \d\.\d+ s, [\d.]+ s left", lines[1])
+    assert lines[2] == "verify/tiny-q0f32-host" and "20 of 640 tokens" in lines[3]
+    assert lines[4] == "3 of 15 steps" and lines[5].startswith("  2 running, critical path")
 
 
 def test_a_terminal_gets_the_live_view(tmp_path: Path) -> None:
