@@ -159,7 +159,7 @@ name: quickstart
 models: {tiny: ./tiny}
 quantizations: [q0f32, q4f16_1, q4a8_1]
 targets: [host]
-compile: {context_window: 256, prefill_chunk: 128, max_batch: 8}
+compile: {context_window: 512, prefill_chunk: 128, max_batch: 8}
 verify: {prompts: prompts.txt, max_kl: 0.1, max_perplexity_increase: 0.1}
 """
 

@@ -26,6 +26,7 @@ from statistics import median
 from mlcbuild_format import regular, strict_json
 
 from mlcbuild.build.graph import Graph, Step
+from mlcbuild.build.plan import Plan
 from mlcbuild.canon import Json, digest
 from mlcbuild.errors import InputError, Problem, UsageError
 from mlcbuild.store.store import Store
@@ -93,7 +94,7 @@ def split(graph: Graph, only: Iterable[str], count: int, durations: Mapping[str,
     needed = graph.closure(chosen) if chosen else frozenset(graph.nodes)
     steps = [step for step in graph.steps() if step.name in needed]
     closures = _closures(graph, steps)
-    costs = _costs(steps, durations)
+    costs = step_costs(steps, durations)
     ends = sorted(step.name for step in steps if not any(user in needed for user in graph.users[step.name]))
     best = min(
         (_deal(_groups(ends, closures, costs, least), closures, costs, count) for least in _levels(costs)),
@@ -148,7 +149,7 @@ def _closures(graph: Graph, steps: Iterable[Step]) -> dict[str, frozenset[str]]:
     return closures
 
 
-def _costs(steps: Iterable[Step], durations: Mapping[str, int]) -> dict[str, int]:
+def step_costs(steps: Iterable[Step], durations: Mapping[str, int]) -> dict[str, int]:
     """Returns step name -> milliseconds: the recorded ones, or the median of its kind, or those of
     WEIGHTS.
     """
@@ -276,6 +277,14 @@ def recorded(graph: Graph, store: Store) -> dict[str, int]:
                 durations[step.name] = spent
                 break
     return durations
+
+
+def pending(graph: Graph, plan: Plan, store: Store, file: Path) -> dict[str, float]:
+    """Returns step -> seconds for the steps that a plan must run: what the step took last time in this store,
+    by the file of durations, or an estimate."""
+    names = {step.name for step in plan.steps if step.state != "hit"}
+    costs = step_costs(graph.steps(), {**read(file), **recorded(graph, Store(store.root))})
+    return {name: cost / 1000 for name, cost in costs.items() if name in names}
 
 
 def write(path: Path, durations: Mapping[str, int]) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from mlcbuild.ci import matrix as matrices
+from mlcbuild.ci import split as splits
 from mlcbuild.ci.ci_reports import headline
 from mlcbuild.cli.build import print_warnings, selection
 from mlcbuild.cli.listing import show
@@ -29,22 +30,34 @@ def matrix(arguments: argparse.Namespace) -> int:
 
 
 def shard(arguments: argparse.Namespace) -> int:
-    """Prints the split that `run --shard` uses; with --record, writes new durations first."""
-    session = open_session(arguments)
+    """Prints the split that `run --shard` uses, and what of it this store lacks; with --record, after writing
+    new durations."""
+    session, chosen = open_session(arguments), selection(arguments)
     if arguments.record:
         session.record_durations()
-    dealt = session.split(arguments.count, selection(arguments), print_warnings)
-    lines = []
+    dealt = session.split(arguments.count, chosen, print_warnings)
+    planned, file = session.over(()).plan(chosen).plan, durations(session.pipeline)
+    pending = splits.pending(session.pipeline.graph, planned, session.store, file)
+    lines, shards = [], []
     for index, part in enumerate(dealt.shards, 1):
-        lines.append(f"shard {index}/{arguments.count}: {duration(part.milliseconds / 1000)}")
-        lines += [f"  {name}" for name in part.steps]
-    path = durations(session.pipeline)
-    lines.append(f"split {dealt.identity}, {_basis(path.name if path.exists() else '')}")
-    document = {
-        "split": dealt.identity,
-        "shards": [{"steps": list(part.steps), "seconds": part.milliseconds / 1000} for part in dealt.shards],
-    }
-    show(arguments.json, document, lines)
+        left = [name for name in part.steps if name in pending]
+        seconds = sum(pending[name] for name in left)
+        shards.append(
+            {
+                "steps": list(part.steps),
+                "seconds": part.milliseconds / 1000,
+                "to_run": left,
+                "seconds_to_run": round(seconds, 3),
+            }
+        )
+        work = f"{duration(seconds)} for {len(left)} steps" if left else "nothing to run"
+        stored = len(part.steps) - len(left)
+        lines.append(
+            f"shard {index}/{arguments.count}: {work}" + (f", {stored} are stored" if stored else "")
+        )
+        lines += [f"  {name}" for name in left]
+    lines.append(f"split {dealt.identity}, {_basis(file.name if file.exists() else '')}")
+    show(arguments.json, {"split": dealt.identity, "shards": shards}, lines)
     return 0
 
 

@@ -22,7 +22,7 @@ version: 1
 models: {tiny: ./tiny}
 quantizations: [q4f16_1]
 targets: [host]
-compile: {context_window: 256, prefill_chunk: 128, max_batch: 8}
+compile: {context_window: 512, prefill_chunk: 128, max_batch: 8}
 """
 
 

@@ -122,7 +122,7 @@ def test_wrong_labels_and_counts_are_told(recipe: Path, store: Path) -> None:
 
 
 def test_settings_reach_the_jobs(tmp_path: Path) -> None:
-    text = "vars: {ctx: 128}\n" + QUICKSTART.replace("256", '"${ctx}"').replace("verify:", "#")
+    text = "vars: {ctx: 128}\n" + QUICKSTART.replace("512", '"${ctx}"').replace("verify:", "#")
     recipe = project(tmp_path / "a place", text)
     (job, *_) = jobs(recipe, tmp_path / "none", "--set", "ctx=256", "--allow-outside")
     words = shlex.split(str(job["arguments"]))
@@ -177,9 +177,19 @@ def test_recorded_durations_are_used(recipe: Path, store: Path, tmp_path: Path) 
     before = json.loads(checked(mlcbuild("shard", recipe, "--json", store=store)))
     checked(mlcbuild("run", recipe, store=store))
     words = checked(mlcbuild("shard", recipe, "--record", store=store))
+    assert re.fullmatch(r"shard 1/2: nothing to run, \d+ are stored", words.splitlines()[0])
+    assert len(words.splitlines()) == 3, "no step that is stored is listed"
     assert words.splitlines()[-1].endswith("by the durations in recipe.durations.json")
     kept = json.loads((recipe.parent / "recipe.durations.json").read_bytes())["milliseconds"]
     assert "verify/tiny-q0f32-host" in kept
+    forget(store, "verify/tiny-q0f32-host")
+    (again,) = [
+        part
+        for part in json.loads(checked(mlcbuild("shard", recipe, "--json", store=store)))["shards"]
+        if part["to_run"]
+    ]
+    assert again["to_run"] == ["verify/tiny-q0f32-host"]
+    assert again["seconds_to_run"] == kept["verify/tiny-q0f32-host"] / 1000, "as measured"
     after = json.loads(checked(mlcbuild("shard", recipe, "--json", store=tmp_path / "empty")))
     assert after["split"] != before["split"], "the file counts, not the store"
     nothing = mlcbuild("shard", recipe, "--record", store=tmp_path / "empty")

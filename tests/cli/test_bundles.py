@@ -179,7 +179,7 @@ def test_inspect_says_what_a_bundle_is(built: Path, capsys: Out) -> None:
     manifest = json.loads((built / BUNDLE / "bundle.json").read_bytes())
     assert facts["name"] == manifest["name"]
     assert facts["signature"] == manifest["signature"]
-    assert facts["limits"] == "context 256, prefill 128, batch 8"
+    assert facts["limits"] == "context 512, prefill 128, batch 8"
     assert f"top-1 agreement {manifest['verification']['top1_agreement']}" in facts["verified"]
     document = json.loads(said(capsys, 0, "inspect", BUNDLE, "--json")[0])
     assert {**manifest, "kernels": document["kernels"], "fallbacks": document["fallbacks"]} == document

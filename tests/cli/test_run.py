@@ -30,7 +30,7 @@ version: 1
 models: {tiny: ./tiny}
 quantizations: [q0f32]
 targets: [host]
-compile: {context_window: 256, prefill_chunk: 128, max_batch: 8}
+compile: {context_window: 512, prefill_chunk: 128, max_batch: 8}
 """
 
 

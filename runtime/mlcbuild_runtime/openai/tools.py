@@ -304,8 +304,16 @@ def in_words(messages: Sequence[Message], box: Toolbox | None, form: Form) -> li
 
 
 def _instructions(box: Toolbox, form: Form) -> str:
-    shown = "\n".join(
-        json.dumps({"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)})
-        for tool in box.described or box.tools
-    )
+    shown = "\n".join(_in_short(tool) for tool in box.described or box.tools)
     return f"Tools:\n{shown}\nTo call one, answer with a line such as\n{form.write('NAME', {})}"
+
+
+def _in_short(tool: Tool) -> str:
+    """Returns a tool as JSON of few tokens: no spaces, no empty description, no parameters where there are
+    none."""
+    shown: dict[str, Json] = {"name": tool.name}
+    if tool.description:
+        shown["description"] = tool.description
+    if tool.parameters != {"type": "object", "properties": {}}:
+        shown["parameters"] = dict(tool.parameters)
+    return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
