@@ -48,7 +48,7 @@ class StoredParts:
 
     def fault(self, message: str) -> CheckpointError:
         path = next(iter(self.tensors.values())).path
-        return CheckpointError(f"{path}: module '{printable(self.module)[:200]}' {message}")
+        return CheckpointError(f"{path}: module '{printable(self.module)[:200]}' {printable(message)}")
 
     def check(self, part: str, dtypes: Iterable[str], shape: tuple[int, ...]) -> Tensor:
         """Returns the module's tensor whose name ends with `part`. Raises CheckpointError if it is missing or

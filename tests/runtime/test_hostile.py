@@ -365,6 +365,41 @@ def test_no_call_on_a_large_body_keeps_other_threads_waiting(monkeypatch: pytest
     assert len(lengths) > 80 and max(lengths) < 100_000
 
 
+def test_large_bodies_wait_for_no_other_but_one_with_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constraint of another client's body may take a minute."""
+    import asyncio
+
+    from mlcbuild_runtime.http import body_reader
+    from starlette.requests import Request
+
+    def asking(body: object) -> Request:
+        data = json.dumps(body).encode()
+        assert len(data) > body_reader.SMALL
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": data, "more_body": False}
+
+        return Request({"type": "http", "headers": []}, receive)
+
+    many, long = {"prompt": [1] * 20_000}, {"prompt": "a" * 100_000}
+
+    async def run() -> None:
+        reader = body_reader.BodyReader(8 * MB)
+
+        async def read(body: object) -> object:
+            async with reader.body(asking(body)) as found:
+                return found
+
+        async with reader.body(asking(many)):
+            assert await asyncio.create_task(read(long)) == long
+            with pytest.raises(RequestError, match="as many large bodies as it may"):
+                await asyncio.create_task(read(many))
+        assert await read(many) == many
+
+    monkeypatch.setattr(body_reader, "TURN_SECONDS", 0.05)
+    asyncio.run(run())
+
+
 HALF = "\ud800"
 NO_TEXT: list[tuple[str, object]] = [
     (CHAT, {"messages": HI, HALF: 1}),

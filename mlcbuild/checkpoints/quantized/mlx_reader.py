@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlcbuild_format.fields import printable
+from mlcbuild_format.fields import describe, printable
 from mlcbuild_format.safetensors import Tensor
 
 from mlcbuild.checkpoints.bit_streams import Codes, unpacked
@@ -71,7 +71,7 @@ def _weight(parts: StoredParts, settings: Mapping[str, Any]) -> Tensor:
     if bits not in _BITS or bits != settings.get("bits") or bits * columns != 32 * words:
         raise parts.fault(
             f"has {words} words and {groups} groups in a row, which are not what its bits and group_size "
-            f"say: {str(settings.get('bits'))[:20]} and {str(group)[:20]}"
+            f"say: {describe(settings.get('bits'))} and {describe(group)}"
         )
     weight = parts.check("weight", ("U32",), (rows, words))
     scale = parts.check("scales", _FLOATS, (rows, groups))

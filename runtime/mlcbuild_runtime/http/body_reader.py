@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from anyio import CapacityLimiter, to_thread
 from mlcbuild_format.errors import RequestError
@@ -19,6 +19,11 @@ BODY_SECONDS = 60.0
 SMALL = 32 << 10
 """Maximum bytes of a body that is parsed in the event loop, which takes 10 ms at worst. Larger bodies are
 parsed on a thread, one at a time: 8 MiB may take a second and 150 MB of memory."""
+FEW_VALUES = 1 << 13
+"""Maximum values of a large body that may be processed beside others, which take up to 0.6 MB of memory
+besides their texts. Bodies with more values are processed one at a time."""
+TURN_SECONDS = 30.0
+"""Maximum seconds for which a body with many values waits for others: their constraints may take long."""
 MAX_LARGE = 64 << 20
 """Maximum bytes of all bodies together that are held in memory, not counting the first SMALL of each."""
 
@@ -36,12 +41,15 @@ class BodyReader:
 
     def __init__(self, most: int) -> None:
         """Prepares reading bodies. `most`: maximum bytes of one body."""
-        self._most, self._kept, self._lane = most, 0, CapacityLimiter(1)
+        self._most, self._kept = most, 0
+        self._parsing, self._processing = CapacityLimiter(1), CapacityLimiter(1)
 
     @asynccontextmanager
     async def body(self, request: Request) -> AsyncIterator[dict[str, Json]]:
-        """Returns the body, a JSON object, as a context: its memory is counted until the context ends. Raises
-        RequestError with status 408, 413, 415 or 503, or 400 for invalid content."""
+        """Returns the body, a JSON object, as a context: its memory is counted until the context ends.
+
+        Raises RequestError with status 408, 413, 415 or 503, or 400 for invalid content.
+        """
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise RequestError(
@@ -58,13 +66,28 @@ class BodyReader:
             if len(data) <= SMALL:
                 yield parse_body(bytes(data))
             else:
-                async with self._lane:
+                async with AsyncExitStack() as turn:
+                    if sum(map(data.count, b",[{")) > FEW_VALUES:
+                        await self._alone(turn)
                     try:
-                        yield await to_thread.run_sync(parse_body, bytes(data))
+                        yield await self._parsed(bytes(data))
                     finally:
                         await to_thread.run_sync(_trim)
         finally:
             self._kept -= max(0, len(data) - SMALL)
+
+    async def _parsed(self, data: bytes) -> dict[str, Json]:
+        async with self._parsing:
+            return await to_thread.run_sync(parse_body, data)
+
+    async def _alone(self, turn: AsyncExitStack) -> None:
+        """Waits until no other body with many values is being processed; `turn` ends that turn. Raises
+        RequestError after TURN_SECONDS."""
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await turn.enter_async_context(self._processing)
+        except TimeoutError:
+            raise _overloaded() from None
 
     async def _receive(self, request: Request, data: bytearray) -> None:
         try:
@@ -74,11 +97,7 @@ class BodyReader:
                     if len(data) + len(part) > self._most:
                         raise self._too_large()
                     if self._kept + more > MAX_LARGE:
-                        raise RequestError(
-                            "the server holds as many large bodies as it may: try later",
-                            code="overloaded",
-                            status=503,
-                        )
+                        raise _overloaded()
                     self._kept += more
                     data += part
         except TimeoutError:
@@ -90,3 +109,9 @@ class BodyReader:
         return RequestError(
             f"the body has more than {self._most} bytes", code="request_too_large", status=413
         )
+
+
+def _overloaded() -> RequestError:
+    return RequestError(
+        "the server holds as many large bodies as it may: try later", code="overloaded", status=503
+    )
