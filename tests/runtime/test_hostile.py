@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx
 import pytest
