@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import typegoldens
-from tests.libharness import EVERY, Session, compiled, pack
+from tests.libharness import EVERY, PAGE, Session, compiled, pack
 from tests.schemes import SCHEMES
 from tests.typegoldens import WINDOW
 
+BATCH = 4
 SAME_PROGRAM = {
     *(
         "arcee",
@@ -56,8 +58,12 @@ def test_type_gives_the_logits_of_transformers(
     name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     case, scheme = typegoldens.load(name, tmp_path), SCHEMES["q0f32"]
-    library = compiled(tmp_path_factory, case.config, scheme, context_window=WINDOW)
+    library = compiled(tmp_path_factory, case.config, scheme, context_window=WINDOW, max_batch=BATCH)
     session = Session(library / "model.so", pack(case.config, scheme, case.weights))
+    memory = json.loads((library / "library.json").read_bytes())["memory"]
+    assert memory["weights"] == sum(array.nbytes for array in session.stored.values())
+    pages = BATCH * WINDOW // PAGE
+    assert memory["kv_cache"] * session.num_pages == pages * np.from_dlpack(session.cache).nbytes
     tokens, expected = case.tokens, case.logits
     tolerance = 1e-4 * float(np.abs(expected).max())
 
