@@ -30,6 +30,10 @@ from mlcbuild.models import ModelConfig, Param, Piece, TensorNames, parameters, 
 from mlcbuild.models.tensor_names import other_names
 
 HEAD = "lm_head.weight"
+_ONLY_HEAD = (
+    "models for embeddings have none: set tie_word_embeddings to true in config.json, which changes no"
+    " embedding"
+)
 LINES = 60
 """Maximum number of problems that one error lists; further ones are only counted."""
 View: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -76,10 +80,10 @@ def locate(
     needed = {part.tensor: param for param, parts in table.items() for part in parts}
     if complete:  # If a file could not be read, it may hold the missing tensors.
         problems += index_faults(root / INDEX, index, stored, reason)
+        missing = [name for name in needed if name not in tensors]
+        remedy = _ONLY_HEAD if missing == [HEAD] else "fetch the whole checkpoint"
         problems += [
-            f"{root}: tensor '{name}' is missing ({param} needs it); fetch the whole checkpoint"
-            for name, param in needed.items()
-            if name not in tensors
+            f"{root}: tensor '{name}' is missing ({needed[name]} needs it); {remedy}" for name in missing
         ]
     unread = {name: reason(name) for name in tensors if name not in needed}
     problems += [

@@ -101,3 +101,15 @@ def test_embedding_models_have_names_without_prefix(tmp_path: Path) -> None:
     )
     for param in parameters(config):
         assert np.array_equal(first[param.name], second[param.name])
+
+
+def test_the_error_for_a_missing_head_names_the_remedy(tmp_path: Path) -> None:
+    values = json.loads((GOLDEN / "config.json").read_text()) | {"tie_word_embeddings": False}
+    stored = {
+        name: own for name, own in load_file(GOLDEN / "model.safetensors").items() if "lm_head" not in name
+    }
+    area, config = write(tmp_path / "small", values, stored), parsing.parse(values)
+    with pytest.raises(CheckpointError) as caught:
+        exact_weights.checkpoint(area, config, parsing.tensor_names(config))
+    (line,) = str(caught.value).splitlines()
+    assert "'lm_head.weight' is missing" in line and "set tie_word_embeddings to true" in line
