@@ -163,8 +163,6 @@ def patience(answer: bytes | None) -> str:
 
 
 MODELS = plain(b'{"data": [{"id": "m"}]}')
-
-
 SAID = {"choices": [{"text": "a"}]}
 
 

@@ -7,8 +7,6 @@ import pytest
 from mlcbuild.cli import main
 
 Out = pytest.CaptureFixture[str]
-
-
 BUNDLE = "dist/tiny-q4f16_1-host"
 
 

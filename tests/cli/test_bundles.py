@@ -99,8 +99,6 @@ def _other_facts(text: str) -> Callable[[Path], None]:
 
 
 EVERY = ("inspect", "verify", "serve", "chat")
-
-
 REFUSED: list[tuple[Callable[[Path], None], tuple[str, ...], str]] = [
     (lambda bundle: (bundle / ".DS_Store").touch(), EVERY, ".DS_Store: the manifest does not list this file"),
     (

@@ -24,7 +24,6 @@ from tests.hub import Hub
 from tests.runtime.shared import serving
 
 STORY = ROOT.parent / "shared" / "models" / "story"
-
 SMALL = """\
 version: 1
 models: {tiny: ./tiny}

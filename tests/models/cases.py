@@ -13,11 +13,7 @@ from mlcbuild.models import (
 from tests.configs import attention_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-
-
 VARIANTS = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
-
-
 Config = dict[str, Any]
 
 
@@ -32,9 +28,5 @@ def attention(config: ModelConfig) -> Attention:
 
 
 LLAMA3 = golden("llama-llama3-gqa")["rope_scaling"]
-
-
 YARN = golden("llama-yarn")["rope_parameters"]
-
-
 LONGROPE = golden("phi3-longrope-long")["rope_scaling"]

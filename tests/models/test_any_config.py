@@ -18,8 +18,6 @@ from mlcbuild.models.parsing import parse
 from tests.models.cases import LLAMA3, LONGROPE, VARIANTS, YARN, Config, golden
 
 NAMES = sorted({name for variant in VARIANTS for name in golden(variant)} | {"rope_parameters", "dtype", "x"})
-
-
 LEAVES = (
     st.none()
     | st.booleans()
@@ -30,11 +28,7 @@ LEAVES = (
         [0, 1, 2, 3, 6, 36, 2**20, 1e-300, 1e300, "yarn", "su", "llama3", "linear", "longrope", "silu"]
     )
 )
-
-
 INNER = sorted(set(LLAMA3) | set(YARN) | set(LONGROPE) | {"type", "mscale", "full_attention", "truncate"})
-
-
 ANYTHING = st.recursive(
     LEAVES,
     lambda inner: (

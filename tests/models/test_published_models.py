@@ -43,8 +43,6 @@ LLAMA_SWITCHES: Config = {
     "pretraining_tp": 1,
     "rope_scaling": None,
 }
-
-
 PHI3_MINI: Config = sizes(3072, 8192, 32, (32, 32), 32064) | {
     "_name_or_path": "Phi-3-mini-4k-instruct",
     "architectures": ["Phi3ForCausalLM"],
@@ -58,8 +56,6 @@ PHI3_MINI: Config = sizes(3072, 8192, 32, (32, 32), 32064) | {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-
-
 QWEN_SWITCHES: Config = {
     "max_window_layers": 24,
     "rope_theta": 1000000.0,

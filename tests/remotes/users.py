@@ -70,6 +70,4 @@ def statuses(result: RunResult) -> dict[str, str]:
 
 
 BUILT = {"a": "built", "b": "built", "c": "built"}
-
-
 REUSED = {"a": "reused", "b": "reused", "c": "reused"}

@@ -18,7 +18,7 @@ from .parrot import say
 from .shared import Server
 from .test_clients import run
 from .test_reasoning import TEMPLATE
-from .test_tools import HERMES, SCHEMA
+from .tool_forms import HERMES, SCHEMA
 
 HI: Json = [{"role": "user", "content": "hi"}]
 TOOL: Json = {"name": "add", "description": "Adds", "input_schema": SCHEMA}

@@ -68,8 +68,6 @@ def find_runtime() -> Path:
 
 
 _DYNAMIC, _RELRO, _INIT = 2, 0x6474E552, 12
-
-
 LIBRARIES: list[tuple[str, Damage, str]] = [
     ("four bytes", four_bytes, "it is truncated"),
     ("headers far away", elf(32, 1 << 63), "it is truncated"),

@@ -18,7 +18,7 @@ from . import parrot, shared
 from .parrot import say
 from .shared import Server
 from .test_reasoning import TEMPLATE
-from .test_tools import HERMES, SCHEMA
+from .tool_forms import HERMES, SCHEMA
 
 if TYPE_CHECKING:
     import ollama

@@ -26,7 +26,7 @@ from . import parrot
 from .grammars import TOKENIZERS, drawn
 from .parrot import say
 from .shared import Server
-from .test_tools import ADD, HERMES, NATIVE, SCHEMA
+from .tool_forms import ADD, HERMES, NATIVE, SCHEMA
 
 VOCABULARY = TOKENIZERS["json"].vocabulary
 LOOSE = Thinking("<think>", "</think>", False, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from collections.abc import Iterator
@@ -21,71 +20,15 @@ from mlcbuild_format.fields import Json
 from mlcbuild_runtime.openai import api
 from mlcbuild_runtime.openai.body import RequestBody
 from mlcbuild_runtime.openai.call_forms import Form
-from mlcbuild_runtime.openai.call_syntax import CallPiece, Reader
 from mlcbuild_runtime.openai.response_format import schema_constraint
-from mlcbuild_runtime.openai.tools import Tool, Toolbox, constraint, in_words, text_parameters, toolbox
+from mlcbuild_runtime.openai.tools import Toolbox, constraint, in_words, toolbox
+
+from tests.runtime.tool_forms import ADD, FORMS, HERMES, NATIVE, NOW, PLAIN, SCHEMA, pieces, tool
 
 from . import shared
 from .grammars import GRAMMARS, SIZE, TOKENIZERS, allowed_by, drawn
 from .shared import Server
 from .test_server import HI, post, with_template
-
-NATIVE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
-    "{% endfor %}{% endfor %}<|assistant|>"
-)
-SCHEMA: dict[str, Json] = {
-    "type": "object",
-    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", 'y{"}']}},
-    "required": ["a", "b"],
-    "additionalProperties": False,
-}
-ADD = Tool("add", "", SCHEMA)
-NOW = Tool("now", "The time", {"type": "object", "properties": {}, "additionalProperties": False})
-HERMES, PLAIN = Form.of(NATIVE), Form.of("{{ messages }}")
-SPECIAL = TOKENIZERS["tools"].vocabulary
-GLM = "{{ tools }}<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>"
-LLAMA = '{{ tools }} {"name": x, "parameters": y}'
-FORMS = {
-    "hermes": HERMES,
-    "plain": PLAIN,
-    "llama": Form.of(LLAMA),
-    "llama, tagged": Form.of(LLAMA, SPECIAL),
-    "mistral": Form.of("{{ tools }}[TOOL_CALLS]", SPECIAL),
-    "mistral, as text": Form.of("{{ tools }}[TOOL_CALLS]"),
-    "mistral, newer": Form.of("{{ tools }}[TOOL_CALLS]name[ARGS]", SPECIAL),
-    "qwen coder": Form.of("{{ tools }}<tool_call>\n<function=f>"),
-    "glm 4.5": Form.of(GLM, SPECIAL),
-    "glm 4.5, as text": Form.of(GLM),
-    "glm 4.7": Form.of(GLM.replace("\n", ""), SPECIAL),
-    "glm 4.7, as text": Form.of(GLM.replace("\n", "")),
-    "deepseek v3": Form.of("{{ tools }}<｜tool▁sep｜>f\n```json", SPECIAL),
-    "deepseek v3.1": Form.of("{{ tools }}<｜tool▁sep｜>", SPECIAL),
-    "kimi": Form.of("{{ tools }}<|tool_calls_section_begin|>", SPECIAL),
-    "function gemma": Form.of("{{ tools }}<start_function_call>", SPECIAL),
-    "function gemma, as text": Form.of("{{ tools }}<start_function_call>"),
-    "gemma 4": Form.of("{{ tools }}<|tool_call>", SPECIAL),
-}
-TEXTS = {tool.name: text_parameters(tool) for tool in (ADD, NOW)}
-
-
-def pieces(
-    text: str, form: Form, choice: str, seed: int | None = None, formatted: bool = False
-) -> list[CallPiece]:
-    """Returns the pieces of a text that comes in parts, with neighbours of one kind joined."""
-    reader, source, found = Reader(form, choice, formatted, TEXTS), random.Random(seed), list[CallPiece]()
-    while text:
-        size = len(text) if seed is None else source.randrange(1, 8)
-        part, text = text[:size], text[size:]
-        for piece in reader.read(part, last=not text):
-            if found and found[-1].kind == piece.kind != "call":
-                found[-1] = CallPiece(piece.kind, found[-1].text + piece.text)
-            else:
-                found.append(piece)
-    return found
 
 
 def shown(form: Form) -> dict[int, str]:
@@ -133,168 +76,6 @@ def test_every_answer_is_calls_or_has_its_format(form: str, seed: int) -> None:
         jsonschema.validate(json.loads(first.text), ANSWER)
 
 
-@pytest.mark.parametrize("seed", [None, *range(8)])
-def test_text_and_calls(seed: int | None) -> None:
-    call = HERMES.write("add", {"a": 1, "b": 'y{"}'})
-    found = pieces(f"Let me <tool see.\n{call}\n{call}", HERMES, "auto", seed)
-    assert found == [
-        CallPiece("text", "Let me <tool see.\n"),
-        *[CallPiece("call", "add"), CallPiece("arguments", '{"a": 1, "b": "y{\\"}"}')] * 2,
-    ]
-    assert pieces("no call <tool_cal", HERMES, "auto", seed) == [CallPiece("text", "no call <tool_cal")]
-    assert pieces("plain { text", PLAIN, "auto", seed) == [CallPiece("text", "plain { text")]
-    assert pieces(PLAIN.write("now", {}), PLAIN, "auto", seed) == [
-        CallPiece("call", "now"),
-        CallPiece("arguments", "{}"),
-    ]
-
-
-LOOK = "Let me see. "
-ARGUMENTS = '{"a": 1, "b": "y{\\"}"}'
-CALLED = [CallPiece("call", "add"), CallPiece("arguments", ARGUMENTS)]
-ONE = '{"name": "add", "arguments": ' + ARGUMENTS + "}"
-OTHER = ONE.replace("arguments", "parameters")
-QWEN = (
-    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n"
-    '<parameter=b>\ny{"}\n</parameter>\n</function>\n</tool_call>'
-)
-GLM45 = (
-    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n"
-    '<arg_key>b</arg_key>\n<arg_value>y{"}</arg_value>\n</tool_call>'
-)
-V3 = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
-V3_CALL = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{ARGUMENTS}\n```<｜tool▁call▁end｜>"
-V31_CALL = f"<｜tool▁call▁begin｜>add<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
-KIMI_CALL = (
-    "<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>" + ARGUMENTS + "<|tool_call_end|>"
-)
-KIMI = (
-    "<|tool_calls_section_begin|>"
-    + KIMI_CALL.replace("{}", "0", 1)
-    + KIMI_CALL.replace("{}", "1", 1)
-    + "<|tool_calls_section_end|>"
-)
-GEMMA = '<start_function_call>call:add{a:1,b:<escape>y{"}<escape>}<end_function_call>'
-GEMMA_4 = '<|tool_call>call:add{a:1,b:<|"|>y{"}<|"|>}<tool_call|>'
-STYLES = [
-    ("mistral", f"[TOOL_CALLS] [{ONE}, {ONE}]", [*CALLED, *CALLED]),
-    ("mistral", f"{LOOK}[TOOL_CALLS][{ONE}]", [CallPiece("text", LOOK), *CALLED]),
-    ("mistral", LOOK, [CallPiece("text", LOOK)]),
-    ("mistral, as text", f"{LOOK}[TOOL_CALLS] [{ONE}]", [CallPiece("text", LOOK), *CALLED]),
-    ("mistral, newer", f"[TOOL_CALLS]add[ARGS]{ARGUMENTS}" * 2, [*CALLED, *CALLED]),
-    ("mistral, newer", f"{LOOK}[TOOL_CALLS]add[ARGS]{ARGUMENTS}", [CallPiece("text", LOOK), *CALLED]),
-    ("llama, tagged", f"<|python_tag|>{OTHER}", CALLED),
-    ("llama, tagged", f"{OTHER}\n{OTHER}", [*CALLED, *CALLED]),
-    ("llama, tagged", f"{LOOK}<|python_tag|>{OTHER}", [CallPiece("text", LOOK), *CALLED]),
-    ("llama, tagged", LOOK, [CallPiece("text", LOOK)]),
-    ("llama", OTHER, CALLED),
-    ("qwen coder", f"{LOOK}{QWEN}\n{QWEN}", [CallPiece("text", LOOK), *CALLED, *CALLED]),
-    ("qwen coder", LOOK, [CallPiece("text", LOOK)]),
-    ("glm 4.5", f"{LOOK}\n{GLM45}\n{GLM45}", [CallPiece("text", f"{LOOK}\n"), *CALLED, *CALLED]),
-    ("glm 4.5, as text", f"{LOOK}\n{GLM45}", [CallPiece("text", f"{LOOK}\n"), *CALLED]),
-    ("glm 4.7", GLM45.replace("\n", "") * 2, [*CALLED, *CALLED]),
-    ("glm 4.7, as text", GLM45.replace("\n", ""), CALLED),
-    ("deepseek v3", f"{LOOK}{V3.format(V3_CALL)}", [CallPiece("text", LOOK), *CALLED]),
-    ("deepseek v3", V3.format(f"{V3_CALL}\n{V3_CALL}"), [*CALLED, *CALLED]),
-    ("deepseek v3.1", V3.format(V31_CALL * 2), [*CALLED, *CALLED]),
-    ("deepseek v3.1", LOOK, [CallPiece("text", LOOK)]),
-    ("kimi", f"{LOOK}{KIMI}", [CallPiece("text", LOOK), *CALLED, *CALLED]),
-    ("function gemma", f"{LOOK}{GEMMA}{GEMMA}", [CallPiece("text", LOOK), *CALLED, *CALLED]),
-    ("function gemma, as text", f"{LOOK}{GEMMA}", [CallPiece("text", LOOK), *CALLED]),
-    ("gemma 4", GEMMA_4 * 2, [*CALLED, *CALLED]),
-    ("gemma 4", LOOK, [CallPiece("text", LOOK)]),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "wanted"), STYLES)
-@pytest.mark.parametrize("seed", [None, 1, 2, 3])
-def test_styles_of_models_are_read_and_allowed(
-    name: str, text: str, wanted: list[CallPiece], seed: int | None
-) -> None:
-    form = FORMS[name]
-    assert pieces(text, form, "auto", seed) == wanted
-    assert_allowed(text, form, ADD)
-
-
-def assert_allowed(text: str, form: Form, tool: Tool) -> None:
-    """Asserts that an answer of a text is allowed, written with special tokens where it has their names."""
-    compiled = GRAMMARS["tools"].compiled(constraint(Toolbox((tool,), "auto", True), form, False), False)
-    matcher = compiled.matcher()
-    known = {token: SPECIAL.token_bytes(token) for token in range(SIZE)}
-    known |= {token: name.encode() for name, token in form.tokens.items()}
-    left = text.encode()
-    while left:
-        fitting = [token for token in allowed_by(matcher).nonzero()[0].tolist() if known[token]]
-        token = next((token for token in fitting if left.startswith(known[token])), None)
-        assert token is not None, left
-        matcher.take(token)
-        left = left.removeprefix(known[token])
-    assert allowed_by(matcher)[sorted(TOKENIZERS["tools"].eos)].all(), text
-
-
-EDIT = Tool(
-    "edit",
-    "",
-    {
-        "type": "object",
-        "properties": {
-            "code": {"type": "string"},
-            "lines": {"type": "array", "items": {"$ref": "#/$defs/line"}},
-            "force": {"type": "boolean"},
-            "note": {"type": ["string", "null"]},
-            "any": True,
-        },
-        "required": ["code"],
-        "$defs": {"line": {"type": "integer"}},
-    },
-)
-CODE = 'if a < b:\n\tprint("<x>")\n'
-
-
-TYPED = (
-    "qwen coder",
-    "glm 4.5",
-    "glm 4.5, as text",
-    "glm 4.7",
-    "hermes",
-    "kimi",
-    "function gemma",
-    "gemma 4",
-)
-
-
-@pytest.mark.parametrize("name", TYPED)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"code": CODE, "lines": [1, 22], "force": True, "note": "null", "any": {"a": [None]}},
-        {"code": "12", "note": ""},
-        {"code": ""},
-    ],
-)
-@pytest.mark.parametrize("seed", [None, 1, 2])
-def test_arguments_of_every_type(name: str, arguments: dict[str, Json], seed: int | None) -> None:
-    """Texts are written as they are, and read as texts even where they look like JSON."""
-    form, reader_texts = FORMS[name], {"edit": text_parameters(EDIT)}
-    text = f"{LOOK}{form.first}{form.write('edit', arguments)}{form.last}"
-    reader, source, written = Reader(form, "auto", False, reader_texts), random.Random(seed), ""
-    left = text
-    while left:
-        size = len(left) if seed is None else source.randrange(1, 8)
-        part, left = left[:size], left[size:]
-        written += "".join(
-            piece.text for piece in reader.read(part, last=not left) if piece.kind == "arguments"
-        )
-    assert json.loads(written) == arguments
-    assert_allowed(text, form, EDIT)
-
-
-def test_an_answer_that_is_cut_off_keeps_whole_arguments() -> None:
-    text = FORMS["qwen coder"].write("add", {"a": 1, "b": "x"})
-    found = pieces(text[: text.index("x\n")], FORMS["qwen coder"], "auto", 1)
-    assert found == [CallPiece("call", "add"), CallPiece("arguments", '{"a": 1')]
-
-
 def test_a_special_token_is_no_text() -> None:
     """Where calls begin with a special token, an answer cannot write its name instead, nor other tools."""
     compiled = GRAMMARS["tools"].compiled(
@@ -302,12 +83,6 @@ def test_a_special_token_is_no_text() -> None:
     )
     (first,) = allowed_by(compiled.matcher()).nonzero()[0].tolist()
     assert first == FORMS["mistral"].tokens["[TOOL_CALLS]"]
-
-
-def test_ids_are_what_a_template_takes() -> None:
-    """Mistral's templates refuse ids that are not nine letters and digits."""
-    assert re.fullmatch("[a-z0-9]{9}", FORMS["mistral"].call_id())
-    assert HERMES.call_id().startswith("call_")
 
 
 def test_a_free_answer_may_be_text_or_calls() -> None:
@@ -325,10 +100,6 @@ def test_a_free_answer_may_be_text_or_calls() -> None:
             matcher.take(letters[bytes([byte])])
         allowed = {vocabulary.token_bytes(int(token))[:1] for token in allowed_by(matcher).nonzero()[0]}
         assert allowed == {b"a"}
-
-
-def tool(**function: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f", **function}}
 
 
 def allowed(mode: str, *names: str) -> Json:

@@ -128,7 +128,8 @@ def test_fields_of_text() -> None:
     for value in ("", "a\nb", 1, "x" * 5000):
         with pytest.raises(ValueError, match="its step is not a line of text"):
             check_text("step", value)
-    for texts in ([], {"a": 1}):
+    wrong: tuple[Any, ...] = ([], {"a": 1})
+    for texts in wrong:
         with pytest.raises(ValueError, match="its tools does not map names to text"):
             check_texts("tools", texts)
 

@@ -1,0 +1,74 @@
+"""Forms in which models write tool calls, and tools to call."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from mlcbuild_format.fields import Json
+from mlcbuild_runtime.openai.call_forms import Form
+from mlcbuild_runtime.openai.call_syntax import CallPiece, Reader
+from mlcbuild_runtime.openai.tools import Tool, text_parameters
+
+from .grammars import TOKENIZERS
+
+NATIVE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}{% endfor %}<|assistant|>"
+)
+SCHEMA: dict[str, Json] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", 'y{"}']}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+ADD = Tool("add", "", SCHEMA)
+NOW = Tool("now", "The time", {"type": "object", "properties": {}, "additionalProperties": False})
+HERMES, PLAIN = Form.of(NATIVE), Form.of("{{ messages }}")
+SPECIAL = TOKENIZERS["tools"].vocabulary
+GLM = "{{ tools }}<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>"
+LLAMA = '{{ tools }} {"name": x, "parameters": y}'
+FORMS = {
+    "hermes": HERMES,
+    "plain": PLAIN,
+    "llama": Form.of(LLAMA),
+    "llama, tagged": Form.of(LLAMA, SPECIAL),
+    "mistral": Form.of("{{ tools }}[TOOL_CALLS]", SPECIAL),
+    "mistral, as text": Form.of("{{ tools }}[TOOL_CALLS]"),
+    "mistral, newer": Form.of("{{ tools }}[TOOL_CALLS]name[ARGS]", SPECIAL),
+    "qwen coder": Form.of("{{ tools }}<tool_call>\n<function=f>"),
+    "glm 4.5": Form.of(GLM, SPECIAL),
+    "glm 4.5, as text": Form.of(GLM),
+    "glm 4.7": Form.of(GLM.replace("\n", ""), SPECIAL),
+    "glm 4.7, as text": Form.of(GLM.replace("\n", "")),
+    "deepseek v3": Form.of("{{ tools }}<｜tool▁sep｜>f\n```json", SPECIAL),
+    "deepseek v3.1": Form.of("{{ tools }}<｜tool▁sep｜>", SPECIAL),
+    "kimi": Form.of("{{ tools }}<|tool_calls_section_begin|>", SPECIAL),
+    "function gemma": Form.of("{{ tools }}<start_function_call>", SPECIAL),
+    "function gemma, as text": Form.of("{{ tools }}<start_function_call>"),
+    "gemma 4": Form.of("{{ tools }}<|tool_call>", SPECIAL),
+}
+TEXTS = {tool.name: text_parameters(tool) for tool in (ADD, NOW)}
+
+
+def pieces(
+    text: str, form: Form, choice: str, seed: int | None = None, formatted: bool = False
+) -> list[CallPiece]:
+    """Returns the pieces of a text that comes in parts, with neighbours of one kind joined."""
+    reader, source, found = Reader(form, choice, formatted, TEXTS), random.Random(seed), list[CallPiece]()
+    while text:
+        size = len(text) if seed is None else source.randrange(1, 8)
+        part, text = text[:size], text[size:]
+        for piece in reader.read(part, last=not text):
+            if found and found[-1].kind == piece.kind != "call":
+                found[-1] = CallPiece(piece.kind, found[-1].text + piece.text)
+            else:
+                found.append(piece)
+    return found
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
