@@ -44,7 +44,7 @@ KINDS = (
     ("another system or file system", r"system|/dev/|/proc|Linux|macOS|other users|root"),
     ("a model", r"shared/models|checkpoint|GGUF"),
     ("a quiet machine", r"too busy"),
-    ("a GPU adapter", r"GPU adapter"),
+    ("a GPU adapter", r"GPU adapter|OpenCL"),
     ("MLCBUILD_TEST_EVERY", r"MLCBUILD_TEST_EVERY"),
     ("programs and packages", r"is not installed|pip install|neither oras"),
 )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Mapping
+from pathlib import Path
 
 from tests.conftest import ROOT, kind
 
@@ -75,3 +79,125 @@ def test_no_test_asserts_a_number_of_seconds() -> None:
                 assert not compared_with_numbers(node), f"{path}: {node.name}"
     (wrong,) = ast.parse("def test():\n a = time.time()\n assert time.time() - a < 2").body
     assert isinstance(wrong, ast.FunctionDef) and compared_with_numbers(wrong)
+
+
+LARGE = 100
+"""Lines of code, without docstrings and comments, from which a module needs a file of tests with its name."""
+PACKAGES = (ROOT / "mlcbuild", ROOT / "runtime" / "mlcbuild_format", ROOT / "runtime" / "mlcbuild_runtime")
+
+
+def lines_of_code(source: str) -> int:
+    """Returns the number of lines with code: no blank lines, comments or docstrings."""
+    tree = ast.parse(source)
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    strings = [node for node in texts if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    described = {n for node in strings for n in range(node.lineno, (node.end_lineno or 0) + 1)}
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    layout.add(tokenize.ENDMARKER)
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in layout:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - described)
+
+
+def large_modules() -> dict[str, Path]:
+    """Returns dotted name -> file of every module with LARGE lines of code or more."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted(package.rglob("*.py")):
+            if lines_of_code(path.read_text()) >= LARGE:
+                parts = path.relative_to(package.parent).with_suffix("").parts
+                found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+KERNELS = "each kernel of a CPU is compiled for all instruction sets and run beside NumPy in tests/compiler"
+LAUNCHES = "programs of GPUs run on an adapter beside the reference, in tests/compiler/test_gpu_blocks.py"
+TESTED_TOGETHER: Mapping[str, str] = {
+    "mlcbuild.bench.generator": "bench/test_bench.py",
+    "mlcbuild.build.cluster.client": "build/test_cluster.py",
+    "mlcbuild.build.cluster.site": "build/test_cluster.py",
+    "mlcbuild.bundles.assemble": "bundles/test_bundle.py",
+    "mlcbuild.bundles.publish.artifact": "bundles/test_publish.py",
+    "mlcbuild.bundles.reference_blocks": "bundles/test_reference.py",
+    "mlcbuild.checkpoints.conversion": "checkpoints/test_weights.py",
+    "mlcbuild.checkpoints.gguf_pretokenizers": "checkpoints/test_gguf_tokenizer.py",
+    "mlcbuild.checkpoints.gguf_tensors": "checkpoints/test_gguf_file.py",
+    "mlcbuild.checkpoints.gguf_vocabulary": "checkpoints/test_gguf_tokenizer.py",
+    "mlcbuild.checkpoints.hub": "checkpoints/test_fetch.py",
+    "mlcbuild.checkpoints.mapping": "checkpoints/test_checkpoint.py",
+    "mlcbuild.checkpoints.quantized.bitsandbytes_reader": "checkpoints/test_quantized_tables.py",
+    "mlcbuild.checkpoints.quantized.compressed_tensors_reader": "checkpoints/test_quantized_compressed.py",
+    "mlcbuild.checkpoints.row_reader": "checkpoints/test_lora.py",
+    "mlcbuild.checkpoints.stored_parts": "checkpoints/test_quantized_gptq.py",
+    "mlcbuild.checkpoints.torch_pickle": "checkpoints/test_torch_files.py",
+    "mlcbuild.ci.affected": "ci/test_ci.py",
+    "mlcbuild.cli.build": "cli/test_run.py",
+    "mlcbuild.cli.receipts": "store/test_receipt.py",
+    "mlcbuild.compiler.cpu.isa": "compiler/test_kernels_code.py",
+    "mlcbuild.compiler.cpu.ops": "compiler/test_decoder.py",
+    "mlcbuild.compiler.cpu.parts": "compiler/test_decoder.py",
+    "mlcbuild.compiler.program.functions": "compiler/test_decoder.py",
+    "mlcbuild.installed.entries": "cli/test_everyday.py",
+    "mlcbuild.models.family": "models/test_type_names.py",
+    "mlcbuild.models.rope": "models/test_models.py",
+    "mlcbuild.outcomes": "test_session.py",
+    "mlcbuild.prospect": "test_pipeline.py",
+    "mlcbuild.quant.block_packing": "quant/test_blocks.py",
+    "mlcbuild.recipe.cells": "recipe/test_recipe_faults.py",
+    "mlcbuild.recipe.settings": "recipe/test_recipe_faults.py",
+    "mlcbuild.recipe.sources": "recipe/test_recipe_faults.py",
+    "mlcbuild.remotes.archive": "store/test_trust.py",
+    "mlcbuild.remotes.client": "remotes/test_failing_remotes.py",
+    "mlcbuild.remotes.link": "remotes/test_sharing.py",
+    "mlcbuild.reports.chart": "reports/test_page.py",
+    "mlcbuild.targets.presets": "targets/test_targets.py",
+    "mlcbuild_format.program_json": "test_program.py",
+    "mlcbuild_runtime.chat.conversation": "runtime/test_chat.py",
+    "mlcbuild_runtime.chat.line_input": "runtime/test_chat.py",
+    "mlcbuild_runtime.chat.server_model": "runtime/test_chat.py",
+    "mlcbuild_runtime.devices.cpu_tensors": "runtime/test_tensors.py",
+    "mlcbuild_runtime.devices.gpu_program": "runtime/test_gpu.py",
+    "mlcbuild_runtime.engine.loop": "runtime/test_engine.py",
+    "mlcbuild_runtime.http.arguments": "runtime/test_features.py",
+    "mlcbuild_runtime.http.ollama_endpoints": "runtime/test_ollama.py",
+    "mlcbuild_runtime.http.serve": "runtime/test_server.py",
+    "mlcbuild_runtime.openai.anthropic_request": "runtime/test_anthropic.py",
+    "mlcbuild_runtime.openai.anthropic_stream": "runtime/test_anthropic.py",
+    "mlcbuild_runtime.openai.bare_arguments": "runtime/test_call_syntax.py",
+    "mlcbuild_runtime.openai.body": "runtime/test_api.py",
+    "mlcbuild_runtime.openai.call_forms": "runtime/test_call_syntax.py",
+    "mlcbuild_runtime.openai.chat_documents": "runtime/test_server.py",
+    "mlcbuild_runtime.openai.llama_completion": "runtime/test_llama_server.py",
+    "mlcbuild_runtime.openai.messages": "runtime/test_api.py",
+    "mlcbuild_runtime.openai.ollama_request": "runtime/test_ollama.py",
+    "mlcbuild_runtime.openai.openapi": "runtime/test_clients.py",
+    "mlcbuild_runtime.openai.responses_request": "runtime/test_responses.py",
+    "mlcbuild_runtime.openai.responses_stream": "runtime/test_responses.py",
+    "mlcbuild_runtime.openai.service": "runtime/test_app.py",
+    "mlcbuild_runtime.text.child": "runtime/test_chat_template.py",
+    "mlcbuild_runtime.text.vocabulary": "runtime/test_tokenizer.py",
+}
+"""Large module -> the file of tests that tests it together with others. New modules have a file of their own;
+whoever writes one for a module of this list removes the line."""
+TESTED_BY_ROOM: Mapping[str, str] = {
+    "mlcbuild.compiler.cpu.kernels.": KERNELS,
+    "mlcbuild.compiler.gpu.": LAUNCHES,
+}
+"""Beginning of module names -> the reason why these modules have no tests of their own."""
+
+
+def test_every_large_module_has_a_file_of_tests() -> None:
+    tests = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    without = {
+        name
+        for name in large_modules()
+        if f"test_{name.rpartition('.')[2]}" not in tests and not name.startswith(tuple(TESTED_BY_ROOM))
+    }
+    new = sorted(without - TESTED_TOGETHER.keys())
+    assert not new, "write a file of tests with the name of each of these modules"
+    old = sorted(TESTED_TOGETHER.keys() - without)
+    assert not old, "these have tests now, or are small: remove the lines"
+    missing = {file for file in TESTED_TOGETHER.values() if not (ROOT / "tests" / file).is_file()}
+    assert not missing

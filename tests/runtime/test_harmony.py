@@ -23,7 +23,7 @@ from .grammars import TOKENIZERS, drawn
 from .parrot import say
 from .shared import Server
 from .test_server import post
-from .test_tools import ADD, NOW, SCHEMA
+from .tool_forms import ADD, NOW, SCHEMA
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ reasoning_effort }}"
