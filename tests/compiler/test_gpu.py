@@ -23,6 +23,7 @@ from mlcbuild.models import Dense
 from mlcbuild.targets.backends import GPU_LAYOUTS
 from tests import gpu_harness
 from tests.libharness import EVERY, golden, pack, unpacked
+from tests.opencl_program import through_opencl
 from tests.schemes import SCHEMES
 
 # One process builds the program that most tests run, and software adapters compile its kernels for minutes.
@@ -101,8 +102,27 @@ def test_steps_in_one_submit_draw_what_single_steps_draw(model: GpuExecutor) -> 
     found = model.steps(start, [GREEDY] * 3, ended)
     assert found == expected[: next(i for i, row in enumerate(expected) if row[1] == expected[2][1]) + 1]
     model.interrupt()
-    assert len(model.steps(start, [GREEDY] * 3, following)) == 4, "an interrupt ends it after one submit"
+    assert len(model.steps(start, [GREEDY] * 3, following)) == 1, "an interrupted executor makes one step"
     model.resume()
+
+
+def test_the_same_program_gives_the_same_tokens_through_opencl(model: GpuExecutor) -> None:
+    """Another compiler and another host run the launches of the adapter's program."""
+    own, scheme = golden("qwen3"), SCHEMES[str(model.manifest.scheme["name"])]
+    other = through_opencl(model, own.config, scheme)
+    assert worst(score(other, own.tokens), score(model, own.tokens)) < 5e-3
+    assert worst(score(other, own.tokens, chunk=1), score(model, own.tokens, chunk=1)) < 5e-3
+    drawn = list[list[list[int]]]()
+    for executor in (model, other):
+        parts = sequences(3)
+        first = executor.step(ModelStep.of(parts), [GREEDY] * 3).tokens
+        start = ModelStep.of(
+            [([token], length + 1, pages) for token, (_, length, pages) in zip(first, parts, strict=True)]
+        )
+        following = FollowingSteps([[0.0] * 3] * 9, [False] * 3, ())
+        drawn.append([first, *executor.steps(start, [GREEDY] * 3, following)])
+    other.close()
+    assert drawn[0] == drawn[1]
 
 
 def test_masks_leave_the_tokens_that_they_allow(model: GpuExecutor) -> None:
@@ -172,6 +192,15 @@ def test_a_program_is_the_same_in_every_directory(model: GpuExecutor, tmp_path: 
     assert all((model.path / name).read_bytes() == data for name, data in files.items())
     program = program_json.parse(parse_json(files[Path("program.json")]))
     assert max(len(shader.bindings) for shader in program.kernels.values()) <= 8
+
+
+def test_the_memory_of_a_library_is_what_its_executor_allocates(model: GpuExecutor) -> None:
+    """Plans add up these numbers, before a device is there."""
+    program, memory = model.device.program, model.manifest.memory
+    allocated = sum(program.param_bytes().values()) + sum(program.buffer_bytes(model.pages).values())
+    assert model.pages == model.limits.pages
+    assert allocated == model.device.allocated_bytes
+    assert abs(memory.total - allocated) <= 0.01 * allocated
 
 
 def test_blocks_without_kernels_are_named() -> None:

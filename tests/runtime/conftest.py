@@ -59,6 +59,20 @@ def numpy_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def webgpu_toy_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the bundle of gpu_toy.py for this machine's GPU adapter, which may be one in software. Read
+    only."""
+    needs("mlcbuild")
+    needs("wgpu")
+
+    def build(out: Path) -> None:
+        script = Path(__file__).with_name("gpu_toy.py")
+        subprocess.run([sys.executable, str(script), str(out)], check=True, env=shared.environment(BUILDER))
+
+    return shared.once(tmp_path_factory, "webgpu_toy", build)
+
+
+@pytest.fixture(scope="session")
 def toy_bundle(cpu_toy_bundle: Path) -> Path:
     """Returns the toy bundle; modules that test several devices override it. Read only: `toy_copy` may be
     changed."""

@@ -60,6 +60,7 @@ def evaluate(browser: Browser, body: str) -> Any:
 
 
 ENGINE = """
+    window.engine ??= await (await import("./index.js")).loadEngine("bundle/");
     const create = (content, more) => window.engine.chat.completions.create(
         { messages: [{ role: "user", content }], temperature: 0, ...more });
     const sum = "What is 20 + 11?";
@@ -78,7 +79,6 @@ def test_the_page_chats(page: Browser) -> None:
 
 
 def test_the_program_of_the_readme_prints_an_answer(page: Browser) -> None:
-    """It loads the engine that the tests below use."""
     (program,) = re.findall(r"^```js\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
     program = re.sub(r'import (.*) from (".*");', r"const \1 = await import(\2);", program)
     program = program.replace("const engine =", "const engine = window.engine =")
@@ -107,14 +107,6 @@ def test_the_engine_answers_the_held_out_questions(page: Browser) -> None:
     assert right >= QUESTIONS - 2, list(zip(answers, pairs, strict=True))
 
 
-def test_files_that_are_stored_are_not_downloaded_again(page: Browser) -> None:
-    body = f"""{ENGINE}
-        const resources = performance.getEntriesByType("resource").map((entry) => entry.name);
-        return resources.filter((name) => name.includes("/bundle/"));"""
-    resources = evaluate(page, body)
-    assert [name.rpartition("/")[2] for name in resources] == ["bundle.json"]
-
-
 BUNDLES = """
     const { Bundle } = await import("./bundle.js");
     const open = (options) => Bundle.open("bundle/", options);
@@ -123,6 +115,17 @@ BUNDLES = """
     const downloads = () => performance.getEntriesByType("resource").filter(ours).length;
     const store = await caches.open("mlcbuild-files");
 """
+
+
+def test_files_that_are_stored_are_not_downloaded_again(page: Browser) -> None:
+    body = f"""{BUNDLES}
+        performance.clearResourceTimings();
+        const size = (await (await open()).bytes(path)).length;
+        const resources = performance.getEntriesByType("resource").map((entry) => entry.name);
+        return [size, resources.filter((name) => name.includes("/bundle/"))];"""
+    size, resources = evaluate(page, body)
+    assert size > 500_000
+    assert [name.rpartition("/")[2] for name in resources] == ["bundle.json"]
 
 
 def test_two_pages_download_a_file_once_and_mend_what_is_damaged(page: Browser) -> None:
@@ -216,12 +219,13 @@ def test_requests_wait_for_each_other_and_end_early(page: Browser) -> None:
 
 
 def test_a_lost_device_and_a_freed_one_are_named(page: Browser) -> None:
-    """The last test of this page: the engine in it ends."""
+    """It is the last test of this page; another one after it would load the model again."""
     body = f"""{ENGINE}
         window.engine.device.device.destroy();
         const lost = await message(create("hi"));
         window.engine.unload();
         const unloaded = await message(create("hi"));
+        window.engine = undefined;
         return [lost, unloaded];"""
     lost, unloaded = evaluate(page, body)
     assert "was lost (" in lost and lost.endswith("load the model again")

@@ -1,7 +1,8 @@
-"""The engine over the toy model, whose tokens depend on the whole sequence before them, on two devices."""
+"""The engine over the toy model, whose tokens depend on the whole sequence before them, on all devices."""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -31,6 +32,8 @@ from . import toy
 from .wrapped import Stepwise, is_decode
 
 GREEDY = Sampling(temperature=0)
+EVERY = "MLCBUILD_TEST_EVERY" in os.environ
+"""True if the tests that use `toy_bundle` run on a GPU adapter, too; test_executor.py always does."""
 POISON = 111
 """Prompt token on which the faulty model fails."""
 
@@ -64,7 +67,7 @@ def start(
     return Engine(wrap(executor), tokenizer, EngineOptions(**options)).start()
 
 
-@pytest.fixture(scope="module", params=["cpu", "numpy"])
+@pytest.fixture(scope="module", params=["cpu", "numpy", *(["webgpu"] if EVERY else [])])
 def toy_bundle(request: pytest.FixtureRequest) -> Path:
     """Returns the toy on each device: the engine knows none of them."""
     bundle: Path = request.getfixturevalue(f"{request.param}_toy_bundle")

@@ -19,7 +19,7 @@ from . import toy
 GREEDY: SamplingRow = (0.0, -np.inf, 1.0, 0.0, 0.0)
 
 
-@pytest.fixture(params=["cpu", "numpy"])
+@pytest.fixture(params=["cpu", "numpy", "webgpu"])
 def executor(request: pytest.FixtureRequest) -> Executor:
     bundle: Path = request.getfixturevalue(f"{request.param}_toy_bundle")
     return loading.load(bundle, pages=8)

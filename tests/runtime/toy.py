@@ -55,7 +55,8 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 def write(out: Path, device: str = "cpu") -> None:
     """Writes the whole bundle below the directory `out`.
 
-    device: "cpu", whose library is compiled, or "numpy", for the executor of numpy_executor.py.
+    device: "cpu", whose library is compiled; "numpy", for the executor of numpy_executor.py; or "webgpu",
+    whose program gpu_toy.py has written.
     """
     from mlcbuild_format import bundle
 
@@ -75,11 +76,13 @@ def write(out: Path, device: str = "cpu") -> None:
     if device == "cpu":
         export(out / library, json.dumps(metadata))
     else:
-        library, target = "model.json", {**TARGET, "device": device, "output": "program"}
-        (out / library).write_text(json.dumps({"vocab_size": VOCAB}))
+        library = "program.json" if device == "webgpu" else "model.json"
+        target = {**TARGET, "device": device, "output": "program"}
+        if device == "numpy":
+            (out / library).write_text(json.dumps({"vocab_size": VOCAB}))
     write_weights(out / "weights-00001-of-00001.safetensors", digest)
     write_tokenizer(out)
-    names = sorted(path.name for path in out.iterdir())
+    names = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     manifest = bundle.Manifest(
         name="toy-q0f32-host",
         model=bundle.Model("toy", "toy", CONFIG),

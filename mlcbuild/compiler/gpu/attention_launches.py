@@ -70,7 +70,7 @@ def attention_launches(
         return _latent_attention(build, index, layer, rows)
     base = f"layers.{index}.attn"
     launches = build.normed(f"{base}_norm", layer, rows)
-    launches.append(build.normed_product(f"{base}.qkv.weight", f"{base}_norm", layer, rows, "qkv"))
+    launches += build.normed_product(f"{base}.qkv.weight", f"{base}_norm", layer, rows, "qkv")
     launches += _prepare_heads(build, index, layer.mixer)
     launches += _attend(build, index, layer, rows)
     adding = build.residual_product(f"{base}.o.weight", f"{base}_post_norm", layer, rows, "attended")
@@ -134,7 +134,7 @@ def _latent_attention(
     sizes = (mixer.heads, mixer.latent, mixer.head_dim, mixer.rope_dim, build.limits.context_window)
     spec, cache = LatentSpec(*sizes), attention_spec(build, index, layer).cache
     launches = build.normed(f"{base}_norm", layer, rows) + _queries(build, base, layer, rows)
-    launches.append(build.normed_product(f"{base}.kv_a.weight", f"{base}_norm", layer, rows, "latents"))
+    launches += build.normed_product(f"{base}.kv_a.weight", f"{base}_norm", layer, rows, "latents")
     table = {"inputs": "inputs", "table": f"rope.{mixer.rope}"}
     split: Buffers = {"queries": "queries", "plain": "plain", "query": "query", **table}
     launches.append(build.launch(latent_heads.split_queries, (spec, places), {"n": "n"}, split))
@@ -162,18 +162,18 @@ def _queries(build: LaunchBuilder, base: str, layer: LayerSpec, rows: int | None
     mixer, norm_name = layer.mixer, f"{base}_norm"
     assert isinstance(mixer, LatentAttention)
     if not mixer.query_latent:
-        return [build.normed_product(f"{base}.q.weight", norm_name, layer, rows, "queries")]
+        return build.normed_product(f"{base}.q.weight", norm_name, layer, rows, "queries")
     first = build.normed_product(f"{base}.q_a.weight", norm_name, layer, rows, "query_latent")
     name = f"{base}.q_a_norm"
     norm = build.norm(name, RmsNorm(mixer.eps), mixer.query_latent)
     if rows is not None:
         spec = build.product(f"{base}.q_b.weight", norm=norm)
         buffers: Buffers = {"x": "query_latent", "y": "queries", **build.norm_buffers(name, norm)}
-        return [first, build.multiply(f"{base}.q_b.weight", spec, rows, buffers)]
+        return [*first, build.multiply(f"{base}.q_b.weight", spec, rows, buffers)]
     normed: Buffers = {"x": "query_latent", "y": "query_normed", **build.norm_buffers(name, norm)}
     spec = build.product(f"{base}.q_b.weight")
     return [
-        first,
+        *first,
         build.launch(norm_rows.norm, (norm,), {"n": "n"}, normed),
         build.multiply(f"{base}.q_b.weight", spec, rows, {"x": "query_normed", "y": "queries"}),
     ]

@@ -57,13 +57,14 @@ def expert_launches(
     the residual stream. base: prefix of the feed-forward's parameter names; norm_name: the norm before it;
     rows: as in layer_launches.py.
     """
-    block, mixture = layer.feed_forward, _Mixture(build, base, norm_name, layer, rows)
+    block = layer.feed_forward
     assert isinstance(block, Experts)
     router = build.normed_product(f"{base}.router.weight", norm_name, layer, rows, "router")
     choices: dict[str, str | BoundBuffer] = {"logits": "router", "routes": "routes", "shares": "shares"}
     if block.router.correction:
         choices["correction"] = f"{base}.router.correction"
-    before = [router, build.launch(expert_choice.route, (block,), {"n": "n"}, choices)]
+    before = [*router, build.launch(expert_choice.route, (block,), {"n": "n"}, choices)]
+    mixture = _Mixture(build, base, norm_name, layer, rows)
     own, adding = mixture.prompt() if rows is None else mixture.decode()
     shared, added = mixture.shared()
     return [*before, *own, *shared], [*adding, *added, *mixture.after()]
@@ -81,7 +82,8 @@ class _Mixture:
         self._layer, self._rows, self._block = layer, rows, block
         self._gate: Gate = block.activation if block.clamp is None else block.clamp
         self._choices: Expression = ("mul", "n", block.chosen)
-        self._to = "x" if layer.norms.after is None else "delta"
+        stream = "x" if rows is None else build.stream.buffer
+        self._to = stream if layer.norms.after is None else "delta"
         self._scale = layer.residual_scale if layer.norms.after is None else 1.0
 
     def decode(self) -> tuple[list[Launch], list[Launch]]:
@@ -172,16 +174,16 @@ class _Mixture:
         launches, norm_name, layer = [], self._norm_name, self._layer
         if block.shared_gate:
             name = f"{self._base}.shared_gate.weight"
-            launches.append(build.normed_product(name, norm_name, layer, rows, "row_gate"))
+            launches += build.normed_product(name, norm_name, layer, rows, "row_gate")
         name = f"{base}.gate_up.weight"
         if rows is None:
-            launches.append(build.normed_product(name, norm_name, layer, rows, "pair"))
+            launches += build.normed_product(name, norm_name, layer, rows, "pair")
             pair = {"pair": "pair", "y": "gated"}
             gated = (block.shared_size, block.activation)
             launches.append(build.launch(norm_rows.gated, gated, {"n": "n"}, pair))
         else:
             fused: dict[str, Any] = {"outputs": block.shared_size, "gate": block.activation}
-            launches.append(build.normed_product(name, norm_name, layer, rows, "gated", **fused))
+            launches += build.normed_product(name, norm_name, layer, rows, "gated", **fused)
         spec = build.product(
             f"{base}.down.weight", residual=True, scale=self._scale, row_gate=block.shared_gate
         )
@@ -194,4 +196,4 @@ class _Mixture:
         """Returns the launch of the norm after the experts; an empty list if the layer has none."""
         if self._layer.norms.after is None:
             return []
-        return [self._build.add_normed(f"{self._base}_post_norm", self._layer)]
+        return self._build.add_normed(f"{self._base}_post_norm", self._layer, self._rows)

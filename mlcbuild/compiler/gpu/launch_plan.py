@@ -44,7 +44,7 @@ class GpuDecoder:
         emitter.function(
             "head", {own: ({"q": most}, [self._select(), *self._head(own)]) for own, most in head.items()}
         )
-        self._choice()
+        self.emit_choice()
         tensors = quant.stored_parameters(parameters(config), build.scheme)
         params = tuple((item.name, list(item.shape), item.dtype, item.layout) for item in tensors)
         return Program(
@@ -72,6 +72,8 @@ class GpuDecoder:
     def _buffers(self) -> None:
         build, config, emitter = self.build, self.build.config, self.build.emitter
         columns: dict[str, int] = {"x": config.hidden_size, "normed": config.hidden_size}
+        if any(layer.norms.after is not None for layer in config.layers):
+            columns["x_next"] = config.hidden_size
         parts = 0
         for layer, index in {layer: index for index, layer in enumerate(config.layers)}.items():
             parts = max(parts, attention_spec(build, index, layer).part_columns)
@@ -113,7 +115,7 @@ class GpuDecoder:
         launches = self._embedding()
         for index, layer in enumerate(self.build.config.layers):
             launches += layer_launches(self.build, index, layer, rows)
-        return launches
+        return [*launches, *self.build.settle()]
 
     def _embedding(self) -> list[Launch]:
         build, config, launches = self.build, self.build.config, list[Launch]()
@@ -170,7 +172,7 @@ class GpuDecoder:
             launches.append(build.multiply(name, spec, rows, buffers, "q"))
         return launches
 
-    def _choice(self) -> None:
+    def emit_choice(self) -> None:
         """Adds the functions from logits to tokens, and from tokens to the inputs of the next step."""
         build = self.build
         vocab, most = build.config.vocab_size, {"q": build.calls.logit_rows}

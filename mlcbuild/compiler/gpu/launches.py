@@ -17,6 +17,7 @@ from mlcbuild.compiler.gpu.kernels import norm_rows, product, tile_product
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
 from mlcbuild.compiler.gpu.kernels.product import ProductSpec
 from mlcbuild.compiler.gpu.kernels.storage import stored_as
+from mlcbuild.compiler.gpu.residual_stream import OTHER, PendingSum, ResidualStream, can_add
 from mlcbuild.models import LayerSpec, ModelConfig, Param, parameters
 from mlcbuild.models.layers import Norm
 from mlcbuild.quant import Storage
@@ -36,6 +37,7 @@ class LaunchBuilder:
     binding_bytes: int = GUARANTEED.binding_bytes
     """Maximum bytes of a buffer that a kernel may bind; larger tables are bound in parts."""
     emitter: Emitter = field(default_factory=Emitter)
+    stream: ResidualStream = field(default_factory=ResidualStream)
 
     @cached_property
     def params(self) -> Mapping[str, Param]:
@@ -151,40 +153,75 @@ class LaunchBuilder:
         parameters of that norm).
         """
         if layer.norms.before is None:
-            return "x", None, {}
+            return "x" if rows is None else self.stream.buffer, None, {}
         if rows is None:
             return "normed", None, {}
         norm = self.norm(norm_name, layer.norms.before, self.config.hidden_size)
-        return "x", norm, self.norm_buffers(norm_name, norm)
+        return self.stream.buffer, norm, self.norm_buffers(norm_name, norm)
 
     def normed_product(
         self, name: str, norm_name: str, layer: LayerSpec, rows: int | None, out: str, **options: Any
-    ) -> Launch:
-        """Returns the launch for out = norm(x) W^T. In prompts it reads the buffer that the launch of
-        `normed` has written. options: fields of the ProductSpec.
+    ) -> list[Launch]:
+        """Returns the launches for out = norm(x) W^T, after a pending sum is added to x. In prompts they read
+        the buffer that the launch of `normed` has written. options: fields of the ProductSpec.
         """
-        source, norm, buffers = self.normed_source(norm_name, layer, rows)
-        spec = self.product(name, norm=norm, **options)
-        return self.multiply(name, spec, rows, {"x": source, "y": out, **buffers})
+        _, norm, _ = self.normed_source(norm_name, layer, rows)
+        spec, first = self.product(name, norm=norm, **options), list[Launch]()
+        pending, added = self.stream.pending if rows is not None else None, dict[str, str | BoundBuffer]()
+        if pending is not None and can_add(pending, spec):
+            spec = replace(spec, added=pending.norm, added_scale=pending.scale)
+        elif pending is not None:
+            first, pending = self.settle(), None
+        source, _, buffers = self.normed_source(norm_name, layer, rows)
+        if pending is not None:
+            after = self.norm_buffers(pending.name, pending.norm, ("post_weight", "post_shift"))
+            self.stream.buffer, self.stream.pending = OTHER[source], None
+            added = {"delta": "delta", "sum": self.stream.buffer, **after}
+        return [*first, self.multiply(name, spec, rows, {"x": source, "y": out, **buffers, **added})]
 
     def residual_product(
         self, name: str, post_name: str, layer: LayerSpec, rows: int | None, source: str
     ) -> list[Launch]:
         """Returns the launches for x += source W^T, with a norm in between if the layer has one. post_name:
-        that norm.
+        that norm. In decoding a later launch may add the normalized sum.
         """
         if layer.norms.after is None:
             spec = self.product(name, residual=True, scale=layer.residual_scale)
-            return [self.multiply(name, spec, rows, {"x": source, "y": "x"})]
+            out = "x" if rows is None else self.stream.buffer
+            return [self.multiply(name, spec, rows, {"x": source, "y": out})]
         first = self.multiply(name, self.product(name), rows, {"x": source, "y": "delta"})
-        return [first, self.add_normed(post_name, layer)]
+        return [first, *self.add_normed(post_name, layer, rows)]
 
-    def add_normed(self, post_name: str, layer: LayerSpec) -> Launch:
-        """Returns the launch for x += norm(delta), the norm after a half of a layer."""
+    def add_normed(self, post_name: str, layer: LayerSpec, rows: int | None) -> list[Launch]:
+        """Returns the launch for x += norm(delta), the norm after a half of a layer. Decoding leaves it to
+        the next product, unless both halves of the layer read the same x.
+        """
         assert layer.norms.after is not None
         after = self.norm(post_name, layer.norms.after, self.config.hidden_size)
-        buffers = {"x": "x", "delta": "delta", **self.norm_buffers(post_name, after)}
-        return self.launch(norm_rows.add_normed, (after, layer.residual_scale), {"n": "n"}, buffers)
+        pending = PendingSum(post_name, after, layer.residual_scale)
+        if rows is None:
+            return [self._add(pending, "x", "x")]
+        if layer.residual == "sequential":
+            self.stream.pending = pending
+            return []
+        return [self._add(pending, self.stream.buffer, self.stream.buffer)]
+
+    def settle(self) -> list[Launch]:
+        """Returns the launches that add what is pending and leave the residual stream in the buffer x."""
+        source, pending = self.stream.buffer, self.stream.pending
+        self.stream.buffer, self.stream.pending = "x", None
+        if pending is not None:
+            return [self._add(pending, source, "x")]
+        if source == "x":
+            return []
+        buffers = {"x": source, "y": "x"}
+        return [self.launch(norm_rows.copy_rows, (self.config.hidden_size,), {"n": "n"}, buffers)]
+
+    def _add(self, pending: PendingSum, source: str, out: str) -> Launch:
+        apart: Buffers = {} if source == out else {"y": out}
+        buffers = {"x": source, **apart, "delta": "delta", **self.norm_buffers(pending.name, pending.norm)}
+        arguments = (pending.norm, pending.scale, bool(apart))
+        return self.launch(norm_rows.add_normed, arguments, {"n": "n"}, buffers)
 
 
 def bias_of(name: str) -> str:

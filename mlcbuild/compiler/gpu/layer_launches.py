@@ -2,7 +2,7 @@
 
 In decoding a dense layer is seven launches: product for queries, keys and values; heads with appending;
 attention; combination of its splits; output product; normalized and gated product; the last product. A norm
-after a half of a layer (Gemma 2) is a separate launch.
+after a half of a layer (Gemma 2) is computed by the product that follows: see residual_stream.py.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def _dense(
     if not block.gated:
         half = block.activation == "xielu" and build.is_half(f"{base}.xielu")
         fused: dict[str, Any] = {"activation": block.activation, "half_scalars": half}
-        return [build.normed_product(f"{base}.up.weight", norm_name, layer, rows, "gated", **fused)]
+        return build.normed_product(f"{base}.up.weight", norm_name, layer, rows, "gated", **fused)
     name = f"{base}.gate_up.weight"
     if rows is not None:
         options: dict[str, Any] = {"outputs": block.size, "gate": block.activation}
-        return [build.normed_product(name, norm_name, layer, rows, "gated", **options)]
+        return build.normed_product(name, norm_name, layer, rows, "gated", **options)
     product = build.normed_product(name, norm_name, layer, rows, "pair")
     buffers, arguments = {"pair": "pair", "y": "gated"}, (block.size, block.activation)
-    return [product, build.launch(norm_rows.gated, arguments, {"n": "n"}, buffers)]
+    return [*product, build.launch(norm_rows.gated, arguments, {"n": "n"}, buffers)]

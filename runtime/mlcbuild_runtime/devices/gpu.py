@@ -222,7 +222,7 @@ class GpuExecutor:
         calls += [("greedy", {"q": rows}), ("advance", {"n": rows})]
         done = list[list[int]]()
         while len(done) < count and not (done and self.interrupted):
-            more = min(_SUBMIT, count - len(done))
+            more = 1 if self.interrupted else min(_SUBMIT, count - len(done))
             self.device.run(calls * more)
             history = self.device.read("history", len(done) * self._mask_rows, more * self._mask_rows)
             for tokens in history.reshape(more, -1)[:, :rows].tolist():

@@ -98,6 +98,11 @@ class DeviceProgram:
         """Number of launches since the program was loaded."""
         self.uniform_uploads = 0
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Returns the number of bytes of all buffers but those of uniforms."""
+        return sum(buffer.size for buffer in self._buffers.values())
+
     def _pipeline(self, shader: Shader) -> Any:
         text = files.read_text(self._path / shader.file, MAX_KERNEL)
         visible = self._wgpu.ShaderStage.COMPUTE

@@ -122,18 +122,29 @@ def norm(name: str, spec: NormSpec) -> KernelBuilder:
     return k
 
 
-def add_normed(name: str, spec: NormSpec, scale: float) -> KernelBuilder:
-    """Returns the kernel x += scale * norm(delta), applied to every row."""
+def add_normed(name: str, spec: NormSpec, scale: float, apart: bool = False) -> KernelBuilder:
+    """Returns the kernel x += scale * norm(delta), for every row. apart: True if the sum is stored in y."""
     with kernel(name) as k:
         n = k.size("n")
         x, delta = k.buffer("x", (n, spec.columns)), k.buffer("delta", (n, spec.columns))
+        y = k.buffer("y", (n, spec.columns)) if apart else x
         vectors = NormVectors.declare(k, spec)
         with k.launch(WORKGROUP, "n") as (row, _, tx):
 
             def add(at: Value, value: Value) -> None:
-                put(x, x[row, at] + (value if scale == 1 else value * exact(scale)), row, at)
+                put(y, x[row, at] + (value if scale == 1 else value * exact(scale)), row, at)
 
             _one_row(k, vectors, tx, (lambda at: delta[row, at], add))
+    return k
+
+
+def copy_rows(name: str, columns: int) -> KernelBuilder:
+    """Returns the kernel y = x, for every row."""
+    with kernel(name) as k:
+        n = k.size("n")
+        x, y = k.buffer("x", (n, columns)), k.buffer("y", (n, columns))
+        with k.launch(WORKGROUP, "n") as (row, _, tx):
+            strided(columns, tx, WORKGROUP, lambda at: put(y, x[row, at], row, at))
     return k
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.script.ir_builder import tirx as T
+from tvm.tirx import Var
 
-from mlcbuild.compiler.gpu.kernels.norm_rows import NormVectors, inverse_root
+from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, NormVectors, inverse_root
 from mlcbuild.compiler.gpu.kernels.storage import CHUNK, RowsOf
 from mlcbuild.compiler.gpu.tensorir import (
     WORKGROUP,
@@ -35,12 +36,77 @@ class RowBlock:
     first: Value
     count: int
     n: Value
+    added: AddedRows | None = None
+    """The rows that are added to x while it is read; None: there are none."""
 
     def place(self, index: Value) -> Value:
         """Returns the index of the row of x at position `index` of the block. Positions beyond the last row
         give the last row.
         """
         return bind(T.min(self.first + index, self.n - 1))
+
+    def chunk(self, index: Value, column: Value) -> list[Value]:
+        """Returns the numbers of columns 4 * column to 4 * column + 3 of a row of the block, with 0 beyond
+        the row.
+        """
+        place = self.place(index)
+        values = self.x.chunk(place, column)
+        return values if self.added is None else self.added.to(values, index, place, column)
+
+
+@dataclass(frozen=True)
+class AddedRows:
+    """Rows whose RMS norm, times a factor, is added to x while it is read."""
+
+    rows: RowsOf
+    vectors: NormVectors
+    roots: Value
+    """Inverse root of each row of a block, in registers."""
+    scale: float
+
+    def to(self, values: list[Value], index: Value, place: Value, column: Value) -> list[Value]:
+        """Returns four numbers of x with those of these rows added. index: position of the row in the block;
+        place: index of the row.
+        """
+        sums, last = [], self.rows.columns - 1
+        for offset, (value, own) in enumerate(zip(values, self.rows.chunk(place, column), strict=True)):
+            factor = self.vectors.factor(bind(T.min(column * CHUNK + offset, last)))
+            normed = own * self.roots[index]
+            normed = normed if factor is None else normed * factor
+            sums.append(bind(value + (normed if self.scale == 1 else normed * exact(self.scale))))
+        return sums
+
+
+@dataclass(frozen=True)
+class AddedBuffers:
+    """The buffers of what is added to x: x + scale * norm(delta) is stored in `sum`."""
+
+    delta: RowsOf
+    sums: Value
+    vectors: NormVectors
+    scale: float
+
+    @classmethod
+    def declare(cls, k: KernelBuilder, norm: NormSpec, scale: float, n: Var) -> AddedBuffers:
+        delta, sums = RowsOf.declare(k, "delta", n, norm.columns), k.buffer("sum", (n, norm.columns))
+        vectors = NormVectors.declare(k, norm, ("post_weight", "post_shift"))
+        return cls(delta, sums, vectors, scale)
+
+    def to(self, k: KernelBuilder, block: RowBlock, at: tuple[Value, Value]) -> RowBlock:
+        """Returns a block whose rows are the sums. The first workgroup of each block stores them. at: index
+        of the workgroup among those of the block, and the thread.
+        """
+        (bx, tx), columns = at, self.delta.columns
+        norm = RowsNorm.of(k, self.vectors, replace(block, x=self.delta), tx)
+        block = replace(block, added=AddedRows(self.delta, self.vectors, norm.roots, self.scale))
+        chunks = -(-columns // CHUNK)
+        with when(bx == 0), T.serial(block.count) as index, T.serial(-(-chunks // WORKGROUP)) as step:
+            column = bind(step * WORKGROUP + tx)
+            with when(T.And(column < chunks, block.first + index < block.n)):
+                for place, value in enumerate(block.chunk(index, column)):
+                    with when(column * CHUNK + place < columns):
+                        put(self.sums, value, block.first + index, column * CHUNK + place)
+        return block
 
 
 @dataclass(frozen=True)
@@ -63,12 +129,12 @@ class RowsNorm:
         roots, means = local(block.count), local(block.count) if spec.is_centred else None
         own, sums, chunks = local(1), k.shared(WORKGROUP), -(-spec.columns // CHUNK)
 
-        def total(place: Value, term: Callable[[Value, Value], Value]) -> Value:
+        def total(row: Value, term: Callable[[Value, Value], Value]) -> Value:
             put(own, number(0), 0)
             with T.serial(-(-chunks // WORKGROUP)) as step:
                 column = bind(step * WORKGROUP + tx)
                 with when(column < chunks):
-                    for index, value in enumerate(block.x.chunk(place, column)):
+                    for index, value in enumerate(block.chunk(row, column)):
                         put(own, term(value, column * CHUNK + index) + own[0], 0)
             put(sums, own[0], tx)
             reduce_tree(sums, tx, WORKGROUP, lambda left, right: left + right)
@@ -77,13 +143,12 @@ class RowsNorm:
             return result
 
         with T.serial(block.count) as index:
-            place = block.place(index)
             if means is None:
-                squares = total(place, lambda value, _: value * value)
+                squares = total(index, lambda value, _: value * value)
             else:
-                mean = bind(total(place, lambda value, _: value) * exact(1 / spec.columns))
+                mean = bind(total(index, lambda value, _: value) * exact(1 / spec.columns))
                 put(means, mean, index)
-                squares = total(place, lambda value, at: _square(value - mean, at, spec.columns))
+                squares = total(index, lambda value, at: _square(value - mean, at, spec.columns))
             put(roots, inverse_root(squares, exact(1 / spec.columns), spec.norm.eps), index)
         return cls(vectors, roots, means)
 
@@ -133,7 +198,7 @@ class Factors:
         """Returns four values of a row of the block from `column` on, with the norm's weights and biases
         applied. own: index of the row; norm: the result of `of_norm`.
         """
-        values = self.block.x.chunk(self.block.place(own), column)
+        values = self.block.chunk(own, column)
         if norm is None or self.norm is None:
             return values
         if self.norm.means is not None:

@@ -12,7 +12,7 @@ from tvm.tirx import Var
 from mlcbuild.compiler.gpu.kernels import activations
 from mlcbuild.compiler.gpu.kernels.activations import Gate, capped
 from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec, NormVectors
-from mlcbuild.compiler.gpu.kernels.normed_factors import Factors, RowBlock, RowsNorm
+from mlcbuild.compiler.gpu.kernels.normed_factors import AddedBuffers, Factors, RowBlock, RowsNorm
 from mlcbuild.compiler.gpu.kernels.storage import (
     CHUNK,
     RowsOf,
@@ -48,6 +48,11 @@ class ProductSpec:
     form: StoredAs
     norm: NormSpec | None = None
     """The norm of x before the product; None: x is not normalized."""
+    added: NormSpec | None = None
+    """The norm of rows `delta` that are added to x first; the sums are stored in `sum`, too. None: nothing is
+    added."""
+    added_scale: float = 1.0
+    """Factor of what is added to x."""
     gate: Gate | None = None
     """The gate function: W then has 2 * outputs rows, and y = gate(first half, second half). None: the
     product has no gate.
@@ -206,9 +211,12 @@ def gemv(name: str, spec: ProductSpec, rows: int) -> KernelBuilder:
         n = k.size("n")
         x = RowsOf.declare(k, "x", n, spec.inputs)
         vectors = None if spec.norm is None else NormVectors.declare(k, spec.norm)
+        added = None if spec.added is None else AddedBuffers.declare(k, spec.added, spec.added_scale, n)
         buffers = ProductBuffers.declare(k, spec)
         with k.launch(WORKGROUP, shape.groups_of_outputs, ("div", "n", rows)) as (bx, by, tx):
             block = RowBlock(x, bind(by * rows), rows, n)
+            if added is not None:
+                block = added.to(k, block, (bx, tx))
             norm = None if vectors is None else RowsNorm.of(k, vectors, block, tx)
             outputs = shape.outputs(bx, tx)
             factors = Factors(block, norm, spec.inputs)

@@ -1,0 +1,50 @@
+"""The residual stream of a decoding step: the buffer that holds it, and a sum that is still to be added.
+
+A layer with norms after its halves adds norm(delta) to the stream. Decoding leaves that to the next product:
+each workgroup adds while it reads, and one of them writes the new stream to the other of two buffers, since
+all others read the old one in the same launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlcbuild.compiler.gpu.kernels.norm_rows import NormSpec
+from mlcbuild.compiler.gpu.kernels.product import ProductSpec
+from mlcbuild.models import LayerNorm
+
+OTHER = {"x": "x_next", "x_next": "x"}
+"""Name of a buffer for the residual stream -> the one that takes its place."""
+_BUFFERS = 8
+"""Number of storage buffers that every device can bind to a kernel."""
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """A sum in the buffer `delta` that is to be added to the residual stream."""
+
+    name: str
+    """Name of the norm of the sum."""
+    norm: NormSpec
+    scale: float
+    """Factor of the normalized sum."""
+
+
+@dataclass
+class ResidualStream:
+    """The state of the residual stream while the launches of a call are built."""
+
+    buffer: str = "x"
+    pending: PendingSum | None = None
+
+
+def can_add(pending: PendingSum, spec: ProductSpec) -> bool:
+    """Returns True if the kernel of a product can add a pending sum to its x: only RMS norms are fused, and
+    the kernel must not bind more buffers than every device can.
+    """
+    norm = spec.norm
+    if isinstance(pending.norm.norm, LayerNorm) or spec.activation == "xielu" or spec.row_gate:
+        return False
+    # x, delta, the new x, y, weights and the norm of the sum, and what a product may have besides.
+    bound = 6 + (spec.form.bits > 0) + (spec.half_bias is not None)
+    return bound + (0 if norm is None else norm.has_weight + norm.has_bias) <= _BUFFERS
