@@ -113,10 +113,12 @@ class Checkpoint:
 
     @cached_property
     def largest(self) -> int:
-        """Returns the size of the model's largest parameter in float32, in bytes."""
+        """Returns the size of the model's largest matrix in float32, in bytes. Stacks of experts count as one
+        of their matrices, since every step reads them one at a time.
+        """
         if self.config is None:
             return self.most // 4
-        return 4 * max(math.prod(param.shape) for param in self.parameters)
+        return 4 * max(math.prod(param.matrix or param.shape) for param in self.parameters)
 
 
 def check(recipe: Recipe) -> None:

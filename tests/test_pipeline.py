@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -18,7 +19,10 @@ from mlcbuild.checkpoints.fetch import Pinned
 from mlcbuild.checkpoints.hub import HubSource
 from mlcbuild.checkpoints.lock import Lock, Locked
 from mlcbuild.errors import InputError, UsageError
+from mlcbuild.models import parameters
 from mlcbuild.pipeline import Pipeline
+from mlcbuild.prospect import PROCESS_MEMORY
+from tests import experts_golden, typecheckpoints
 from tests.checkpoint_files import HF, sharded, tensors
 from tests.conftest import TINY, project
 
@@ -275,3 +279,15 @@ def test_a_hub_model_is_a_step_with_its_pinned_files(tmp_path: Path) -> None:
     assert step.params["commit"] == commit
     assert "main" not in json.dumps(dict(step.params)), "a branch never enters a key"
     assert any(step.name.startswith("library/bbbbbbbbbbbb/") for step in made.graph.steps())
+
+
+def test_steps_reserve_memory_for_one_expert_at_a_time(tmp_path: Path) -> None:
+    typecheckpoints.write("qwen3_moe", tmp_path / "experts")
+    made = built(tmp_path, "models: {m: ./experts}\nquantizations: [q8a8_1]\ntargets: [x86-64-v3]\n")
+    (weights,) = (step for step in made.graph.steps() if step.name.startswith("weights/"))
+    golden = experts_golden.golden("qwen3_moe-8-of-257")
+    shapes = [param.shape for param in parameters(golden.config)]
+    stack = max(math.prod(shape) for shape in shapes)
+    matrix = max(math.prod(shape[-2:]) for shape in shapes)
+    assert 10 * matrix < stack
+    assert weights.memory == 3 * 4 * matrix + PROCESS_MEMORY
